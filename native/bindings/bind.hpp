@@ -1,0 +1,14 @@
+// One function for each file of bindings; module.cpp calls them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kvstore_hvd {
+
+void bind_errors(pybind11::module_& module);
+void bind_segment(pybind11::module_& module);
+void bind_engine(pybind11::module_& module);
+void bind_reduce(pybind11::module_& module);
+void bind_mxnet(pybind11::module_& module);
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,137 @@
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bind.hpp"
+#include "errors.hpp"
+#include "kvstore_hvd/engine.hpp"
+
+namespace py = pybind11;
+
+namespace kvstore_hvd {
+namespace {
+
+// A wait that is longer is cut, to let Python handle its signals.
+constexpr std::chrono::milliseconds kSignalCheck{100};
+
+using Address = std::uintptr_t;
+
+template <class Pointer>
+std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
+  std::vector<Pointer> result;
+  for (const Address address : addresses) result.push_back(reinterpret_cast<Pointer>(address));
+  return result;
+}
+
+Request make_request(int collective, std::string name, std::string label, const std::vector<Address>& inputs,
+                     const std::vector<Address>& outputs, std::size_t count, std::vector<std::int64_t> shape, int dtype,
+                     int op, double prescale, double postscale, int root, int priority) {
+  if (collective < 0 || collective > 1) throw py::value_error("unknown collective " + std::to_string(collective));
+  if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
+  if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
+  Request request;
+  request.collective = static_cast<Collective>(collective);
+  request.name = std::move(name);
+  request.label = std::move(label);
+  request.inputs = pointers<const void*>(inputs);
+  request.outputs = pointers<void*>(outputs);
+  request.count = count;
+  request.shape = std::move(shape);
+  request.dtype = static_cast<DType>(dtype);
+  request.op = static_cast<ReduceOp>(op);
+  request.prescale = prescale;
+  request.postscale = postscale;
+  request.root = root;
+  request.priority = priority;
+  return request;
+}
+
+using Outcome = std::optional<std::pair<int, std::string>>;
+
+Outcome outcome(const Status& status) {
+  if (status.ok()) return std::nullopt;
+  return std::pair(static_cast<int>(status.code()), status.text());
+}
+
+// Waits without the GIL. A signal's exception (Ctrl-C) ends the world first: the arrays may be freed as soon as it
+// leaves this function, and the engine must not write into them any more.
+void wait(Engine& engine, const Work& work) {
+  for (;;) {
+    bool done = false;
+    {
+      const py::gil_scoped_release release;
+      done = engine.wait(work, kSignalCheck);
+    }
+    if (done) break;
+    if (PyErr_CheckSignals() != 0) {
+      py::error_already_set interruption;
+      {
+        const py::gil_scoped_release release;
+        engine.abort("rank " + std::to_string(engine.rank()) + " was interrupted");
+        engine.wait(work);
+      }
+      throw interruption;
+    }
+  }
+  if (!work.status().ok()) raise(work.status());
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::class_<Work, std::shared_ptr<Work>>(module, "Work", "The handle of a submitted request.")
+      .def_property_readonly("done", &Work::done)
+      .def_property_readonly("error",
+                             [](const Work& work) { return work.done() ? outcome(work.status()) : Outcome(); });
+
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
+      .def(py::init(
+               [](std::shared_ptr<Segment> segment, int rank, double timeout_s, bool watch_peers, std::string host) {
+                 EngineOptions options;
+                 options.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
+                 options.watch_peers = watch_peers;
+                 options.host = std::move(host);
+                 if (rank < 0 || rank >= segment->size()) throw py::value_error("no such rank in the segment");
+                 return std::make_shared<Engine>(std::move(segment), rank, std::move(options));
+               }),
+           py::arg("segment"), py::arg("rank"), py::arg("timeout_s"), py::arg("watch_peers") = true,
+           py::arg("host") = "")
+      .def_property_readonly("rank", &Engine::rank)
+      .def_property_readonly("size", &Engine::size)
+      .def(
+          "submit",
+          [](Engine& engine, int collective, std::string name, std::string label, const std::vector<Address>& inputs,
+             const std::vector<Address>& outputs, std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
+             double prescale, double postscale, int root, int priority) {
+            Request request = make_request(collective, std::move(name), std::move(label), inputs, outputs, count,
+                                           std::move(shape), dtype, op, prescale, postscale, root, priority);
+            const py::gil_scoped_release release;
+            return engine.submit(std::move(request));
+          },
+          py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"),
+          py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"), py::arg("prescale") = 1.0,
+          py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0)
+      .def(
+          "run",
+          [](Engine& engine, int collective, std::string name, std::string label, const std::vector<Address>& inputs,
+             const std::vector<Address>& outputs, std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
+             double prescale, double postscale, int root, int priority) {
+            Request request = make_request(collective, std::move(name), std::move(label), inputs, outputs, count,
+                                           std::move(shape), dtype, op, prescale, postscale, root, priority);
+            std::shared_ptr<Work> work;
+            {
+              const py::gil_scoped_release release;
+              work = engine.submit_to_wait(std::move(request));
+            }
+            wait(engine, *work);
+          },
+          py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"),
+          py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"), py::arg("prescale") = 1.0,
+          py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0)
+      .def("wait", &wait, py::arg("work"))
+      .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("health", [](const Engine& engine) { return outcome(engine.health()); })
+      .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,20 @@
+// How a Status becomes a Python exception: `_native.NativeError(code, text)`, which kvstore_hvd/native.py turns into
+// the classes of kvstore_hvd/errors.py.
+#pragma once
+
+#include <exception>
+#include <utility>
+
+#include "kvstore_hvd/status.hpp"
+
+namespace kvstore_hvd {
+
+struct NativeError : std::exception {
+  explicit NativeError(Status s) : status(std::move(s)) {}
+  const char* what() const noexcept override { return status.text().c_str(); }
+  Status status;
+};
+
+[[noreturn]] inline void raise(const Status& status) { throw NativeError(status); }
+
+}  // namespace kvstore_hvd

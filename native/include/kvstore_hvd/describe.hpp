@@ -1,0 +1,20 @@
+// Pieces of text that errors and reports share.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kvstore_hvd/world.hpp"
+
+namespace kvstore_hvd {
+
+// "(256, 784)", "(3,)", "()".
+std::string describe_shape(const Signature& signature);
+
+// "rank 3", "ranks 0-2, 5"; `ranks` ascending, not empty.
+std::string describe_ranks(const std::vector<int>& ranks);
+
+// "rank 2 (node1, pid 8123)".
+std::string describe_rank(World& world, int rank);
+
+}  // namespace kvstore_hvd

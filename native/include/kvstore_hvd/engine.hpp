@@ -1,0 +1,88 @@
+// The engine of one rank: takes requests, matches them by name with those of the other ranks of its world, and carries
+// them out on a communication thread, highest priority first.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "kvstore_hvd/request.hpp"
+#include "kvstore_hvd/segment.hpp"
+#include "kvstore_hvd/status.hpp"
+
+namespace kvstore_hvd {
+
+struct EngineOptions {
+  // How long a request may wait for the other ranks, and a rank for another inside a collective.
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+  // Watch the other ranks' processes; off when the ranks are threads of one process.
+  bool watch_peers = true;
+  // How messages name this machine.
+  std::string host;
+};
+
+// The handle of a submitted request.
+class Work {
+ public:
+  explicit Work(Request request) : request(std::move(request)) {}
+
+  // Acquire: once true, the outputs are written and status() is complete.
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Meaningful once done().
+  const Status& status() const { return status_; }
+
+ private:
+  friend class Engine;
+  const Request request;
+  std::chrono::steady_clock::time_point submitted;
+  std::atomic<bool> done_{false};
+  Status status_;
+};
+
+class Engine {
+ public:
+  // Joins the world of `segment` as `rank`. Ranks may arrive in any order; nothing here waits for the others.
+  Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options);
+  // shutdown() if it was not called.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const;
+  int size() const;
+
+  // Never waits for another rank. A request that is wrong, or submitted after a failure, is completed with its error
+  // before submit returns.
+  std::shared_ptr<Work> submit(Request request);
+
+  // Until `work` is done or `limit` has passed; returns whether it is done. The calling thread helps to carry out
+  // collectives meanwhile.
+  bool wait(const Work& work, std::chrono::nanoseconds limit);
+  // Bounded by the engine's timeout.
+  const Status& wait(const Work& work);
+
+  // Like submit, for a caller that waits at once: the communication thread is left asleep, which is the fastest way.
+  std::shared_ptr<Work> submit_to_wait(Request request);
+  Status run(Request request) { return wait(*submit_to_wait(std::move(request))); }
+
+  // Fails all pending and later requests of all ranks of the world with kTransport and this text.
+  void abort(const std::string& text);
+
+  // The latched failure of the world, or ok.
+  Status health() const;
+
+  // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
+  // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and
+  // the others read the reason. Idempotent.
+  void shutdown(const std::string& reason = "");
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,44 @@
+// A collective operation as one rank submits it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kvstore_hvd/status.hpp"
+#include "kvstore_hvd/types.hpp"
+
+namespace kvstore_hvd {
+
+struct Request {
+  Collective collective = Collective::kAllreduce;
+  // Matches the request with those of the other ranks; equal on all ranks, whatever the order of submission. Requests
+  // of one rank under the same name run one after another, in the order submitted.
+  std::string name;
+  // How errors name the tensor, e.g. `'dense0_weight' (key 3)`; not compared across ranks.
+  std::string label;
+  // Contributions of this process (one per device), each `count` elements; summed in order before they meet the other
+  // ranks' (with op, for min/max/product). Broadcast: one, read on the root only.
+  std::vector<const void*> inputs;
+  // Each receives the result. May be the same address as an input, otherwise must not overlap one. Not written before
+  // every rank has submitted and agreed; left as they were after a user error.
+  std::vector<void*> outputs;
+  std::size_t count = 0;
+  std::vector<std::int64_t> shape;  // compared across ranks; product == count
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;  // kAverage divides by the number of ranks
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int root = 0;               // broadcast only
+  std::int32_t priority = 0;  // higher runs first; that of the last rank to submit decides
+  // Non-empty: this rank cannot take part because its input failed; every rank gets kInputFailed with this text. Only
+  // name, label and on_done matter then.
+  std::string input_failure;
+  // Called exactly once, on a thread of the engine (or inside submit, wait, shutdown), after the outputs are written or
+  // the request has failed. Must not block and must not call the engine.
+  std::function<void(const Status&)> on_done;
+};
+
+}  // namespace kvstore_hvd

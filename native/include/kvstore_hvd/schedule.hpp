@@ -1,0 +1,44 @@
+// The schedule: an agreed sequence of entries (chunks) that every rank carries out in the same order.
+//
+// Tensors that all ranks have announced wait in a heap by priority. Whichever rank first needs to know what comes next
+// takes the tensor on top, and publishes its next chunk as the next entry: so the choice is made anew after every
+// chunk, a tensor of higher priority overtakes at the next chunk, and no coordinator is needed. Small tensors that
+// stand on top of the heap together are fused into one entry. (Priority and partitioning as in P3, Jayarajan et al.
+// 2019, and ByteScheduler, Peng et al. 2019.)
+#pragma once
+
+#include <cstdint>
+
+#include "kvstore_hvd/world.hpp"
+
+namespace kvstore_hvd {
+
+class Schedule {
+ public:
+  explicit Schedule(World& world) : world_(world) {}
+
+  // Puts a slot that all ranks have announced into the heap. Throws WorldLost.
+  void make_ready(std::uint32_t slot, std::int32_t priority);
+
+  // Whether entry `index` exists or could be made.
+  bool available(std::uint32_t index) const;
+
+  // Copies entry `index` to `entry`, deciding it first if no rank has. Returns false when there is nothing to schedule.
+  // A rank must ask for 0, 1, 2, ... and may ask for `index` only when every rank has filled entry index - kEntries.
+  // Throws WorldLost.
+  bool fetch(std::uint32_t index, Entry& entry);
+
+ private:
+  void decide(Entry& entry);
+
+  World& world_;
+};
+
+// How a chunk is cut from a tensor: by size and number of ranks. Measured; see docs/architecture.md.
+struct ChunkPlan {
+  Algorithm algorithm;
+  std::uint64_t bytes;
+};
+ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uint32_t ranks, std::uint32_t stage_bytes);
+
+}  // namespace kvstore_hvd

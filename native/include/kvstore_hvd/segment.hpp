@@ -1,0 +1,43 @@
+// The shared memory of one world of ranks on one host: a memfd without a name, so nothing is ever left behind.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace kvstore_hvd {
+
+struct World;
+
+class Segment {
+ public:
+  // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks; throws std::invalid_argument, std::system_error.
+  static std::shared_ptr<Segment> create(int size);
+
+  // The segment behind `fd`, which is duplicated. Throws std::invalid_argument when it is not one of this build.
+  static std::shared_ptr<Segment> attach(int fd);
+
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int fd() const { return fd_; }
+  int size() const;
+  // Absent in a forked child: the mapping is not inherited.
+  World& world() const { return *world_; }
+
+  // What must be equal for two builds to share a segment.
+  static std::string abi();
+
+  static constexpr int kMaxRanks = 256;
+
+ private:
+  Segment(int fd, World* world, std::size_t bytes) : fd_(fd), world_(world), bytes_(bytes) {}
+  static std::shared_ptr<Segment> map(int fd, std::size_t bytes);
+
+  int fd_;
+  World* world_;
+  std::size_t bytes_;
+};
+
+}  // namespace kvstore_hvd

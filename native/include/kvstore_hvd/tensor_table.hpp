@@ -1,0 +1,61 @@
+// The table of tensors: finds the slot of a name, and counts which ranks have announced an operation on it.
+//
+// Announcing is lock-free (one compare-and-swap); only the first use of a name takes the table's lock. When all slots
+// are taken, one whose operations are all complete is given to the new name; its version then tells those who remember
+// the old one.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "kvstore_hvd/request.hpp"
+#include "kvstore_hvd/world.hpp"
+
+namespace kvstore_hvd {
+
+// A slot as one rank remembers it.
+struct SlotHandle {
+  std::uint32_t slot = kNoSlot;
+  std::uint32_t version = 0;
+};
+
+class TensorTable {
+ public:
+  TensorTable(World& world, int rank) : world_(world), rank_(rank) {}
+
+  // The slot of `name`, made if there is none; nothing when every slot is busy (try again after a completion). Throws
+  // WorldLost.
+  std::optional<SlotHandle> find(std::string_view name);
+
+  enum class Outcome { kStale, kWaiting, kLast };
+
+  // Announces this rank's next operation on the slot. kStale: the slot has changed hands, find() it again. kLast: every
+  // other rank has announced as well; the slot now says what was agreed, or about what the ranks disagree, and the
+  // caller is the one to make it ready.
+  Outcome announce(const SlotHandle& handle, const Request& request);
+
+  // This rank has completed the operation it announced last.
+  void complete(std::uint32_t slot);
+
+  // Whether `other` has announced the operation that this rank announced last.
+  bool announced_by(std::uint32_t slot, int other);
+
+ private:
+  std::optional<std::uint32_t> take_slot();
+  void unlink(std::uint32_t slot);
+  void agree(std::uint32_t slot);
+
+  World& world_;
+  int rank_;
+};
+
+// The signature that `request` announces.
+Signature signature_of(const Request& request);
+
+// The text of a mismatch between the announcements of a slot, in the form of docs/errors.md, without the prefix that
+// names the reading rank; empty when all agree.
+std::string describe_mismatch(World& world, std::uint32_t slot);
+
+}  // namespace kvstore_hvd

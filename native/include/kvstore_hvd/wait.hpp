@@ -1,0 +1,96 @@
+// Waiting for another rank: a counter in the segment that one rank advances and others wait for.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "kvstore_hvd/failure.hpp"
+
+namespace kvstore_hvd {
+
+// No sleep is longer than this without a look at the failure: the bound for noticing an abort whose wake-up was missed.
+inline constexpr std::chrono::milliseconds kMaxSleep{100};
+
+// How a rank waits before it goes to sleep.
+struct WaitPolicy {
+  std::chrono::nanoseconds spin{0};  // busy, only sensible while every rank has a core of its own
+  int yields = 0;                    // sched_yield() calls after that; given up early when one costs a time slice
+
+  // The policy for `ranks` ranks on this machine's cores.
+  static WaitPolicy for_ranks(int ranks);
+};
+
+// Asks the scheduler for a short time slice for the calling thread, so that a woken rank runs soon between busy compute
+// threads. Unprivileged; ignored by kernels that do not know it.
+void request_short_slice();
+
+// A counter that only grows (compared with wrap-around, so it may run for ever) and never by more than 2^31 between a
+// writer and a waiter. Zero-initialised memory is a valid Flag. Padded so that two flags never share a cache line, nor
+// the pair of lines that the prefetcher fetches together.
+class alignas(128) Flag {
+ public:
+  // Acquire: what the poster wrote before post() is visible once the value is seen.
+  std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
+  bool reached(std::uint32_t target) const { return static_cast<std::int32_t>(value() - target) >= 0; }
+
+  // Stores `value` and wakes the sleepers. One writer at a time.
+  void post(std::uint32_t value) {
+    // Sequentially consistent, with the load below and the pair in wait(): either the waiter sees the new value before
+    // it sleeps, or we see the waiter. As a release it publishes what was written before.
+    value_.store(value, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
+  }
+
+  // Adds one and wakes the sleepers. Any number of writers.
+  void ring() {
+    value_.fetch_add(1, std::memory_order_seq_cst);  // as in post()
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
+  }
+
+  // Until reached(target). Throws WorldLost when `failure` is set meanwhile; the engine's watcher sets it when the
+  // deadline of an operation passes, so no wait outlives that.
+  void wait(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
+    if (!reached(target)) wait_slow(target, policy, failure);
+  }
+
+  // Until value() != seen or `limit` has passed; returns early when `failure` is set. For waits that have other things
+  // to look at.
+  void wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
+                   const Failure& failure);
+
+  // Wakes the sleepers without a new value.
+  void wake() const;
+
+ private:
+  void wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure);
+
+  std::atomic<std::uint32_t> value_;
+  std::atomic<std::uint32_t> sleepers_;
+};
+static_assert(sizeof(Flag) == 128);
+
+// A mutual exclusion lock between ranks. Zero-initialised memory is an unlocked one. Held for microseconds only.
+class alignas(128) SharedLock {
+ public:
+  // Throws WorldLost when `failure` is set while waiting: the holder may be dead.
+  void lock(const Failure& failure);
+  void unlock();
+  void wake() const;
+
+ private:
+  std::atomic<std::uint32_t> word_;  // 0 free, 1 held, 2 held and others may sleep
+};
+
+class SharedLockGuard {
+ public:
+  SharedLockGuard(SharedLock& lock, const Failure& failure) : lock_(lock) { lock_.lock(failure); }
+  ~SharedLockGuard() { lock_.unlock(); }
+  SharedLockGuard(const SharedLockGuard&) = delete;
+  SharedLockGuard& operator=(const SharedLockGuard&) = delete;
+
+ private:
+  SharedLock& lock_;
+};
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,159 @@
+// What lies in a segment: plain structures at fixed offsets, the same for every rank. Zero-filled memory is a valid
+// initial state of all of them, except for the few fields that Segment::create fills in.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kvstore_hvd/failure.hpp"
+#include "kvstore_hvd/types.hpp"
+#include "kvstore_hvd/wait.hpp"
+
+namespace kvstore_hvd {
+
+inline constexpr int kSlots = 8192;   // tensors known at a time (names, not requests)
+inline constexpr int kEntries = 64;   // scheduled chunks that some rank has not yet taken note of
+inline constexpr int kPieces = 64;    // tensors fused into one chunk
+inline constexpr int kStages = 3;     // chunks in the pipeline: being filled, reduced, collected
+inline constexpr int kMaxName = 240;  // bytes of a request's name
+inline constexpr int kMaxDims = 12;   // dimensions that are compared and printed one by one
+inline constexpr std::uint32_t kNoSlot = 0xffffffff;
+
+enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
+
+// One rank as the others see it. Each flag is written by its rank (the bell by anyone).
+struct RankState {
+  Flag filled;   // entries whose contribution lies in the rank's staging memory
+  Flag reduced;  // entries that the rank has reduced, and whose foreign staging memory it no longer reads
+  Flag bell;     // rung when there may be something to do for the rank
+  std::atomic<Presence> presence;  // Release: publishes the fields below; the others read them after an acquire.
+  std::int32_t pid;
+  std::uint64_t start_time;  // of the process, in clock ticks since boot: tells a recycled pid
+  char host[64];
+};
+
+// What one rank wants to do with a tensor; compared byte by byte across ranks, so padding is spelled out and zero.
+struct Signature {
+  Collective collective;
+  DType dtype;
+  ReduceOp op;
+  std::uint8_t failed;  // this rank's input failed; `Announcement::note` says why
+  std::int32_t root;
+  double prescale;
+  double postscale;
+  std::uint64_t count;
+  std::int32_t dims;
+  std::uint32_t reserved;
+  std::int64_t shape[kMaxDims];
+};
+static_assert(sizeof(Signature) == 136 && alignof(Signature) == 8);
+
+struct Announcement {
+  Signature signature;
+  char note[232];
+};
+
+// One tensor. `generation` counts its operations: a rank's n-th request under a name is matched with the n-th of all
+// others.
+struct Slot {
+  // High half: version, raised when the slot is given to another name. Low half: how many ranks have announced the
+  // operation under way; back to 0 when the last one does.
+  std::atomic<std::uint64_t> state;
+  std::atomic<std::uint32_t> outstanding;  // announcements, over all ranks, that are not completed
+  std::uint32_t next_in_bucket;            // under table_lock
+  std::uint64_t hash;                      // under table_lock
+  std::uint32_t name_length;               // under table_lock
+  char name[kMaxName];                     // under table_lock
+
+  // What is to be done, written by the last rank to announce before it makes the slot ready, read by whoever schedules
+  // and executes it. Stable until every rank has completed it.
+  Signature agreed;
+  std::uint64_t bytes;
+  std::uint64_t scheduled;  // bytes, under schedule_lock
+  std::uint32_t error;      // ErrorCode, kOk (0) when agreed
+  std::uint32_t error_length;
+  char error_text[1024];
+};
+
+// A tensor that every rank has announced, waiting to be scheduled.
+struct Ready {
+  std::int32_t priority;
+  std::uint32_t order;  // first come, first served among equals
+  std::uint32_t slot;
+};
+
+enum class Algorithm : std::uint32_t {
+  kFail,       // nothing moves: the ranks disagree, the slot says about what
+  kOneShot,    // every rank stages everything and reduces everything: one synchronisation
+  kTwoShot,    // every rank reduces one slice for all: two synchronisations, each byte moves twice
+  kBroadcast,  // the root stages, the others copy
+};
+
+// Part of a tensor inside a chunk.
+struct Piece {
+  std::uint32_t slot;
+  std::uint32_t staged;  // byte offset in the staging memory of the chunk, a multiple of 64
+  std::uint64_t offset;  // byte offset in the tensor
+  std::uint64_t bytes;
+};
+
+// One step of the agreed schedule: what every rank does next.
+struct Entry {
+  Algorithm algorithm;
+  std::int32_t root;
+  std::uint32_t n_pieces;
+  std::uint32_t staged_bytes;
+  Piece pieces[kPieces];
+};
+
+struct World {
+  std::uint64_t magic;
+  std::uint32_t size;         // ranks
+  std::uint32_t stage_bytes;  // of one rank's staging memory for one chunk
+  std::uint64_t total_bytes;
+  std::uint64_t ranks_offset, announcements_offset, digests_offset, staging_offset, staging_stride;
+
+  Failure failure;
+  std::atomic<std::uint32_t> left;  // ranks that left in good order
+
+  // The table of tensors, see tensor_table.hpp.
+  SharedLock table_lock;
+  std::uint32_t slots_used;       // slots handed out so far (each may have been handed on since)
+  std::uint32_t clock_hand;       // where the search for an idle slot goes on
+  std::uint32_t buckets[kSlots];  // 1 + slot, 0 when empty
+  Slot slots[kSlots];
+
+  // The schedule, see schedule.hpp.
+  SharedLock schedule_lock;
+  alignas(128) std::atomic<std::uint32_t> ready_count;  // entries of the heap
+  std::atomic<std::uint32_t> head;                      // entries published so far
+  std::uint32_t next_order;
+  Ready ready[kSlots];  // binary heap, highest priority first
+  Entry entries[kEntries];
+
+  char* base() { return reinterpret_cast<char*>(this); }
+  RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }
+  Announcement& announcement(std::uint32_t slot, int r) {
+    return reinterpret_cast<Announcement*>(base() + announcements_offset)[static_cast<std::size_t>(slot) * size + r];
+  }
+  // A digest of each rank's last announcement of a slot, next to one another so that comparing them costs little, and
+  // how often the rank has announced it.
+  struct Digest {
+    std::uint64_t signature;
+    // Relaxed: read for error messages and for departed ranks only, where `presence` orders it.
+    std::atomic<std::uint32_t> generation;
+    std::uint32_t reserved;
+  };
+  Digest& digest(std::uint32_t slot, int r) {
+    return reinterpret_cast<Digest*>(base() + digests_offset)[static_cast<std::size_t>(slot) * size + r];
+  }
+  char* staging(int r, std::uint32_t entry) {
+    return base() + staging_offset + staging_stride * r + static_cast<std::size_t>(stage_bytes) * (entry % kStages);
+  }
+};
+
+// Wakes every sleeper of the world, so that all notice a failure at once.
+void wake_all(World& world);
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,39 @@
+#include "kvstore_hvd/describe.hpp"
+
+#include <algorithm>
+
+namespace kvstore_hvd {
+
+std::string describe_shape(const Signature& signature) {
+  std::string text = "(";
+  const int shown = std::min<int>(signature.dims, kMaxDims);
+  for (int i = 0; i < shown; ++i) text += (i > 0 ? ", " : "") + std::to_string(signature.shape[i]);
+  if (signature.dims > shown) text += ", ...";
+  if (signature.dims == 1) text += ",";
+  return text + ")";
+}
+
+std::string describe_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size();) {
+    std::size_t end = i;
+    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks[i]);
+    if (end > i) text += "-" + std::to_string(ranks[end]);
+    i = end + 1;
+  }
+  return text;
+}
+
+std::string describe_rank(World& world, int rank) {
+  const RankState& state = world.rank(rank);
+  std::string text = "rank " + std::to_string(rank);
+  // Acquire: the fields that are read next were written before.
+  if (state.presence.load(std::memory_order_acquire) == Presence::kAbsent) return text + " (never joined)";
+  text += " (";
+  if (state.host[0] != '\0') text += std::string(state.host) + ", ";
+  return text + "pid " + std::to_string(state.pid) + ")";
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,538 @@
+#include "kvstore_hvd/engine.hpp"
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstdio>
+#include <deque>
+#include <mutex>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "kvstore_hvd/describe.hpp"
+#include "kvstore_hvd/liveness.hpp"
+#include "kvstore_hvd/pipeline.hpp"
+#include "kvstore_hvd/tensor_table.hpp"
+#include "kvstore_hvd/world.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How often the watcher looks at deadlines: while something is pending, and otherwise.
+constexpr std::chrono::milliseconds kBusyTick{100};
+constexpr std::chrono::milliseconds kIdleTick{500};
+
+std::string describe_operation(const Request& request) {
+  return std::string(name_of(request.collective)) + " " + (request.label.empty() ? request.name : request.label);
+}
+
+std::string seconds(std::chrono::nanoseconds duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+std::string validate(const Request& request, int size) {
+  if (request.name.empty() || request.name.size() > kMaxName) {
+    return "a name has 1 to " + std::to_string(kMaxName) + " bytes, not " + std::to_string(request.name.size());
+  }
+  if (!request.input_failure.empty()) return "";
+  if (request.inputs.empty() || request.outputs.empty()) return "inputs and outputs must not be empty";
+  if (request.collective == Collective::kBroadcast) {
+    if (request.inputs.size() != 1) return "broadcast takes one input";
+    if (request.root < 0 || request.root >= size) {
+      return "root " + std::to_string(request.root) + " is not a rank of a world of " + std::to_string(size);
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+class Engine::Impl {
+ public:
+  Impl(std::shared_ptr<Segment> segment, int rank, EngineOptions options)
+      : segment_(std::move(segment)),
+        world_(segment_->world()),
+        rank_(rank),
+        size_(segment_->size()),
+        options_(std::move(options)),
+        owner_(getpid()),
+        policy_(WaitPolicy::for_ranks(size_)),
+        table_(world_, rank),
+        in_flight_(kSlots, nullptr),
+        pipeline_(
+            world_, rank, [this](std::uint32_t slot) -> const Request& { return in_flight_[slot]->request; },
+            [this](std::uint32_t slot) { complete(slot); }),
+        liveness_(world_, rank, options_.host, options_.watch_peers) {
+    communication_ = std::thread([this] { communicate(); });
+    watcher_ = std::thread([this] { watch(); });
+  }
+
+  ~Impl() { shutdown(""); }
+
+  bool forked() const { return getpid() != owner_; }
+
+  std::shared_ptr<Work> submit(Request request, bool caller_waits) {
+    auto work = std::make_shared<Work>(std::move(request));
+    work->submitted = Clock::now();
+    if (forked()) {
+      finish(*work, Status(ErrorCode::kShutdown, prefix(work->request) +
+                                                     "this is a forked child; only the parent may communicate.\n"
+                                                     "  Fix: call the KVStore from the process that created it."));
+      return work;
+    }
+    const std::string invalid = validate(work->request, size_);
+    if (!invalid.empty()) {
+      finish(*work, Status(ErrorCode::kInvalid, prefix(work->request) + invalid + "."));
+      return work;
+    }
+    bool wake_communication = false;
+    Status refused;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (left_ || world_.failure.is_set()) {
+        refused = left_ ? left_status(work->request) : lost_status(work->request);
+      } else {
+        Name& name = names_[work->request.name];
+        name.queue.push_back(work);
+        ++pending_;
+        // Requests under one name run one after another.
+        if (name.queue.size() == 1) try_start(name, *work);
+        const bool undriven = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
+        if (undriven) wake_communication = unpark_ = true;
+      }
+    }
+    if (wake_communication) parked_changed_.notify_one();
+    if (!refused.ok()) finish(*work, std::move(refused));
+    return work;
+  }
+
+  bool wait(const Work& work, std::chrono::nanoseconds limit) {
+    return work.done() || drive_until([&] { return work.done(); }, limit);
+  }
+
+  void abort(const std::string& text) {
+    if (forked()) return;
+    if (world_.failure.set(ErrorCode::kTransport, text)) wake_all(world_);
+  }
+
+  Status health() {
+    if (forked()) return Status(ErrorCode::kShutdown, "this is a forked child; only the parent may communicate.");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!world_.failure.is_set()) return Status();
+    return Status(world_.failure.code(), prefix() + world_.failure.fact() + advice(world_.failure.code()));
+  }
+
+  void shutdown(const std::string& reason) {
+    if (forked()) return;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (left_) return;
+    }
+    if (!reason.empty()) {
+      const std::string fact = describe_rank(world_, rank_) + " ended early: " + reason;
+      if (world_.failure.set(ErrorCode::kPeerLost, fact)) wake_all(world_);
+    }
+    drive_until([this] { return idle(); }, options_.timeout + kBusyTick);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      left_ = true;
+    }
+    // Release: this rank has written whatever the others will read from it.
+    world_.rank(rank_).presence.store(Presence::kLeft, std::memory_order_release);
+    world_.left.fetch_add(1, std::memory_order_release);
+    ring_all();
+    stop_threads();
+    fail_pending();  // what came in between, or outlived the timeout
+  }
+
+ private:
+  friend class Engine;
+
+  // The requests of this rank under one name; the first one is announced, or waits for a free slot.
+  struct Name {
+    SlotHandle slot;
+    std::deque<std::shared_ptr<Work>> queue;
+  };
+
+  // ---- Messages.
+
+  std::string prefix() const { return "[rank " + std::to_string(rank_) + "/" + std::to_string(size_) + "] "; }
+  std::string prefix(const Request& request) const { return prefix() + describe_operation(request) + ": "; }
+
+  static std::string advice(ErrorCode code) {
+    switch (code) {
+      case ErrorCode::kPeerLost:
+        return ".\n  This step's buffers are undefined.\n"
+               "  Fix: under @elastic.run training resumes from the last commit(); otherwise restart.";
+      case ErrorCode::kTimeout:
+        return ".\n  This step's buffers are undefined.\n"
+               "  Fix: see what that rank is doing; if such a wait is legitimate, raise KVHVD_TIMEOUT (seconds).";
+      default:
+        return ".\n  This step's buffers are undefined.\n  Fix: restart, or call reset() on every rank.";
+    }
+  }
+
+  Status lost_status(const Request& request) const {
+    const ErrorCode code = world_.failure.code();
+    return Status(code, prefix(request) + world_.failure.fact() + advice(code));
+  }
+
+  Status left_status(const Request& request) const {
+    return Status(ErrorCode::kShutdown,
+                  prefix(request) + "this rank has shut down.\n  Fix: call init() before communicating again.");
+  }
+
+  static void finish(Work& work, Status status) {
+    work.status_ = std::move(status);
+    if (work.request.on_done) work.request.on_done(work.status_);
+    // Release: publishes the outputs and the status.
+    work.done_.store(true, std::memory_order_release);
+  }
+
+  // ---- Announcing; with mutex_ held.
+
+  void try_start(Name& name, Work& work) {
+    try {
+      start(name, work);
+    } catch (const WorldLost&) {
+      // The driver, or the watcher in its place, fails everything that is pending.
+    }
+  }
+
+  void start(Name& name, Work& work) {
+    for (;;) {
+      if (name.slot.slot == kNoSlot) {
+        const auto found = table_.find(work.request.name);
+        if (!found) {
+          waiting_for_slot_.push_back(work.request.name);
+          return;
+        }
+        name.slot = *found;
+      }
+      in_flight_[name.slot.slot] = &work;
+      switch (table_.announce(name.slot, work.request)) {
+        case TensorTable::Outcome::kStale:
+          in_flight_[name.slot.slot] = nullptr;
+          name.slot = SlotHandle{};
+          continue;
+        case TensorTable::Outcome::kWaiting:
+          check_left(name.slot.slot, work.request);
+          return;
+        case TensorTable::Outcome::kLast:
+          Schedule(world_).make_ready(name.slot.slot, work.request.priority);
+          ring_all();
+          return;
+      }
+    }
+  }
+
+  // A rank that left will never announce the operation.
+  void check_left(std::uint32_t slot, const Request& request) {
+    // Acquire: pairs with the release in shutdown().
+    if (world_.left.load(std::memory_order_acquire) == 0) return;
+    for (int r = 0; r < size_; ++r) {
+      const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
+      if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
+      const std::string fact = describe_rank(world_, r) + " left before it submitted " + describe_operation(request);
+      if (world_.failure.set(ErrorCode::kPeerLost, fact)) wake_all(world_);
+      return;
+    }
+  }
+
+  void check_left_for_all() {
+    if (world_.left.load(std::memory_order_acquire) == 0) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [text, name] : names_) {
+      if (is_announced(name)) check_left(name.slot.slot, name.queue.front()->request);
+    }
+  }
+
+  bool is_announced(const Name& name) const {
+    return !name.queue.empty() && name.slot.slot != kNoSlot && in_flight_[name.slot.slot] == name.queue.front().get();
+  }
+
+  void ring_all() {
+    for (int r = 0; r < size_; ++r) world_.rank(r).bell.ring();
+  }
+
+  // ---- Completing; by the driver only.
+
+  void complete(std::uint32_t slot) {
+    Slot& shared = world_.slots[slot];
+    std::shared_ptr<Work> work;
+    Status status;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const Request& request = in_flight_[slot]->request;
+      if (shared.error != 0) {
+        status = Status(static_cast<ErrorCode>(shared.error),
+                        prefix(request) + std::string(shared.error_text, shared.error_length));
+      }
+      const auto found = names_.find(request.name);
+      Name& name = found->second;
+      work = std::move(name.queue.front());
+      name.queue.pop_front();
+      in_flight_[slot] = nullptr;
+      table_.complete(slot);
+      if (!name.queue.empty()) {
+        try_start(name, *name.queue.front());
+      } else if (names_.size() > kSlots) {
+        names_.erase(found);  // bounds the memory of programs that never use a name twice
+      }
+      start_waiting_for_slot();
+    }
+    finish(*work, std::move(status));
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      --pending_;
+    }
+    if (waiters_ > 0) changed_.notify_all();
+  }
+
+  void start_waiting_for_slot() {
+    for (std::size_t n = waiting_for_slot_.size(); n > 0; --n) {
+      const std::string text = std::move(waiting_for_slot_.front());
+      waiting_for_slot_.pop_front();
+      const auto found = names_.find(text);
+      if (found != names_.end() && !found->second.queue.empty()) try_start(found->second, *found->second.queue.front());
+    }
+  }
+
+  // The world is lost, or this rank leaves: nothing that is pending will happen. The caller is the driver.
+  void fail_pending() {
+    std::deque<std::shared_ptr<Work>> lost;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [text, name] : names_) {
+        for (auto& work : name.queue) lost.push_back(std::move(work));
+      }
+      names_.clear();
+      waiting_for_slot_.clear();
+    }
+    for (const auto& work : lost) {
+      finish(*work, world_.failure.is_set() ? lost_status(work->request) : left_status(work->request));
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      pending_ -= lost.size();
+    }
+    changed_.notify_all();
+  }
+
+  // ---- Driving: at any time at most one thread of this rank carries out the schedule.
+
+  bool idle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pending_ == 0;
+  }
+
+  // One step as the driver. Returns whether there was anything to do.
+  bool drive() {
+    try {
+      if (!world_.failure.is_set()) {
+        if (pipeline_.advance()) return true;
+        check_left_for_all();
+        if (!world_.failure.is_set()) return false;
+      }
+    } catch (const WorldLost&) {
+    }
+    fail_pending();
+    return false;
+  }
+
+  template <class Done>
+  bool drive_until(const Done& done, std::chrono::nanoseconds limit) {
+    const auto end = Clock::now() + limit;
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++waiters_;
+    for (;;) {
+      lock.unlock();
+      if (done()) break;
+      if (Clock::now() >= end) break;
+      lock.lock();
+      if (driven_) {
+        changed_.wait_for(lock, kMaxSleep);
+        continue;
+      }
+      driven_ = true;
+      lock.unlock();
+      const Flag& bell = world_.rank(rank_).bell;
+      while (!done() && Clock::now() < end) {
+        const std::uint32_t seen = bell.value();
+        if (!drive() && !done()) {
+          world_.rank(rank_).bell.wait_change(seen, policy_, std::min<std::chrono::nanoseconds>(kMaxSleep, limit),
+                                              world_.failure);
+        }
+      }
+      lock.lock();
+      driven_ = false;
+      // What others of this rank wait for goes on without this thread.
+      if (pending_ > 0 && parked_) {
+        unpark_ = true;
+        parked_changed_.notify_one();
+      }
+      if (waiters_ > 1) changed_.notify_all();
+    }
+    lock.lock();
+    --waiters_;
+    lock.unlock();
+    return done();
+  }
+
+  // The communication thread: listens to the bell, and drives when no other thread does. When it finds another thread
+  // driving it parks, so that the bell then wakes one thread only.
+  void communicate() {
+    request_short_slice();
+    Flag& bell = world_.rank(rank_).bell;
+    for (;;) {
+      const std::uint32_t seen = bell.value();
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        // After a failure there is nothing to listen for.
+        if (driven_ || world_.failure.is_set()) {
+          parked_ = true;
+          unpark_ = false;
+          parked_changed_.wait(lock, [&] { return stopping_ || unpark_; });
+          parked_ = false;
+        }
+        if (stopping_) return;
+        if (driven_) continue;
+        driven_ = true;
+      }
+      while (drive()) {
+      }
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        driven_ = false;
+        if (waiters_ > 0) changed_.notify_all();
+      }
+      bell.wait_change(seen, policy_, kIdleTick, world_.failure);
+    }
+  }
+
+  // The watcher: notices lost ranks and passed deadlines, and makes sure that a failure reaches what is pending.
+  void watch() {
+    while (!stop_watching_.load(std::memory_order_relaxed)) {  // Relaxed: interrupt() ends the sleep soon enough.
+      const bool busy = !idle();
+      if (const auto death = liveness_.poll(busy ? kBusyTick : kIdleTick)) {
+        if (world_.failure.set(ErrorCode::kPeerLost, describe_rank(world_, death->rank) + " " + death->how)) {
+          wake_all(world_);
+        }
+      }
+      if (busy && !world_.failure.is_set()) {
+        check_left_for_all();
+        check_deadlines();
+        retry_slots();
+      }
+      if (world_.failure.is_set()) drive_until([this] { return idle(); }, kBusyTick);
+    }
+  }
+
+  // Slots also become free by the completions of other ranks, which nobody tells us about.
+  void retry_slots() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start_waiting_for_slot();
+  }
+
+  void check_deadlines() {
+    std::string fact;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto now = Clock::now();
+      for (auto& [text, name] : names_) {
+        if (name.queue.empty() || now - name.queue.front()->submitted < options_.timeout) continue;
+        fact = describe_timeout(name);
+        break;
+      }
+    }
+    if (!fact.empty() && world_.failure.set(ErrorCode::kTimeout, fact)) wake_all(world_);
+  }
+
+  std::string describe_timeout(const Name& name) {
+    const Request& request = name.queue.front()->request;
+    std::string text = "rank " + std::to_string(rank_) + " waited " + seconds(options_.timeout) + " in " +
+                       describe_operation(request) + " for ";
+    if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
+    std::vector<int> late, slow;
+    std::uint32_t most = 0;
+    for (int r = 0; r < size_; ++r) most = std::max(most, world_.rank(r).filled.value());
+    for (int r = 0; r < size_; ++r) {
+      if (!table_.announced_by(name.slot.slot, r)) late.push_back(r);
+      if (world_.rank(r).filled.value() != most) slow.push_back(r);
+    }
+    const std::vector<int>& blamed = !late.empty() ? late : slow;
+    if (blamed.empty()) return text + "the other ranks, none of which moves";
+    text +=
+        describe_ranks(blamed) + ", which " + (late.empty() ? "stopped inside the collective" : "did not submit it");
+    for (const int r : blamed) text += "\n  " + describe_rank(world_, r);
+    return text;
+  }
+
+  void stop_threads() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    parked_changed_.notify_all();
+    world_.rank(rank_).bell.ring();
+    stop_watching_.store(true, std::memory_order_relaxed);
+    liveness_.interrupt();
+    if (communication_.joinable()) communication_.join();
+    if (watcher_.joinable()) watcher_.join();
+  }
+
+  const std::shared_ptr<Segment> segment_;
+  World& world_;
+  const int rank_, size_;
+  const EngineOptions options_;
+  const pid_t owner_;
+  const WaitPolicy policy_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;         // something completed, or the driver's place is free
+  std::condition_variable parked_changed_;  // unpark_, stopping_
+
+  TensorTable table_;
+  std::unordered_map<std::string, Name> names_;
+  std::deque<std::string> waiting_for_slot_;
+  // The announced request of each slot. Written under mutex_ before the announcement, which publishes it to the driver.
+  std::vector<Work*> in_flight_;
+  std::size_t pending_ = 0;
+  std::atomic<int> waiters_{0};  // Relaxed use would do: changed under mutex_, read outside only to skip a notification
+  bool driven_ = false, parked_ = false, unpark_ = false, stopping_ = false, left_ = false;
+
+  Pipeline pipeline_;  // the driver's
+  Liveness liveness_;  // the watcher's
+  std::atomic<bool> stop_watching_{false};
+  std::thread communication_, watcher_;
+};
+
+Engine::Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options)
+    : impl_(std::make_unique<Impl>(std::move(segment), rank, std::move(options))) {}
+
+Engine::~Engine() {
+  // The threads and the memory of the parent do not exist in a forked child: there is nothing to release.
+  if (impl_->forked()) static_cast<void>(impl_.release());
+}
+
+int Engine::rank() const { return impl_->rank_; }
+int Engine::size() const { return impl_->size_; }
+std::shared_ptr<Work> Engine::submit(Request request) { return impl_->submit(std::move(request), false); }
+std::shared_ptr<Work> Engine::submit_to_wait(Request request) { return impl_->submit(std::move(request), true); }
+bool Engine::wait(const Work& work, std::chrono::nanoseconds limit) { return impl_->wait(work, limit); }
+const Status& Engine::wait(const Work& work) {
+  while (!impl_->wait(work, std::chrono::seconds(1))) {
+  }
+  return work.status();
+}
+void Engine::abort(const std::string& text) { impl_->abort(text); }
+Status Engine::health() const { return impl_->health(); }
+void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }
+
+}  // namespace kvstore_hvd

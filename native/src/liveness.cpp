@@ -1,0 +1,189 @@
+#include "kvstore_hvd/liveness.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <system_error>
+#include <thread>
+
+namespace kvstore_hvd {
+namespace {
+
+// proc(5), /proc/[pid]/stat: fields counted from the state, which is the first one behind the command's name.
+struct ProcessStat {
+  char state = 0;
+  std::uint64_t start_time = 0;
+  int exit_code = 0;
+};
+
+std::optional<ProcessStat> read_stat(int pid) {
+  char path[64], text[1024];
+  std::snprintf(path, sizeof(path), "/proc/%d/stat", pid);
+  FILE* file = std::fopen(path, "re");
+  if (file == nullptr) return std::nullopt;
+  const std::size_t length = std::fread(text, 1, sizeof(text) - 1, file);
+  std::fclose(file);
+  text[length] = '\0';
+  const char* field = std::strrchr(text, ')');  // the name may hold anything, blanks and parentheses too
+  if (field == nullptr) return std::nullopt;
+  ProcessStat stat;
+  stat.state = field[2];
+  field += 2;
+  for (int number = 3; *field != '\0'; ++number) {
+    if (number == 22) stat.start_time = std::strtoull(field, nullptr, 10);
+    if (number == 52) stat.exit_code = std::atoi(field);
+    field = std::strchr(field, ' ');
+    if (field == nullptr) break;
+    ++field;
+  }
+  return stat;
+}
+
+// How a process that is gone ended, as waitpid(2) reports it: from PIDFD_GET_INFO (Linux 6.15, once the process is
+// reaped), else from its zombie.
+std::optional<int> wait_status_of(int pidfd, int pid) {
+  struct {
+    std::uint64_t mask, cgroup;
+    std::uint32_t ids[11];
+    std::int32_t exit_code;
+  } info{};
+  static_assert(sizeof(info) == 64);
+  constexpr std::uint64_t kExit = 1 << 3;
+  constexpr unsigned long kGetInfo = _IOC(_IOC_READ | _IOC_WRITE, 0xff, 11, sizeof(info));
+  // The parent reaps it any moment now.
+  for (int attempt = 0; attempt < 20; ++attempt) {
+    info.mask = kExit;
+    if (pidfd >= 0 && ioctl(pidfd, kGetInfo, &info) == 0 && (info.mask & kExit) != 0) return info.exit_code;
+    const auto stat = read_stat(pid);
+    if (stat && stat->state == 'Z' && stat->exit_code != 0) return stat->exit_code;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return std::nullopt;
+}
+
+const char* signal_name(int number) {
+  switch (number) {
+    case SIGABRT:
+      return "SIGABRT";
+    case SIGBUS:
+      return "SIGBUS";
+    case SIGFPE:
+      return "SIGFPE";
+    case SIGHUP:
+      return "SIGHUP";
+    case SIGILL:
+      return "SIGILL";
+    case SIGINT:
+      return "SIGINT";
+    case SIGKILL:
+      return "SIGKILL";
+    case SIGPIPE:
+      return "SIGPIPE";
+    case SIGQUIT:
+      return "SIGQUIT";
+    case SIGSEGV:
+      return "SIGSEGV";
+    case SIGTERM:
+      return "SIGTERM";
+    default:
+      return nullptr;
+  }
+}
+
+std::string describe_end(int pidfd, int pid) {
+  const auto status = wait_status_of(pidfd, pid);
+  if (!status) return "died";
+  if (WIFSIGNALED(*status)) {
+    const char* name = signal_name(WTERMSIG(*status));
+    return std::string("died (") + (name != nullptr ? name : "signal " + std::to_string(WTERMSIG(*status))) + ")";
+  }
+  return "exited with code " + std::to_string(WEXITSTATUS(*status));
+}
+
+}  // namespace
+
+Liveness::Liveness(World& world, int rank, const std::string& host, bool watch)
+    : world_(world), rank_(rank), watch_(watch), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), peers_(world.size) {
+  if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "creating an eventfd");
+  RankState& self = world_.rank(rank_);
+  self.pid = getpid();
+  const auto stat = read_stat(self.pid);
+  self.start_time = stat ? stat->start_time : 0;
+  const std::size_t length = std::min(host.size(), sizeof(self.host) - 1);
+  std::memcpy(self.host, host.data(), length);
+  self.host[length] = '\0';
+  // Release: publishes pid, start time and host.
+  self.presence.store(Presence::kJoined, std::memory_order_release);
+}
+
+Liveness::~Liveness() {
+  for (const Peer& peer : peers_) {
+    if (peer.pidfd >= 0) close(peer.pidfd);
+  }
+  close(wake_fd_);
+}
+
+void Liveness::interrupt() {
+  const std::uint64_t one = 1;
+  // The counter cannot overflow; there is nothing to do about any other failure, and poll() has a limit.
+  [[maybe_unused]] const auto written = write(wake_fd_, &one, sizeof(one));
+}
+
+void Liveness::open_new_peers() {
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
+    Peer& peer = peers_[r];
+    RankState& state = world_.rank(r);
+    // Acquire: pid and start time are complete.
+    const Presence presence = state.presence.load(std::memory_order_acquire);
+    if (presence == Presence::kLeft) peer.settled = true;
+    if (r == rank_ || peer.settled || peer.pidfd >= 0 || presence != Presence::kJoined) continue;
+    peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, state.pid, 0));
+  }
+}
+
+std::optional<Liveness::Death> Liveness::find_death() {
+  for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
+    Peer& peer = peers_[r];
+    const RankState& state = world_.rank(r);
+    const bool joined = state.presence.load(std::memory_order_acquire) == Presence::kJoined;
+    if (r == rank_ || peer.settled || !joined) continue;
+    pollfd request{peer.pidfd, POLLIN, 0};
+    const bool signalled = peer.pidfd >= 0 && ::poll(&request, 1, 0) > 0;
+    // Without a pidfd (an old kernel, a sandbox, or a process that ended before we looked) the process table tells.
+    const auto stat = signalled || peer.pidfd >= 0 ? std::nullopt : read_stat(state.pid);
+    const bool missing = peer.pidfd < 0 && (!stat || stat->state == 'Z' || stat->start_time != state.start_time);
+    if (!signalled && !missing) continue;
+    peer.settled = true;
+    // A rank that left in good order may have done so after we looked first.
+    if (state.presence.load(std::memory_order_acquire) == Presence::kLeft) continue;
+    return Death{r, describe_end(peer.pidfd, state.pid)};
+  }
+  return std::nullopt;
+}
+
+std::optional<Liveness::Death> Liveness::poll(std::chrono::milliseconds limit) {
+  std::vector<pollfd> requests{{wake_fd_, POLLIN, 0}};
+  if (watch_) {
+    open_new_peers();
+    for (const Peer& peer : peers_) {
+      if (peer.pidfd >= 0 && !peer.settled) requests.push_back({peer.pidfd, POLLIN, 0});
+    }
+  }
+  ::poll(requests.data(), requests.size(), static_cast<int>(limit.count()));
+  if ((requests[0].revents & POLLIN) != 0) {
+    std::uint64_t count;
+    [[maybe_unused]] const auto got = read(wake_fd_, &count, sizeof(count));
+  }
+  return watch_ ? find_death() : std::nullopt;
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,66 @@
+// What to tell the user when ranks disagree about an operation.
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "kvstore_hvd/describe.hpp"
+#include "kvstore_hvd/tensor_table.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.17g", value);
+  return text;
+}
+
+struct Aspect {
+  const char* name;
+  const char* fix;
+  std::function<std::string(const Signature&)> value;
+};
+
+const std::vector<Aspect>& aspects() {
+  static const std::vector<Aspect> kAspects = {
+      {"operation", "call the same operation under this name on every rank.",
+       [](const Signature& s) { return std::string(name_of(s.collective)); }},
+      {"dtype", "use the same dtype on every rank.", [](const Signature& s) { return std::string(name_of(s.dtype)); }},
+      {"shape", "build the same network on every rank.", [](const Signature& s) { return describe_shape(s); }},
+      {"reduce op", "pass the same op on every rank.", [](const Signature& s) { return std::string(name_of(s.op)); }},
+      {"root", "pass the same root on every rank.", [](const Signature& s) { return std::to_string(s.root); }},
+      {"prescale", "pass the same prescale factor on every rank.",
+       [](const Signature& s) { return number(s.prescale); }},
+      {"postscale", "pass the same postscale factor on every rank.",
+       [](const Signature& s) { return number(s.postscale); }},
+  };
+  return kAspects;
+}
+
+}  // namespace
+
+std::string describe_mismatch(World& world, std::uint32_t slot) {
+  for (const Aspect& aspect : aspects()) {
+    std::vector<std::pair<std::string, std::vector<int>>> groups;  // in order of the first rank
+    for (int r = 0; r < static_cast<int>(world.size); ++r) {
+      const std::string value = aspect.value(world.announcement(slot, r).signature);
+      auto group = groups.begin();
+      while (group != groups.end() && group->first != value) ++group;
+      if (group == groups.end()) {
+        groups.push_back({value, {r}});
+      } else {
+        group->second.push_back(r);
+      }
+    }
+    if (groups.size() < 2) continue;
+    std::string text = std::string("ranks disagree on ") + aspect.name + ".\n ";
+    for (const auto& [value, ranks] : groups) text += " " + value + ": " + describe_ranks(ranks) + "   ";
+    while (text.back() == ' ') text.pop_back();
+    return text + "\n  Nothing was reduced. Fix: " + aspect.fix;
+  }
+  return "ranks disagree.";
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,196 @@
+#include "kvstore_hvd/pipeline.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "kvstore_hvd/reduce.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+constexpr std::uint64_t kLine = 64;
+
+struct Range {
+  std::uint64_t begin, end;
+};
+
+// The slice of an entry that `rank` reduces in the two-shot: whole cache lines, so that no element is cut.
+Range slice_of(const Entry& entry, std::uint32_t size, int rank) {
+  const std::uint64_t lines = (entry.staged_bytes + kLine - 1) / kLine;
+  const std::uint64_t per_rank = (lines + size - 1) / size * kLine;
+  const std::uint64_t begin = std::min<std::uint64_t>(per_rank * static_cast<std::uint64_t>(rank), entry.staged_bytes);
+  return {begin, std::min<std::uint64_t>(begin + per_rank, entry.staged_bytes)};
+}
+
+// Calls `visit(piece, offset in the piece, bytes)` for what lies in the range of staging offsets.
+template <class Visit>
+void for_each_in(const Entry& entry, Range range, const Visit& visit) {
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    const Piece& piece = entry.pieces[i];
+    const std::uint64_t begin = std::max<std::uint64_t>(piece.staged, range.begin);
+    const std::uint64_t end = std::min<std::uint64_t>(piece.staged + piece.bytes, range.end);
+    if (begin < end) visit(piece, begin - piece.staged, end - begin);
+  }
+}
+
+const char* source_of(const Request& request) {
+  // Contributions of several devices are summed into the first output before they are staged.
+  return static_cast<const char*>(request.inputs.size() == 1 ? request.inputs[0] : request.outputs[0]);
+}
+char* result_of(const Request& request) { return static_cast<char*>(request.outputs[0]); }
+
+}  // namespace
+
+Pipeline::Pipeline(World& world, int rank, std::function<const Request&(std::uint32_t)> request_of,
+                   std::function<void(std::uint32_t)> finished)
+    : world_(world),
+      rank_(rank),
+      schedule_(world),
+      policy_(WaitPolicy::for_ranks(static_cast<int>(world.size))),
+      request_of_(std::move(request_of)),
+      finished_(std::move(finished)),
+      inputs_(world.size),
+      outputs_(world.size) {}
+
+bool Pipeline::advance() {
+  const bool started = filled_ - collected_ < kStages && schedule_.fetch(filled_, entry(filled_));
+  if (started) {
+    fill(entry(filled_), filled_);
+    ++filled_;
+  }
+  // With nothing new to fill, whatever is under way goes one stage further at once.
+  const bool reduce_due = reduced_ != filled_ && (!started || filled_ - reduced_ > 1);
+  const bool collect_due = collected_ != reduced_ && (!started || filled_ - collected_ > 2);
+  if (reduce_due) {
+    reduce_entry(entry(reduced_), reduced_);
+    ++reduced_;
+  }
+  if (collect_due) {
+    collect(entry(collected_), collected_);
+    ++collected_;
+  }
+  return started || reduce_due || collect_due;
+}
+
+void Pipeline::wait_all(Flag RankState::* flag, std::uint32_t target) {
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (r != rank_) (world_.rank(r).*flag).wait(target, policy_, world_.failure);
+  }
+}
+
+void Pipeline::fill(const Entry& entry, std::uint32_t index) {
+  // The others read this staging memory last while they reduced the entry that used it before.
+  wait_all(&RankState::reduced, index + 1 - kStages);
+  char* staging = world_.staging(rank_, index);
+
+  for (std::uint32_t i = 0; i < entry.n_pieces && entry.algorithm != Algorithm::kFail; ++i) {
+    const Piece& piece = entry.pieces[i];
+    const Request& request = request_of_(piece.slot);
+    if (request.inputs.size() > 1 && piece.bytes > 0) {
+      std::vector<const void*> local;
+      for (const void* input : request.inputs) local.push_back(static_cast<const char*>(input) + piece.offset);
+      void* sum = result_of(request) + piece.offset;
+      reduce(Reduction{request.dtype, request.op}, local.data(), static_cast<int>(local.size()), &sum, 1,
+             piece.bytes / size_of(request.dtype));
+    }
+  }
+  const auto stage = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+    std::memcpy(staging + piece.staged + offset, source_of(request_of_(piece.slot)) + piece.offset + offset, bytes);
+  };
+  const Range all{0, entry.staged_bytes};
+  switch (entry.algorithm) {
+    case Algorithm::kFail:
+      break;
+    case Algorithm::kOneShot:
+      for_each_in(entry, all, stage);
+      break;
+    case Algorithm::kTwoShot: {
+      // This rank's own slice is reduced from where it lies.
+      const Range own = slice_of(entry, world_.size, rank_);
+      for_each_in(entry, Range{0, own.begin}, stage);
+      for_each_in(entry, Range{own.end, entry.staged_bytes}, stage);
+      break;
+    }
+    case Algorithm::kBroadcast:
+      if (entry.root == rank_) for_each_in(entry, all, stage);
+      break;
+  }
+  world_.rank(rank_).filled.post(index + 1);
+}
+
+void Pipeline::reduce_range(const Entry& entry, std::uint32_t index, std::uint64_t begin, std::uint64_t end) {
+  const bool to_all = entry.algorithm == Algorithm::kTwoShot;
+  for_each_in(entry, Range{begin, end}, [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+    const Request& request = request_of_(piece.slot);
+    for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+      char* staged = world_.staging(r, index) + piece.staged + offset;
+      inputs_[r] = r == rank_ ? source_of(request) + piece.offset + offset : staged;
+      outputs_[r] = r == rank_ ? result_of(request) + piece.offset + offset : staged;
+    }
+    Reduction reduction{request.dtype, request.op, request.prescale, request.postscale};
+    if (request.op == ReduceOp::kAverage) reduction.postscale /= world_.size;
+    void* const* outputs = to_all ? outputs_.data() : &outputs_[rank_];
+    reduce(reduction, inputs_.data(), static_cast<int>(world_.size), outputs,
+           to_all ? static_cast<int>(world_.size) : 1, bytes / size_of(request.dtype));
+  });
+}
+
+void Pipeline::reduce_entry(const Entry& entry, std::uint32_t index) {
+  switch (entry.algorithm) {
+    case Algorithm::kFail:
+      break;
+    case Algorithm::kOneShot:
+      wait_all(&RankState::filled, index + 1);
+      reduce_range(entry, index, 0, entry.staged_bytes);
+      break;
+    case Algorithm::kTwoShot: {
+      wait_all(&RankState::filled, index + 1);
+      const Range own = slice_of(entry, world_.size, rank_);
+      reduce_range(entry, index, own.begin, own.end);
+      break;
+    }
+    case Algorithm::kBroadcast: {
+      if (entry.root != rank_) world_.rank(entry.root).filled.wait(index + 1, policy_, world_.failure);
+      const char* staged = world_.staging(entry.root, index);
+      for_each_in(entry, Range{0, entry.staged_bytes},
+                  [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+                    const Request& request = request_of_(piece.slot);
+                    char* result = result_of(request) + piece.offset + offset;
+                    if (entry.root == rank_ && request.inputs[0] == request.outputs[0]) return;
+                    std::memcpy(result, staged + piece.staged + offset, bytes);
+                  });
+      break;
+    }
+  }
+  world_.rank(rank_).reduced.post(index + 1);
+}
+
+void Pipeline::collect(const Entry& entry, std::uint32_t index) {
+  if (entry.algorithm == Algorithm::kTwoShot) {
+    wait_all(&RankState::reduced, index + 1);
+    const char* staging = world_.staging(rank_, index);
+    const auto take = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+      std::memcpy(result_of(request_of_(piece.slot)) + piece.offset + offset, staging + piece.staged + offset, bytes);
+    };
+    const Range own = slice_of(entry, world_.size, rank_);
+    for_each_in(entry, Range{0, own.begin}, take);
+    for_each_in(entry, Range{own.end, entry.staged_bytes}, take);
+  }
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    const Piece& piece = entry.pieces[i];
+    if (entry.algorithm != Algorithm::kFail) {
+      const Request& request = request_of_(piece.slot);
+      for (std::size_t o = 1; o < request.outputs.size(); ++o) {
+        std::memcpy(static_cast<char*>(request.outputs[o]) + piece.offset, result_of(request) + piece.offset,
+                    piece.bytes);
+      }
+    }
+    // The slot is stable until this rank says that it has completed it.
+    if (piece.offset + piece.bytes == world_.slots[piece.slot].bytes || entry.algorithm == Algorithm::kFail) {
+      finished_(piece.slot);
+    }
+  }
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,119 @@
+#include "kvstore_hvd/schedule.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvstore_hvd {
+namespace {
+
+constexpr std::uint64_t kAlignment = 64;  // of pieces in staging memory: a cache line, and a multiple of every element
+
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Lower runs later.
+bool runs_before(const Ready& a, const Ready& b) {
+  if (a.priority != b.priority) return a.priority > b.priority;
+  return static_cast<std::int32_t>(a.order - b.order) < 0;
+}
+// For the heap functions of the standard library, which keep the greatest on top.
+bool heap_less(const Ready& a, const Ready& b) { return runs_before(b, a); }
+
+}  // namespace
+
+ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uint32_t ranks,
+                     std::uint32_t stage_bytes) {
+  constexpr std::uint64_t kOneShot = 2048;    // up to here one synchronisation costs less than halving the bytes
+  constexpr std::uint64_t kLarge = 16 << 20;  // from here on the memory, not the latency, is the limit
+  constexpr std::uint64_t kMinSlice = 4096;
+  if (collective == Collective::kBroadcast)
+    return {Algorithm::kBroadcast, std::min<std::uint64_t>(stage_bytes, 262144)};
+  if (tensor_bytes <= kOneShot) return {Algorithm::kOneShot, kOneShot};
+  // Four chunks keep the three stages of the pipeline busy; small tensors are cut no finer than a slice worth its
+  // synchronisation.
+  const std::uint64_t largest = tensor_bytes >= kLarge ? 128 << 10 : 64 << 10;
+  const std::uint64_t slice = std::clamp(round_up(tensor_bytes / ranks / 4, kMinSlice), kMinSlice, largest);
+  return {Algorithm::kTwoShot, std::min<std::uint64_t>(slice * ranks, stage_bytes)};
+}
+
+void Schedule::make_ready(std::uint32_t slot, std::int32_t priority) {
+  const SharedLockGuard guard(world_.schedule_lock, world_.failure);
+  // Relaxed: written under the lock.
+  const std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);
+  world_.ready[count] = Ready{priority, world_.next_order++, slot};
+  std::push_heap(world_.ready, world_.ready + count + 1, heap_less);
+  // Sequentially consistent, see available().
+  world_.ready_count.store(count + 1, std::memory_order_seq_cst);
+}
+
+bool Schedule::available(std::uint32_t index) const {
+  // Whoever decides an entry publishes it before it takes its tensors off the count; so a rank that sees no tensor, and
+  // then no entry, has seen all there is, in this order and with one total order of these accesses.
+  return world_.ready_count.load(std::memory_order_seq_cst) != 0 ||
+         world_.head.load(std::memory_order_seq_cst) != index;
+}
+
+bool Schedule::fetch(std::uint32_t index, Entry& entry) {
+  Entry& shared = world_.entries[index % kEntries];
+  // Acquire: the entry is complete once it is published.
+  if (world_.head.load(std::memory_order_acquire) == index) {
+    if (world_.ready_count.load(std::memory_order_relaxed) == 0) return false;
+    const SharedLockGuard guard(world_.schedule_lock, world_.failure);
+    if (world_.head.load(std::memory_order_relaxed) == index) {
+      if (world_.ready_count.load(std::memory_order_relaxed) == 0) return false;
+      decide(shared);
+    }
+  }
+  std::memcpy(&entry, &shared, offsetof(Entry, pieces));
+  std::memcpy(entry.pieces, shared.pieces, entry.n_pieces * sizeof(Piece));
+  return true;
+}
+
+void Schedule::decide(Entry& entry) {
+  std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);
+  entry.n_pieces = 0;
+  entry.staged_bytes = 0;
+  entry.root = 0;
+
+  const auto pop = [&] {
+    std::pop_heap(world_.ready, world_.ready + count, heap_less);
+    --count;
+  };
+  const auto add = [&](std::uint32_t index, std::uint64_t bytes) {
+    Slot& slot = world_.slots[index];
+    entry.pieces[entry.n_pieces++] = Piece{index, entry.staged_bytes, slot.scheduled, bytes};
+    slot.scheduled += bytes;
+    entry.staged_bytes += static_cast<std::uint32_t>(round_up(bytes, kAlignment));
+    if (slot.scheduled == slot.bytes) pop();
+  };
+
+  const std::uint32_t first = world_.ready[0].slot;
+  const Slot& slot = world_.slots[first];
+  if (slot.error != 0) {
+    entry.algorithm = Algorithm::kFail;
+    entry.pieces[entry.n_pieces++] = Piece{first, 0, 0, 0};
+    pop();
+  } else {
+    const Signature& agreed = slot.agreed;
+    const ChunkPlan plan = plan_chunk(agreed.collective, slot.bytes, world_.size, world_.stage_bytes);
+    entry.root = agreed.root;
+    add(first, std::min(plan.bytes, slot.bytes - slot.scheduled));
+    // Whole small tensors that come next anyway ride along.
+    while (count > 0 && entry.n_pieces < kPieces) {
+      const std::uint32_t next = world_.ready[0].slot;
+      const Slot& other = world_.slots[next];
+      const std::uint64_t rest = other.bytes - other.scheduled;
+      if (other.error != 0 || other.agreed.collective != agreed.collective || other.agreed.root != agreed.root ||
+          entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
+        break;
+      }
+      add(next, rest);
+    }
+    entry.algorithm = plan_chunk(agreed.collective, entry.staged_bytes, world_.size, world_.stage_bytes).algorithm;
+  }
+
+  // Published before it leaves the count: see available().
+  world_.head.store(world_.head.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
+  world_.ready_count.store(count, std::memory_order_seq_cst);
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,187 @@
+#include "kvstore_hvd/tensor_table.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+namespace kvstore_hvd {
+namespace {
+
+constexpr std::uint64_t pack(std::uint32_t version, std::uint32_t announced) {
+  return std::uint64_t{version} << 32 | announced;
+}
+constexpr std::uint32_t version_of(std::uint64_t state) { return static_cast<std::uint32_t>(state >> 32); }
+constexpr std::uint32_t announced_of(std::uint64_t state) { return static_cast<std::uint32_t>(state); }
+
+// FNV-1a, 64 bits (Fowler, Noll, Vo). Finds buckets and spots changes; equality is always checked on the bytes.
+std::uint64_t hash_bytes(const void* data, std::size_t bytes) {
+  std::uint64_t hash = 14695981039346656037ULL;
+  for (const auto* byte = static_cast<const unsigned char*>(data); bytes > 0; ++byte, --bytes) {
+    hash = (hash ^ *byte) * 1099511628211ULL;
+  }
+  return hash;
+}
+
+std::string_view name_in(const Slot& slot) { return {slot.name, slot.name_length}; }
+
+}  // namespace
+
+Signature signature_of(const Request& request) {
+  Signature signature;
+  std::memset(&signature, 0, sizeof(signature));  // compared as bytes
+  signature.collective = request.collective;
+  if (!request.input_failure.empty()) {
+    signature.failed = 1;
+    return signature;
+  }
+  signature.dtype = request.dtype;
+  signature.count = request.count;
+  signature.dims = static_cast<std::int32_t>(request.shape.size());
+  const std::size_t dims = std::min<std::size_t>(request.shape.size(), kMaxDims);
+  std::copy_n(request.shape.begin(), dims, signature.shape);
+  if (request.collective == Collective::kBroadcast) {
+    signature.root = request.root;
+  } else {
+    signature.op = request.op;
+    signature.prescale = request.prescale;
+    signature.postscale = request.postscale;
+  }
+  return signature;
+}
+
+std::optional<SlotHandle> TensorTable::find(std::string_view name) {
+  const std::uint64_t hash = hash_bytes(name.data(), name.size());
+  const SharedLockGuard guard(world_.table_lock, world_.failure);
+  std::uint32_t& bucket = world_.buckets[hash % kSlots];
+  for (std::uint32_t link = bucket; link != 0; link = world_.slots[link - 1].next_in_bucket) {
+    const Slot& slot = world_.slots[link - 1];
+    // Relaxed: the version changes only under table_lock.
+    if (slot.hash == hash && name_in(slot) == name) {
+      return SlotHandle{link - 1, version_of(slot.state.load(std::memory_order_relaxed))};
+    }
+  }
+  const auto taken = take_slot();
+  if (!taken) return std::nullopt;
+  Slot& slot = world_.slots[*taken];
+  slot.hash = hash;
+  slot.name_length = static_cast<std::uint32_t>(name.size());
+  std::memcpy(slot.name, name.data(), name.size());
+  slot.next_in_bucket = bucket;
+  bucket = *taken + 1;
+  return SlotHandle{*taken, version_of(slot.state.load(std::memory_order_relaxed))};
+}
+
+std::optional<std::uint32_t> TensorTable::take_slot() {
+  if (world_.slots_used < kSlots) return world_.slots_used++;
+  for (int tried = 0; tried < kSlots; ++tried) {
+    const std::uint32_t candidate = world_.clock_hand;
+    world_.clock_hand = (world_.clock_hand + 1) % kSlots;
+    Slot& slot = world_.slots[candidate];
+    std::uint64_t state = slot.state.load(std::memory_order_relaxed);
+    // Acquire: pairs with the release in complete(); nobody reads the slot's agreement any more. An announcement that
+    // comes after this look raises `outstanding` before it touches `state`, so either we see it here, or its
+    // compare-and-swap sees the version raised below.
+    if (announced_of(state) != 0 || slot.outstanding.load(std::memory_order_seq_cst) != 0) continue;
+    if (!slot.state.compare_exchange_strong(state, pack(version_of(state) + 1, 0), std::memory_order_seq_cst)) continue;
+    unlink(candidate);
+    return candidate;
+  }
+  return std::nullopt;
+}
+
+void TensorTable::unlink(std::uint32_t slot) {
+  std::uint32_t* link = &world_.buckets[world_.slots[slot].hash % kSlots];
+  while (*link != slot + 1) link = &world_.slots[*link - 1].next_in_bucket;
+  *link = world_.slots[slot].next_in_bucket;
+}
+
+TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Request& request) {
+  Slot& slot = world_.slots[handle.slot];
+  // Sequentially consistent, as are the operations on `state` below: see take_slot().
+  slot.outstanding.fetch_add(1, std::memory_order_seq_cst);
+  std::uint64_t state = slot.state.load(std::memory_order_seq_cst);
+  if (version_of(state) != handle.version) {
+    slot.outstanding.fetch_sub(1, std::memory_order_seq_cst);
+    return Outcome::kStale;
+  }
+
+  // From here on the slot cannot change hands: `outstanding` is not zero. (It may have changed hands just before the
+  // load above, which the version told; or its taker is about to fail on `state`, once ours is in.)
+  const Signature signature = signature_of(request);
+  const std::uint64_t digest = hash_bytes(&signature, sizeof(signature));
+  Announcement& announcement = world_.announcement(handle.slot, rank_);
+  World::Digest& own = world_.digest(handle.slot, rank_);
+  const bool changed =
+      own.signature != digest || std::memcmp(&announcement.signature, &signature, sizeof(signature)) != 0;
+  if (changed) {
+    announcement.signature = signature;
+    own.signature = digest;
+  }
+  if (signature.failed) {
+    const std::size_t length = std::min(request.input_failure.size(), sizeof(announcement.note) - 1);
+    std::memcpy(announcement.note, request.input_failure.data(), length);
+    announcement.note[length] = '\0';
+  }
+  own.generation.fetch_add(1, std::memory_order_relaxed);
+
+  for (;;) {
+    const bool last = announced_of(state) + 1 == world_.size;
+    const std::uint64_t next = pack(handle.version, last ? 0 : announced_of(state) + 1);
+    // Sequentially consistent; in particular release (publishes the announcement) and acquire (the last rank sees the
+    // announcements of all others).
+    if (slot.state.compare_exchange_weak(state, next, std::memory_order_seq_cst)) {
+      if (!last) return Outcome::kWaiting;
+      agree(handle.slot);
+      return Outcome::kLast;
+    }
+    if (version_of(state) != handle.version) {
+      own.generation.fetch_sub(1, std::memory_order_relaxed);
+      slot.outstanding.fetch_sub(1, std::memory_order_seq_cst);
+      return Outcome::kStale;
+    }
+  }
+}
+
+void TensorTable::agree(std::uint32_t index) {
+  Slot& slot = world_.slots[index];
+  slot.agreed = world_.announcement(index, rank_).signature;
+  slot.bytes = slot.agreed.count * size_of(slot.agreed.dtype);
+  slot.scheduled = 0;
+  slot.error = static_cast<std::uint32_t>(ErrorCode::kOk);
+
+  const std::uint64_t digest = world_.digest(index, rank_).signature;
+  bool same = slot.agreed.failed == 0;
+  for (int r = 0; same && r < static_cast<int>(world_.size); ++r) same = world_.digest(index, r).signature == digest;
+  if (same) return;
+
+  ErrorCode code = ErrorCode::kMismatch;
+  std::string text;
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    const Announcement& announcement = world_.announcement(index, r);
+    if (!announcement.signature.failed) continue;
+    code = ErrorCode::kInputFailed;
+    text += (text.empty() ? "an array could not be used.\n  rank " : "\n  rank ") + std::to_string(r) + ": " +
+            announcement.note;
+  }
+  if (code == ErrorCode::kInputFailed) {
+    text += "\n  Nothing was changed on the other ranks. Fix: see the error of that rank.";
+  } else {
+    text = describe_mismatch(world_, index);
+  }
+  slot.error = static_cast<std::uint32_t>(code);
+  slot.error_length = static_cast<std::uint32_t>(std::min(text.size(), sizeof(slot.error_text)));
+  std::memcpy(slot.error_text, text.data(), slot.error_length);
+}
+
+void TensorTable::complete(std::uint32_t slot) {
+  // Sequentially consistent (release): what this rank read of the slot is read before a new name takes it.
+  world_.slots[slot].outstanding.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+bool TensorTable::announced_by(std::uint32_t slot, int other) {
+  const auto generation = [&](int r) { return world_.digest(slot, r).generation.load(std::memory_order_relaxed); };
+  return static_cast<std::int32_t>(generation(other) - generation(rank_)) >= 0;
+}
+
+}  // namespace kvstore_hvd

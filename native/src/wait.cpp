@@ -1,0 +1,124 @@
+#include "kvstore_hvd/wait.hpp"
+
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "kvstore_hvd/futex.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::microseconds kSpin{10};
+// A yield that took longer gave the core to a busy thread for a slice: sleeping is cheaper than the next one.
+constexpr std::chrono::microseconds kLongYield{50};
+constexpr std::chrono::microseconds kSlice{100};
+constexpr int kYields = 3;
+constexpr int kPausesPerClock = 8;
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Calls `done` while spinning and yielding as the policy says; returns whether it became true.
+template <class Done>
+bool poll(const WaitPolicy& policy, const Done& done) {
+  if (policy.spin.count() > 0) {
+    const auto end = Clock::now() + policy.spin;
+    do {
+      for (int i = 0; i < kPausesPerClock; ++i) {
+        if (done()) return true;
+        pause();
+      }
+    } while (Clock::now() < end);
+  }
+  for (int i = 0; i < policy.yields; ++i) {
+    const auto start = Clock::now();
+    sched_yield();
+    if (done()) return true;
+    if (Clock::now() - start > kLongYield) break;
+  }
+  return done();
+}
+
+}  // namespace
+
+WaitPolicy WaitPolicy::for_ranks(int ranks) {
+  const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  return ranks <= cores ? WaitPolicy{kSpin, 0} : WaitPolicy{std::chrono::nanoseconds(0), kYields};
+}
+
+void request_short_slice() {
+#if defined(SYS_sched_setattr)
+  // struct sched_attr of sched_setattr(2); since Linux 6.12 sched_runtime is the slice of a SCHED_OTHER thread.
+  struct {
+    std::uint32_t size, policy;
+    std::uint64_t flags;
+    std::int32_t nice;
+    std::uint32_t priority;
+    std::uint64_t runtime, deadline, period;
+  } attributes{};
+  if (sched_getscheduler(0) != SCHED_OTHER) return;  // the user chose another policy: leave it
+  attributes.size = sizeof(attributes);
+  attributes.policy = SCHED_OTHER;
+  attributes.nice = getpriority(PRIO_PROCESS, 0);
+  attributes.runtime = static_cast<std::uint64_t>(std::chrono::nanoseconds(kSlice).count());
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+#endif
+}
+
+void Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
+  if (poll(policy, [&] { return reached(target); })) return;
+  while (!reached(target)) {
+    failure.check();
+    // Sequentially consistent, see post().
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
+    if (static_cast<std::int32_t>(seen - target) < 0) futex_wait(value_, seen, kMaxSleep);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: a wake-up too many does no harm.
+  }
+}
+
+void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
+                       const Failure& failure) {
+  if (poll(policy, [&] { return value() != seen; }) || failure.is_set()) return;
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);  // As in wait_slow().
+  if (value_.load(std::memory_order_seq_cst) == seen) futex_wait(value_, seen, limit);
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Flag::wake() const { futex_wake_all(value_); }
+
+void SharedLock::lock(const Failure& failure) {
+  std::uint32_t expected = 0;
+  // Acquire on success: sees what the last holder wrote.
+  for (int i = 0; i < 64; ++i) {
+    expected = 0;
+    if (word_.compare_exchange_weak(expected, 1, std::memory_order_acquire, std::memory_order_relaxed)) return;
+    pause();
+  }
+  while (word_.exchange(2, std::memory_order_acquire) != 0) {
+    failure.check();
+    futex_wait(word_, 2, kMaxSleep);
+  }
+}
+
+void SharedLock::unlock() {
+  // Release: publishes what the holder wrote to the next one.
+  if (word_.exchange(0, std::memory_order_release) == 2) futex_wake_one(word_);
+}
+
+void SharedLock::wake() const { futex_wake_all(word_); }
+
+}  // namespace kvstore_hvd
