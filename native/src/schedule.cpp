@@ -97,8 +97,8 @@ void Schedule::decide(Entry& entry) {
     const ChunkPlan plan = plan_chunk(agreed.collective, slot.bytes, world_.size, world_.stage_bytes);
     entry.root = agreed.root;
     add(first, std::min(plan.bytes, slot.bytes - slot.scheduled));
-    // Whole small tensors that come next anyway ride along.
-    while (count > 0 && entry.n_pieces < kPieces) {
+    // Whole small tensors that come next anyway ride along with the end of this one.
+    while (slot.scheduled == slot.bytes && count > 0 && entry.n_pieces < kPieces) {
       const std::uint32_t next = world_.ready[0].slot;
       const Slot& other = world_.slots[next];
       const std::uint64_t rest = other.bytes - other.scheduled;

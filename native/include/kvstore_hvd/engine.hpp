@@ -28,7 +28,7 @@ struct EngineOptions {
 // The handle of a submitted request.
 class Work {
  public:
-  explicit Work(Request request) : request(std::move(request)) {}
+  explicit Work(Request submitted_request) : request(std::move(submitted_request)) {}
 
   // Acquire: once true, the outputs are written and status() is complete.
   bool done() const { return done_.load(std::memory_order_acquire); }

@@ -1,0 +1,83 @@
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind.hpp"
+#include "errors.hpp"
+#include "mxnet/adapter.hpp"
+
+namespace py = pybind11;
+
+namespace kvstore_hvd {
+namespace {
+
+using mxnet::MXNetAdapter;
+// An NDArrayHandle as Python has it: `array.handle.value`.
+using Address = std::uintptr_t;
+
+mxnet::Handle handle(Address address) { return reinterpret_cast<mxnet::Handle>(address); }
+
+std::vector<mxnet::Handle> handles(const std::vector<Address>& addresses) {
+  std::vector<mxnet::Handle> result;
+  result.reserve(addresses.size());
+  for (const Address address : addresses) result.push_back(handle(address));
+  return result;
+}
+
+void check(const Status& status) {
+  if (!status.ok()) raise(status);
+}
+
+}  // namespace
+
+void bind_mxnet(py::module_& module) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<MXNetAdapter>(module, "MXNetAdapter", "Collective operations on MXNet arrays, through MXNet's engine.")
+      .def(py::init<std::shared_ptr<Engine>, const std::string&, bool>(), py::arg("engine"), py::arg("library_path"),
+           py::arg("naive") = false)
+      .def(
+          "pushpull",
+          [](MXNetAdapter& adapter, const std::string& name, const std::string& label,
+             const std::vector<Address>& inputs, const std::vector<Address>& outputs, int op, double prescale,
+             double postscale, int priority) {
+            if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
+            const py::gil_scoped_release release;
+            check(adapter.pushpull(name, label, handles(inputs), handles(outputs), static_cast<ReduceOp>(op), prescale,
+                                   postscale, priority));
+          },
+          py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("op") = 0,
+          py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0)
+      .def(
+          "broadcast",
+          [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int root,
+             int priority) { check(adapter.broadcast(name, label, handle(array), root, priority)); },
+          py::arg("name"), py::arg("label"), py::arg("array"), py::arg("root") = 0, py::arg("priority") = 0,
+          WithoutGil())
+      .def(
+          "is_plain", [](const MXNetAdapter& adapter, Address array) { return adapter.is_plain(handle(array)); },
+          py::arg("array"))
+      .def(
+          "chunk_id",
+          [](const MXNetAdapter&, Address array) {
+            return reinterpret_cast<std::uintptr_t>(MXNetAdapter::chunk_id(handle(array)));
+          },
+          py::arg("array"))
+      .def("take_unread_error",
+           [](MXNetAdapter& adapter) -> std::optional<std::pair<int, std::string>> {
+             Status status;
+             {
+               const py::gil_scoped_release release;
+               status = adapter.take_unread_error();
+             }
+             if (status.ok()) return std::nullopt;
+             return std::pair(static_cast<int>(status.code()), status.text());
+           })
+      .def("after_fork_in_child", &MXNetAdapter::after_fork_in_child);
+}
+
+}  // namespace kvstore_hvd

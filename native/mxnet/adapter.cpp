@@ -1,0 +1,105 @@
+#include "mxnet/adapter.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "mxnet/operation.hpp"
+
+namespace kvstore_hvd::mxnet {
+namespace {
+
+// How MXNet's profiler names the operations.
+constexpr const char* kOperationName = "kvstore_hvd";
+
+std::vector<Array> copy_all(const Api& api, const std::vector<Handle>& handles) {
+  std::vector<Array> arrays;
+  arrays.reserve(handles.size());
+  for (Handle handle : handles) arrays.push_back(api.copy(handle));
+  return arrays;
+}
+
+// MXNet's engine waits for ever when one operation names a chunk twice.
+void add_new_chunks(const std::vector<Handle>& handles, std::unordered_set<const void*>& chunks,
+                    std::vector<Handle>& unique) {
+  for (Handle handle : handles) {
+    const void* chunk = Api::chunk_of(handle);
+    if (chunk != nullptr && chunks.insert(chunk).second) unique.push_back(handle);
+  }
+}
+
+}  // namespace
+
+MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& library_path, bool naive)
+    : api_(Api::load(library_path)),
+      engine_(std::move(engine)),
+      unread_(std::make_shared<UnreadErrors>()),
+      naive_(naive),
+      owner_(getpid()) {}
+
+Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
+                              const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale,
+                              int priority) {
+  Request request;
+  request.collective = Collective::kAllreduce;
+  request.name = name;
+  request.label = label;
+  request.op = op;
+  request.prescale = prescale;
+  request.postscale = postscale;
+  request.priority = priority;
+  return push(std::move(request), inputs, outputs);
+}
+
+Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,
+                               int priority) {
+  Request request;
+  request.collective = Collective::kBroadcast;
+  request.name = name;
+  request.label = label;
+  request.root = root;
+  request.priority = priority;
+  return push(std::move(request), {array}, {array});
+}
+
+Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs) {
+  std::string prefix = "[rank " + std::to_string(engine_->rank()) + "/" + std::to_string(engine_->size()) + "] " +
+                       name_of(request.collective) + " " + request.label + ": ";
+  if (getpid() != owner_) {
+    return Status(ErrorCode::kShutdown, prefix +
+                                            "this is a forked child; only the parent may communicate.\n"
+                                            "  Fix: call the KVStore from the process that created it.");
+  }
+  const auto is_null = [](Handle handle) { return handle == nullptr; };
+  if (inputs.empty() || outputs.empty() || std::any_of(inputs.begin(), inputs.end(), is_null) ||
+      std::any_of(outputs.begin(), outputs.end(), is_null)) {
+    return Status(ErrorCode::kInvalid, prefix + "an operation needs at least one input and one output.");
+  }
+  // Inputs are held like outputs: a layer that only reads its weights may nevertheless rearrange their memory for oneDNN.
+  std::unordered_set<const void*> chunks;
+  std::vector<Handle> unique;
+  add_new_chunks(inputs, chunks, unique);
+  add_new_chunks(outputs, chunks, unique);
+
+  const int priority = request.priority;
+  try {
+    auto operation = std::make_shared<Operation>(api_, engine_, unread_, std::move(request), prefix,
+                                                 copy_all(*api_, inputs), copy_all(*api_, outputs), naive_);
+    api_->push(operation, std::move(unique), priority, kOperationName);
+    return naive_ ? operation->status() : Status();
+  } catch (const Error& error) {
+    return Status(ErrorCode::kInvalid, prefix + "MXNet refused the operation: " + error.what());
+  }
+}
+
+Status MXNetAdapter::take_unread_error() { return unread_->take(*api_); }
+
+void MXNetAdapter::after_fork_in_child() {
+  // Leaked: another thread of the parent may have held its mutex, and its arrays belong to the parent's engine.
+  new std::shared_ptr<UnreadErrors>(std::move(unread_));
+  unread_ = std::make_shared<UnreadErrors>();
+}
+
+}  // namespace kvstore_hvd::mxnet

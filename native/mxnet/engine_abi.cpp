@@ -1,0 +1,201 @@
+#include "mxnet/engine_abi.hpp"
+
+#include <dlfcn.h>
+
+#include <utility>
+
+namespace kvstore_hvd::mxnet {
+namespace {
+
+// mxnet::Context
+struct Context {
+  std::int32_t device_type;
+  std::int32_t device_id;
+};
+constexpr Context kCpu{1, 0};
+constexpr int kGpu = 2;
+
+// FnProperty::kCPUPrioritized: a thread pool of its own, so that an operation does not queue behind computation.
+constexpr std::int32_t kCpuPrioritized = 3;
+constexpr int kDefaultStorage = 0;
+constexpr int kVersion2 = 20000;
+
+// engine::CallbackOnStart and engine::CallbackOnComplete
+struct Callback {
+  void (*function)(void* engine, void* operation, const void* error);
+  void* engine;
+  void* operation;
+};
+
+// DLManagedTensor begins with its tensor.
+struct DlTensor {
+  void* data;
+  std::int32_t device_type;
+  std::int32_t device_id;
+  std::int32_t dimensions;
+  std::uint8_t kind;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+const DlTensor& tensor_of(void* managed) { return *static_cast<const DlTensor*>(managed); }
+
+struct Pushed {
+  explicit Pushed(std::shared_ptr<AsyncOp> operation) : op(std::move(operation)) {}
+  std::shared_ptr<AsyncOp> op;
+  // Plain: MXNet orders the start of an operation before its deletion.
+  bool started = false;
+  bool deleted = false;
+};
+
+void start(void* parameter, const Callback& complete) {
+  Pushed& pushed = **static_cast<std::shared_ptr<Pushed>*>(parameter);
+  pushed.started = true;
+  // Kept beyond the completion, which may delete `pushed`.
+  std::shared_ptr<AsyncOp> op = pushed.op;
+  op->start(Completion(complete.function, complete.engine, complete.operation));
+}
+
+void start_1(void*, void* complete, void* parameter) { start(parameter, *static_cast<const Callback*>(complete)); }
+
+void start_2(void*, void* on_start, void* complete, void* parameter) {
+  const Callback& begin = *static_cast<const Callback*>(on_start);
+  if (begin.function != nullptr) begin.function(begin.engine, begin.operation, nullptr);
+  start(parameter, *static_cast<const Callback*>(complete));
+}
+
+void drop(void* parameter) {
+  std::unique_ptr<std::shared_ptr<Pushed>> pushed(static_cast<std::shared_ptr<Pushed>*>(parameter));
+  (*pushed)->deleted = true;
+  if (!(*pushed)->started) (*pushed)->op->skipped();
+}
+
+template <typename Function>
+bool find(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
+
+template <typename Function>
+void require(void* library, const char* name, Function& function) {
+  if (!find(library, name, function)) throw Error(std::string("this libmxnet.so has no function ") + name);
+}
+
+}  // namespace
+
+void Completion::succeed() const { function_(engine_, operation_, nullptr); }
+
+void Completion::fail(const std::string& text) const {
+  // MXNet copies the error as a dmlc::Error, which adds nothing to std::runtime_error.
+  const std::runtime_error error(text);
+  function_(engine_, operation_, &error);
+}
+
+Array::~Array() {
+  if (handle_ != nullptr) api_->free_(handle_);
+}
+
+Array& Array::operator=(Array&& other) noexcept {
+  std::swap(api_, other.api_);
+  std::swap(handle_, other.handle_);
+  return *this;
+}
+
+View::~View() {
+  if (tensor_ != nullptr) api_->delete_dlpack_(tensor_);
+}
+
+void* View::data() const {
+  const DlTensor& tensor = tensor_of(tensor_);
+  return tensor.data == nullptr ? nullptr : static_cast<char*>(tensor.data) + tensor.byte_offset;
+}
+
+std::vector<std::int64_t> View::shape() const {
+  const DlTensor& tensor = tensor_of(tensor_);
+  return {tensor.shape, tensor.shape + tensor.dimensions};
+}
+
+std::size_t View::count() const {
+  std::size_t count = 1;
+  for (std::int64_t extent : shape()) count *= static_cast<std::size_t>(extent);
+  return count;
+}
+
+View::Device View::device() const { return static_cast<Device>(tensor_of(tensor_).device_type); }
+View::Kind View::kind() const { return static_cast<Kind>(tensor_of(tensor_).kind); }
+int View::bits() const { return tensor_of(tensor_).bits * tensor_of(tensor_).lanes; }
+
+std::shared_ptr<const Api> Api::load(const std::string& library_path) {
+  // Never closed: MXNet cannot be unloaded, and operations may be in flight until the process ends.
+  void* library = dlopen(library_path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+  if (library == nullptr) throw Error("MXNet's library " + library_path + " is not loaded in this process");
+  std::shared_ptr<Api> api(new Api);
+  require(library, "MXGetVersion", api->get_version_);
+  require(library, "MXGetLastError", api->get_last_error_);
+  require(library, "MXEnginePushAsyncND", api->push_async_);
+  require(library, "MXShallowCopyNDArray", api->shallow_copy_);
+  require(library, "MXNDArrayFree", api->free_);
+  require(library, "MXNDArrayGetStorageType", api->get_storage_type_);
+  require(library, "MXNDArrayGetContext", api->get_context_);
+  require(library, "MXNDArrayWaitToRead", api->wait_to_read_);
+  require(library, "MXNDArrayToDLPack", api->to_dlpack_);
+  require(library, "MXNDArrayCallDLPackDeleter", api->delete_dlpack_);
+  // NDArray::Chunk::Reorder2Default(), what MXNet itself calls in such an operation; the C API has only
+  // MXNDArrayGetData, which would wait for the operation that calls it.
+  find(library, "_ZN5mxnet7NDArray5Chunk15Reorder2DefaultEv", api->make_plain_);
+  api->check(api->get_version_(&api->version_));
+  return api;
+}
+
+Error Api::last_error() const { return Error(get_last_error_()); }
+
+void Api::check(int status) const {
+  if (status != 0) throw last_error();
+}
+
+Array Api::copy(Handle array) const {
+  Handle copied = nullptr;
+  check(shallow_copy_(array, &copied));
+  return {shared_from_this(), copied};
+}
+
+bool Api::is_reachable(Handle array) const {
+  if (chunk_of(array) == nullptr) return false;
+  int storage_type = kDefaultStorage;
+  check(get_storage_type_(array, &storage_type));
+  int device_type = kCpu.device_type;
+  int device_id = 0;
+  check(get_context_(array, &device_type, &device_id));
+  return storage_type == kDefaultStorage && device_type != kGpu;
+}
+
+View Api::open(Handle array) const {
+  void* tensor = nullptr;
+  if (to_dlpack_(array, &tensor) != 0) {
+    const Error first = last_error();
+    if (make_plain_ == nullptr || chunk_of(array) == nullptr) throw first;
+    make_plain_(const_cast<void*>(chunk_of(array)));
+    check(to_dlpack_(array, &tensor));
+  }
+  return {shared_from_this(), tensor};
+}
+
+void Api::wait_to_read(Handle array) const { check(wait_to_read_(array)); }
+
+void Api::push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, int priority, const char* name) const {
+  void* function = version_ >= kVersion2 ? reinterpret_cast<void*>(&start_2) : reinterpret_cast<void*>(&start_1);
+  auto pushed = std::make_shared<Pushed>(std::move(op));
+  auto* parameter = new std::shared_ptr<Pushed>(pushed);
+  const int status = push_async_(function, parameter, &drop, &kCpu, nullptr, 0, arrays.data(),
+                                 static_cast<int>(arrays.size()), &kCpuPrioritized, priority, name, false);
+  if (status == 0) return;
+  const Error error = last_error();
+  // Depending on where MXNet refused, it has called the deleter or not.
+  if (!pushed->deleted) drop(parameter);
+  throw error;
+}
+
+}  // namespace kvstore_hvd::mxnet

@@ -1,0 +1,149 @@
+#include "mxnet/operation.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "mxnet/error_text.hpp"
+
+namespace kvstore_hvd::mxnet {
+namespace {
+
+std::optional<DType> dtype_of(const View& view) {
+  using Kind = View::Kind;
+  const auto is = [&](Kind kind, int bits) { return view.kind() == kind && view.bits() == bits; };
+  if (is(Kind::kFloat, 32)) return DType::kFloat32;
+  if (is(Kind::kFloat, 16)) return DType::kFloat16;
+  if (is(Kind::kFloat, 64)) return DType::kFloat64;
+  if (is(Kind::kBFloat, 16)) return DType::kBFloat16;
+  if (is(Kind::kInt, 8)) return DType::kInt8;
+  if (is(Kind::kUInt, 8)) return DType::kUInt8;
+  if (is(Kind::kInt, 32)) return DType::kInt32;
+  if (is(Kind::kInt, 64)) return DType::kInt64;
+  return std::nullopt;
+}
+
+std::string describe_unsupported(const View& view) {
+  if (view.kind() == View::Kind::kUInt && view.bits() == 1) return "bool";
+  const char* kind = view.kind() == View::Kind::kInt ? "int" : view.kind() == View::Kind::kUInt ? "uint" : "float";
+  return kind + std::to_string(view.bits());
+}
+
+std::string describe(DType dtype, std::size_t count) {
+  return std::string(name_of(dtype)) + " x " + std::to_string(count);
+}
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+}  // namespace
+
+Operation::Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engine, std::shared_ptr<UnreadErrors> unread,
+                     Request request, std::string prefix, std::vector<Array> inputs, std::vector<Array> outputs,
+                     bool naive)
+    : api_(std::move(api)),
+      engine_(std::move(engine)),
+      unread_(std::move(unread)),
+      request_(std::move(request)),
+      prefix_(std::move(prefix)),
+      inputs_(std::move(inputs)),
+      outputs_(std::move(outputs)),
+      naive_(naive) {}
+
+void Operation::start(const Completion& completion) noexcept {
+  completion_ = completion;
+  Request request;
+  try {
+    request = describe_arrays();
+  } catch (const std::exception& error) {
+    views_.clear();
+    request = request_;
+    request.input_failure = first_line(error.what());
+  }
+  request.on_done = [self = shared_from_this()](const Status& status) { self->finish(status); };
+  const std::shared_ptr<Engine> engine = engine_.lock();
+  if (!engine) {
+    finish(Status(ErrorCode::kShutdown, prefix_ + "this rank has shut down.\n"
+                                                  "  Fix: call init() before communicating again."));
+  } else if (naive_) {
+    static_cast<void>(engine->run(std::move(request)));
+  } else {
+    engine->submit(std::move(request));
+  }
+}
+
+void Operation::skipped() noexcept {
+  // MXNet has completed the operation with the error of the one that failed. What is left is to tell the other ranks,
+  // and our own caller, should nobody read the arrays.
+  unread_->add(std::move(outputs_.front()),
+               Status(ErrorCode::kInputFailed, prefix_ + "an operation that should have produced an input failed."));
+  const std::shared_ptr<Engine> engine = engine_.lock();
+  if (!engine) return;
+  Request request = request_;
+  request.input_failure = "an operation that should have produced its input failed; that rank raises the error of it.";
+  engine->submit(std::move(request));
+}
+
+Request Operation::describe_arrays() {
+  views_.reserve(inputs_.size() + outputs_.size());
+  open_all(inputs_, false);
+  open_all(outputs_, true);
+  check_overlaps();
+
+  Request request = request_;
+  request.count = views_.front().count();
+  request.shape = views_.front().shape();
+  request.dtype = *dtype_of(views_.front());
+  for (std::size_t i = 0; i < inputs_.size(); ++i) request.inputs.push_back(views_[i].data());
+  for (std::size_t i = inputs_.size(); i < views_.size(); ++i) request.outputs.push_back(views_[i].data());
+  return request;
+}
+
+void Operation::open_all(const std::vector<Array>& arrays, bool written) {
+  const std::string which = written ? "an output" : "an input";
+  for (const Array& array : arrays) {
+    if (!api_->is_reachable(array.get())) throw std::runtime_error(which + " is sparse, empty or not on the CPU.");
+    View view = api_->open(array.get());
+    const std::optional<DType> dtype = dtype_of(view);
+    if (!dtype) throw std::runtime_error(which + " has dtype " + describe_unsupported(view) + ", which cannot be reduced.");
+    if (!views_.empty()) {
+      const View& first = views_.front();
+      if (dtype != dtype_of(first) || view.count() != first.count()) {
+        throw std::runtime_error("its own arrays differ: " + describe(*dtype_of(first), first.count()) + " and " +
+                                 describe(*dtype, view.count()) + ".");
+      }
+    }
+    views_.push_back(std::move(view));
+  }
+}
+
+void Operation::check_overlaps() const {
+  const std::size_t bytes = views_.front().count() * size_of(*dtype_of(views_.front()));
+  const auto address = [this](std::size_t i) { return reinterpret_cast<std::uintptr_t>(views_[i].data()); };
+  for (std::size_t written = inputs_.size(); written < views_.size(); ++written) {
+    for (std::size_t other = 0; other < written; ++other) {
+      const std::uintptr_t low = std::min(address(written), address(other));
+      const std::uintptr_t high = std::max(address(written), address(other));
+      if (low != high && high - low < bytes) throw std::runtime_error("an output overlaps another array in part.");
+    }
+  }
+}
+
+void Operation::finish(const Status& status) {
+  views_.clear();
+  if (naive_) {
+    // NaiveEngine ignores errors; the caller of push() asks for the status.
+    status_ = status;
+    completion_.succeed();
+  } else if (status.ok()) {
+    completion_.succeed();
+  } else {
+    // Before completing: whoever has waited for the arrays then finds it.
+    if (!status.latches()) unread_->add(std::move(outputs_.front()), status);
+    completion_.fail(error_text(status));
+  }
+}
+
+}  // namespace kvstore_hvd::mxnet

@@ -1,0 +1,49 @@
+// One collective operation on MXNet arrays, on its way from MXNet's engine to ours and back.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvstore_hvd/engine.hpp"
+#include "kvstore_hvd/request.hpp"
+#include "mxnet/engine_abi.hpp"
+#include "mxnet/unread_errors.hpp"
+
+namespace kvstore_hvd::mxnet {
+
+class Operation final : public AsyncOp, public std::enable_shared_from_this<Operation> {
+ public:
+  // `request`: everything that does not depend on the arrays' contents. `prefix`: how errors that arise here begin.
+  // Operations must not keep the engine alive: the last one may end on a thread of the engine, which cannot wait for
+  // itself.
+  Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engine, std::shared_ptr<UnreadErrors> unread,
+            Request request, std::string prefix, std::vector<Array> inputs, std::vector<Array> outputs, bool naive);
+
+  void start(const Completion& completion) noexcept override;
+  void skipped() noexcept override;
+
+  // Naive only, after the push: how the operation ended.
+  const Status& status() const { return status_; }
+
+ private:
+  Request describe_arrays();
+  void open_all(const std::vector<Array>& arrays, bool written);
+  void check_overlaps() const;
+  void finish(const Status& status);
+
+  std::shared_ptr<const Api> api_;
+  std::weak_ptr<Engine> engine_;
+  std::shared_ptr<UnreadErrors> unread_;
+  Request request_;
+  std::string prefix_;
+  std::vector<Array> inputs_;
+  std::vector<Array> outputs_;
+  const bool naive_;
+
+  std::vector<View> views_;  // of inputs_, then of outputs_
+  Completion completion_;
+  Status status_;
+};
+
+}  // namespace kvstore_hvd::mxnet

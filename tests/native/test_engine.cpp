@@ -1,0 +1,376 @@
+// The engine end to end, with ranks as threads.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <string>
+
+#include "check.hpp"
+#include "kvstore_hvd/reduce.hpp"
+#include "ranks.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using testing::check;
+
+const std::vector<int> kSizes{1, 2, 3, 4, 7};
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+bool same_bits(const std::vector<float>& data, const std::function<float(std::size_t)>& expected) {
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    const float value = expected(i);
+    if (std::memcmp(&value, &data[i], sizeof(value)) != 0) return false;
+  }
+  return true;
+}
+
+const bool sums = testing::add("allreduce equals the rank-ordered sum bit by bit, at any size", [] {
+  for (const int size : kSizes) {
+    with_world(size, [&](Engine& engine, int rank) {
+      for (const std::size_t count : {0, 1, 3, 15, 16, 17, 511, 512, 513, 16384, 100003, 1 << 20}) {
+        auto data = values_of(rank, count);
+        const Status status = engine.run(allreduce("t" + std::to_string(count), data));
+        check(status.ok(), status.text());
+        check(same_bits(data, [&](std::size_t i) { return sum_in_rank_order(size, i); }),
+              "wrong sum of " + std::to_string(count) + " at size " + std::to_string(size));
+      }
+    });
+  }
+});
+
+const bool every_type = testing::add("every dtype and op equals one reduction over all ranks' arrays", [] {
+  constexpr std::size_t kCount = 5003;
+  for (const int size : {2, 3, 4}) {
+    // Bytes below 64 make no NaN in any of the types, and no overflow that is undefined.
+    const auto bytes_of = [](int rank, DType dtype) {
+      std::vector<unsigned char> bytes(kCount * size_of(dtype));
+      for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = (i * 7 + static_cast<std::size_t>(rank) * 13) % 64;
+      return bytes;
+    };
+    with_world(size, [&](Engine& engine, int rank) {
+      for (int d = 0; d < kDTypes; ++d) {
+        for (int o = 0; o < kReduceOps; ++o) {
+          const auto dtype = static_cast<DType>(d);
+          const auto op = static_cast<ReduceOp>(o);
+          auto data = bytes_of(rank, dtype);
+          Request request;
+          request.name = std::string(name_of(dtype)) + name_of(op);
+          request.inputs = {data.data()};
+          request.outputs = {data.data()};
+          request.count = kCount;
+          request.shape = {kCount};
+          request.dtype = dtype;
+          request.op = op;
+          const Status status = engine.run(std::move(request));
+          check(status.ok(), status.text());
+
+          std::vector<std::vector<unsigned char>> all;
+          std::vector<const void*> inputs;
+          for (int r = 0; r < size; ++r) all.push_back(bytes_of(r, dtype));
+          for (const auto& one : all) inputs.push_back(one.data());
+          std::vector<unsigned char> expected(data.size());
+          void* output = expected.data();
+          const double postscale = op == ReduceOp::kAverage ? 1.0 / size : 1.0;
+          reduce(Reduction{dtype, op, 1.0, postscale}, inputs.data(), size, &output, 1, kCount);
+          check(data == expected, std::string("wrong ") + name_of(op) + " of " + name_of(dtype));
+        }
+      }
+    });
+  }
+});
+
+// One seeded run of many tensors, submitted by each rank in its own order, with its own delays and priorities.
+void run_schedule(Engine& engine, int rank, int size, std::uint32_t seed, int tensors, std::size_t largest) {
+  std::mt19937 common(seed), own(seed * 977 + static_cast<std::uint32_t>(rank));
+  std::vector<std::vector<float>> data;
+  for (int t = 0; t < tensors; ++t) {
+    const std::size_t scale = std::size_t{1} << (common() % 18);
+    data.push_back(values_of(rank, common() % std::min(scale, largest), seed + static_cast<std::uint32_t>(t)));
+  }
+  std::vector<int> order(data.size());
+  for (int t = 0; t < tensors; ++t) order[t] = t;
+  std::shuffle(order.begin(), order.end(), own);
+  std::vector<std::shared_ptr<Work>> works(data.size());
+  for (const int t : order) {
+    if (own() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
+    Request request = allreduce("t" + std::to_string(t), data[t], static_cast<int>(own() % 5));
+    if (t % 7 == 3) {
+      request.collective = Collective::kBroadcast;
+      request.root = t % size;
+    }
+    works[t] = engine.submit(std::move(request));
+  }
+  std::shuffle(order.begin(), order.end(), own);
+  for (const int t : order) {
+    const Status& status = engine.wait(*works[t]);
+    check(status.ok(), status.text());
+    const std::uint32_t tensor_seed = seed + static_cast<std::uint32_t>(t);
+    const bool right = same_bits(data[t], [&](std::size_t i) {
+      return t % 7 == 3 ? value_of(t % size, i, tensor_seed) : sum_in_rank_order(size, i, tensor_seed);
+    });
+    check(right, "seed " + std::to_string(seed) + ": wrong bits in tensor " + std::to_string(t));
+  }
+}
+
+const bool schedules =
+    testing::add("1,000 seeded schedules give the same bits whatever the order, delay and priority", [] {
+      const int runs = thread_sanitizer() ? 30 : 250;
+      for (const int size : {1, 2, 3, 4}) {
+        with_world(size, [&](Engine& engine, int rank) {
+          for (int s = 0; s < runs; ++s) {
+            run_schedule(engine, rank, size, static_cast<std::uint32_t>(s * 31 + size), 12, 60000);
+          }
+        });
+      }
+    });
+
+const bool many_ranks = testing::add("64 ranks on few cores", [] {
+  if (thread_sanitizer()) return;  // hundreds of threads take it minutes, and add no interleaving
+  with_world(64, [&](Engine& engine, int rank) { run_schedule(engine, rank, 64, 1, 6, 5000); });
+});
+
+const bool devices =
+    testing::add("contributions of several devices are summed once and fanned out to every output", [] {
+      for (const int size : {1, 2, 4}) {
+        with_world(size, [&](Engine& engine, int rank) {
+          for (const std::size_t count : {5, 100000}) {
+            auto first = values_of(rank, count, 1), second = values_of(rank, count, 2);
+            std::vector<float> third(count);
+            Request request = allreduce("devices" + std::to_string(count), first);
+            request.inputs = {first.data(), second.data()};
+            request.outputs = {first.data(), second.data(), third.data()};
+            check(engine.run(std::move(request)).ok(), "run");
+            const auto expected = [&](std::size_t i) {
+              float sum = value_of(0, i, 1) + value_of(0, i, 2);
+              for (int r = 1; r < size; ++r) sum += value_of(r, i, 1) + value_of(r, i, 2);
+              return sum;
+            };
+            check(same_bits(first, expected) && same_bits(second, expected) && same_bits(third, expected),
+                  "wrong bits");
+          }
+        });
+      }
+    });
+
+const bool same_name = testing::add("requests under one name run one after another", [] {
+  with_world(3, [&](Engine& engine, int rank) {
+    std::vector<std::vector<float>> data(50, std::vector<float>(100));
+    std::vector<std::shared_ptr<Work>> works;
+    for (std::size_t i = 0; i < data.size(); ++i) {
+      std::fill(data[i].begin(), data[i].end(), static_cast<float>(rank) + static_cast<float>(i) * 10);
+      works.push_back(engine.submit(allreduce("same", data[i])));
+    }
+    for (std::size_t i = 0; i < data.size(); ++i) {
+      check(engine.wait(*works[i]).ok(), "wait");
+      check(data[i][0] == 3 + static_cast<float>(i) * 30, "request met another one of its name");
+    }
+  });
+});
+
+const bool many_names =
+    testing::add("names beyond the table's slots take those of finished tensors, and wait when there is none", [] {
+      if (thread_sanitizer()) return;  // the table's own test covers the hand-over
+      with_world(2, [&](Engine& engine, int rank) {
+        std::vector<std::vector<float>> data(9000, std::vector<float>(1));
+        for (int round = 0; round < 3; ++round) {
+          std::vector<std::shared_ptr<Work>> works;
+          for (std::size_t i = 0; i < data.size(); ++i) {
+            data[i][0] = static_cast<float>(i) + static_cast<float>(rank);
+            works.push_back(engine.submit(allreduce("r" + std::to_string(round) + "n" + std::to_string(i), data[i])));
+          }
+          for (std::size_t i = 0; i < data.size(); ++i) {
+            const Status& status = engine.wait(*works[i]);
+            check(status.ok(), status.text());
+            check(data[i][0] == 2 * static_cast<float>(i) + 1, "wrong sum");
+          }
+        }
+      });
+    });
+
+const bool mismatches =
+    testing::add("a disagreement fails that operation on every rank, changes nothing, and the world goes on", [] {
+      struct Case {
+        const char* text;
+        std::function<void(Request&)> change;
+      };
+      const std::vector<Case> cases{
+          {"ranks disagree on shape.\n  (64,): ranks 0-1, 3    (8, 8): rank 2\n  Nothing was reduced. "
+           "Fix: build the same network on every rank.",
+           [](Request& r) { r.shape = {8, 8}; }},
+          {"ranks disagree on dtype.\n  float32: ranks 0-1, 3    int32: rank 2",
+           [](Request& r) { r.dtype = DType::kInt32; }},
+          {"ranks disagree on reduce op.\n  sum: ranks 0-1, 3    max: rank 2",
+           [](Request& r) { r.op = ReduceOp::kMax; }},
+          {"ranks disagree on operation.\n  allreduce: ranks 0-1, 3    broadcast: rank 2",
+           [](Request& r) { r.collective = Collective::kBroadcast; }},
+          {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.5: rank 2", [](Request& r) { r.prescale = 0.5; }},
+          {"ranks disagree on postscale.\n  1: ranks 0-1, 3    0.25: rank 2", [](Request& r) { r.postscale = 0.25; }},
+      };
+      with_world(4, [&](Engine& engine, int rank) {
+        for (const Case& one : cases) {
+          auto data = values_of(rank, 64);
+          Request request = allreduce("tensor", data);
+          if (rank == 2) one.change(request);
+          const Status status = engine.run(std::move(request));
+          check(status.code() == ErrorCode::kMismatch, "no mismatch: " + status.text());
+          const std::string operation = rank == 2 && contains(one.text, "operation") ? "broadcast" : "allreduce";
+          check(status.text().rfind("[rank " + std::to_string(rank) + "/4] " + operation + " 'tensor': " + one.text,
+                                    0) == 0,
+                status.text());
+          check(same_bits(data, [&](std::size_t i) { return value_of(rank, i); }), "an array was changed");
+        }
+        auto data = values_of(rank, 64);
+        check(engine.run(allreduce("tensor", data)).ok(), "the name works again");
+        check(engine.health().ok(), "the world is healthy");
+        auto other = values_of(rank, 32);
+        check(engine.run(allreduce("tensor", other)).ok(), "a new shape is fine when all ranks have it");
+      });
+    });
+
+const bool roots = testing::add("ranks that disagree on the root are told so", [] {
+  with_world(2, [&](Engine& engine, int rank) {
+    auto data = values_of(rank, 9);
+    Request request = allreduce("b", data);
+    request.collective = Collective::kBroadcast;
+    request.root = rank;
+    const Status status = engine.run(std::move(request));
+    check(contains(status.text(), "broadcast 'b': ranks disagree on root.\n  0: rank 0    1: rank 1"), status.text());
+  });
+});
+
+const bool input_failures = testing::add("a rank whose input failed releases the others with its reason", [] {
+  with_world(3, [&](Engine& engine, int rank) {
+    auto data = values_of(rank, 9);
+    Request request = allreduce("w", data);
+    if (rank == 1) request.input_failure = "the operation that computes the gradient failed";
+    const Status status = engine.run(std::move(request));
+    check(status.code() == ErrorCode::kInputFailed, status.text());
+    check(contains(status.text(), "rank 1: the operation that computes the gradient failed"), status.text());
+    check(barrier(engine).ok(), "the world goes on");
+  });
+});
+
+const bool invalid = testing::add("wrong requests fail at once and alone", [] {
+  with_world(1, [&](Engine& engine, int) {
+    auto data = values_of(0, 3);
+    Request nameless = allreduce("x", data);
+    nameless.name.clear();
+    check(engine.run(std::move(nameless)).code() == ErrorCode::kInvalid, "empty name");
+    Request rootless = allreduce("x", data);
+    rootless.collective = Collective::kBroadcast;
+    rootless.root = 5;
+    check(engine.run(std::move(rootless)).code() == ErrorCode::kInvalid, "foreign root");
+    Request inputless = allreduce("x", data);
+    inputless.inputs.clear();
+    check(engine.run(std::move(inputless)).code() == ErrorCode::kInvalid, "no input");
+  });
+});
+
+const bool abortion = testing::add("an abort fails what is pending and all that follows, on every rank", [] {
+  with_world(3, [&](Engine& engine, int rank) {
+    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+    auto data = values_of(rank, 1000);
+    if (rank == 1) {
+      engine.abort("rank 1 gave up");
+    } else {
+      const Status status = engine.run(allreduce("never", data));
+      check(status.code() == ErrorCode::kTransport && contains(status.text(), "rank 1 gave up"), status.text());
+    }
+    const Status later = engine.run(allreduce("later", data));
+    check(later.code() == ErrorCode::kTransport, later.text());
+    check(engine.health().code() == ErrorCode::kTransport, "latched");
+  });
+});
+
+const bool leaving = testing::add("a rank that left is named by those who still need it, and by nobody else", [] {
+  with_world(3, [&](Engine& engine, int rank) {
+    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+    if (rank == 2) {
+      engine.shutdown();
+      return;
+    }
+    auto data = values_of(rank, 10);
+    const Status status = engine.run(allreduce("gone", data));
+    check(status.code() == ErrorCode::kPeerLost, status.text());
+    check(contains(status.text(), "left before it submitted allreduce 'gone'"), status.text());
+  });
+});
+
+const bool early_end = testing::add("a rank that ends early gives its reason to the others", [] {
+  with_world(2, [&](Engine& engine, int rank) {
+    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+    if (rank == 1) {
+      engine.shutdown("ValueError: no such file");
+      return;
+    }
+    auto data = values_of(rank, 10);
+    const Status status = engine.run(allreduce("x", data));
+    check(status.code() == ErrorCode::kPeerLost, status.text());
+    check(contains(status.text(), "rank 1 (testhost, pid ") && contains(status.text(), "ValueError: no such file"),
+          status.text());
+  });
+});
+
+const bool timeout = testing::add("a rank that never submits is named at the deadline", [] {
+  std::atomic<int> ready{0};
+  with_world(
+      3,
+      [&](Engine& engine, int rank) {
+        static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+        if (rank == 1) {
+          while (engine.health().ok()) std::this_thread::yield();
+          return;
+        }
+        auto data = values_of(rank, 10);
+        const Status status = engine.run(allreduce("late", data));
+        check(status.code() == ErrorCode::kTimeout, status.text());
+        check(contains(status.text(), "in allreduce 'late' for rank 1, which did not submit it"), status.text());
+        check(contains(status.text(), "KVHVD_TIMEOUT"), status.text());
+      },
+      std::chrono::milliseconds(300));
+});
+
+const bool callbacks = testing::add("on_done is called exactly once, also for what fails", [] {
+  with_world(2, [&](Engine& engine, int rank) {
+    std::atomic<int> calls{0};
+    std::vector<std::vector<float>> data(20, std::vector<float>(10));
+    std::vector<std::shared_ptr<Work>> works;
+    for (int i = 0; i < 20; ++i) {
+      // Rank 1 leaves half of them out.
+      if (rank == 1 && i >= 10) break;
+      Request request = allreduce("c" + std::to_string(i), data[i]);
+      request.on_done = [&](const Status&) { ++calls; };
+      works.push_back(engine.submit(std::move(request)));
+    }
+    for (int i = 0; i < 10; ++i) check(engine.wait(*works[i]).ok(), "those of both ranks succeed");
+    static_cast<void>(barrier(engine));
+    engine.abort("enough");
+    for (const auto& work : works) engine.wait(*work);
+    check(calls == static_cast<int>(works.size()), "calls: " + std::to_string(calls));
+  });
+});
+
+const bool shared_driver = testing::add("several threads of one rank submit and wait at once", [] {
+  with_world(2, [&](Engine& engine, int rank) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t] {
+        for (int i = 0; i < 50; ++i) {
+          auto data = values_of(rank, 1000, static_cast<std::uint32_t>(t));
+          check(engine.run(allreduce("thread" + std::to_string(t), data)).ok(), "run");
+          check(same_bits(data, [&](std::size_t e) { return sum_in_rank_order(2, e, static_cast<std::uint32_t>(t)); }),
+                "wrong bits");
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  });
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -1,0 +1,117 @@
+// The engine with ranks as processes: those that die, and those that fork.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <string>
+
+#include "check.hpp"
+#include "ranks.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using testing::check;
+
+// Runs `body` in a child process as one rank; it must return 0.
+pid_t spawn(const Segment& segment, int rank, const std::function<int(Engine&)>& body,
+            std::chrono::nanoseconds timeout = std::chrono::seconds(30)) {
+  const pid_t pid = fork();
+  if (pid != 0) return pid;
+  int code = 99;
+  {
+    EngineOptions options = thread_options(timeout);
+    options.watch_peers = true;
+    Engine engine(Segment::attach(segment.fd()), rank, options);
+    code = body(engine);
+  }
+  _exit(code);
+}
+
+int wait_for(pid_t pid) {
+  int status = 0;
+  waitpid(pid, &status, 0);
+  return status;
+}
+
+const bool killed = testing::add("a killed rank is named, with the signal, while an operation waits for it", [] {
+  if (thread_sanitizer()) return;  // it does not support threads after fork
+  const auto segment = Segment::create(3);
+  const auto survivor = [](Engine& engine) {
+    // The victim may die while this rank is still inside.
+    static_cast<void>(barrier(engine));
+    std::vector<float> data(10);
+    const Status status = engine.run(allreduce("x", data));
+    if (status.code() != ErrorCode::kPeerLost) return 2;
+    if (status.text().find("allreduce 'x': rank 1 (testhost, pid ") == std::string::npos) return 3;
+    if (status.text().find("died (SIGKILL)") == std::string::npos) return 4;
+    return engine.run(allreduce("y", data)).code() == ErrorCode::kPeerLost ? 0 : 5;
+  };
+  const pid_t first = spawn(*segment, 0, survivor);
+  const pid_t victim = spawn(*segment, 1, [](Engine& engine) {
+    if (!barrier(engine).ok()) return 1;
+    kill(getpid(), SIGKILL);
+    return 2;
+  });
+  const pid_t last = spawn(*segment, 2, survivor);
+  check(WIFSIGNALED(wait_for(victim)), "killed");
+  for (const pid_t pid : {first, last}) {
+    const int status = wait_for(pid);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(WEXITSTATUS(status)));
+  }
+});
+
+const bool stopped = testing::add("a stopped rank is named at the deadline", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  const pid_t victim = spawn(
+      *segment, 1,
+      [](Engine& engine) {
+        if (!barrier(engine).ok()) return 1;
+        kill(getpid(), SIGSTOP);
+        return 0;
+      },
+      std::chrono::milliseconds(400));
+  const pid_t survivor = spawn(
+      *segment, 0,
+      [](Engine& engine) {
+        if (!barrier(engine).ok()) return 1;
+        std::vector<float> data(10);
+        const Status status = engine.run(allreduce("x", data));
+        return status.code() == ErrorCode::kTimeout && status.text().find("rank 1 (testhost") != std::string::npos ? 0
+                                                                                                                   : 2;
+      },
+      std::chrono::milliseconds(400));
+  check(WEXITSTATUS(wait_for(survivor)) == 0, "survivor");
+  kill(victim, SIGKILL);
+  wait_for(victim);
+});
+
+const bool forked = testing::add("a forked child is inert, and its parent goes on", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  const auto parent = [](Engine& engine) {
+    if (!barrier(engine).ok()) return 1;
+    const pid_t child = fork();
+    if (child == 0) {
+      std::vector<float> data(1);
+      const bool refused = engine.run(allreduce("x", data)).code() == ErrorCode::kShutdown &&
+                           engine.health().code() == ErrorCode::kShutdown;
+      engine.abort("from the child");
+      engine.shutdown("from the child");
+      _exit(refused ? 0 : 1);
+    }
+    if (WEXITSTATUS(wait_for(child)) != 0) return 2;
+    return barrier(engine).ok() ? 0 : 3;
+  };
+  const pid_t first = spawn(*segment, 0, parent), second = spawn(*segment, 1, parent);
+  for (const pid_t pid : {first, second}) {
+    const int status = wait_for(pid);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "parent: " + std::to_string(status));
+  }
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }

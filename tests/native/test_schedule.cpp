@@ -1,0 +1,149 @@
+// The schedule and the table of tensors, one thread at a time.
+#include <memory>
+#include <string>
+
+#include "check.hpp"
+#include "kvstore_hvd/schedule.hpp"
+#include "kvstore_hvd/segment.hpp"
+#include "kvstore_hvd/tensor_table.hpp"
+#include "ranks.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using testing::check;
+
+template <class Exception>
+bool throws(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Exception&) {
+    return true;
+  }
+  return false;
+}
+
+// Announces `name` on every rank of the world and makes it ready.
+std::uint32_t make_ready(World& world, const std::string& name, std::size_t count, int priority) {
+  std::vector<float> data(count);
+  std::uint32_t slot = kNoSlot;
+  for (int r = 0; r < static_cast<int>(world.size); ++r) {
+    TensorTable table(world, r);
+    const auto handle = table.find(name);
+    check(handle.has_value(), "a slot");
+    slot = handle->slot;
+    const auto outcome = table.announce(*handle, allreduce(name, data));
+    const bool last = r + 1 == static_cast<int>(world.size);
+    check(outcome == (last ? TensorTable::Outcome::kLast : TensorTable::Outcome::kWaiting), "outcome");
+  }
+  Schedule(world).make_ready(slot, priority);
+  return slot;
+}
+
+const bool priority = testing::add("the highest priority goes first, and overtakes at the next chunk", [] {
+  const auto segment = Segment::create(2);
+  World& world = segment->world();
+  Schedule schedule(world);
+  Entry entry;
+  check(!schedule.fetch(0, entry) && !schedule.available(0), "nothing to do at first");
+
+  const std::uint32_t low = make_ready(world, "low", 1 << 20, -10);
+  check(schedule.fetch(0, entry) && entry.pieces[0].slot == low && entry.pieces[0].offset == 0, "low starts");
+  const std::uint32_t high = make_ready(world, "high", 1 << 15, -1);
+  check(schedule.fetch(1, entry) && entry.pieces[0].slot == high, "high overtakes");
+  Entry again;
+  check(schedule.fetch(1, again) && again.pieces[0].slot == high, "an entry that was decided stays");
+
+  std::uint64_t low_bytes = 0, high_bytes = entry.pieces[0].bytes;
+  bool high_done = high_bytes == (1 << 15) * 4;
+  for (std::uint32_t i = 2; schedule.fetch(i, entry); ++i) {
+    for (std::uint32_t p = 0; p < entry.n_pieces; ++p) {
+      const Piece& piece = entry.pieces[p];
+      if (piece.slot == high) {
+        high_bytes += piece.bytes;
+        high_done = high_bytes == (1 << 15) * 4;
+      } else {
+        check(high_done, "low goes on only after high is done");
+        low_bytes += piece.bytes;
+      }
+    }
+  }
+  check(high_done && low_bytes < (1 << 20) * 4 && low_bytes > 0, "all bytes are scheduled once");
+});
+
+const bool fairness = testing::add("equal priorities keep the order of arrival", [] {
+  const auto segment = Segment::create(1);
+  World& world = segment->world();
+  std::vector<std::uint32_t> slots;
+  for (int i = 0; i < 5; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 100000, 0));
+  Schedule schedule(world);
+  Entry entry;
+  std::size_t current = 0;
+  for (std::uint32_t i = 0; schedule.fetch(i, entry); ++i) {
+    while (entry.pieces[0].slot != slots[current]) check(++current < slots.size(), "out of order");
+  }
+  check(current + 1 == slots.size(), "all were scheduled");
+});
+
+const bool fusion =
+    testing::add("small tensors are fused into one entry, in the order of priority, on separate cache lines", [] {
+      const auto segment = Segment::create(2);
+      World& world = segment->world();
+      std::vector<std::uint32_t> slots;
+      for (int i = 0; i < 10; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 10, -i));
+      const std::uint32_t empty = make_ready(world, "empty", 0, -100);
+      Schedule schedule(world);
+      Entry entry;
+      check(schedule.fetch(0, entry) && entry.n_pieces == 11, "one entry for all");
+      for (std::uint32_t p = 0; p < 10; ++p) {
+        check(entry.pieces[p].slot == slots[p] && entry.pieces[p].staged == p * 64 && entry.pieces[p].bytes == 40,
+              "piece");
+      }
+      check(entry.pieces[10].slot == empty && entry.pieces[10].bytes == 0, "an empty tensor takes part");
+      check(!schedule.fetch(1, entry), "nothing is left");
+    });
+
+const bool versions = testing::add("a slot that changed hands tells those who remember it", [] {
+  const auto segment = Segment::create(1);
+  World& world = segment->world();
+  TensorTable table(world, 0);
+  const auto first = table.find("first");
+  check(first.has_value() && table.find("first")->slot == first->slot, "a name keeps its slot");
+  for (int i = 1; i < kSlots; ++i) check(table.find("name" + std::to_string(i)).has_value(), "a slot for each");
+  const auto taken = table.find("one too many");
+  check(taken.has_value() && taken->slot == first->slot && taken->version != first->version, "the oldest idle slot");
+  std::vector<float> data(1);
+  check(table.announce(*first, allreduce("first", data)) == TensorTable::Outcome::kStale, "stale");
+  check(table.announce(*taken, allreduce("one too many", data)) == TensorTable::Outcome::kLast, "fresh");
+  const auto again = table.find("first");
+  check(again.has_value() && again->slot != taken->slot, "a busy slot is not taken");
+});
+
+const bool busy = testing::add("when every slot is busy there is none", [] {
+  const auto segment = Segment::create(2);
+  World& world = segment->world();
+  TensorTable table(world, 0);
+  std::vector<float> data(1);
+  for (int i = 0; i < kSlots; ++i) {
+    const std::string name = "name" + std::to_string(i);
+    table.announce(*table.find(name), allreduce(name, data));
+  }
+  check(!table.find("another").has_value(), "no slot");
+  check(table.find("name77").has_value(), "known names are found");
+});
+
+const bool segments = testing::add("a segment of another build, or no segment, is refused", [] {
+  const auto segment = Segment::create(3);
+  check(Segment::attach(segment->fd())->size() == 3, "attach");
+  for (const int size : {0, -1, Segment::kMaxRanks + 1}) {
+    check(throws<std::invalid_argument>([&] { static_cast<void>(Segment::create(size)); }), "size");
+  }
+  check(throws<std::exception>([] { static_cast<void>(Segment::attach(-1)); }), "no descriptor");
+  segment->world().magic ^= 1;
+  check(throws<std::invalid_argument>([&] { static_cast<void>(Segment::attach(segment->fd())); }), "magic");
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }
