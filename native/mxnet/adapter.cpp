@@ -41,7 +41,7 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
 
 Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                               const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale,
-                              int priority) {
+                              int priority, Handle order) {
   Request request;
   request.collective = Collective::kAllreduce;
   request.name = name;
@@ -50,21 +50,22 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   request.prescale = prescale;
   request.postscale = postscale;
   request.priority = priority;
-  return push(std::move(request), inputs, outputs);
+  return push(std::move(request), inputs, outputs, order);
 }
 
-Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,
-                               int priority) {
+Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority,
+                               Handle order) {
   Request request;
   request.collective = Collective::kBroadcast;
   request.name = name;
   request.label = label;
   request.root = root;
   request.priority = priority;
-  return push(std::move(request), {array}, {array});
+  return push(std::move(request), {array}, {array}, order);
 }
 
-Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs) {
+Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs,
+                          Handle order) {
   std::string prefix = "[rank " + std::to_string(engine_->rank()) + "/" + std::to_string(engine_->size()) + "] " +
                        name_of(request.collective) + " " + request.label + ": ";
   if (getpid() != owner_) {
@@ -77,11 +78,13 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
       std::any_of(outputs.begin(), outputs.end(), is_null)) {
     return Status(ErrorCode::kInvalid, prefix + "an operation needs at least one input and one output.");
   }
-  // Inputs are held like outputs: a layer that only reads its weights may nevertheless rearrange their memory for oneDNN.
+  // Inputs are held like outputs: a layer that only reads its weights may nevertheless rearrange their memory for
+  // oneDNN.
   std::unordered_set<const void*> chunks;
   std::vector<Handle> unique;
   add_new_chunks(inputs, chunks, unique);
   add_new_chunks(outputs, chunks, unique);
+  if (order != nullptr) add_new_chunks({order}, chunks, unique);
 
   const int priority = request.priority;
   try {

@@ -1,5 +1,5 @@
-// Collective operations on MXNet arrays: submitted through MXNet's engine, so that they start when the arrays are ready and
-// nobody reads an array before they are over, and carried out by ours.
+// Collective operations on MXNet arrays: submitted through MXNet's engine, so that they start when the arrays are ready
+// and nobody reads an array before they are over, and carried out by ours.
 #pragma once
 
 #include <sys/types.h>
@@ -21,39 +21,46 @@ class Operation;
 // All members may be called from any thread; none needs the GIL.
 class MXNetAdapter {
  public:
-  // `library_path`: see Api::load, whose Error this throws. `naive`: MXNet runs with MXNET_ENGINE_TYPE=NaiveEngine, where
-  // an operation is over when its push returns. Operations in flight do not keep `engine` alive: they fail with kShutdown.
+  // `library_path`: see Api::load, whose Error this throws. `naive`: MXNet runs with MXNET_ENGINE_TYPE=NaiveEngine,
+  // where an operation is over when its push returns. Operations in flight do not keep `engine` alive: they fail with
+  // kShutdown.
   MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& library_path, bool naive);
 
-  // Reduces `inputs` in order, then with the other ranks', into each of `outputs`. Arrays may occur several times and in
-  // both lists, and may be views of one another, as long as no output overlaps another array in part. All must be dense,
-  // on the CPU, of equal dtype and number of elements; the first input's shape is compared across ranks.
+  // Reduces `inputs` in order, then with the other ranks', into each of `outputs`. Arrays may occur several times and
+  // in both lists, and may be views of one another, as long as no output overlaps another array in part. All must be
+  // dense, on the CPU, of equal dtype and number of elements; the first input's shape is compared across ranks.
   //
   // Returns before the operation is over (naive: after it). What is wrong with an array shows only when it is ready:
   // then every rank's operation fails with kInputFailed, and so it does when an operation of MXNet that should have
   // produced an input fails. A failure is raised in Python by the next read of one of the arrays, or taken from
-  // take_unread_error(); naive: it is returned. The Status returned is otherwise not ok only when nothing was submitted.
+  // take_unread_error(); naive: it is returned. The Status returned is otherwise not ok only when nothing was
+  // submitted.
+  //
+  // `order`: an array that is neither read nor written, or null. Operations with the same one start in the order of the
+  // calls, whichever of their arrays are ready first: what is submitted twice under one name needs it.
   Status pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
-                  const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority);
+                  const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority,
+                  Handle order);
 
   // Overwrites `array` with the root's, in place. Otherwise like pushpull.
-  Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority);
+  Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority,
+                   Handle order);
 
-  // Whether the array can be given to pushpull and broadcast as it is: dense and on the CPU. oneDNN's own layouts are no
-  // obstacle. Does not wait. Throws Error.
+  // Whether the array can be given to pushpull and broadcast as it is: dense and on the CPU. oneDNN's own layouts are
+  // no obstacle. Does not wait. Throws Error.
   bool is_plain(Handle array) const { return api_->is_reachable(array); }
 
   static const void* chunk_id(Handle array) { return Api::chunk_of(array); }
 
-  // A user error of an earlier operation that no read has raised; see UnreadErrors::take. Lost worlds are not kept here:
-  // the engine has latched them.
+  // A user error of an earlier operation that no read has raised; see UnreadErrors::take. Lost worlds are not kept
+  // here: the engine has latched them.
   Status take_unread_error();
 
   // In a forked child: operations fail with kShutdown from now on.
   void after_fork_in_child();
 
  private:
-  Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs);
+  Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs, Handle order);
 
   std::shared_ptr<const Api> api_;
   std::shared_ptr<Engine> engine_;

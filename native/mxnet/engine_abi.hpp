@@ -1,6 +1,6 @@
 // MXNet as this package sees it: a handful of functions of the libmxnet.so that Python has already loaded, found at run
-// time. Nothing of MXNet is compiled in, so one binary serves 1.x and 2.x; everything that differs between them, and every
-// memory layout we rely on, stands in this header and its source.
+// time. Nothing of MXNet is compiled in, so one binary serves 1.x and 2.x; everything that differs between them, and
+// every memory layout we rely on, stands in this header and its source.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Tells MXNet's engine that an operation is over: exactly one of the two calls, once, on any thread, without the GIL. The
-// operation's arrays may be read by others, and its AsyncOp may be released by MXNet, before the call returns.
+// Tells MXNet's engine that an operation is over: exactly one of the two calls, once, on any thread, without the GIL.
+// The operation's arrays may be read by others, and its AsyncOp may be released by MXNet, before the call returns.
 class Completion {
  public:
   Completion() = default;
@@ -31,8 +31,8 @@ class Completion {
       : function_(function), engine_(engine), operation_(operation) {}
 
   void succeed() const;
-  // `text` becomes the message of the exception that the next read of one of the operation's arrays raises in Python; when
-  // it starts with "Name: ", the class is the one registered with MXNet under that name.
+  // `text` becomes the message of the exception that the next read of one of the operation's arrays raises in Python;
+  // when it starts with "Name: ", the class is the one registered with MXNet under that name.
   void fail(const std::string& text) const;
 
  private:
@@ -46,8 +46,8 @@ class Completion {
 class AsyncOp {
  public:
   virtual ~AsyncOp() = default;
-  // The arrays are ready and belong to this operation until `completion` is called. Must not wait for other operations of
-  // MXNet.
+  // The arrays are ready and belong to this operation until `completion` is called. Must not wait for other operations
+  // of MXNet.
   virtual void start(const Completion& completion) noexcept = 0;
   // MXNet gave the operation up because an operation that produces one of its arrays failed.
   virtual void skipped() noexcept = 0;
@@ -126,8 +126,8 @@ class Api : public std::enable_shared_from_this<Api> {
   void wait_to_read(Handle array) const;
 
   // Has MXNet start `op` when `arrays` (no two of one chunk) are ready, and keeps others from them until it completes.
-  // Never waits, except with NaiveEngine, which runs the operation at once. `name` must outlive the process's operations.
-  // Throws Error when MXNet refuses; op->skipped() has been called then.
+  // Never waits, except with NaiveEngine, which runs the operation at once. `name` must outlive the process's
+  // operations. Throws Error when MXNet refuses; op->skipped() has been called then.
   void push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, int priority, const char* name) const;
 
  private:
@@ -141,8 +141,8 @@ class Api : public std::enable_shared_from_this<Api> {
   int version_ = 0;
   int (*get_version_)(int*) = nullptr;
   const char* (*get_last_error_)() = nullptr;
-  int (*push_async_)(void*, void*, void (*)(void*), const void*, void**, int, void**, int, const void*, int, const char*,
-                     bool) = nullptr;
+  int (*push_async_)(void*, void*, void (*)(void*), const void*, void**, int, void**, int, const void*, int,
+                     const char*, bool) = nullptr;
   int (*shallow_copy_)(void*, void**) = nullptr;
   int (*free_)(void*) = nullptr;
   int (*get_storage_type_)(void*, int*) = nullptr;

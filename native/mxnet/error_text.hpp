@@ -7,8 +7,8 @@
 
 namespace kvstore_hvd::mxnet {
 
-// "ClassName: text", where ClassName is the exception class in kvstore_hvd/errors.py. MXNet's Python side raises the class
-// that is registered under what stands before the first colon.
+// "ClassName: text", where ClassName is the exception class in kvstore_hvd/errors.py. MXNet's Python side raises the
+// class that is registered under what stands before the first colon.
 std::string error_text(const Status& status);
 
 // Whether a text that MXNet raised is error_text(status).

@@ -107,7 +107,8 @@ void Operation::open_all(const std::vector<Array>& arrays, bool written) {
     if (!api_->is_reachable(array.get())) throw std::runtime_error(which + " is sparse, empty or not on the CPU.");
     View view = api_->open(array.get());
     const std::optional<DType> dtype = dtype_of(view);
-    if (!dtype) throw std::runtime_error(which + " has dtype " + describe_unsupported(view) + ", which cannot be reduced.");
+    if (!dtype)
+      throw std::runtime_error(which + " has dtype " + describe_unsupported(view) + ", which cannot be reduced.");
     if (!views_.empty()) {
       const View& first = views_.front();
       if (dtype != dtype_of(first) || view.count() != first.count()) {

@@ -35,9 +35,8 @@ Status UnreadErrors::take(const Api& api) {
     }
   }
   if (more == 0) return first;
-  return Status(first.code(),
-                first.text() + "\n  (" + std::to_string(more) + (more == 1 ? " other operation" : " other operations") +
-                    " failed too.)");
+  return Status(first.code(), first.text() + "\n  (" + std::to_string(more) +
+                                  (more == 1 ? " other operation" : " other operations") + " failed too.)");
 }
 
 }  // namespace kvstore_hvd::mxnet

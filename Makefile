@@ -1,0 +1,121 @@
+# Two commands do all the set-up on a machine that has python3 (with venv), a C++17 compiler and make:
+#
+#   make demo      train the digits example with two workers
+#   make test      run every test: unit, parallel (1, 2, 4 ranks), integration
+#
+# Choices:  PYTHON=python3.12   MXNET=1.9.1 | 2.0.0b1   MPI=openmpi | mpich | none   TESTS='--help'
+# Each choice has its own environment, .venv-py<version>-mx<version>[-<mpi>], made once and renewed when
+# setup.cfg, the package or the native sources change.
+
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+MXNET ?= 1.9.1
+MPI ?= openmpi
+JOBS ?= $(shell nproc)
+
+PYVER := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(PYVER),)
+$(error $(PYTHON) does not run; choose an interpreter with PYTHON=...)
+endif
+ifeq ($(filter $(MXNET),1.9.1 2.0.0b1),)
+$(error MXNET=$(MXNET) is not one of 1.9.1, 2.0.0b1)
+endif
+
+# Open MPI needs no word in the name of the environment: it is the default.
+VENV := .venv-py$(PYVER)-mx$(MXNET)$(if $(filter openmpi,$(MPI)),,-$(MPI))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+mpi-extra-openmpi := ,mpi-openmpi
+mpi-extra-mpich := ,mpi
+mpi-extra-none :=
+ifeq ($(origin mpi-extra-$(MPI)),undefined)
+$(error MPI=$(MPI) is not one of openmpi, mpich, none)
+endif
+mxnet-extra-1.9.1 := ,mxnet
+mxnet-extra-2.0.0b1 := ,mxnet2
+# Both MXNets declare numpy<2, of which there is no wheel for Python 3.13 and later; the package's shim makes NumPy 2
+# work, so there MXNet is installed without the dependencies it declares.
+NEW_PYTHON := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info >= (3, 13) else "")')
+EXTRAS := test,lint,native$(mpi-extra-$(MPI))$(if $(NEW_PYTHON),,$(mxnet-extra-$(MXNET)))
+
+INPUTS := setup.cfg setup.py pyproject.toml Makefile \
+          $(shell find kvstore_hvd native startup -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.pth' \
+                  -o -name 'py.typed' -o -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' \) 2>/dev/null)
+CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \) 2>/dev/null)
+
+.PHONY: help venv demo test test-mpich lint format native-test tsan asan bench clean distclean
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@echo "Targets: demo test test-mpich lint format native-test tsan asan bench clean distclean"
+
+venv: $(STAMP)
+
+# Modules that were removed since the last build would still lie in build/lib*, and would be installed from there.
+# Compiled objects (build/temp*) are kept: they are compared with their sources and headers.
+$(STAMP): $(INPUTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	rm -rf build/lib* build/bdist*
+	KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python -m pip install --quiet '.[$(EXTRAS)]'
+ifneq ($(NEW_PYTHON),)
+	$(BIN)/python -m pip install --quiet --no-deps mxnet==$(MXNET)
+	$(BIN)/python -m pip install --quiet 'graphviz<0.9' requests
+endif
+	@touch $@
+
+demo: $(STAMP) examples/digits.py
+	$(BIN)/kvhvdrun -np 2 $(BIN)/python examples/digits.py
+
+test: $(STAMP)
+	$(BIN)/python tests/run.py --out build/tests/$(VENV:.venv-%=%) $(TESTS)
+
+test-mpich:
+	$(MAKE) test MPI=mpich
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+# $(1): name of the build folder, $(2): sanitizers, as native/CMakeLists.txt names them
+comma := ,
+define native
+	$(BIN)/cmake -S native -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DKVHVD_SANITIZE=$(2)
+	$(BIN)/cmake --build build/$(1) --parallel $(JOBS)
+	$(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
+endef
+
+native-test: $(STAMP) native/CMakeLists.txt
+	$(call native,native,none)
+
+tsan: $(STAMP) native/CMakeLists.txt
+	$(call native,native-tsan,thread)
+
+asan: $(STAMP) native/CMakeLists.txt
+	$(call native,native-asan,address$(comma)undefined)
+
+bench: $(STAMP) benchmarks/allreduce.py benchmarks/gradients.py benchmarks/train.py
+	mkdir -p build/bench
+	for name in allreduce gradients train; do \
+	  $(BIN)/python benchmarks/$$name.py --json build/bench/$$name.json; \
+	done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find kvstore_hvd tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv-py*-mx* kvstore_hvd/_native*.so

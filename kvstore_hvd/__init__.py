@@ -1,0 +1,89 @@
+"""Train Apache MXNet with the API of Horovod: a KVStore that reduces gradients without parameter servers.
+
+Importing this package registers the store, now if MXNet is imported already, else as soon as it is::
+
+    import mxnet as mx, kvstore_hvd
+    kv = mx.kv.create('horovod')
+    trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 0.1}, kvstore=kv)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.config import config
+from kvstore_hvd.engine import current as _engine
+from kvstore_hvd.errors import (
+    ConfigError,
+    HorovodInternalError,
+    InputFailedError,
+    InvalidRequestError,
+    KVHvdError,
+    LaunchError,
+    MismatchError,
+    PeerLostError,
+    ShutdownError,
+    TimeoutError,  # noqa: A004 - Horovod's and PyTorch's word for it
+    TransportError,
+    UnsupportedDtypeError,
+    UnsynchronisedTrainerError,
+)
+from kvstore_hvd.kvstore import make_store_class
+from kvstore_hvd.numpy_ops import allreduce, barrier, broadcast
+from kvstore_hvd.topology import Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "Horovod",
+    "HorovodInternalError",
+    "InputFailedError",
+    "InvalidRequestError",
+    "KVHvdError",
+    "LaunchError",
+    "MismatchError",
+    "PeerLostError",
+    "ShutdownError",
+    "TimeoutError",
+    "Topology",
+    "TransportError",
+    "UnsupportedDtypeError",
+    "UnsynchronisedTrainerError",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "init",
+    "is_initialized",
+    "reset",
+    "shutdown",
+    "topology",
+]
+
+
+init = _engine().init
+shutdown = _engine().shutdown
+reset = _engine().reset
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world of workers."""
+    return _engine().is_initialized
+
+
+def topology() -> Topology:
+    """Who this worker is and how many there are; joins the world first when this process never did."""
+    return _engine().topology
+
+
+def __getattr__(name: str) -> Any:
+    # The class derives from one of MXNet's, which may be absent: it is made when it is asked for.
+    if name == "Horovod":
+        return make_store_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if config().numpy_shim:
+    mxnet_compat.numpy_shim.install()
+mxnet_compat.install_hooks_on_import(make_store_class, _engine().expected_size)

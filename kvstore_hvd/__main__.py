@@ -1,0 +1,117 @@
+"""Run an unchanged script with the store registered: ``python -m kvstore_hvd train.py ...`` or ``... -m package ...``.
+
+Importing this package, which `-m` has done before this module runs, is all the preparation a script needs. What is
+left is to run it as Python itself would: the same ``sys.argv``, ``sys.path``, ``__main__``, traceback and exit code.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_USAGE = """usage: python -m kvstore_hvd script.py [arguments]
+       python -m kvstore_hvd -m module [arguments]
+
+Runs an MXNet program with the store 'horovod' registered. Start several workers with
+kvhvdrun -np N python -m kvstore_hvd script.py, or with mpirun in place of kvhvdrun."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program that `argv` (default: ``sys.argv[1:]``) names.
+
+    Returns
+    -------
+    int
+        0 when the program ran to its end, 2 when there is no such program. What the program raises, `SystemExit`
+        included, passes through.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
+    if arguments[:1] == ["-m"]:
+        if len(arguments) < 2:
+            print(f"{_USAGE}\npython -m kvstore_hvd: -m needs the name of a module", file=sys.stderr)
+            return 2
+        return _run_module(arguments[1], arguments[2:])
+    if arguments[:1] == ["--"]:
+        arguments = arguments[1:]
+    if not arguments or arguments[0].startswith("-"):
+        print(_USAGE, file=sys.stderr)
+        return 2
+    return _run_script(arguments[0], arguments[1:])
+
+
+def _run_script(path: str, arguments: list[str]) -> int:
+    if not os.path.exists(path):
+        print(f"python -m kvstore_hvd: no such file: '{path}'", file=sys.stderr)
+        return 2
+    sys.argv = [path, *arguments]
+    _hide_our_frames()
+    if not os.path.isfile(path) or path.endswith((".zip", ".pyz", ".pyc")):
+        runpy.run_path(path, run_name="__main__")
+        return 0
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    with io.open_code(os.path.abspath(path)) as file:
+        source = file.read()
+    # Not runpy: it takes its module away when the script ends, while threads and exit handlers still use it.
+    module = types.ModuleType("__main__")
+    module.__dict__.update(
+        __file__=os.path.abspath(path),
+        __builtins__=builtins,
+        __cached__=None,
+        __loader__=None,
+        __package__=None,
+        __spec__=None,
+    )
+    sys.modules["__main__"] = module
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    return 0
+
+
+def _run_module(name: str, arguments: list[str]) -> int:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        print(f"python -m kvstore_hvd: cannot find module '{name}': {error}", file=sys.stderr)
+        return 2
+    if found is None:
+        print(f"python -m kvstore_hvd: no module named '{name}'", file=sys.stderr)
+        return 2
+    sys.argv = [name, *arguments]
+    _hide_our_frames()
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _hide_our_frames() -> None:
+    """Let an unhandled exception's traceback begin in the program, as if Python had started it."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        first = trace
+        while first is not None and _is_ours(first.tb_frame.f_code.co_filename):
+            first = first.tb_next
+        # With nothing left the error is our own, and so is its traceback; or the program could not be compiled.
+        if first is not None or isinstance(error, SyntaxError):
+            trace = first
+        shown(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = hook
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (__file__, "<frozen runpy>") or os.path.basename(filename) == "runpy.py"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""MXNet arrays as the store needs them: what is accepted, and copies that MXNet makes itself.
+
+Copies run asynchronously in MXNet's engine. Unlike a raw pointer they understand every layout: weights may lie in an
+opaque one after an inference pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
+from kvstore_hvd.keys import Call, Group
+
+__all__ = ["buffer_like", "check_group", "copy", "local_sum", "new_order", "unique"]
+
+_VERBS = {"pushpull": "sum", "push": "sum", "pull": "pull", "broadcast": "broadcast", "init": "broadcast"}
+
+
+def check_group(call: Call, group: Group) -> None:
+    """Check one key's arrays, before anything is submitted.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        An array is sparse, or a value's dtype cannot travel.
+    TypeError
+        The values of one key differ in dtype.
+    InvalidRequestError
+        The arrays of one key differ in shape.
+    """
+    for array in unique((*group.values, *group.outs)):
+        stype = mxnet_compat.stype_of(array)
+        if stype != "default":
+            raise UnsupportedDtypeError(
+                call.message(
+                    group.key,
+                    f"cannot {_VERBS[call.operation]} {stype} arrays.",
+                    "convert with .tostype('default'); in Gluon, create the layer with sparse_grad=False.",
+                )
+            )
+    dtypes = list(dict.fromkeys(mxnet_compat.dtype_name(array) for array in group.values))
+    for dtype in dtypes:
+        if dtype not in native.DTYPES:
+            raise UnsupportedDtypeError(
+                call.message(
+                    group.key,
+                    f"cannot {_VERBS[call.operation]} dtype {dtype}.",
+                    "cast with .astype('int32'), or set grad_req='null'.",
+                    (f"Supported: {' '.join(native.DTYPES)}",),
+                )
+            )
+    if len(dtypes) > 1:
+        raise TypeError(
+            call.message(group.key, f"the values differ in dtype: {', '.join(dtypes)}.", "cast them to one dtype.")
+        )
+    shape = group.values[0].shape
+    for role, arrays in (("value", group.values), ("out", group.outs)):
+        for array in arrays:
+            if array.shape != shape:
+                raise InvalidRequestError(
+                    call.message(
+                        group.key,
+                        f"{role} has shape {array.shape}, but the first value has shape {shape}.",
+                        "pass arrays of one shape for each key.",
+                    )
+                )
+
+
+def unique(arrays: Sequence[Any]) -> list[Any]:
+    """The different objects among `arrays`, in order."""
+    return list({id(array): array for array in arrays}.values())
+
+
+def buffer_like(array: Any, dtype: str = "") -> Any:
+    """A fresh uninitialised array on the CPU, of `array`'s shape and class, and of its dtype unless one is given."""
+    import mxnet as mx
+
+    with _shapes_of(array):
+        buffer = mx.nd.empty(array.shape, mx.cpu(), dtype or array.dtype)
+        return buffer.as_np_ndarray() if mxnet_compat.is_np_ndarray(array) else buffer
+
+
+def new_order() -> Any:
+    """A small array whose only use is to be waited for."""
+    import mxnet as mx
+
+    return mx.nd.empty((1,), mx.cpu())
+
+
+def copy(source: Any, destination: Any) -> None:
+    """Copy all elements, casting to the destination's dtype; asynchronous. Both have the same shape."""
+    import mxnet as mx
+
+    with _shapes_of(source), mx.autograd.pause():
+        # The operator of the older interface serves both classes of arrays, on both versions of MXNet.
+        mx.nd._internal._copyto(source.as_nd_ndarray(), out=destination.as_nd_ndarray())
+
+
+def local_sum(values: Sequence[Any]) -> Any:
+    """The sum of a process's own arrays, in order, as a new array on the first one's device; asynchronous.
+
+    Halves are summed in float32 and rounded once, as the native kernels do it.
+    """
+    import mxnet as mx
+
+    first = values[0]
+    context = mxnet_compat.context_of(first)
+    dtype = mxnet_compat.dtype_name(first)
+    with _shapes_of(first), mx.autograd.pause():
+
+        def widened(array: Any) -> Any:
+            wide = mx.nd.empty(array.shape, context, "float32" if dtype in ("float16", "bfloat16") else array.dtype)
+            copy(array, wide)
+            return wide
+
+        total = widened(first)
+        if 0 not in first.shape:  # the operator refuses these
+            for value in values[1:]:
+                mx.nd.elemwise_add(total, widened(value), out=total)
+        if total.dtype != first.dtype:
+            rounded = mx.nd.empty(first.shape, context, first.dtype)
+            copy(total, rounded)
+            total = rounded
+        return total.as_np_ndarray() if mxnet_compat.is_np_ndarray(first) else total
+
+
+def _shapes_of(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """Makes the older interface take shapes that it would read as unknown: () and those with a zero."""
+    shape = array.shape
+    if shape and 0 not in shape:
+        return contextlib.nullcontext()
+    import mxnet as mx
+
+    scope: contextlib.AbstractContextManager[Any] = mx.util.np_shape(True)
+    return scope

@@ -1,0 +1,1 @@
+"""How the workers of a world talk: one interface, one module for each kind of world."""

@@ -1,0 +1,101 @@
+"""What every way of communicating offers, and what a request is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore_hvd import native
+from kvstore_hvd.errors import HorovodInternalError, KVHvdError
+
+__all__ = ["Communicator", "Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective operation on raw memory, as one worker submits it.
+
+    Parameters
+    ----------
+    collective : str
+        ``'allreduce'`` or ``'broadcast'``.
+    name : str
+        Matches the request with those of the other workers, whatever the order in which they come.
+    label : str
+        How messages name the tensor; need not be equal on all workers.
+    inputs, outputs : sequence of int
+        Addresses. The inputs are this worker's contributions, summed in order; each output receives the result. An
+        output may be one of the inputs, and must not overlap one otherwise. All stay valid until the request is done.
+    shape : sequence of int
+        Of each input and output.
+    dtype : str
+        A key of ``native.DTYPES``.
+    op : str
+        A key of ``native.OPS``.
+    prescale, postscale : float
+        Factors for every input, and for the result.
+    root : int
+        Rank whose input is broadcast.
+    priority : int
+        Higher ones run first.
+    """
+
+    collective: str
+    name: str
+    label: str
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    shape: Sequence[int]
+    dtype: str
+    op: str = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    priority: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+class Communicator(ABC):
+    """One worker's end of a world of workers, from joining it to leaving it. Never used again after `shutdown`."""
+
+    @abstractmethod
+    def submit(self, request: Request) -> native.Work:
+        """Submit `request` and return at once."""
+
+    @abstractmethod
+    def run(self, request: Request) -> None:
+        """Carry out `request` and wait for it.
+
+        Raises
+        ------
+        KVHvdError
+            As the request failed: a user error changed nothing, a lost world may have.
+        """
+
+    @abstractmethod
+    def wait(self, work: native.Work) -> None:
+        """Wait for `work`, bounded by the configured timeout; raises as `run`."""
+
+    @abstractmethod
+    def health(self) -> HorovodInternalError | KVHvdError | None:
+        """The failure that every later operation will raise, or None."""
+
+    @abstractmethod
+    def abort(self, text: str) -> None:
+        """Fail the pending and later operations of all workers, with this text."""
+
+    @abstractmethod
+    def shutdown(self, reason: str = "") -> None:
+        """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
+
+    @abstractmethod
+    def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
+        """The adapter that submits arrays of the MXNet at `library_path`; `naive`: that MXNet runs NaiveEngine."""

@@ -1,0 +1,328 @@
+"""The configuration: one frozen object, one field per knob. The only place that reads the process's environment.
+
+Variables of this package are named ``KVHVD_*``; a few of Horovod's are honoured too. A ``KVHVD_`` name that does not
+exist is an error, so that a misspelt knob cannot be overlooked; two prefixes are left to others: ``KVHVD_BUILD_``
+(setup.py) and ``KVHVD_TEST_`` (the test suite). An empty value counts as unset.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvstore_hvd import log
+from kvstore_hvd.errors import ConfigError, message
+
+__all__ = ["RESERVED_PREFIXES", "Config", "MPILaunch", "config", "environment", "known_variables", "reload"]
+
+RESERVED_PREFIXES = ("KVHVD_BUILD_", "KVHVD_TEST_")
+
+_LOG_LEVELS = {
+    "trace": "debug",
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "warn": "warning",
+    "error": "error",
+    "fatal": "critical",
+    "critical": "critical",
+}
+
+
+# -- Parsers: text -> value, ValueError with what was expected ----------------------------------------------------
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError
+    return value
+
+
+_seconds.expected = "a number of seconds above 0"  # type: ignore[attr-defined]
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+_count.expected = "a whole number, 0 or more"  # type: ignore[attr-defined]
+
+
+def _flag(text: str) -> bool:
+    value = text.lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise ValueError
+
+
+_flag.expected = "0 or 1"  # type: ignore[attr-defined]
+
+
+def _secret(text: str) -> bytes:
+    value = bytes.fromhex(text)
+    if len(value) < 16:
+        raise ValueError
+    return value
+
+
+_secret.expected = "at least 32 hexadecimal digits"  # type: ignore[attr-defined]
+
+
+def _text(text: str) -> str:
+    return text
+
+
+_text.expected = "text"  # type: ignore[attr-defined]
+
+
+def _level(text: str) -> str:
+    try:
+        return _LOG_LEVELS[text.lower()]
+    except KeyError:
+        raise ValueError from None
+
+
+_level.expected = "one of trace, debug, info, warning, error, fatal"  # type: ignore[attr-defined]
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in names:
+            raise ValueError
+        return text.lower()
+
+    parse.expected = "one of " + ", ".join(names)  # type: ignore[attr-defined]
+    return parse
+
+
+def _knob(parse: Callable[[str], Any], default: Any, *variables: str, doc: str, hidden: bool = False) -> Any:
+    """A field that is read from the first of `variables` that is set; `hidden` values are not printed."""
+    return field(default=default, repr=not hidden, metadata={"parse": parse, "variables": variables, "doc": doc})
+
+
+# -- The launcher of an MPI, as far as its variables tell ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MPILaunch:
+    """What the variables of an MPI launcher say about this process; nothing here has asked MPI itself."""
+
+    launcher: str  # 'Open MPI', 'MPICH' (or another user of PMI), 'PMIx', 'Slurm'
+    rank: int | None
+    size: int | None  # None when the launcher does not say
+    variable: str  # the variable that gave it away
+    version: str = ""  # of the launcher, where it says so
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> MPILaunch | None:
+        """Find the MPI launcher that started this process; None when there is none.
+
+        Slurm's variables count only inside a job step with several tasks: a batch script or an ``salloc`` shell has
+        them too without being a rank.
+        """
+
+        def number(name: str) -> int | None:
+            value = environ.get(name, "")
+            return int(value) if value.isdigit() else None
+
+        if number("OMPI_COMM_WORLD_SIZE") is not None:
+            return cls(
+                "Open MPI",
+                number("OMPI_COMM_WORLD_RANK"),
+                number("OMPI_COMM_WORLD_SIZE"),
+                "OMPI_COMM_WORLD_SIZE",
+                # Open MPI 5 says its version; older ones show themselves by the variables of their ORTE runtime.
+                environ.get("OMPI_VERSION", "") or ("4 or older" if "OMPI_MCA_orte_hnp_uri" in environ else ""),
+            )
+        tasks = number("SLURM_STEP_NUM_TASKS")
+        slurm_step = number("SLURM_STEP_ID") is not None and tasks is not None and tasks > 1
+        if number("PMI_SIZE") is not None:
+            # Slurm speaks PMI too, and then to any MPI.
+            return cls("Slurm" if slurm_step else "MPICH", number("PMI_RANK"), number("PMI_SIZE"), "PMI_SIZE")
+        if number("PMIX_RANK") is not None:
+            return cls("PMIx", number("PMIX_RANK"), tasks if slurm_step else None, "PMIX_RANK")
+        if slurm_step:
+            return cls("Slurm", number("SLURM_PROCID"), tasks, "SLURM_STEP_NUM_TASKS")
+        return None
+
+
+# -- The object ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every knob, with its unit, default and variable; `describe` prints them all."""
+
+    timeout_s: float = _knob(
+        _seconds, 600.0, "KVHVD_TIMEOUT", doc="Seconds that an operation may wait for the other workers."
+    )
+    start_timeout_s: float = _knob(
+        _seconds, 30.0, "KVHVD_START_TIMEOUT", doc="Seconds that workers may take to find each other at the start."
+    )
+    exit_timeout_s: float = _knob(
+        _seconds, 30.0, "KVHVD_EXIT_TIMEOUT", doc="Seconds that a worker waits at exit for its own pending operations."
+    )
+    log_level: str = _knob(
+        _level,
+        "warning",
+        "KVHVD_LOG_LEVEL",
+        "HOROVOD_LOG_LEVEL",
+        doc="Lowest level of diagnostics shown: trace, debug, info, warning, error, fatal.",
+    )
+    simd: str = _knob(
+        _choice("auto", "scalar", "avx2", "avx512"),
+        "auto",
+        "KVHVD_SIMD",
+        doc="Instruction set of the reduction kernels: auto, scalar, avx2, avx512.",
+    )
+    numpy_shim: bool = _knob(
+        _flag, True, "KVHVD_NUMPY_SHIM", doc="1: add the NumPy names that MXNet needs and newer NumPy lacks."
+    )
+    allow_local_trainer: bool = _knob(
+        _flag,
+        False,
+        "KVHVD_ALLOW_LOCAL_TRAINER",
+        doc="1: let a Trainer without a distributed store run although there are several workers.",
+    )
+    survivor_time_s: float = _knob(
+        _seconds,
+        2.0,
+        "KVHVD_SURVIVOR_TIME",
+        doc="kvhvdrun: seconds that the other workers get, after one failed, to report and end on their own.",
+    )
+    kill_grace_s: float = _knob(
+        _seconds, 5.0, "KVHVD_KILL_GRACE", doc="kvhvdrun: seconds between SIGTERM and SIGKILL when it ends workers."
+    )
+    # Set by kvhvdrun for its workers; not meant to be set by hand.
+    rank: int | None = _knob(_count, None, "KVHVD_RANK", doc="Set by kvhvdrun: this worker's rank.")
+    size: int | None = _knob(_count, None, "KVHVD_SIZE", doc="Set by kvhvdrun: number of workers.")
+    local_rank: int | None = _knob(_count, None, "KVHVD_LOCAL_RANK", doc="Set by kvhvdrun: rank on this host.")
+    local_size: int | None = _knob(_count, None, "KVHVD_LOCAL_SIZE", doc="Set by kvhvdrun: workers on this host.")
+    job: str = _knob(_text, "", "KVHVD_JOB", doc="Set by kvhvdrun: random name of the job.")
+    secret: bytes = _knob(
+        _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
+    )
+    epoch: int = _knob(_count, 0, "KVHVD_EPOCH", doc="Set by kvhvdrun: number of the world, counted from 0.")
+    # Read from the variables of others.
+    mpi_launch: MPILaunch | None = None
+    horovod_size: int | None = None  # HOROVOD_SIZE: started by Horovod's own launcher
+    unused: tuple[str, ...] = ()  # HOROVOD_* variables that are set and have no effect here
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Config:
+        """Read a configuration from `environ`.
+
+        Raises
+        ------
+        ConfigError
+            A ``KVHVD_`` variable does not exist, or a value is not allowed. All faults are listed at once.
+        """
+        faults: list[str] = []
+        values: dict[str, Any] = {}
+        known = known_variables()
+        for name in sorted(environ):
+            if name.startswith("KVHVD_") and name not in known and not name.startswith(RESERVED_PREFIXES):
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+                faults.append(f"{name} does not exist" + (f"; did you mean {close[0]}?" if close else "."))
+        for knob in fields(cls):
+            for variable in knob.metadata.get("variables", ()):
+                text = environ.get(variable, "").strip()
+                if not text:
+                    continue
+                parse = knob.metadata["parse"]
+                try:
+                    values[knob.name] = parse(text)
+                except ValueError:
+                    shown = "its value" if not knob.repr else repr(text)
+                    faults.append(f"{variable}: {shown} is not {parse.expected}.")
+                break
+        if faults:
+            raise ConfigError(
+                message(
+                    "the environment has settings that kvstore_hvd cannot use.",
+                    details=faults,
+                    fix="correct or unset them; docs/errors.md lists every variable.",
+                )
+            )
+        horovod_size = environ.get("HOROVOD_SIZE", "")
+        return cls(
+            **values,
+            mpi_launch=MPILaunch.from_environ(environ),
+            horovod_size=int(horovod_size) if horovod_size.isdigit() else None,
+            unused=tuple(sorted(n for n in environ if n.startswith("HOROVOD_") and n not in known)),
+        )
+
+    @classmethod
+    def describe(cls) -> str:
+        """A table of all knobs (variable, default, meaning), one line each, for ``kvhvdrun --help`` and the docs."""
+        lines = []
+        for knob in fields(cls):
+            variables = knob.metadata.get("variables")
+            if variables:
+                default = "" if knob.default in (None, "", b"") else f" [{_shown(knob.default)}]"
+                lines.append(f"{' or '.join(variables)}{default}: {knob.metadata['doc']}")
+        return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def known_variables() -> tuple[str, ...]:
+    """The names of all variables that have an effect."""
+    return tuple(name for knob in fields(Config) for name in knob.metadata.get("variables", ()))
+
+
+_current: Config | None = None
+_lock = threading.Lock()
+
+
+def config() -> Config:
+    """The configuration of this process; the environment is read at the first call only.
+
+    Raises
+    ------
+    ConfigError
+        As `Config.from_environ`.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            current = Config.from_environ(os.environ)
+            log.set_level(current.log_level)
+            if current.unused:
+                log.once(
+                    "unused-horovod-variables",
+                    logging.WARNING,
+                    "these variables of Horovod have no effect here: %s",
+                    ", ".join(current.unused),
+                )
+            _current = current
+        return _current
+
+
+def reload() -> Config:
+    """Read the environment again (for tests) and return the new configuration."""
+    global _current
+    with _lock:
+        _current = None
+    return config()
+
+
+def environment() -> dict[str, str]:
+    """A copy of the environment of this process, to start another process with."""
+    return dict(os.environ)

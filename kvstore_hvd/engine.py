@@ -1,0 +1,319 @@
+"""The process's place in the world of workers: joining it, leaving it, forking, and starting over.
+
+One `Engine` holds the current world. MXNet creates stores without arguments, so the stores of a process find it through
+`current()`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd import bootstrap, log, mxnet_compat, native
+from kvstore_hvd.comm.base import Communicator, Request
+from kvstore_hvd.comm.shm import ShmCommunicator
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import ShutdownError, message
+from kvstore_hvd.leaving import ExitWatchdog, early_end
+from kvstore_hvd.topology import Topology, World
+
+__all__ = ["Engine", "current", "register_exit_handler"]
+
+
+class Engine:
+    """The current world of one process. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._world: World | None = None
+        self._communicator: Communicator | None = None
+        self._leaving: Communicator | None = None
+        self._adapter: native.MXNetAdapter | None = None
+        self._watchdog: ExitWatchdog | None = None
+        self._deferred: Exception | None = None  # an error that no read has raised, for the next call
+        self._closed = ""  # why there is no world any more
+        self._remedy = ""
+        self._namespaces = itertools.count()
+
+    # -- Joining and leaving ----------------------------------------------------------------------------------------
+
+    def init(self, comm: Any = None) -> Topology:
+        """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
+
+        Parameters
+        ----------
+        comm : mpi4py communicator, optional
+            The workers. By default the launcher's environment says who they are.
+
+        Returns
+        -------
+        Topology
+
+        Raises
+        ------
+        LaunchError
+            The workers could not find each other.
+        ConfigError
+            The environment has settings that cannot be used.
+        """
+        with self._lock:
+            if self._world is None:
+                self._join(bootstrap.discover(comm))
+            elif self._closed:
+                self._rejoin()
+            return self.topology
+
+    def shutdown(self, reason: str = "") -> None:
+        """Leave the world; does nothing without one.
+
+        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        the other workers that need this one, with the reason in their text.
+        """
+        with self._lock:
+            if self._world is None or self._closed:
+                return
+            self._closed = f"this worker left the world{': ' + reason if reason else ''}."
+            self._remedy = "call kvstore_hvd.reset() on every worker to meet again."
+            self._leaving, self._communicator = self._communicator, None
+            if self._leaving is None:
+                return
+            if not reason:
+                self._drain()
+            self._leaving.shutdown(reason)
+            # Every operation is complete now; MXNet has to hand the results or errors on before the adapter goes.
+            self._drain()
+            self._adapter = None
+            self._leaving = None
+            log.logger.debug("left the world")
+
+    def reset(self) -> Topology:
+        """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
+
+        Pending operations fail. Stores stay usable.
+
+        Raises
+        ------
+        LaunchError
+            Not all workers came back in time.
+        """
+        with self._lock:
+            if self._world is None:
+                return self.init()
+            self.shutdown("reset() was called")
+            self._rejoin()
+            return self.topology
+
+    def abort(self, text: str) -> None:
+        """Fail the pending and later operations of all workers, with this text."""
+        communicator = self._communicator or self._leaving
+        if communicator is not None:
+            communicator.abort(text)
+
+    def _rejoin(self) -> None:
+        assert self._world is not None
+        self._join(self._world.next_epoch())
+
+    def _join(self, world: World) -> None:
+        topology = world.topology
+        log.set_rank(topology.rank, topology.size)
+        # Even if joining fails: the next attempt belongs to the next epoch, as it does for the other workers.
+        self._world = world
+        self._deferred = None
+        if topology.size > 1:
+            self._closed = "this worker could not join the world."
+            if config().simd != "auto" and not native.set_simd_target(config().simd):
+                log.once("simd", logging.WARNING, "this CPU has no %s; using %s", config().simd, native.simd_target())
+            self._communicator = ShmCommunicator(world)
+            _register_fork_handlers()
+            if self._watchdog is None:
+                limit_s = config().exit_timeout_s
+                text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit."
+                self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
+            register_exit_handler()
+        self._closed = self._remedy = ""
+        log.logger.debug("joined a world: %s", topology)
+
+    # -- What stores need -------------------------------------------------------------------------------------------
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process is in a world."""
+        return self._world is not None and not self._closed
+
+    @property
+    def topology(self) -> Topology:
+        """Who this worker is and how many there are; joins the world first when this process never did.
+
+        Stays readable after `shutdown`.
+        """
+        world = self._world
+        return self.init() if world is None else world.topology
+
+    def expected_size(self) -> int | None:
+        """How many workers there are, or what the launcher's variables say about it; None if nobody knows."""
+        if self._world is not None:
+            return self._world.topology.size
+        known = config()
+        return known.size or (known.mpi_launch.size if known.mpi_launch is not None else None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker is the only one: then every operation is a local copy."""
+        return self.topology.size == 1 and not self._closed
+
+    def next_namespace(self) -> str:
+        """A namespace for a new store: equal on all workers when they create their stores in the same order."""
+        return f"s{next(self._namespaces)}"
+
+    def communicator(self) -> Communicator:
+        """The way to the other workers.
+
+        Raises
+        ------
+        ShutdownError
+            There is none: this worker left the world, or is a forked child.
+        """
+        communicator = self._communicator
+        if communicator is None:
+            topology = self.topology
+            fact = self._closed or "there is only one worker."
+            raise ShutdownError(message(fact, rank=topology.rank, size=topology.size, fix=self._remedy))
+        return communicator
+
+    def mxnet_adapter(self) -> native.MXNetAdapter:
+        """The adapter for arrays of the MXNet in this process. Raises as `communicator`."""
+        if self._adapter is None:
+            with self._lock:
+                communicator = self.communicator()
+                if self._adapter is None:
+                    self._adapter = communicator.mxnet_adapter(
+                        mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive()
+                    )
+        return self._adapter
+
+    def check_world(self) -> None:
+        """Raise the failure of the world, if it is lost.
+
+        MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
+        is noticed whatever the program reads.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world is lost: the same error each time, until `reset`.
+        ShutdownError
+            As `communicator`.
+        """
+        if not self.is_alone:
+            failure = self.communicator().health()
+            if failure is not None:
+                raise failure
+
+    def check_unread(self) -> None:
+        """Raise, once, the error of an earlier operation that nobody has seen yet.
+
+        To be called after a new operation was submitted, not before: when the error arrives is chance, and what a
+        worker submits must not depend on it, or the others would wait for operations that it left out.
+
+        Raises
+        ------
+        KVHvdError
+            What the earlier operation failed with.
+        """
+        unread = None if self._adapter is None else self._adapter.take_unread_error()
+        deferred, self._deferred = self._deferred, None
+        # Both tell of the same operation; the first is the one with our own class.
+        if unread is not None:
+            raise unread
+        if deferred is not None:
+            raise deferred
+
+    def check(self) -> None:
+        """Raise as `check_world` and `check_unread`."""
+        self.check_world()
+        self.check_unread()
+
+    def barrier(self, name: str) -> None:
+        """Wait until every worker has called it with this name. Raises as `check`."""
+        self.check_world()
+        if not self.is_alone:
+            token = np.zeros(1, np.int32)
+            place = [token.ctypes.data]
+            self.communicator().run(Request("allreduce", f"barrier/{name}", "barrier", place, place, [1], "int32"))
+        self.check_unread()
+
+    # -- Fork and exit ----------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Wait for MXNet's operations: it would do so itself, but an unread error there would abort the process."""
+        if self._communicator is not None:
+            self._drain()
+
+    def after_fork_in_child(self) -> None:
+        """Let go of the world; the child may not talk to the other workers."""
+        self._lock = threading.RLock()
+        self._watchdog = None
+        if self._communicator is None:
+            return
+        if self._adapter is not None:
+            self._adapter.after_fork_in_child()
+        self._communicator = self._adapter = self._deferred = None
+        self._closed = "this process is a forked child of a worker."
+        self._remedy = "use stores in the worker itself only."
+
+    def leave_at_exit(self) -> None:
+        """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
+        if self._communicator is None:
+            return
+        if self._watchdog is not None:
+            self._watchdog.leaving()
+        try:
+            reason = early_end()
+            self.shutdown(reason)
+            if self._deferred is not None and not reason:
+                log.logger.error("an operation failed, and its result was never read:\n%s", self._deferred)
+        except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
+            log.logger.warning("could not leave the world in good order: %s", error)
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.left()
+
+    def _drain(self) -> None:
+        if not mxnet_compat.is_imported():
+            return
+        try:
+            mxnet_compat.waitall()
+        except Exception as error:  # noqa: BLE001 - whatever an operation failed with
+            self._deferred = error
+
+
+_current = Engine()
+_fork_handlers_registered = False
+
+
+def current() -> Engine:
+    """The engine of this process."""
+    return _current
+
+
+def register_exit_handler() -> None:
+    """Have this process leave its world at exit. Called again, the handler runs before all that were registered since.
+
+    MXNet waits for its operations at exit. To be able to end those, our handler has to run before MXNet's, and so must
+    be registered after it: this is called when a world is joined, and once MXNet is imported.
+    """
+    atexit.unregister(_current.leave_at_exit)
+    atexit.register(_current.leave_at_exit)
+
+
+def _register_fork_handlers() -> None:
+    global _fork_handlers_registered
+    if not _fork_handlers_registered:
+        _fork_handlers_registered = True
+        os.register_at_fork(before=_current.before_fork, after_in_child=_current.after_fork_in_child)

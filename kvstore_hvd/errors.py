@@ -1,0 +1,158 @@
+"""Every exception that this package raises, and the form of their texts.
+
+Two families. *Lost worlds* (`HorovodInternalError` and its subclasses): the world of workers is broken; every later
+operation raises the same error until the world is reset, and elastic training recovers from them. *User errors*: one
+call was wrong; it fails, no array is changed, and the world stays usable.
+
+Texts have one form (see `message`)::
+
+    [rank 0/4 node1] allreduce 'dense0_weight' (key 3): ranks disagree on shape.
+      (256, 784): ranks 0-2
+      (128, 784): rank 3
+      Fix: build the same network on every rank.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable
+
+__all__ = [
+    "ConfigError",
+    "HorovodInternalError",
+    "InputFailedError",
+    "InvalidRequestError",
+    "KVHvdError",
+    "LaunchError",
+    "MismatchError",
+    "PeerLostError",
+    "ShutdownError",
+    "TimeoutError",
+    "TransportError",
+    "UnsupportedDtypeError",
+    "UnsynchronisedTrainerError",
+    "message",
+    "rank_list",
+]
+
+
+class KVHvdError(RuntimeError):
+    """Base of every exception of this package."""
+
+
+# -- Lost worlds: latched until the world is reset ----------------------------------------------------------------
+
+
+class HorovodInternalError(KVHvdError):
+    """The world of workers is lost. Base of the errors that elastic training recovers from; named as in Horovod."""
+
+
+class PeerLostError(HorovodInternalError):
+    """Another worker died, ended early, or raised while this one needed it."""
+
+
+class TimeoutError(HorovodInternalError, builtins.TimeoutError):
+    """Another worker did not arrive at an operation in time. Also caught as the builtin of this name."""
+
+
+class TransportError(HorovodInternalError):
+    """The memory or the link between workers failed, or the world was aborted."""
+
+
+# -- User errors: one call fails, the world stays usable ----------------------------------------------------------
+
+
+class MismatchError(KVHvdError):
+    """The workers disagree about an operation (its kind, shape, dtype, root or scale). Raised on every worker."""
+
+
+class InputFailedError(KVHvdError):
+    """The computation that should have produced an operation's input failed on some worker."""
+
+
+class InvalidRequestError(KVHvdError, ValueError):
+    """A request that is wrong on its own, whatever the other workers do."""
+
+
+class UnsupportedDtypeError(KVHvdError, TypeError):
+    """Arrays of this dtype (or storage type) cannot take part in this operation."""
+
+
+class UnsynchronisedTrainerError(KVHvdError):
+    """A Trainer would train alone although there are several workers."""
+
+
+class LaunchError(KVHvdError):
+    """The workers could not be started, or could not find each other."""
+
+
+class ShutdownError(KVHvdError):
+    """The engine was shut down, was never started, or is used in a forked child."""
+
+
+class ConfigError(KVHvdError, ValueError):
+    """An environment variable or option of this package is misspelt or has a value that is not allowed."""
+
+
+# -- Texts --------------------------------------------------------------------------------------------------------
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Name a set of ranks for people: ``'rank 3'``, ``'ranks 0-2, 5'``, ``'no rank'`` when empty."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    if not runs:
+        return "no rank"
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
+
+def message(
+    fact: str,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    host: str = "",
+    operation: str = "",
+    name: str = "",
+    key: object = None,
+    details: Iterable[str] = (),
+    fix: str = "",
+) -> str:
+    """Build the text of an error: ``[rank r/size host] operation 'name' (key k): fact``, details, ``Fix:``.
+
+    Parameters
+    ----------
+    fact : str
+        What is wrong, as a full sentence with its stop.
+    rank, size : int, optional
+        Who says so. Left out when there is no world yet.
+    host : str
+        Host of the rank; worth naming only when there are several hosts.
+    operation, name, key
+        The operation (``'allreduce'``), the name of its tensor and the user's key, each left out when empty.
+    details : iterable of str
+        One indented line each, such as the values per rank.
+    fix : str
+        What the user can do, as a sentence; ``'Fix: '`` is put before it.
+
+    Returns
+    -------
+    str
+        One line for the fact, then one line for each detail and the fix, indented by two spaces.
+    """
+    head = ""
+    if rank is not None:
+        head = f"[rank {rank}/{size if size is not None else '?'}{' ' + host if host else ''}] "
+    subject = " ".join(
+        part for part in (operation, f"'{name}'" if name else "", f"(key {key})" if key is not None else "") if part
+    )
+    lines = [f"{head}{subject}: {fact}" if subject else f"{head}{fact}"]
+    lines.extend(f"  {detail}" for detail in details)
+    if fix:
+        lines.append(f"  Fix: {fix}")
+    return "\n".join(lines)

@@ -1,0 +1,481 @@
+"""The KVStore ``'horovod'``: MXNet's store interface on top of this package's engine.
+
+Nothing here waits: an operation is handed to MXNet's engine, which starts it when its inputs are ready and lets nobody
+read its outputs before they are. Only `Horovod.barrier` and the constructor wait for other workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore_hvd import engine, log, mxnet_compat, native
+from kvstore_hvd.arrays import buffer_like, check_group, copy, local_sum, new_order, unique
+from kvstore_hvd.compression import Compression, parse_compression
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.keys import Call, Group, Key, group_arguments, wire_name
+from kvstore_hvd.placement import Placement
+
+__all__ = ["StoreMethods", "make_store_class"]
+
+_SUM = native.OPS["sum"]
+
+
+@functools.cache
+def make_store_class() -> type:
+    """The class ``Horovod``, to be registered with MXNet; imports MXNet, and is always the same class."""
+    import mxnet as mx
+
+    # Importing MXNet registered its exit handler; ours has to come after it.
+    engine.register_exit_handler()
+    return type(
+        "Horovod",
+        (StoreMethods, mx.kvstore.KVStoreBase),
+        {"__doc__": StoreMethods.__doc__, "__module__": __name__},
+    )
+
+
+@dataclass
+class _Counts:
+    """How often a key was used, and its bytes on the wire, for `StoreMethods.report`."""
+
+    operations: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+
+class StoreMethods:
+    """A KVStore that sums over all workers with allreduce and needs no servers.
+
+    Created with ``mx.kv.create('horovod')``, any number of times; every store has its own keys, so two Trainers never
+    meet. All workers must create their stores in the same order. A key is an int or a str (3 and '3' are the same),
+    and needs no initialisation. Values are arrays of MXNet, one for each device of this worker; dtypes: float16,
+    bfloat16, float32, float64, int8, uint8, int32, int64. Sums are formed in the order of ranks, and have equal bits on
+    all workers.
+
+    Operations are asynchronous: an error that involves other workers is raised where the result is read, or by the next
+    call of any store (which has then submitted its own operation nevertheless). Operations of one key are carried out in
+    the order of the calls, which must be the same on all workers; between keys, order does not matter. Once the world of workers is lost, every call raises the same `HorovodInternalError` until
+    `reset`.
+    """
+
+    def __init__(self) -> None:
+        self._engine = engine.current()
+        self._engine.init()
+        self._namespace = self._engine.next_namespace()
+        self._names: dict[str, str] = {}
+        self._compression = Compression()
+        self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
+        self._orders: dict[str, Any] = {}  # by str(key), see _order_of
+        self._counts: dict[str, _Counts] = {}
+
+    def __repr__(self) -> str:
+        return f"<kvstore_hvd Horovod store {self._namespace}: rank {self.rank} of {self.num_workers}>"
+
+    # -- Who takes part ---------------------------------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        """``'horovod'``."""
+        return "horovod"
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._engine.topology.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._engine.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number among those on its host."""
+        return self._engine.topology.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of workers on this host."""
+        return self._engine.topology.local_size
+
+    @property
+    def cross_rank(self) -> int:
+        """This host's number, among the hosts that have a worker with this local rank."""
+        return self._engine.topology.cross_rank
+
+    @property
+    def cross_size(self) -> int:
+        """Number of hosts that have a worker with this local rank."""
+        return self._engine.topology.cross_size
+
+    # -- Collectives ------------------------------------------------------------------------------------------------
+
+    def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Copy rank 0's value into every out of every worker. Asynchronous.
+
+        Parameters
+        ----------
+        key : int or str, or a list of them
+            With a list, value and out have one entry for each key.
+        value : NDArray, or a list with one
+            Read on rank 0 only; of the same shape and dtype on all workers.
+        out : NDArray or list of NDArray, optional
+            May be on other devices and have other dtypes (values are cast), but must have the value's shape. By
+            default the result is written to `value`.
+        priority : int
+            Higher ones are executed first.
+
+        Raises
+        ------
+        TypeError, InvalidRequestError, UnsupportedDtypeError
+            The arguments are wrong; nothing was submitted.
+        HorovodInternalError
+            The world is lost.
+        """
+        self._broadcast("broadcast", key, value, out, priority)
+        self._engine.check_unread()
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Sum values over all devices and workers, and write the sum to every out. Asynchronous.
+
+        Parameters
+        ----------
+        key : int or str, or a list of them
+            With a list, value and out have one entry for each key.
+        value : NDArray or list of NDArray
+            One for each device of this worker, all of one shape and dtype; the same ones on all workers.
+        out : NDArray or list of NDArray, optional
+            May be on other devices and have other dtypes (the sum is cast), but must have the value's shape. By
+            default the sum is written to every value. All values of all keys are read before anything is written.
+        priority : int
+            Higher ones are executed first.
+
+        Raises
+        ------
+        TypeError, InvalidRequestError, UnsupportedDtypeError
+            The arguments are wrong; nothing was submitted.
+        HorovodInternalError
+            The world is lost.
+        """
+        call, groups = self._begin("pushpull", key, value, out)
+        self._reduce(call, groups, priority)
+        self._engine.check_unread()
+
+    def barrier(self) -> None:
+        """Wait until every worker has called it. Does not wait for pending operations on arrays.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world is lost.
+        """
+        self._engine.barrier(self._namespace)
+
+    _barrier = barrier
+
+    # -- The older interface: init, push, pull ----------------------------------------------------------------------
+
+    def init(self, key: Any, value: Any) -> None:
+        """Broadcast rank 0's value in place, and keep it for `pull`. Raises as `broadcast`."""
+        self._broadcast("init", key, value, None, 0)
+        for group in group_arguments(self._call("init"), key, value):
+            self._store(group)
+        self._engine.check_unread()
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Start to sum values over all devices and workers; `pull` hands out the sum of the last push.
+
+        Parameters and exceptions as `pushpull`.
+        """
+        call, groups = self._begin("push", key, value)
+        for group in groups:
+            group.outs = [buffer_like(group.values[0])]
+        self._reduce(call, groups, priority)
+        for group in groups:
+            self._stored[str(group.key)] = group.outs[0]
+        self._engine.check_unread()
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Write what was last pushed (or initialised) under a key to every out.
+
+        Parameters
+        ----------
+        key : int or str, or a list of them
+            With a list, out has one entry for each key.
+        out : NDArray or list of NDArray
+            Values are cast to their dtype.
+        priority, ignore_sparse
+            Without effect.
+
+        Raises
+        ------
+        InvalidRequestError
+            Nothing was pushed under a key, or shapes differ.
+        TypeError, UnsupportedDtypeError, HorovodInternalError
+            As `pushpull`.
+        """
+        call = self._call("pull")
+        self._engine.check_world()
+        groups = group_arguments(call, key, out, role="out")
+        for group in groups:
+            stored = self._stored.get(str(group.key))
+            if stored is None:
+                fact, fix = "nothing was pushed under this key.", "call push() or init() first."
+                raise InvalidRequestError(call.message(group.key, fact, fix))
+            group.values, group.outs = [stored], group.values
+            check_group(call, group)
+        for group in groups:
+            for array in unique(group.outs):
+                copy(group.values[0], array)
+        self._engine.check_unread()
+
+    # -- What a store without servers does not do -------------------------------------------------------------------
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """False: this store has no optimizer; workers update their own weights."""
+        return False
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Without effect: workers update their own weights."""
+        self._no_servers("set_optimizer")
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Without effect: use ``Trainer.save_states``."""
+        self._no_servers("save_optimizer_states")
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Without effect: use ``Trainer.load_states``."""
+        self._no_servers("load_optimizer_states")
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Not supported.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        call = self._call("row_sparse_pull")
+        fact, fix = "sparse arrays are not supported.", "create the layer with sparse_grad=False."
+        raise NotImplementedError(call.message(None, fact, fix))
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Choose how gradients travel from now on; all workers must choose the same.
+
+        Parameters
+        ----------
+        compression_params : dict
+            ``{'type': 'fp16'}``: float32 and float64 travel as float16, are summed in float32, rounded once, and cast
+            back; values and sums beyond 65504 become infinite. ``{'type': 'none'}``: as they are. Applies to
+            `pushpull` and `push`; with one worker nothing travels.
+
+        Raises
+        ------
+        TypeError, InvalidRequestError
+            The parameters are wrong.
+        """
+        self._compression = parse_compression(compression_params)
+
+    # -- State ------------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """What this store has done so far.
+
+        Returns
+        -------
+        dict
+            ``'workers'``: their number; ``'operations'``: how many of each kind; ``'bytes'``: of this worker's arrays
+            on the wire; ``'keys'``: the last two for each key, under the parameter's name where it is known.
+        """
+        operations: dict[str, int] = {}
+        for counts in self._counts.values():
+            for operation, number in counts.operations.items():
+                operations[operation] = operations.get(operation, 0) + number
+        return {
+            "workers": self.num_workers,
+            "operations": operations,
+            "bytes": sum(counts.bytes for counts in self._counts.values()),
+            "keys": {
+                self._names.get(key, key): {"operations": dict(counts.operations), "bytes": counts.bytes}
+                for key, counts in self._counts.items()
+            },
+        }
+
+    def reset(self) -> None:
+        """Meet the same workers in a fresh world, after this one was lost; every worker must call it.
+
+        Pending operations fail. All stores of the process stay usable.
+
+        Raises
+        ------
+        LaunchError
+            Not all workers came back in time.
+        """
+        self._engine.reset()
+
+    def _set_key_labels(self, names: Mapping[Any, str]) -> None:
+        """Name keys in messages and reports: a mapping of key to parameter name. Called by the Trainer hook."""
+        self._names.update((str(key), name) for key, name in names.items())
+
+    # -- How it works -----------------------------------------------------------------------------------------------
+
+    def _call(self, operation: str) -> Call:
+        topology = self._engine.topology
+        return Call(operation, topology.rank, topology.size, self._names, mxnet_compat.is_ndarray)
+
+    def _begin(self, operation: str, key: Any, value: Any, out: Any = None) -> tuple[Call, list[Group]]:
+        """Check everything that this worker can see, before anything is submitted."""
+        call = self._call(operation)
+        self._engine.check_world()
+        groups = group_arguments(call, key, value, out)
+        for group in groups:
+            check_group(call, group)
+        return call, groups
+
+    def _broadcast(self, operation: str, key: Any, value: Any, out: Any, priority: int) -> None:
+        call, groups = self._begin(operation, key, value, out)
+        for group in groups:
+            if len(group.values) > 1:
+                fact = f"there are {len(group.values)} values for one key."
+                raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
+        placement = Placement(self._engine, groups)
+        is_root = self.rank == 0
+        copies = []
+        for group in groups:
+            value, outs = group.values[0], unique(group.outs)
+            dtype = mxnet_compat.dtype_name(value)
+            self._count(operation, group.key, value, dtype)
+            if self._engine.is_alone:
+                # Two keys may share memory: read it before the other one writes.
+                source = local_sum([value]) if placement.is_aliased(value) else value
+                copies += [(source, array) for array in outs if array is not source]
+                continue
+            # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is
+            # one of them.
+            candidates = [value] if any(array is value for array in outs) else outs
+            wire = next((array for array in candidates if placement.is_direct(array, dtype)), None)
+            if wire is None:
+                wire = buffer_like(value)
+            if is_root and wire is not value:
+                copy(value, wire)
+            self._submit_broadcast(call, group.key, wire, priority)
+            copies += [(wire, array) for array in outs if array is not wire and not (is_root and array is value)]
+        for source, destination in copies:
+            copy(source, destination)
+
+    def _reduce(self, call: Call, groups: Sequence[Group], priority: int) -> None:
+        placement = Placement(self._engine, groups)
+        operations = [self._prepare(call, group, placement) for group in groups]
+        copies = []
+        for operation in operations:
+            if operation.inputs:
+                self._submit_pushpull(call, operation, priority)
+            copies += operation.copies
+        for source, destination in copies:
+            copy(source, destination)
+
+    def _prepare(self, call: Call, group: Group, placement: Placement) -> _Operation:
+        """Decide which arrays take part themselves and which through a copy, and start the copies of inputs."""
+        outs = unique(group.outs)
+        if self._engine.is_alone:
+            dtype = mxnet_compat.dtype_name(group.values[0])
+            self._count(call.operation, group.key, group.values[0], dtype)
+            source = group.values[0]
+            if len(group.values) > 1 or placement.is_aliased(source):
+                source = local_sum(group.values)
+            return _Operation(group.key, copies=[(source, array) for array in outs if array is not source])
+        dtype = self._compression.wire_dtype(mxnet_compat.dtype_name(group.values[0]))
+        self._count(call.operation, group.key, group.values[0], dtype)
+        stand_ins: dict[int, Any] = {}
+        for value in unique(group.values):
+            if not placement.is_direct(value, dtype):
+                stand_ins[id(value)] = buffer_like(value, dtype)
+                copy(value, stand_ins[id(value)])
+        inputs = [stand_ins.get(id(value), value) for value in group.values]
+        outputs = [array for array in outs if placement.is_direct(array, dtype)]
+        rest = [array for array in outs if not placement.is_direct(array, dtype)]
+        if not outputs:
+            # A stand-in of an input is ours to overwrite.
+            outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype)]
+        return _Operation(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
+
+    def _submit_pushpull(self, call: Call, operation: _Operation, priority: int) -> None:
+        self._engine.mxnet_adapter().pushpull(
+            wire_name(self._namespace, operation.key),
+            call.label(operation.key),
+            [mxnet_compat.handle_of(array) for array in operation.inputs],
+            [mxnet_compat.handle_of(array) for array in operation.outputs],
+            _SUM,
+            1.0,
+            1.0,
+            int(priority),
+            self._order_of(operation.key),
+        )
+
+    def _submit_broadcast(self, call: Call, key: Key, array: Any, priority: int) -> None:
+        self._engine.mxnet_adapter().broadcast(
+            wire_name(self._namespace, key),
+            call.label(key),
+            mxnet_compat.handle_of(array),
+            0,
+            int(priority),
+            self._order_of(key),
+        )
+
+    def _order_of(self, key: Key) -> int:
+        """The array that keeps the operations of a key in the order of the calls.
+
+        Workers match operations by name, the first with the first. MXNet would start two of them, on different arrays,
+        as their inputs get ready, in another order on every worker.
+        """
+        order = self._orders.get(str(key))
+        if order is None:
+            order = self._orders[str(key)] = new_order()
+        return mxnet_compat.handle_of(order)
+
+    def _store(self, group: Group) -> None:
+        stored = buffer_like(group.values[0])
+        copy(group.values[0], stored)
+        self._stored[str(group.key)] = stored
+
+    def _count(self, operation: str, key: Key, array: Any, dtype: str) -> None:
+        counts = self._counts.setdefault(str(key), _Counts())
+        counts.operations[operation] = counts.operations.get(operation, 0) + 1
+        size = 1
+        for length in array.shape:
+            size *= length
+        counts.bytes += size * _ITEM_BYTES[dtype]
+
+    def _no_servers(self, method: str) -> None:
+        log.once(
+            f"no-servers-{method}",
+            logging.WARNING,
+            "%s() has no effect: workers of the store 'horovod' update their own weights.",
+            method,
+        )
+
+
+@dataclass
+class _Operation:
+    """One operation on the wire (none when there are no inputs), and the copies that follow it."""
+
+    key: Key
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+_ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+}

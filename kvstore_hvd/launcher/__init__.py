@@ -1,0 +1,1 @@
+"""The parts of kvhvdrun: processes, output, and the loop that watches both."""

@@ -1,0 +1,54 @@
+"""How a process ends: why, and within what time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+__all__ = ["ExitWatchdog", "early_end"]
+
+_MAX_REASON = 500
+
+
+def early_end() -> str:
+    """Why the program ends early, for an exit handler: ``'ValueError: ...'``, or '' when it ends in good order.
+
+    Knows unhandled exceptions of the main thread (Ctrl-C among them). An interactive session goes on after those, and
+    ``sys.exit(1)`` leaves no trace that an exit handler could see.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return ""
+    # last_exc came with Python 3.12; older ones have last_value only.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}{': ' if text else ''}{text}"[:_MAX_REASON]
+
+
+class ExitWatchdog:
+    """Calls `on_expiry` when leaving takes longer than `limit_s` seconds.
+
+    The thread is started beforehand and sleeps until then, because Python starts no threads once it ends.
+    """
+
+    def __init__(self, limit_s: float, on_expiry: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._on_expiry = on_expiry
+        self._leaving = threading.Event()
+        self._left = threading.Event()
+        threading.Thread(target=self._watch, name="kvstore_hvd-exit", daemon=True).start()
+
+    def leaving(self) -> None:
+        """The process begins to leave: the time runs."""
+        self._leaving.set()
+
+    def left(self) -> None:
+        """The process has left: nothing will be called."""
+        self._left.set()
+
+    def _watch(self) -> None:
+        self._leaving.wait()
+        if not self._left.wait(self._limit_s):
+            self._on_expiry()

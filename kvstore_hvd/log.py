@@ -1,0 +1,57 @@
+"""Diagnostics for people: one logger, messages that appear once, and the rank in front of each line.
+
+The logger obeys the application: once the root logger has handlers, lines go there and only there. Until then they go
+to stderr. The level comes from the configuration (``KVHVD_LOG_LEVEL``).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+__all__ = ["logger", "once", "set_level", "set_rank"]
+
+logger: logging.Logger = logging.getLogger("kvstore_hvd")
+
+_said: set[str] = set()
+_said_lock = threading.Lock()
+_rank_text = ""
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever sys.stderr is now, unless the application has its own handlers."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or sys.stderr is None:
+            return
+        try:
+            sys.stderr.write(f"{_rank_text}kvstore_hvd {record.levelname.lower()}: {record.getMessage()}\n")
+            sys.stderr.flush()
+        except Exception:  # noqa: BLE001 - a closed stderr must not end the training
+            self.handleError(record)
+
+
+if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+    logger.addHandler(_StderrHandler())
+logger.setLevel(logging.WARNING)
+
+
+def set_level(level: str) -> None:
+    """Set the lowest level that is shown: debug, info, warning, error or critical."""
+    logger.setLevel(level.upper())
+
+
+def set_rank(rank: int, size: int) -> None:
+    """Put ``[rank r/size]`` before each line from now on; nothing when there is only one worker."""
+    global _rank_text
+    _rank_text = f"[rank {rank}/{size}] " if size > 1 else ""
+
+
+def once(key: str, level: int, msg: str, *args: object) -> None:
+    """Log `msg` with `args` at `level`, as `logging` does, but only at the first use of `key` in this process."""
+    with _said_lock:
+        if key in _said:
+            return
+        _said.add(key)
+    logger.log(level, msg, *args)

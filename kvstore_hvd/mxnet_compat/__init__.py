@@ -1,0 +1,42 @@
+"""All knowledge of MXNet's, NumPy's and Python's versions, and everything that is changed in MXNet. Names only.
+
+Importing this package imports neither MXNet nor NumPy.
+"""
+
+from __future__ import annotations
+
+from kvstore_hvd.mxnet_compat import numpy_shim
+from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, handle_of, is_ndarray, is_np_ndarray, stype_of
+from kvstore_hvd.mxnet_compat.engine_errors import engine_text
+from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
+from kvstore_hvd.mxnet_compat.versions import (
+    MXNetUnavailableError,
+    engine_is_naive,
+    is_imported,
+    libmxnet_path,
+    pip_command,
+    require_mxnet,
+    version_number,
+    waitall,
+)
+
+__all__ = [
+    "MXNetUnavailableError",
+    "context_of",
+    "dtype_name",
+    "engine_is_naive",
+    "engine_text",
+    "handle_of",
+    "install_hooks",
+    "install_hooks_on_import",
+    "is_imported",
+    "is_ndarray",
+    "is_np_ndarray",
+    "libmxnet_path",
+    "numpy_shim",
+    "pip_command",
+    "require_mxnet",
+    "stype_of",
+    "version_number",
+    "waitall",
+]

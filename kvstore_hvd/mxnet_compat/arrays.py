@@ -1,0 +1,48 @@
+"""Questions about MXNet's arrays whose answers differ between its versions, or would need an import of it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["context_of", "dtype_name", "handle_of", "is_ndarray", "is_np_ndarray", "stype_of"]
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def is_ndarray(x: object) -> bool:
+    """Whether `x` is an array of MXNet, ``mx.nd`` (sparse too) or ``mx.np``. Does not import MXNet."""
+    cls = _class("mxnet.ndarray.ndarray", "NDArray")
+    return cls is not None and isinstance(x, cls)
+
+
+def is_np_ndarray(x: object) -> bool:
+    """Whether `x` is an array of ``mx.np``. Does not import MXNet."""
+    cls = _class("mxnet.numpy.multiarray", "ndarray")
+    return cls is not None and isinstance(x, cls)
+
+
+def context_of(x: Any) -> Any:
+    """Where the array lives, such as ``cpu(0)``: a ``Context`` in MXNet 1, a ``Device`` in 2. Does not wait."""
+    return x.device if hasattr(type(x), "device") else x.ctx  # 2.0 warns about its older names
+
+
+def stype_of(x: Any) -> str:
+    """How the array is stored: ``'default'`` (dense), ``'row_sparse'`` or ``'csr'``."""
+    return str(x.stype)
+
+
+def handle_of(x: Any) -> int:
+    """The NDArrayHandle of the array, for the native adapter. Valid as long as the array lives."""
+    return int(x.handle.value or 0)
+
+
+def dtype_name(x: Any) -> str:
+    """The array's dtype by NumPy's name, such as ``'float32'``; ``'bfloat16'`` for MXNet's own."""
+    import numpy as np
+
+    dtype = np.dtype(x.dtype)
+    # MXNet describes bfloat16 to NumPy as a structure with one field of that name.
+    return dtype.names[0] if dtype.names else dtype.name

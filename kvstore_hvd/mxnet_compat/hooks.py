@@ -1,0 +1,233 @@
+"""Everything that this package changes in MXNet, in one place.
+
+- The store is registered, as ``'horovod'`` and ``'dist_horovod'``.
+- ``kvstore='horovod'`` given as a string creates the store with one device too (MXNet creates nothing there).
+- A trainer that would train alone although there are several workers raises UnsynchronisedTrainerError.
+- With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
+  of its parameters.
+- Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
+
+Every change is a thin wrapper around the original, and is made once however often it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, Optional
+
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import UnsynchronisedTrainerError, message
+from kvstore_hvd.mxnet_compat import engine_errors, numpy_shim
+
+__all__ = ["ALIAS", "NAME", "install_hooks", "install_hooks_on_import", "register_store"]
+
+NAME = "horovod"
+# With 'dist' in the name even an MXNet without our wrappers creates the store; the store's .type stays NAME.
+ALIAS = "dist_horovod"
+
+StoreFactory = Callable[[], type]
+WorldSize = Callable[[], Optional[int]]
+
+_TAG = "kvstore_hvd.hooks"
+_WRAPPED = "_kvstore_hvd_wraps"
+# MXNet is one per process, and so is what was done to it.
+_world_size: WorldSize = lambda: None  # noqa: E731
+_store: Optional[type] = None
+
+
+def install_hooks(store_factory: StoreFactory, world_size: WorldSize) -> None:
+    """Make all changes to the MXNet that is imported. Calling it again replaces the store and `world_size`.
+
+    Parameters
+    ----------
+    store_factory : callable
+        Returns the store's class, a subclass of ``mx.kvstore.KVStoreBase``. Called once, now.
+    world_size : callable
+        Returns how many workers there are, or None when nobody can tell yet. Called when a trainer starts; it must not
+        initialise anything. The size that a launcher's variables ask for counts.
+    """
+    global _world_size, _store
+    import mxnet
+
+    _world_size = world_size
+    _store = store_factory()
+    register_store(mxnet, _store)
+    engine_errors.register_errors(mxnet)
+    _patch_model(mxnet)
+    _patch_trainer(mxnet)
+
+
+def install_hooks_on_import(store_factory: StoreFactory, world_size: WorldSize) -> None:
+    """`install_hooks` now when MXNet is imported, otherwise as soon as it is. Does not import it."""
+    if sys.modules.get("mxnet") is not None:
+        importlib.import_module("mxnet")  # waits when another thread is still importing it
+        install_hooks(store_factory, world_size)
+        return
+    earlier = numpy_shim.ImportHook.find(_TAG)
+    if earlier is not None:
+        earlier.uninstall()
+
+    def after() -> None:
+        install_hooks(store_factory, world_size)
+
+    numpy_shim.ImportHook("mxnet", lambda: None, after, _TAG).install()
+
+
+def register_store(mxnet: Any, store: type) -> None:
+    """Register `store` under both names, in the place of MXNet's own, without a warning.
+
+    Parameters
+    ----------
+    mxnet : module
+        The imported MXNet.
+    store : type
+        Subclass of ``KVStoreBase``; its lower-cased name is ``'horovod'``.
+    """
+    base = mxnet.kvstore.KVStoreBase
+    present = base.kv_registry.get(NAME)
+    # 2.0 has a store of this name, which needs Horovod; to replace that one is the point, and not worth a warning.
+    # Replacing anybody else's is.
+    if present is not None and present.__module__ in ("mxnet.kvstore.horovod", store.__module__):
+        del base.kv_registry[NAME]
+    base.register(store)
+    base.kv_registry[NAME] = base.kv_registry[ALIAS] = store
+
+
+# -- Wrappers -----------------------------------------------------------------------------------------------------
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function `name` of a module or class by ``make(original)``, unless that was done before."""
+    original = owner.__dict__.get(name)
+    if original is None or hasattr(original, _WRAPPED):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    setattr(wrapper, _WRAPPED, original)
+    setattr(owner, name, wrapper)
+
+
+def _is_ours(kv: object) -> bool:
+    return _store is not None and isinstance(kv, _store)
+
+
+def _is_local(mxnet: Any, kv: Any) -> bool:
+    """Whether no store, or one of MXNet's that stays in this process. What others registered is taken at its word."""
+    return kv is None or (isinstance(kv, mxnet.kvstore.KVStore) and "dist" not in kv.type)
+
+
+def _check_synchronised(mxnet: Any, kv: Any, who: str) -> None:
+    if not _is_local(mxnet, kv) or config().allow_local_trainer:
+        return
+    size = _world_size()
+    if size is None or size <= 1:
+        return
+    _raise_unsynchronised(who, "no kvstore" if kv is None else f"kvstore '{kv.type}'", size)
+
+
+def _raise_unsynchronised(who: str, what: str, size: int) -> NoReturn:
+    raise UnsynchronisedTrainerError(
+        message(
+            f"{who} has {what}, but there are {size} workers: each of them would train a model of its own.",
+            details=[
+                "A subclass that exchanges its gradients itself says so: _kvstore_hvd_synchronised = True.",
+                "Independent trainings on purpose: KVHVD_ALLOW_LOCAL_TRAINER=1.",
+            ],
+            fix="pass kvstore='horovod', or the store that mx.kv.create('horovod') returned.",
+        )
+    )
+
+
+# -- mxnet.model, mxnet.module: Module, FeedForward, and where stores are created ----------------------------------
+
+
+def _patch_model(mxnet: Any) -> None:
+    model = mxnet.model
+    # Each of them has imported the functions by name, so each has a copy to replace.
+    trainer = sys.modules["mxnet.gluon.trainer"]
+    module = sys.modules.get("mxnet.module.module")  # only in MXNet 1
+
+    def creating(check: Optional[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def create_kvstore(kvstore: Any, num_device: int, arg_params: Any) -> Any:
+                # The original creates nothing for one device unless the name has 'dist' in it.
+                if isinstance(kvstore, str) and kvstore.lower() in (NAME, ALIAS):
+                    kvstore = mxnet.kvstore.create(kvstore)
+                created = original(kvstore, num_device, arg_params)
+                if check:
+                    _check_synchronised(mxnet, created[0], check)
+                return created
+
+            return create_kvstore
+
+        return make
+
+    _wrap(model, "_create_kvstore", creating("FeedForward"))
+    _wrap(trainer, "_create_kvstore", creating(None))  # the Trainer itself is asked, see _patch_trainer
+    if module is not None:
+        _wrap(module, "_create_kvstore", creating("Module"))
+
+    def initializing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize_kvstore(
+            kvstore: Any, param_arrays: Any, arg_params: Any, param_names: Any, update_on_kvstore: bool
+        ) -> None:
+            if not _is_ours(kvstore):
+                original(kvstore, param_arrays, arg_params, param_names, update_on_kvstore)
+                return
+            # The original hands over arg_params and leaves the executors alone: their parameters are expected to come
+            # back from a store that updates them. Ours does not, so both get rank 0's values here.
+            for name, on_devices in zip(param_names, param_arrays):
+                kvstore.broadcast(name, arg_params[name], out=[arg_params[name], *on_devices])
+
+        return initialize_kvstore
+
+    _wrap(model, "_initialize_kvstore", initializing)
+    if module is not None:
+        _wrap(module, "_initialize_kvstore", initializing)
+
+
+# -- mxnet.gluon.Trainer ------------------------------------------------------------------------------------------
+
+
+def _patch_trainer(mxnet: Any) -> None:
+    def constructing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+            # In MXNet 2 every parameter is called 'weight' or 'bias'; only the keys of this dictionary tell them apart.
+            self._kvstore_hvd_names = (
+                {id(param): str(name) for name, param in params.items()} if hasattr(params, "items") else {}
+            )
+            original(self, params, *args, **kwargs)
+
+        return init
+
+    def starting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_kvstore(self: Any) -> None:
+            original(self)
+            kv = self._kvstore
+            if _is_ours(kv):
+                if hasattr(kv, "_set_key_labels"):
+                    kv._set_key_labels(_labels(self))
+            elif not getattr(self, "_kvstore_hvd_synchronised", False):
+                try:
+                    _check_synchronised(mxnet, kv, type(self).__name__)
+                except UnsynchronisedTrainerError:
+                    # Whoever catches this and steps again must not get through.
+                    self._kv_initialized = False
+                    raise
+
+        return init_kvstore
+
+    _wrap(mxnet.gluon.Trainer, "__init__", constructing)
+    _wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)
+
+
+def _labels(trainer: Any) -> dict[int, str]:
+    """Names of a Trainer's parameters by the keys that it uses for them on the store."""
+    names: dict[int, str] = getattr(trainer, "_kvstore_hvd_names", {})
+    labels = {}
+    for param in trainer._params:
+        identity = param._uuid if hasattr(param, "_uuid") else param.name  # MXNet 2, MXNet 1
+        labels[trainer._param2idx[identity]] = names.get(id(param), param.name)
+    return labels

@@ -1,0 +1,315 @@
+"""Lets MXNet 1.9.1 and 2.0.0b1 be imported on NumPy and Python versions that are newer than they are.
+
+Only names that are missing get added; nothing that exists is replaced. docs/numpy-shim.md lists them.
+
+This file imports nothing of this package: ``startup/kvstore_hvd_startup.py`` loads it by its path, so that plain
+``import mxnet`` works without importing the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+__all__ = ["ImportHook", "finish", "hook", "install", "prepare", "uninstall"]
+
+_Action = Callable[[], None]
+
+
+# -- Before and after the import of a module ----------------------------------------------------------------------
+
+
+class ImportHook:
+    """A finder for ``sys.meta_path`` that runs `before` and `after` around the first import of one module.
+
+    It steps aside once the import has succeeded, and stays when it failed or when the module was only looked for
+    (``importlib.util.find_spec``). Several hooks for one module nest: the one that was installed last is outermost.
+
+    Parameters
+    ----------
+    module : str
+        Name of a top-level module.
+    before, after : callable
+        Called without arguments by the importing thread. What they raise makes the import fail.
+    tag : str
+        What the hook is for; `find` looks for it.
+    """
+
+    def __init__(self, module: str, before: _Action, after: _Action, tag: str) -> None:
+        self.module = module
+        self.before = before
+        self.after = after
+        self.tag = tag
+
+    def install(self) -> None:
+        """Put the hook before all other finders."""
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # a finder needs no base class
+
+    def uninstall(self) -> None:
+        """Take the hook away; does nothing when it is gone."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+
+    @staticmethod
+    def find(tag: str) -> Optional[Any]:
+        """The installed hook with this tag, or None. Also finds hooks that another copy of this file installed."""
+        return next((finder for finder in sys.meta_path if getattr(finder, "tag", None) == tag), None)
+
+    def find_spec(
+        self, name: str, path: Optional[Sequence[str]] = None, target: Optional[types.ModuleType] = None
+    ) -> Optional[importlib.machinery.ModuleSpec]:
+        """As the import system defines it: the spec that the later finders give, with a loader around its loader."""
+        if name != self.module or self not in sys.meta_path:
+            return None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # type: ignore[arg-type]
+        for finder in later:
+            find = getattr(finder, "find_spec", None)
+            spec: Optional[importlib.machinery.ModuleSpec] = find(name, path, target) if find else None
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _Loader:
+    """Runs a hook's two actions around the real loader's work; anything else is the real loader's."""
+
+    def __init__(self, loader: Any, hook: ImportHook) -> None:
+        self._loader = loader
+        self._hook = hook
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[types.ModuleType]:
+        made: Optional[types.ModuleType] = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # The module must look as if nobody had been here: pickle, pkgutil and reload look at these.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._hook.before()
+        self._loader.exec_module(module)
+        self._hook.after()
+        self._hook.uninstall()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+# -- What MXNet misses in NumPy -----------------------------------------------------------------------------------
+
+
+def _in1d(np: Any) -> Callable[..., Any]:
+    def in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False) -> Any:
+        """Tell for each element of `ar1` (flattened) whether it is in `ar2`."""
+        return np.isin(ar1, ar2, assume_unique=assume_unique, invert=invert).ravel()
+
+    return in1d
+
+
+def _msort(np: Any) -> Callable[..., Any]:
+    def msort(a: Any) -> Any:
+        """Return a copy of an array, sorted along the first axis."""
+        return np.sort(a, axis=0)
+
+    return msort
+
+
+def _gone(name: str) -> Callable[..., Any]:
+    def gone(*_: object, **__: object) -> Any:
+        raise NotImplementedError(f"numpy.{name} was removed from NumPy; numpy_financial has it.")
+
+    gone.__name__ = name
+    gone.__doc__ = "Removed from NumPy."
+    return gone
+
+
+# Name -> how to make it. MXNet evaluates nearly all of them while it is imported.
+_NAMES: dict[str, Callable[[Any], Any]] = {
+    # Gone in NumPy 1.24.
+    "bool": lambda np: np.bool_,
+    "int": lambda np: int,
+    # Gone in NumPy 2.0 or later.
+    "Inf": lambda np: np.inf,
+    "NAN": lambda np: np.nan,
+    "NINF": lambda np: -np.inf,
+    "NZERO": lambda np: -0.0,
+    "NaN": lambda np: np.nan,
+    "PINF": lambda np: np.inf,
+    "PZERO": lambda np: 0.0,
+    "alltrue": lambda np: np.all,
+    "compat": lambda np: types.SimpleNamespace(basestring=str),
+    "in1d": _in1d,
+    "msort": _msort,
+    "product": lambda np: np.prod,
+    "round_": lambda np: np.round,
+    "sometrue": lambda np: np.any,
+    "trapz": lambda np: np.trapezoid,
+}
+# Gone since NumPy 1.20 and from the namespace altogether since 2.0: MXNet only wants to see the names.
+_FINANCIAL = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
+
+
+def _add_numpy_names() -> None:
+    try:
+        import numpy as np
+    except ImportError:
+        return  # MXNet says that better itself
+    namespace: Any = np
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy warns when some of these names are looked up
+        for name, make in _NAMES.items():
+            if not hasattr(namespace, name):
+                setattr(namespace, name, make(namespace))
+        for name in _FINANCIAL:
+            if not hasattr(namespace, name):
+                setattr(namespace, name, _gone(name))
+
+
+# -- What MXNet misses in Python ----------------------------------------------------------------------------------
+
+
+@functools.total_ordering
+class _Version:
+    """Just enough of distutils' versions: MXNet compares NumPy's version with ``1.6.0``, ``1.15`` and ``1.17``."""
+
+    def __init__(self, text: str) -> None:
+        parts = text.split("+", maxsplit=1)[0].split(".")[:3]
+        self.version = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Version) and self.version == other.version
+
+    def __lt__(self, other: _Version) -> bool:
+        return self.version < other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_our_distutils: dict[str, types.ModuleType] = {}
+
+
+def _add_distutils() -> None:
+    """Python 3.12 has no distutils; setuptools brings one of its own where it is installed."""
+    python = tuple(sys.version_info)  # a plain tuple: type checkers take comparisons of the original for their own
+    if python < (3, 12) or _our_distutils:
+        return
+    try:
+        if importlib.util.find_spec("distutils.version") is not None:
+            return
+    except (ImportError, ValueError):
+        pass
+    package, version = types.ModuleType("distutils"), types.ModuleType("distutils.version")
+    package.__path__ = []
+    package.version = version  # type: ignore[attr-defined]
+    version.LooseVersion = version.StrictVersion = _Version  # type: ignore[attr-defined]
+    _our_distutils.update({"distutils": package, "distutils.version": version})
+    sys.modules.update(_our_distutils)
+
+
+def _remove_distutils() -> None:
+    """MXNet needs it only while it is imported; setuptools complains about a distutils that is there before it."""
+    for name, module in _our_distutils.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    _our_distutils.clear()
+
+
+# -- What NumPy 2 changed for MXNet's own code --------------------------------------------------------------------
+
+# They hand the parameters of operators and iterators to the library as text, made with str().
+_TEXT_MODULES = (
+    "mxnet._ctypes.ndarray",
+    "mxnet._ctypes.symbol",
+    "mxnet._ctypes.cached_op",
+    "mxnet.io.io",
+    "mxnet.gluon.data._internal",
+)
+
+
+class _Bare:
+    """Prints as its text, without quotes, inside a list or tuple."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _plain(value: object = "") -> str:
+    """``str(value)`` as before NumPy 2: its scalars print as ``1.0`` in a list or tuple, not as ``np.float64(1.0)``."""
+    if isinstance(value, (tuple, list)):
+        import numpy as np
+
+        bare = [
+            _Bare(str(item.item()))
+            if isinstance(item, np.generic)
+            else _Bare(_plain(item))
+            if isinstance(item, (tuple, list))
+            else item
+            for item in value
+        ]
+        return str(tuple(bare) if isinstance(value, tuple) else bare)
+    return str(value)
+
+
+def _array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> Any:
+    """The values as a new NumPy array (waits for them); what ``numpy.array(nd)`` and ``numpy.asarray(nd)`` call."""
+    if copy is False:
+        raise ValueError("the memory of an MXNet array cannot be shared with NumPy this way: a copy is needed.")
+    values = self.asnumpy()
+    return values if dtype is None else values.astype(dtype, copy=False)
+
+
+def prepare() -> None:
+    """Add what MXNet misses while it is imported. Called before the import."""
+    _add_numpy_names()
+    _add_distutils()
+
+
+def finish() -> None:
+    """Repair what MXNet's own modules miss, and clean up. Called after the import."""
+    _remove_distutils()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and int(numpy.__version__.split(".")[0]) >= 2:
+        for name in _TEXT_MODULES:
+            module = sys.modules.get(name)
+            if module is not None and not hasattr(module, "str"):
+                module.str = _plain  # type: ignore[attr-defined]
+    ndarray = sys.modules.get("mxnet.ndarray.ndarray")
+    if ndarray is not None and not hasattr(ndarray.NDArray, "__array__"):
+        # Without it NumPy >= 1.24 makes arrays of objects, or fails, and NumPy < 1.24 reads element by element.
+        ndarray.NDArray.__array__ = _array
+
+
+_TAG = "kvstore_hvd.numpy_shim"
+
+
+def hook() -> ImportHook:
+    """A hook, not yet installed, that runs `prepare` and `finish` around ``import mxnet``."""
+    return ImportHook("mxnet", prepare, finish, _TAG)
+
+
+def install() -> None:
+    """Make ``import mxnet`` work from now on; costs nothing until then. Installing again changes nothing."""
+    mxnet = sys.modules.get("mxnet")
+    if mxnet is not None:
+        if not getattr(mxnet.__spec__, "_initializing", False):  # else another thread is importing it
+            finish()
+    elif ImportHook.find(_TAG) is None:
+        hook().install()
+
+
+def uninstall() -> None:
+    """Let the next ``import mxnet`` be a plain one; does not undo what an earlier one added."""
+    installed = ImportHook.find(_TAG)
+    if installed is not None:
+        sys.meta_path.remove(installed)

@@ -1,0 +1,296 @@
+"""The native extension with types and this package's exceptions. The only module that imports ``_native``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from kvstore_hvd import errors
+
+__all__ = [
+    "COLLECTIVES",
+    "DTYPES",
+    "OPS",
+    "Engine",
+    "MXNetAdapter",
+    "Segment",
+    "Work",
+    "abi",
+    "exception_for",
+    "set_simd_target",
+    "simd_target",
+]
+
+# The codes are part of the shared-memory protocol: native/include/kvstore_hvd/types.hpp.
+DTYPES = {
+    "float16": 0,
+    "bfloat16": 1,
+    "float32": 2,
+    "float64": 3,
+    "int8": 4,
+    "uint8": 5,
+    "int32": 6,
+    "int64": 7,
+}
+OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
+COLLECTIVES = {"allreduce": 0, "broadcast": 1}
+
+# native/include/kvstore_hvd/status.hpp
+_EXCEPTIONS: dict[int, type[errors.KVHvdError]] = {
+    1: errors.MismatchError,
+    2: errors.InputFailedError,
+    3: errors.InvalidRequestError,
+    4: errors.PeerLostError,
+    5: errors.TimeoutError,
+    6: errors.TransportError,
+    7: errors.ShutdownError,
+}
+
+_module: ModuleType | None = None
+
+
+def _native() -> Any:
+    """The extension module, loaded at the first use so that importing this package never fails for want of it."""
+    global _module
+    if _module is None:
+        try:
+            _module = importlib.import_module("kvstore_hvd._native")
+        except ModuleNotFoundError as error:
+            if error.name != "kvstore_hvd._native":
+                raise
+            raise ImportError(
+                "the native extension of kvstore_hvd is missing: this is a source tree that was not built."
+                "\n  Fix: run `pip install .` (or `pip install -e .`) in the source tree."
+            ) from None
+    return _module
+
+
+def exception_for(code: int, text: str) -> errors.KVHvdError:
+    """The exception for a native error code (see ``status.hpp``)."""
+    return _EXCEPTIONS.get(code, errors.KVHvdError)(text)
+
+
+def _translate(error: Exception) -> NoReturn:
+    code, text = error.args
+    raise exception_for(code, text) from None
+
+
+def abi() -> str:
+    """What must be equal for two workers to share memory."""
+    return str(_native().abi())
+
+
+def simd_target() -> str:
+    """The instruction set that the reduction kernels use: scalar, avx2 or avx512."""
+    return str(_native().simd_target())
+
+
+def set_simd_target(target: str) -> bool:
+    """Choose the instruction set; False, and nothing changes, when this CPU or build lacks it."""
+    return bool(_native().set_simd_target(target))
+
+
+class Segment:
+    """The shared memory of one world of workers on one host."""
+
+    def __init__(self, impl: Any) -> None:
+        self.impl = impl
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """Fresh memory for `size` workers.
+
+        Raises
+        ------
+        OSError
+            The system has no memory left for it.
+        """
+        return cls(_native().Segment.create(size))
+
+    @classmethod
+    def attach(cls, fd: int) -> Segment:
+        """The memory behind `fd`, which is duplicated and stays the caller's."""
+        return cls(_native().Segment.attach(fd))
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor; it belongs to this object."""
+        return int(self.impl.fd)
+
+
+class Work:
+    """A request under way."""
+
+    def __init__(self, impl: Any) -> None:
+        self.impl = impl
+
+    @property
+    def done(self) -> bool:
+        """Whether the outputs are written or the request has failed."""
+        return bool(self.impl.done)
+
+    @property
+    def error(self) -> errors.KVHvdError | None:
+        """Why the request failed; None while it runs and when it succeeded."""
+        error = self.impl.error
+        return None if error is None else exception_for(*error)
+
+
+class Engine:
+    """One worker's engine in a segment: matches requests with the other workers' and carries them out.
+
+    Every method that waits releases the GIL. In a forked child every request fails with `ShutdownError`.
+    """
+
+    def __init__(self, segment: Segment, rank: int, timeout_s: float, watch_peers: bool = True, host: str = "") -> None:
+        try:
+            self.impl = _native().Engine(segment.impl, rank, timeout_s, watch_peers, host)
+        except _native().NativeError as error:
+            _translate(error)
+
+    def submit(
+        self,
+        collective: int,
+        name: str,
+        label: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        count: int,
+        shape: Sequence[int],
+        dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        priority: int,
+    ) -> Work:
+        """Submit a request on raw addresses, which must stay valid until it is done. Never waits."""
+        return Work(
+            self.impl.submit(
+                collective,
+                name,
+                label,
+                list(inputs),
+                list(outputs),
+                count,
+                list(shape),
+                dtype,
+                op,
+                prescale,
+                postscale,
+                root,
+                priority,
+            )
+        )
+
+    def run(
+        self,
+        collective: int,
+        name: str,
+        label: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        count: int,
+        shape: Sequence[int],
+        dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        priority: int,
+    ) -> None:
+        """Submit and wait in one. Raises what went wrong, as an exception of ``errors``."""
+        try:
+            self.impl.run(
+                collective,
+                name,
+                label,
+                list(inputs),
+                list(outputs),
+                count,
+                list(shape),
+                dtype,
+                op,
+                prescale,
+                postscale,
+                root,
+                priority,
+            )
+        except _native().NativeError as error:
+            _translate(error)
+
+    def wait(self, work: Work) -> None:
+        """Until `work` is done, bounded by the engine's timeout. Raises what went wrong."""
+        try:
+            self.impl.wait(work.impl)
+        except _native().NativeError as error:
+            _translate(error)
+
+    def abort(self, text: str) -> None:
+        """Fail all pending and later requests of all workers with this text."""
+        self.impl.abort(text)
+
+    def health(self) -> errors.KVHvdError | None:
+        """The latched failure of the world, or None."""
+        failure = self.impl.health()
+        return None if failure is None else exception_for(*failure)
+
+    def shutdown(self, reason: str = "") -> None:
+        """Leave the world: after the pending requests, or at once and with a reason that the others read."""
+        self.impl.shutdown(reason)
+
+
+class MXNetAdapter:
+    """Submits MXNet arrays through MXNet's own engine, so that nothing blocks and dependencies are kept.
+
+    Arrays are given as their native handles. With NaiveEngine (`naive`) operations are over, and their errors raised,
+    when a call returns.
+    """
+
+    def __init__(self, engine: Engine, library_path: str, naive: bool) -> None:
+        try:
+            self.impl = _native().MXNetAdapter(engine.impl, library_path, naive)
+        except _native().NativeError as error:
+            _translate(error)
+        # Called for every array of every step: bound once.
+        self.is_plain: Callable[[int], bool] = self.impl.is_plain
+        self.chunk_id: Callable[[int], int] = self.impl.chunk_id
+
+    def pushpull(
+        self,
+        name: str,
+        label: str,
+        inputs: list[int],
+        outputs: list[int],
+        op: int,
+        prescale: float,
+        postscale: float,
+        priority: int,
+        order: int = 0,
+    ) -> None:
+        """Reduce `inputs` with those of the other workers into each of `outputs`; asynchronous.
+
+        Operations with the same array `order`, which is neither read nor written, start in the order of the calls.
+        """
+        try:
+            self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, order)
+        except _native().NativeError as error:
+            _translate(error)
+
+    def broadcast(self, name: str, label: str, array: int, root: int, priority: int, order: int = 0) -> None:
+        """Overwrite `array` with the root's; asynchronous. `order` as in `pushpull`."""
+        try:
+            self.impl.broadcast(name, label, array, root, priority, order)
+        except _native().NativeError as error:
+            _translate(error)
+
+    def take_unread_error(self) -> errors.KVHvdError | None:
+        """The error of an earlier operation that nobody has seen yet, or None; it is given out once."""
+        error = self.impl.take_unread_error()
+        return None if error is None else exception_for(*error)
+
+    def after_fork_in_child(self) -> None:
+        """Give up threads in a forked child."""
+        self.impl.after_fork_in_child()

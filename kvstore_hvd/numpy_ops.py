@@ -1,0 +1,189 @@
+"""Collectives on NumPy arrays: blocking, by pointer, through the same engine as the stores."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import numpy as np
+
+from kvstore_hvd import engine, native
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
+
+__all__ = ["allreduce", "barrier", "broadcast"]
+
+Array = Any  # numpy.ndarray of any dtype
+
+
+def allreduce(
+    array: Array,
+    name: str,
+    op: str = "sum",
+    out: Optional[Array] = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Array:
+    """Reduce an array over all workers and wait for the result.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        This worker's contribution; C-contiguous, of equal shape and dtype on all workers. Dtypes: float16, bfloat16
+        (of ml_dtypes), float32, float64, int8, uint8, int32, int64.
+    name : str
+        Matches the call with those of the other workers.
+    op : str
+        ``'sum'``, ``'average'``, ``'min'``, ``'max'`` or ``'product'``; formed in the order of ranks.
+    out : numpy.ndarray, optional
+        Receives the result; may be `array` itself (in place). By default a new array.
+    prescale, postscale : float
+        Factors for every contribution, and for the result.
+
+    Returns
+    -------
+    numpy.ndarray
+        `out`, with equal bits on all workers.
+
+    Raises
+    ------
+    MismatchError
+        The workers disagree; nothing was changed.
+    InvalidRequestError, UnsupportedDtypeError, TypeError
+        The arguments are wrong.
+    HorovodInternalError
+        The world is lost.
+    """
+    out = _check_arrays("allreduce", name, array, out)
+    if op not in native.OPS:
+        fix = f"use one of {', '.join(native.OPS)}."
+        raise InvalidRequestError(_text("allreduce", name, f"there is no op {op!r}.", fix))
+    scale = (op, float(prescale), float(postscale))
+    _run("allreduce", name, array, out, *scale)
+    return out
+
+
+def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -> Array:
+    """Give every worker the root's array and wait for it.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        C-contiguous, of equal shape and dtype on all workers; its values matter on the root only.
+    root : int
+        Rank of the worker whose array is taken.
+    name : str
+        Matches the call with those of the other workers.
+    out : numpy.ndarray, optional
+        Receives the result; may be `array` itself (in place). By default a new array.
+
+    Returns
+    -------
+    numpy.ndarray
+        `out`.
+
+    Raises
+    ------
+    KVHvdError, TypeError
+        As `allreduce`.
+    """
+    out = _check_arrays("broadcast", name, array, out)
+    size = engine.current().topology.size
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
+        fix = f"use a root of 0 to {size - 1}." if size > 1 else "use root 0."
+        raise InvalidRequestError(_text("broadcast", name, f"there is no rank {root!r}.", fix))
+    _run("broadcast", name, array, out, root=int(root))
+    return out
+
+
+def barrier(name: str = "barrier") -> None:
+    """Wait until every worker has called it. Does not wait for pending operations on MXNet arrays."""
+    engine.current().barrier(name)
+
+
+def _run(
+    collective: str,
+    name: str,
+    array: Array,
+    out: Array,
+    op: str = "sum",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+) -> None:
+    world = engine.current()
+    if world.is_alone:
+        _alone(array, prescale, postscale, out)
+        return
+    world.check_world()
+    world.communicator().run(
+        Request(
+            collective,
+            f"np/{name}",
+            f"'{name}'",
+            [array.ctypes.data],
+            [out.ctypes.data],
+            array.shape,
+            array.dtype.name,
+            op,
+            prescale,
+            postscale,
+            root,
+        )
+    )
+    world.check_unread()
+
+
+def _alone(array: Array, prescale: float, postscale: float, out: Array) -> None:
+    if prescale == 1.0 and postscale == 1.0:
+        if out is not array:
+            np.copyto(out, array)
+        return
+    # As the native kernels: integers scale in float64 and truncate, halves in float32; one rounding at the end.
+    wide: Any = np.float64 if array.dtype.kind in "iu" or array.dtype == np.float64 else np.float32
+    out[...] = (array.astype(wide) * wide(prescale) * wide(postscale)).astype(array.dtype)
+
+
+def _check_arrays(operation: str, name: str, array: Array, out: Optional[Array]) -> Array:
+    """The array for the result, after checking everything that one worker can see."""
+    if not isinstance(name, str):
+        raise TypeError(_text(operation, repr(name), f"name is a {type(name).__name__}.", "pass a str."))
+    _check_array(operation, name, array, "array")
+    if out is None:
+        return np.empty_like(array)
+    _check_array(operation, name, out, "out")
+    fact = fix = ""
+    if out.shape != array.shape or out.dtype != array.dtype:
+        fact = f"out is {out.dtype.name} {out.shape}, but array is {array.dtype.name} {array.shape}."
+        fix = "pass an out of the same shape and dtype."
+    elif not out.flags.writeable:
+        fact, fix = "out is read-only.", "pass an array that can be written."
+    elif out.ctypes.data != array.ctypes.data and np.may_share_memory(out, array):
+        fact, fix = "out overlaps array.", "pass the array itself, or separate memory."
+    if fact:
+        raise InvalidRequestError(_text(operation, name, fact, fix))
+    return out
+
+
+def _check_array(operation: str, name: str, array: Array, role: str) -> None:
+    if not isinstance(array, np.ndarray):
+        fix = "pass a NumPy array; arrays of MXNet go through a store, mx.kv.create('horovod')."
+        raise TypeError(_text(operation, name, f"{role} is a {type(array).__name__}, not a numpy.ndarray.", fix))
+    if array.dtype.name not in native.DTYPES or not array.dtype.isnative:
+        shown = array.dtype.name if array.dtype.isnative else f"{array.dtype.str} (foreign byte order)"
+        details = (f"Supported: {' '.join(native.DTYPES)}",)
+        raise UnsupportedDtypeError(
+            _text(operation, name, f"cannot {_VERBS[operation]} dtype {shown}.", "cast with .astype(...).", details)
+        )
+    if not array.flags.c_contiguous:
+        fix = "copy it with numpy.ascontiguousarray(x)."
+        raise InvalidRequestError(_text(operation, name, f"{role} is not C-contiguous.", fix))
+
+
+_VERBS = {"allreduce": "reduce", "broadcast": "broadcast"}
+
+
+def _text(operation: str, name: str, fact: str, fix: str, details: tuple[str, ...] = ()) -> str:
+    topology = engine.current().topology
+    return message(
+        fact, rank=topology.rank, size=topology.size, operation=operation, name=name, fix=fix, details=details
+    )

@@ -1,0 +1,380 @@
+"""Hand one memory segment to all workers of a host.
+
+The worker with local rank 0 listens on an abstract Unix socket (a name that is no file, and ends with its process),
+hears all its peers, creates the segment, and sends each of them the file descriptor. Nobody gets it, and nobody
+returns, before all have come: this is also the barrier at the start of a world.
+
+A peer is believed when the kernel says that it runs as the same user and when it proves, by HMAC-SHA256 over fresh
+nonces of both sides, that it knows the job's secret; the server proves the same to the peer. The socket keeps message
+boundaries, so whatever a stranger sends is one message that does not verify: its connection is closed, and nobody
+waits for it.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore_hvd import log
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import LaunchError, message, rank_list
+from kvstore_hvd.topology import Topology, World
+
+__all__ = ["share_segment", "socket_name"]
+
+_MAGIC = b"KVHVD\x01"
+_NONCE = 32
+_MAC = 32
+_MAX_MESSAGE = 16 * 1024
+# Connections that have not proved themselves; past this number the oldest is closed.
+_MAX_STRANGERS = 256
+# The server gives up first, so that its text, which names the missing ranks, reaches those who wait.
+_CLIENT_EXTRA_S = 5.0
+_PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
+
+_HELLO = struct.Struct("!II")  # local rank, process id
+_OK, _FAILED = b"\x01", b"\x00"
+
+
+def share_segment(world: World, create: Callable[[], int], *, version: str = "", timeout_s: float | None = None) -> int:
+    """Share one segment among the workers of this host. Collective over them; a barrier.
+
+    Parameters
+    ----------
+    world : World
+        Its job, epoch and secret name and protect the meeting: call once per epoch.
+    create : callable
+        Makes the segment and returns its file descriptor. Called on local rank 0 only, after all peers have come.
+    version : str
+        Version of the package and of the layout of the segment; must be equal on all workers.
+    timeout_s : float, optional
+        Seconds to wait for the others; default ``config().start_timeout_s``.
+
+    Returns
+    -------
+    int
+        On local rank 0 what `create` returned, on the others a new descriptor (close-on-exec) that the caller owns.
+
+    Raises
+    ------
+    LaunchError
+        Workers are missing at the deadline (the text names them), one ended meanwhile, versions differ, or the socket
+        cannot be used.
+    Exception
+        On local rank 0, whatever `create` raised; the others get it as LaunchError.
+    """
+    if world.topology.local_size == 1:
+        return create()
+    timeout = config().start_timeout_s if timeout_s is None else timeout_s
+    if world.topology.local_rank == 0:
+        return _Server(world, version, timeout).run(create)
+    return _fetch(world, version, timeout)
+
+
+def socket_name(world: World) -> bytes:
+    """The abstract address of a world's meeting; without the secret it cannot be guessed or taken beforehand."""
+    topology = world.topology
+    text = f"{world.job}/{topology.epoch}/{topology.host}".encode()
+    return b"\0kvstore_hvd-" + _mac(world.secret, b"name", text).hex()[:32].encode()
+
+
+def _mac(secret: bytes, *parts: bytes) -> bytes:
+    """HMAC over parts, each with its length, so that no two lists of parts have the same text."""
+    text = b"".join(struct.pack("!I", len(part)) + part for part in parts)
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other side, from the kernel."""
+    pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: str = "") -> LaunchError:
+    return LaunchError(message(fact, rank=topology.rank, size=topology.size, details=details, fix=fix))
+
+
+# -- Local rank 0 -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
+    peer_nonce: bytes = b""
+    rank: int | None = None  # local rank, once proved
+    pid: int = 0
+    version: str = ""
+
+
+class _Server:
+    def __init__(self, world: World, version: str, timeout_s: float) -> None:
+        self._world = world
+        self._topology = world.topology
+        self._version = version
+        self._timeout_s = timeout_s
+        self._peers: dict[int, _Connection] = {}
+        self._strangers: dict[socket.socket, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, create: Callable[[], int]) -> int:
+        deadline = time.monotonic() + self._timeout_s
+        listener = self._listen()
+        try:
+            try:
+                self._gather(listener, deadline)
+                self._compare_versions()
+                fd = create()
+            except BaseException as error:
+                self._send_all(_FAILED, str(error) or type(error).__name__)
+                raise
+            self._send_all(_OK, "", fd)
+            return fd
+        finally:
+            self._selector.close()
+            listener.close()
+            for connection in (*self._peers.values(), *self._strangers.values()):
+                connection.socket.close()
+
+    def _listen(self) -> socket.socket:
+        listener = _socket()
+        try:
+            listener.bind(socket_name(self._world))
+            listener.listen(max(128, 2 * self._topology.local_size))
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                raise _error(
+                    self._topology,
+                    "another process already holds this place in the job.",
+                    fix="create the store in one process per worker only; a process started by a worker must not "
+                    "inherit its KVHVD_ variables.",
+                ) from None
+            raise _error(self._topology, f"cannot open a Unix socket to meet the other workers: {error}.") from error
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        return listener
+
+    def _gather(self, listener: socket.socket, deadline: float) -> None:
+        """Answer connections until all peers have proved themselves."""
+        while len(self._peers) < self._topology.local_size - 1:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._missing()
+            for key, _ in self._selector.select(left):
+                if key.fileobj is listener:
+                    self._accept(listener)
+                else:
+                    self._receive(key.data)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:
+            return  # gone again, or no descriptor free: the peer tries again
+        pid, uid = _peer(accepted)
+        if uid != os.geteuid():
+            log.logger.info("rendezvous: refused process %d of user %d", pid, uid)
+            accepted.close()
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers.values())))
+        accepted.setblocking(False)
+        connection = _Connection(accepted, pid=pid)
+        self._strangers[accepted] = connection
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        try:
+            accepted.send(_MAGIC + connection.nonce)
+        except OSError:
+            self._drop(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(_MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if connection.rank is not None:
+            # A proved peer has nothing more to say: this is its end.
+            raise _error(
+                self._topology,
+                f"rank {self._topology.local_ranks[connection.rank]} (pid {connection.pid}) ended while the workers "
+                "were finding each other.",
+                fix="look at what that worker printed.",
+            )
+        hello = self._verify(connection, data)
+        if hello is None:
+            if data:
+                log.logger.info("rendezvous: process %d did not prove that it belongs to the job", connection.pid)
+            self._drop(connection)
+            return
+        if hello in self._peers or not 0 < hello < self._topology.local_size:
+            self._refuse(connection, f"rank {self._name(hello)} has already joined from another process.")
+            return
+        connection.rank = hello
+        self._strangers.pop(connection.socket)
+        self._peers[hello] = connection
+
+    def _verify(self, connection: _Connection, data: bytes) -> int | None:
+        """The local rank that a hello proves, or None. Fills in what the hello says."""
+        head = len(_MAGIC) + _NONCE + _HELLO.size
+        if len(data) < head + _MAC or not data.startswith(_MAGIC):
+            return None
+        body, mac = data[:-_MAC], data[-_MAC:]
+        if not hmac.compare_digest(mac, _mac(self._world.secret, b"client", connection.nonce, body)):
+            return None
+        connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + _NONCE]
+        rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + _NONCE)
+        connection.version = body[head:].decode("utf-8", "replace")
+        return int(rank)
+
+    def _name(self, local_rank: int) -> int:
+        ranks = self._topology.local_ranks
+        return ranks[local_rank] if local_rank < len(ranks) else local_rank
+
+    def _drop(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        self._strangers.pop(connection.socket, None)
+        connection.socket.close()
+
+    def _refuse(self, connection: _Connection, text: str) -> None:
+        self._send(connection, _FAILED, text, None)
+        self._drop(connection)
+
+    def _compare_versions(self) -> None:
+        versions: dict[str, list[int]] = {self._version: [self._topology.rank]}
+        for local_rank, connection in self._peers.items():
+            versions.setdefault(connection.version, []).append(self._name(local_rank))
+        if len(versions) > 1:
+            raise _error(
+                self._topology,
+                "the workers run different versions of kvstore_hvd.",
+                tuple(f"{version or 'unknown'}: {rank_list(ranks)}" for version, ranks in versions.items()),
+                fix="install the same version for every worker.",
+            )
+
+    def _missing(self) -> LaunchError:
+        absent = [r for i, r in enumerate(self._topology.local_ranks) if i > 0 and i not in self._peers]
+        return _error(
+            self._topology,
+            f"{rank_list(absent)} did not arrive within {self._timeout_s:g} s.",
+            (f"arrived: {rank_list([self._topology.rank, *(self._name(i) for i in self._peers)])}",),
+            fix="see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time.",
+        )
+
+    def _send_all(self, status: bytes, text: str, fd: int | None = None) -> None:
+        for connection in self._peers.values():
+            self._send(connection, status, text, fd)
+
+    def _send(self, connection: _Connection, status: bytes, text: str, fd: int | None) -> None:
+        body = status + text.encode()[: _MAX_MESSAGE // 2]
+        data = body + _mac(self._world.secret, b"server", connection.nonce, connection.peer_nonce, body)
+        try:
+            if fd is None:
+                connection.socket.send(data)
+            else:
+                socket.send_fds(connection.socket, [data], [fd])
+        except OSError as error:
+            # The engine watches the processes from here on; a peer that just died is its business.
+            log.logger.info("rendezvous: could not answer process %d: %s", connection.pid, error)
+
+
+# -- The others ---------------------------------------------------------------------------------------------------
+
+
+def _fetch(world: World, version: str, timeout_s: float) -> int:
+    """Find the server, prove ourselves, and wait for its answer."""
+    topology = world.topology
+    name = socket_name(world)
+    start = time.monotonic()
+    impostor = False
+    attempt = 0
+    while True:
+        left = start + timeout_s - time.monotonic()
+        if left <= 0:
+            what = "another process answers in its place" if impostor else "it never opened its socket"
+            raise _error(
+                topology,
+                f"rank {topology.local_ranks[0]} did not arrive within {timeout_s:g} s ({what}).",
+                fix="see whether it failed or creates no store; KVHVD_START_TIMEOUT (seconds) gives it more time.",
+            )
+        with _socket() as connection:
+            connection.settimeout(left)
+            try:
+                connection.connect(name)
+                if _peer(connection)[1] != os.geteuid():
+                    raise _NotTheServer
+                return _ask(connection, world, version, start + timeout_s + _CLIENT_EXTRA_S)
+            except _NotTheServer:
+                impostor = True
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.EACCES):
+                    raise _error(topology, f"cannot connect to the other workers: {error}.") from error
+        # No server yet, or one that is gone again. An abstract name gives no event to wait for.
+        time.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
+        attempt += 1
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """One message and the descriptors that came with it, close-on-exec (`socket.recv_fds` drops its flags)."""
+    fds = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(
+        _MAX_MESSAGE, socket.CMSG_SPACE(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, fds.tolist()
+
+
+class _NotTheServer(Exception):
+    """Whoever answered does not know the secret."""
+
+
+def _ask(connection: socket.socket, world: World, version: str, deadline: float) -> int:
+    topology = world.topology
+
+    def wait_at_most(seconds: float) -> None:
+        connection.settimeout(max(0.001, min(seconds, deadline - time.monotonic())))
+
+    # A server speaks first and at once; who does not is none.
+    wait_at_most(2.0)
+    challenge = connection.recv(_MAX_MESSAGE)
+    if len(challenge) != len(_MAGIC) + _NONCE or not challenge.startswith(_MAGIC):
+        raise _NotTheServer
+    server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(_NONCE)
+    body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + version.encode()
+    connection.send(body + _mac(world.secret, b"client", server_nonce, body))
+    wait_at_most(float("inf"))
+    answer, fds = _receive_fds(connection)
+    try:
+        body, mac = answer[:-_MAC], answer[-_MAC:]
+        if not body or not hmac.compare_digest(mac, _mac(world.secret, b"server", server_nonce, nonce, body)):
+            if not answer:
+                raise ConnectionResetError(errno.ECONNRESET, "the server ended")
+            raise _NotTheServer
+        if body[:1] != _OK or len(fds) != 1:
+            raise _error(
+                topology,
+                "the start failed on the worker that leads this host.",
+                tuple(body[1:].decode("utf-8", "replace").splitlines()),
+            )
+        return fds.pop()
+    finally:
+        for fd in fds:
+            os.close(fd)

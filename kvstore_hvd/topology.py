@@ -1,0 +1,124 @@
+"""Who takes part: the ranks of a world and the hosts they are on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Host", "Topology", "World"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What ranks must share to map each other's memory and to watch each other's processes."""
+
+    name: str  # for people
+    identity: str  # equal exactly where memory and processes can be shared
+
+    @classmethod
+    def here(cls) -> Host:
+        """The host of this process.
+
+        The boot id tells machines apart whose hostnames are equal. Abstract sockets live in the network namespace and
+        process ids in the PID namespace: containers that do not share both count as different hosts.
+        """
+        parts = []
+        for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
+            try:
+                if path.startswith("/proc/self/ns/"):
+                    parts.append(os.readlink(path))
+                else:
+                    with open(path, encoding="ascii") as file:
+                        parts.append(file.read().strip())
+            except OSError:
+                parts.append(socket.gethostname())
+        return cls(socket.gethostname(), " ".join(parts))
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of this process in its world. Local ranks follow the order of ranks.
+
+    `cross_rank` and `cross_size` are the rank and number among the workers that have this local rank on their host.
+    `hosts` names each rank's host, and names are equal exactly where memory can be shared. `epoch` counts the worlds
+    that this process was in. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hosts: tuple[str, ...]
+    epoch: int = 0
+    source: str = "single"
+
+    @classmethod
+    def of(cls, rank: int, hosts: Sequence[Host], *, epoch: int = 0, source: str) -> Topology:
+        """Derive everything from the hosts of all ranks, given in rank order."""
+        names = _unique_names(hosts)
+        place: list[int] = []  # local rank of each rank
+        seen: dict[str, int] = {}
+        for name in names:
+            place.append(seen.get(name, 0))
+            seen[name] = place[-1] + 1
+        column = [r for r in range(len(names)) if place[r] == place[rank]]
+        return cls(
+            rank=rank,
+            size=len(names),
+            local_rank=place[rank],
+            local_size=seen[names[rank]],
+            cross_rank=column.index(rank),
+            cross_size=len(column),
+            hosts=names,
+            epoch=epoch,
+            source=source,
+        )
+
+    @property
+    def host(self) -> str:
+        """Name of this rank's host."""
+        return self.hosts[self.rank]
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks on this host, in order; entry `local_rank` is this one."""
+        return tuple(r for r, host in enumerate(self.hosts) if host == self.host)
+
+    @property
+    def host_count(self) -> int:
+        """Number of hosts in the world."""
+        return len(set(self.hosts))
+
+
+def _unique_names(hosts: Sequence[Host]) -> tuple[str, ...]:
+    """Hostnames, told apart by a suffix (``'node#2'``) where different hosts have the same one."""
+    given: dict[str, str] = {}
+    used: dict[str, int] = {}
+    for host in hosts:
+        if host.identity not in given:
+            used[host.name] = used.get(host.name, 0) + 1
+            given[host.identity] = host.name if used[host.name] == 1 else f"{host.name}#{used[host.name]}"
+    return tuple(given[host.identity] for host in hosts)
+
+
+@dataclass(frozen=True)
+class World:
+    """A topology and what its ranks need to find and trust each other.
+
+    `job` and `secret` are equal on all ranks of the world and on no others. `allgather` (only when MPI is the source)
+    gives every rank the bytes of all ranks, in rank order; it is collective.
+    """
+
+    topology: Topology
+    job: str
+    secret: bytes = field(repr=False)
+    allgather: Callable[[bytes], list[bytes]] | None = field(default=None, repr=False, compare=False)
+
+    def next_epoch(self) -> World:
+        """The same ranks one epoch later."""
+        return dataclasses.replace(self, topology=dataclasses.replace(self.topology, epoch=self.topology.epoch + 1))

@@ -1,0 +1,68 @@
+"""Fixtures and header of all tests.
+
+Parallel tests run as ``kvhvdrun -np N pytest tests/parallel`` (or under mpirun): every rank runs the same tests in the
+same order, and goes on by itself when one of its tests fails. There is no barrier between tests. If a rank leaves a
+test early, the others fail in it at the time limit of operations; from then on the world is lost, and every later test
+that needs it fails at once and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from support.launched import launched
+
+
+def pytest_report_header() -> list[str]:
+    """Say which package is tested, by which rank of how many, under which launcher."""
+    package = importlib.util.find_spec("kvstore_hvd")
+    launcher, rank, size = launched()
+    return [
+        f"kvstore_hvd: {package.origin if package else 'not found'}",
+        f"launcher: {launcher or 'none'}, rank {rank} of {size}",
+    ]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which MPI was loaded: only at the end is it known whether any was, and it must not be loaded for this."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        version = mpi.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
+        rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        terminalreporter.write_line(f"MPI: {version}, rank {rank} of {size}")
+
+
+@pytest.fixture(scope="session")
+def _engine() -> Any:
+    engine = importlib.import_module("kvstore_hvd.engine").current()
+    engine.init()
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def world(_engine: Any) -> Any:
+    """Return the `Topology` of the initialised world; fails when an earlier test has lost that world."""
+    lost = importlib.import_module("kvstore_hvd.errors").HorovodInternalError
+    try:
+        _engine.check()
+    except lost as error:
+        pytest.fail(f"an earlier test has lost the world: {error}", pytrace=False)
+    return _engine.topology
+
+
+@pytest.fixture
+def rank(world: Any) -> int:
+    """Return the rank of this process in the world."""
+    return int(world.rank)
+
+
+@pytest.fixture
+def size(world: Any) -> int:
+    """Return the number of ranks in the world."""
+    return int(world.size)

@@ -1,0 +1,284 @@
+"""`pushpull`: table A of the contract, with every rank contributing other values."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from support.arrays import (
+    DTYPES,
+    assert_equal_on_all_ranks,
+    assert_same_bits,
+    contribution,
+    expected_sum,
+    ordered_sum,
+)
+
+mx = pytest.importorskip("mxnet")
+
+# One element, fewer than ranks, odd, beyond every small-message path, and beyond one chunk of the pipeline.
+SHAPES = [(1,), (3,), (17, 5), (1023,), (256, 257), (1_200_001,)]
+
+
+@pytest.fixture
+def kv(world):
+    return mx.kv.create("horovod")
+
+
+@pytest.fixture(params=["nd", "np"])
+def kind(request):
+    return getattr(mx, request.param)
+
+
+def make(kind, values, ctx=None):
+    return kind.array(values, dtype=values.dtype, ctx=ctx or mx.cpu())
+
+
+def array_of(like, values):
+    """An array of the class of `like`."""
+    return make(mx.np if isinstance(like, mx.np.ndarray) else mx.nd, values)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_in_place(kv, rank, size, dtype, shape):
+    """`pushpull` single, in place; dtypes; the sum has the bits of the sequential one in rank order."""
+    x = make(mx.nd, contribution(rank, shape, dtype))
+    kv.pushpull("x", x)
+    assert_same_bits(x.asnumpy(), expected_sum(size, shape, dtype))
+    assert_equal_on_all_ranks(x.asnumpy(), f"in-place/{dtype}/{shape}")
+
+
+@pytest.mark.parametrize("shape", [(1,), (17, 5), (256, 257)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_into_out(kv, kind, rank, size, dtype, shape):
+    """`pushpull` with out: reduced straight into it, the value is left alone, the class of results is kept."""
+    mine = contribution(rank, shape, dtype)
+    x, y = make(kind, mine), make(kind, np.zeros(shape, dtype))
+    kv.pushpull(7, x, out=y, priority=-7)
+    assert type(y) is type(x)
+    assert_same_bits(y.asnumpy(), expected_sum(size, shape, dtype))
+    assert_same_bits(x.asnumpy(), mine)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
+def test_list_of_device_values(kv, kind, rank, size, dtype, devices):
+    """List of device values: summed on this worker, then over the workers, the result to all devices."""
+    shape = (33,)
+    values = [make(kind, contribution(rank, shape, dtype, d), mx.cpu(d)) for d in range(devices)]
+    kv.pushpull("x", values, priority=1)
+    exact = sum(
+        contribution(r, shape, dtype, d).astype("float64") for r, d in itertools.product(range(size), range(devices))
+    )
+    for d, value in enumerate(values):
+        got = value.asnumpy()
+        assert value.ctx == mx.cpu(d)
+        if dtype == "int32":
+            assert_same_bits(got, exact.astype("int64").astype(dtype))
+        else:
+            np.testing.assert_allclose(got, exact, rtol=0, atol=2e-2 if dtype == "float16" else 1e-5)
+        assert_same_bits(got, values[0].asnumpy())
+    assert_equal_on_all_ranks(values[0].asnumpy(), f"devices/{dtype}/{devices}/{kind.__name__}")
+
+
+def test_device_values_are_summed_in_order(kv, rank, size):
+    """List of device values, float32: the bits of (a0 + a1) + (b0 + b1) + ..., rank by rank."""
+    shape = (4099,)
+    values = [mx.nd.array(contribution(rank, shape, "float32", d), ctx=mx.cpu(d)) for d in range(2)]
+    kv.pushpull("x", values)
+    local = [ordered_sum([contribution(r, shape, "float32", d) for d in range(2)]) for r in range(size)]
+    assert_same_bits(values[0].asnumpy(), ordered_sum(local))
+
+
+def test_one_value_several_outs(kv, kind, rank, size):
+    """1 value, N outs: every out is written, also on another device and of another dtype."""
+    shape = (5, 7)
+    outs = [
+        make(kind, np.zeros(shape, "float32")),
+        make(kind, np.zeros(shape, "float32"), mx.cpu(1)),
+        make(kind, np.zeros(shape, "float64")),
+    ]
+    kv.pushpull("x", make(kind, contribution(rank, shape, "float32")), out=outs)
+    for out in outs:
+        assert_same_bits(out.asnumpy().astype("float32"), expected_sum(size, shape, "float32"))
+
+
+def test_several_values_one_out(kv, kind, rank, size):
+    """N values, 1 out: the sum of all of them."""
+    values = [make(kind, np.full((3,), 10.0**d * (rank + 1), "float32"), mx.cpu(d)) for d in range(3)]
+    out = make(kind, np.zeros(3, "float32"))
+    kv.pushpull("x", values, out=out)
+    assert out.asnumpy().tolist() == [111.0 * size * (size + 1) / 2] * 3
+    assert values[1].asnumpy()[0] == 10.0 * (rank + 1)
+
+
+def test_tuples(kv, kind, rank, size):
+    """Tuple value and tuple out are taken like lists."""
+    values = tuple(make(kind, np.ones(2, "float32"), mx.cpu(d)) for d in range(2))
+    outs = tuple(make(kind, np.zeros(2, "float32"), mx.cpu(d)) for d in range(2))
+    kv.pushpull(("x",), (values,), out=(outs,))
+    kv.pushpull("y", values, out=outs)
+    for out in outs:
+        assert out.asnumpy().tolist() == [2 * size] * 2
+
+
+def test_list_of_keys(kv, kind, rank, size):
+    """List of keys, values list and list of lists: every key is reduced by itself."""
+    x, y = make(kind, np.full(2, rank + 1.0, "float32")), make(kind, np.full(3, 1.0, "float32"))
+    kv.pushpull(["a", "b"], [x, y])
+    assert x.asnumpy().tolist() == [size * (size + 1) / 2] * 2
+    assert y.asnumpy().tolist() == [size] * 3
+    values = [[make(kind, np.ones(2, "float32"), mx.cpu(d)) for d in range(2)] for _ in range(3)]
+    outs = [make(kind, np.zeros(2, "float32")) for _ in range(3)]
+    kv.pushpull([0, 1, 2], values, out=outs, priority=5)
+    assert [out.asnumpy().tolist() for out in outs] == [[2 * size] * 2] * 3
+
+
+def test_arrays_shared_between_keys(kv, kind, rank, size):
+    """Aliased arrays across keys, in place: all are read before any is written."""
+    x = make(kind, np.full(2, 2.0, "float32"))
+    kv.pushpull(["a", "b", "c"], [[x] * 4] * 3)
+    assert x.asnumpy().tolist() == [8 * size] * 2
+
+
+def test_views_of_one_array(kv, rank, size):
+    """Views that overlap, in one key and across keys: read before written."""
+    x = mx.nd.array([1, 2, 3, 4])
+    kv.pushpull(["a", "b"], [x[0:2], x[2:4]])
+    assert x.asnumpy().tolist() == [size, 2 * size, 3 * size, 4 * size]
+    kv.pushpull("c", x[0:3], out=x[1:4])
+    assert x.asnumpy().tolist() == [size, size * size, 2 * size * size, 3 * size * size]
+
+
+def test_keys_3_and_text_3_are_the_same(kv, rank, size):
+    """Keys int 3 and '3' are documented as equal: ranks that differ in this meet."""
+    x = mx.nd.ones(2)
+    kv.pushpull(3 if rank % 2 else "3", x)
+    assert x.asnumpy().tolist() == [size] * 2
+
+
+def test_a_key_needs_no_initialisation(kv, size):
+    """Un-broadcast key: fine, and so is any text."""
+    for key in ("never seen", "", "ü/…", "x" * 5000, -1, 2**40):
+        x = mx.nd.ones(1)
+        kv.pushpull(key, x)
+        assert x.asscalar() == size
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_scalars_and_empty_arrays(kv, rank, size, shape, dtype):
+    """0-d and zero-size arrays of mx.np are legal and take part, in place and through copies."""
+    with mx.util.np_shape(True):
+        x, y = mx.np.ones(shape, dtype=dtype), mx.np.zeros(shape, dtype="float64")
+        kv.pushpull("a", x)
+        kv.pushpull("b", x, out=[x, y])
+        assert x.shape == y.shape == shape
+        assert x.asnumpy().tolist() == y.asnumpy().tolist() == (np.ones(shape) * size * size).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_infinities_and_nans_reach_everybody(kv, rank, size, dtype):
+    """AMP: inf and nan propagate through the sum, so that all ranks see the same overflow."""
+    values = np.array([1, np.inf if rank == 0 else 1, -np.inf if rank == 0 else 1, np.nan if rank == 0 else 1], dtype)
+    x = make(mx.nd, values)
+    kv.pushpull("x", x)
+    got = x.asnumpy()
+    assert got[0] == size
+    assert (got[1], got[2]) == (np.inf, -np.inf)
+    assert np.isnan(got[3])
+
+
+def test_call_returns_before_the_others_come(kv, rank, size):
+    """Asynchrony: the call returns at once; here the others make theirs only once it has."""
+    x = mx.nd.ones(5)
+    if rank == 0:
+        kv.pushpull("x", x)
+    kvstore_hvd.barrier("rank 0 has returned")
+    if rank != 0:
+        kv.pushpull("x", x)
+    assert x.asnumpy().tolist() == [size] * 5
+
+
+def test_dropped_inputs_stay_alive(kv, rank, size):
+    """Asynchrony: inputs stay alive even if the caller drops them."""
+    outs = [mx.nd.zeros(10_000) for _ in range(20)]
+    for i, out in enumerate(outs):
+        kv.pushpull(i, mx.nd.full(10_000, i + rank), out=out)
+        gc.collect()
+    for i, out in enumerate(outs):
+        assert (out.asnumpy() == size * i + size * (size - 1) / 2).all()
+
+
+def test_results_can_be_used_without_waiting(kv, rank, size):
+    """Asynchrony: MXNet's dependencies hold; what reads the result waits for it, what made the input is waited for."""
+    x = mx.nd.ones((300, 300))
+    for _ in range(5):
+        x = mx.nd.dot(x, x) / 300
+        kv.pushpull("x", x)
+        x = x / size
+    np.testing.assert_allclose(x.asnumpy(), np.ones((300, 300)), rtol=1e-5)
+
+
+def test_other_order_and_priorities_on_every_rank(kv, rank, size):
+    """Matching is by name: ranks may submit in other orders and with other priorities."""
+    keys = list(range(40))
+    arrays = {key: mx.nd.array(contribution(rank, (key * 37 + 1,), "float32", key)) for key in keys}
+    for key in np.random.default_rng(rank).permutation(keys).tolist():
+        kv.pushpull(key, arrays[key], priority=(key * (rank + 3)) % 7)
+    for key in keys:
+        assert_same_bits(arrays[key].asnumpy(), expected_sum(size, (key * 37 + 1,), "float32", key))
+
+
+def test_one_key_for_several_arrays_keeps_the_order_of_calls(kv, rank, size):
+    """Several operations under one key, on different arrays that become ready in another order on every rank."""
+    slow = mx.nd.ones((700, 700))
+    for _ in range(8):
+        slow = mx.nd.dot(slow, slow) / 700
+    late = slow[0, 0:3] * 0
+    arrays = [mx.nd.full(3, 10.0**i) for i in range(4)]
+    i = rank % 4  # ready last on this rank
+    arrays[i] = arrays[i] + late
+    for array in arrays:
+        kv.pushpull("loss", array)
+    assert [array.asnumpy().tolist() for array in arrays] == [[size * 10.0**i] * 3 for i in range(4)]
+
+
+def test_stores_do_not_meet(kv, rank, size):
+    """Keys of two stores never collide, whatever the order of their calls."""
+    other = mx.kv.create("horovod")
+    mine, theirs = mx.nd.ones(3), mx.nd.full(5, 2)
+    calls = [lambda: kv.pushpull(0, mine), lambda: other.pushpull(0, theirs)]
+    for call in calls if rank % 2 else reversed(calls):
+        call()
+    assert mine.asnumpy().tolist() == [size] * 3
+    assert theirs.asnumpy().tolist() == [2 * size] * 5
+
+
+def test_weights_in_an_opaque_layout(kv, rank, size):
+    """Values whose memory oneDNN has rearranged in an inference pass are reduced and broadcast by their elements."""
+    net = mx.gluon.nn.HybridSequential()
+    for channels in (64, 64):
+        net.add(mx.gluon.nn.Conv2D(channels, 3, in_channels=64))
+    net.initialize(mx.init.Uniform(0.1))
+    data = mx.np.ones((8, 64, 32, 32)) if mx.__version__ >= "2" else mx.nd.ones((8, 64, 32, 32))
+    net(data).wait_to_read()
+    weights = [p.data() for p in net.collect_params().values()]
+    for weight in weights:
+        weight[:] = array_of(weight, contribution(rank, weight.shape, "float32"))
+    for _ in range(3):
+        net(data).wait_to_read()
+    for i, weight in enumerate(weights):
+        kv.broadcast(i, weight)
+        assert_same_bits(weight.asnumpy(), contribution(0, weight.shape, "float32"))
+    net(data).wait_to_read()
+    for i, weight in enumerate(weights):
+        kv.pushpull(i, weight)
+    for weight in weights:
+        parts = [contribution(0, weight.shape, "float32")] * size
+        assert_same_bits(weight.asnumpy(), ordered_sum(parts))

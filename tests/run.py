@@ -1,0 +1,214 @@
+"""The test suite: unit tests once, parallel tests at several numbers of ranks under every launcher, integration tests.
+
+    python tests/run.py [--quick] [unit] [parallel] [integration] [-- PYTEST-ARGUMENT...]
+
+The last line is the total, ``N passed, N failed``; a parallel test counts once for each launcher and number of ranks,
+and has passed when it passed on all of them. What every rank printed stays in the folder given by ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from support.launchers import Launcher, environment, kvhvdrun, mpirun
+from support.results import Results, read
+
+TESTS = Path(__file__).resolve().parent
+STEPS = ("unit", "parallel", "integration")
+RANKS = {"kvhvdrun": (1, 2, 4), "mpirun": (2, 4)}
+QUICK_RANKS = {"kvhvdrun": (2,), "mpirun": (2,)}
+# An operation that waits this long for another rank fails, so that a test that failed on one rank ends on the others.
+OPERATION_TIMEOUT_S = 60
+LOG_LINES = 60
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run of pytest, by one process (no launcher) or by several ranks."""
+
+    folder: str
+    ranks: int = 1
+    launcher: Launcher | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the step, also that of its folder of logs."""
+        return f"{self.folder}-{self.launcher.name}-{self.ranks}" if self.launcher else self.folder
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+
+
+def steps(options: argparse.Namespace) -> Iterator[Step]:
+    """Yield the steps to run, cheapest first.
+
+    Raises
+    ------
+    SystemExit
+        A launcher was asked for that is not there.
+    """
+    launchers = {"kvhvdrun": kvhvdrun()}
+    mpi = mpirun() if "mpirun" in options.launchers else None
+    if mpi:
+        launchers["mpirun"] = mpi
+    elif "mpirun" in options.launchers:
+        print("mpirun: not beside this interpreter, or there is no mpi4py: its steps are left out")
+    for folder in options.steps or STEPS:
+        if folder != "parallel":
+            yield Step(folder)
+            continue
+        for name in options.launchers:
+            for ranks in options.ranks or (QUICK_RANKS if options.quick else RANKS)[name]:
+                if name in launchers:
+                    yield Step(folder, ranks, launchers[name])
+
+
+def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
+    """Run one step; returns its results and the seconds it took. Never takes longer than the time limit."""
+    folder = options.out / step.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    selection = "not soak and not gpu" + (" and not slow" if options.quick else "")
+    program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "rank_main.py"), str(folder)]
+    program += [str(TESTS / step.folder), "-v", "-m", selection, *options.pytest]
+    command = step.launcher.command(step.ranks, program) if step.launcher else program
+    variables = {"KVHVD_TIMEOUT": str(OPERATION_TIMEOUT_S), "PYTHONUNBUFFERED": "1"} if step.launcher else {}
+    start = time.monotonic()
+    with (folder / "launcher.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,  # not the root of the sources: the installed package is tested
+            env={**variables, **environment(step.launcher)},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=options.timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(process)
+    results = read(folder, step.ranks, may_be_empty=bool(options.pytest))
+    if code is None:
+        results.problems.insert(0, f"ended after its time limit of {options.timeout:g} s")
+    elif code != 0 and not results.problems and not results.failed_tests:
+        results.problems.append(f"{command[0]} ended with code {code} although every test passed")
+    return results, time.monotonic() - start
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End ``process`` and all its descendants: politely first, since a launcher then cleans up after itself."""
+    if process.poll() is not None:
+        return
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    os.killpg(process.pid, signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for member in alive:
+        member.kill()
+    process.wait(timeout=30)
+
+
+def report(step: Step, results: Results, folder: Path) -> None:
+    """Print what failed in a step: the tests, and the last lines of the ranks that failed them."""
+    for problem in results.problems:
+        print(f"  {step.name}: {problem}")
+    for test in results.failed_tests:
+        print(f"  FAILED {step.name}: {test}")
+    logs = [folder / f"rank{rank}.log" for rank in results.failed_ranks]
+    for log in [*logs, *([folder / "launcher.log"] if results.problems else [])]:
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        print(f"  ---- last lines of {log}")
+        print("\n".join(f"  | {line}" for line in lines[-LOG_LINES:]))
+
+
+def header(options: argparse.Namespace) -> None:
+    """Print which package is tested, with what.
+
+    Raises
+    ------
+    SystemExit
+        The package is not installed.
+    """
+    spec = importlib.util.find_spec("kvstore_hvd")
+    if spec is None:
+        raise SystemExit("kvstore_hvd is not installed for this interpreter; `make test` does that")
+    mpi = mpirun()
+    print(f"Python {sys.version.split()[0]}, kvstore_hvd from {spec.origin}, MPI: {mpi.version if mpi else 'none'}")
+    print(f"logs: {options.out}", flush=True)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _launchers(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(RANKS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(RANKS)}")
+    return names
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line; what follows ``--`` goes to pytest."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    launchers = f"launchers of the parallel tests (default: {','.join(RANKS)})"
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"any of {', '.join(STEPS)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="parallel tests at 2 ranks only, no slow tests")
+    parser.add_argument("--ranks", type=_numbers, metavar="N,N", help="numbers of ranks (default: 1,2,4; mpirun 2,4)")
+    parser.add_argument("--launchers", type=_launchers, metavar="NAME,NAME", default=tuple(RANKS), help=launchers)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for each step (default: 900)")
+    parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:cut])
+    unknown = [step for step in options.steps if step not in STEPS]
+    if unknown:
+        parser.error(f"no such step: {', '.join(unknown)} (choose from {', '.join(STEPS)})")
+    options.pytest = arguments[cut + 1 :]
+    options.out = options.out.resolve()
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Run the steps, print the table and the totals; returns the exit code: 0 when everything passed."""
+    options = parse(arguments)
+    header(options)
+    rows = []
+    for step in steps(options):
+        print(f"{step.name} ...", flush=True)
+        results, seconds = run(step, options)
+        report(step, results, options.out / step.name)
+        passed, failed, skipped = (results.count(outcome) for outcome in ("passed", "failed", "skipped"))
+        rows.append(Row(step.name, passed, failed, skipped, seconds))
+    width = max([len("step"), *(len(row.name) for row in rows)])
+    print(f"\n{'step':<{width}}  passed  failed  skipped  seconds")
+    for row in rows:
+        print(f"{row.name:<{width}}  {row.passed:6}  {row.failed:6}  {row.skipped:7}  {row.seconds:7.1f}")
+    passed, failed, skipped = (sum(column) for column in zip(*(row[1:4] for row in rows)))
+    print(f"\n{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

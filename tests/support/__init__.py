@@ -1,0 +1,1 @@
+"""Helpers of the tests: starting ranks, and recording what each of them did."""

@@ -1,0 +1,53 @@
+"""Values for parallel tests: every rank knows what every other rank contributes, so results can be computed locally."""
+
+from __future__ import annotations
+
+import zlib
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+import kvstore_hvd
+
+DTYPES = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
+
+Array = Any  # numpy.ndarray of any dtype
+
+
+def contribution(rank: int, shape: tuple[int, ...], dtype: str, seed: object = 0) -> Array:
+    """Return what a rank contributes: another value for each rank and element; negative ones and fractions too."""
+    generator = np.random.default_rng([zlib.crc32(repr((seed, shape, dtype)).encode()), rank])
+    if dtype.startswith("float"):
+        return generator.standard_normal(shape).astype(dtype)
+    info = np.iinfo(dtype)
+    # Sums wrap around for the small integers: two's complement, as in NumPy.
+    return generator.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
+
+
+def ordered_sum(parts: list[Array]) -> Array:
+    """Return the sum in the order given, as the engine promises it: halves are summed in float32 and rounded once."""
+    dtype = parts[0].dtype
+    if dtype == np.float16:
+        return reduce(np.add, [part.astype(np.float32) for part in parts]).astype(dtype)
+    return reduce(lambda a, b: (a + b).astype(dtype), parts)
+
+
+def expected_sum(size: int, shape: tuple[int, ...], dtype: str, seed: object = 0) -> Array:
+    """Return the sum of all ranks' contributions, in rank order."""
+    return ordered_sum([contribution(rank, shape, dtype, seed) for rank in range(size)])
+
+
+def assert_same_bits(actual: Array, expected: Array) -> None:
+    """Fail unless both have the same shape, dtype and bits."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes(), f"{actual.ravel()[:8]} instead of {expected.ravel()[:8]}"
+
+
+def assert_equal_on_all_ranks(array: Array, name: str) -> None:
+    """Fail unless every rank has the bits of rank 0. Collective: every rank calls it with the same name."""
+    mine = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+    of_rank_0 = kvstore_hvd.broadcast(mine, 0, f"equal/{name}")
+    differing = np.flatnonzero(mine != of_rank_0)
+    assert differing.size == 0, f"{differing.size} of {mine.size} bytes differ from rank 0's"

@@ -1,0 +1,82 @@
+"""Command lines that start several ranks on this host: kvhvdrun, and the mpirun that belongs to this interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results.
+_MPI_ENVIRONMENT = {
+    "Open MPI": {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_btl": "^ofi",
+        "OMPI_MCA_mtl": "^ofi",
+    },
+    "MPICH": {},
+}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One way to start ranks.
+
+    ``prefix`` is the command without the number of ranks and the program, ``version`` what it says about itself, and
+    ``environment`` what it needs in addition to the variables of the caller.
+    """
+
+    name: str
+    prefix: tuple[str, ...]
+    version: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        """Return the command line that runs ``program`` as ``ranks`` ranks."""
+        return [*self.prefix, "-np", str(ranks), *program]
+
+
+def kvhvdrun() -> Launcher:
+    """Return the launcher of this package, run by this interpreter (also when the package is not installed)."""
+    script = Path(sys.executable).with_name("kvhvdrun")
+    start = "import sys; from kvstore_hvd.launch import main; sys.exit(main())"
+    return Launcher("kvhvdrun", (str(script),) if script.exists() else (sys.executable, "-c", start), "kvhvdrun")
+
+
+def mpirun() -> Launcher | None:
+    """Return the mpirun installed beside this interpreter; None when it has no mpirun or no mpi4py.
+
+    Another mpirun on the path is of no use: it would start ranks of an MPI that mpi4py does not load.
+
+    Raises
+    ------
+    RuntimeError
+        The mpirun is of no MPI known here.
+    """
+    path = Path(sys.executable).with_name("mpirun")
+    if not path.exists() or importlib.util.find_spec("mpi4py") is None:
+        return None
+    answer = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    if "Open MPI" in answer:
+        vendor, version = "Open MPI", next(line for line in lines if "Open MPI" in line)
+    elif "HYDRA" in answer.upper():
+        numbers = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Version:")]
+        vendor, version = "MPICH", " ".join(["MPICH", *numbers])
+    else:
+        raise RuntimeError(f"{path} is of an unknown MPI: {answer[:200]!r}")
+    return Launcher("mpirun", (str(path),), version, _MPI_ENVIRONMENT[vendor])
+
+
+def environment(launcher: Launcher | None = None) -> dict[str, str]:
+    """Return the variables for a child: this process's, less those of any launcher it was itself started by."""
+    foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_")
+    own = ("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL_", "KVHVD_JOB", "KVHVD_SECRET", "KVHVD_EPOCH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith((*foreign, *own))}
+    return {**kept, **(launcher.environment if launcher else {})}

@@ -1,0 +1,157 @@
+"""The configuration: what it reads, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore_hvd import log
+from kvstore_hvd.config import Config, MPILaunch
+from kvstore_hvd.errors import ConfigError
+
+# The package's attribute of this name may be the function.
+module = importlib.import_module("kvstore_hvd.config")
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(module.environment()):
+            if name.startswith("HOROVOD_"):
+                patch.delenv(name)
+        module.reload()
+
+
+def test_defaults() -> None:
+    cfg = Config.from_environ({})
+    assert (cfg.timeout_s, cfg.start_timeout_s, cfg.exit_timeout_s) == (600.0, 30.0, 30.0)
+    assert (cfg.log_level, cfg.simd, cfg.numpy_shim, cfg.allow_local_trainer) == ("warning", "auto", True, False)
+    assert (cfg.rank, cfg.size, cfg.job, cfg.secret, cfg.epoch) == (None, None, "", b"", 0)
+    assert cfg.mpi_launch is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("KVHVD_TIMEOUT", "2.5", "timeout_s", 2.5),
+        ("KVHVD_START_TIMEOUT", " 7 ", "start_timeout_s", 7.0),
+        ("KVHVD_LOG_LEVEL", "TRACE", "log_level", "debug"),
+        ("HOROVOD_LOG_LEVEL", "fatal", "log_level", "critical"),
+        ("KVHVD_SIMD", "AVX2", "simd", "avx2"),
+        ("KVHVD_NUMPY_SHIM", "off", "numpy_shim", False),
+        ("KVHVD_ALLOW_LOCAL_TRAINER", "1", "allow_local_trainer", True),
+        ("KVHVD_RANK", "3", "rank", 3),
+        ("KVHVD_SECRET", "ab" * 16, "secret", b"\xab" * 16),
+        ("KVHVD_TIMEOUT", "", "timeout_s", 600.0),
+    ],
+)
+def test_a_variable_sets_its_field(variable: str, text: str, field: str, value: object) -> None:
+    assert getattr(Config.from_environ({variable: text}), field) == value
+
+
+def test_our_name_comes_before_horovods() -> None:
+    assert Config.from_environ({"KVHVD_LOG_LEVEL": "info", "HOROVOD_LOG_LEVEL": "error"}).log_level == "info"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("KVHVD_TIMEOUT", "0"),
+        ("KVHVD_TIMEOUT", "-1"),
+        ("KVHVD_TIMEOUT", "nan"),
+        ("KVHVD_TIMEOUT", "inf"),
+        ("KVHVD_TIMEOUT", "ten"),
+        ("KVHVD_SIMD", "sse"),
+        ("KVHVD_NUMPY_SHIM", "maybe"),
+        ("KVHVD_LOG_LEVEL", "loud"),
+        ("KVHVD_RANK", "-1"),
+        ("KVHVD_RANK", "1.5"),
+    ],
+)
+def test_a_value_that_is_not_allowed_raises(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}: '{text}' is not "):
+        Config.from_environ({variable: text})
+
+
+def test_a_misspelt_name_raises_and_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"KVHVD_TIMOUT does not exist; did you mean KVHVD_TIMEOUT\?"):
+        Config.from_environ({"KVHVD_TIMOUT": "3"})
+
+
+def test_all_faults_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_environ({"KVHVD_XYZZY": "", "KVHVD_TIMEOUT": "x"})
+    assert "KVHVD_XYZZY" in str(caught.value)
+    assert "KVHVD_TIMEOUT" in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", module.RESERVED_PREFIXES)
+def test_names_of_the_build_and_the_tests_are_left_alone(prefix: str) -> None:
+    assert Config.from_environ({f"{prefix}ANYTHING": "x"}) == Config.from_environ({})
+
+
+def test_the_secret_is_never_shown() -> None:
+    secret = "0123456789abcdef" * 2
+    assert secret not in repr(Config.from_environ({"KVHVD_SECRET": secret}))
+    with pytest.raises(ConfigError) as caught:
+        Config.from_environ({"KVHVD_SECRET": "topsecret"})
+    assert "topsecret" not in str(caught.value)
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config.from_environ({}).timeout_s = 1.0  # type: ignore[misc]
+
+
+def test_describe_names_every_variable() -> None:
+    text = Config.describe()
+    assert all(name in text for name in module.known_variables())
+
+
+def test_horovods_other_variables_warn_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    with caplog.at_level(logging.WARNING, "kvstore_hvd"):
+        module.reload()
+        module.reload()
+    assert [r.getMessage() for r in caplog.records] == [
+        "these variables of Horovod have no effect here: HOROVOD_AUTOTUNE"
+    ]
+
+
+def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = module.config()
+    monkeypatch.setenv("KVHVD_TIMEOUT", "12")
+    assert module.config() is first
+    assert module.reload().timeout_s == 12.0
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"},
+            MPILaunch("Slurm", 2, 4, "SLURM_STEP_NUM_TASKS"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_VERSION": "5.0.1", "PMIX_RANK": "1"},
+            MPILaunch("Open MPI", 1, 2, "OMPI_COMM_WORLD_SIZE", "5.0.1"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_MCA_orte_hnp_uri": "x"},
+            MPILaunch("Open MPI", 1, 2, "OMPI_COMM_WORLD_SIZE", "4 or older"),
+        ),
+        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, MPILaunch("MPICH", 0, 3, "PMI_SIZE")),
+        ({"PMIX_RANK": "0"}, MPILaunch("PMIx", 0, None, "PMIX_RANK")),
+    ],
+)
+def test_mpi_launchers_are_recognised(environ: dict[str, str], expected: MPILaunch | None) -> None:
+    assert Config.from_environ(environ).mpi_launch == expected

@@ -1,0 +1,113 @@
+"""The exceptions: their families, and the form of their texts."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+
+import pytest
+
+from kvstore_hvd import errors
+from kvstore_hvd.config import known_variables
+
+LOST = [errors.PeerLostError, errors.TimeoutError, errors.TransportError]
+USER = [
+    errors.MismatchError,
+    errors.InputFailedError,
+    errors.InvalidRequestError,
+    errors.LaunchError,
+    errors.UnsupportedDtypeError,
+    errors.ShutdownError,
+    errors.ConfigError,
+    errors.UnsynchronisedTrainerError,
+]
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_lost_worlds_are_recoverable(kind: type[Exception]) -> None:
+    assert issubclass(kind, errors.HorovodInternalError)
+
+
+@pytest.mark.parametrize("kind", USER)
+def test_user_errors_are_not_recoverable(kind: type[Exception]) -> None:
+    assert not issubclass(kind, errors.HorovodInternalError)
+
+
+@pytest.mark.parametrize("kind", [*LOST, *USER, errors.HorovodInternalError])
+def test_every_error_is_a_runtime_error_and_keeps_its_text(kind: type[Exception]) -> None:
+    assert issubclass(kind, errors.KVHvdError)
+    assert issubclass(kind, RuntimeError)
+    assert str(kind("a text\n  Fix: none")) == "a text\n  Fix: none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.TimeoutError, builtins.TimeoutError),
+        (errors.InvalidRequestError, ValueError),
+        (errors.ConfigError, ValueError),
+        (errors.UnsupportedDtypeError, TypeError),
+    ],
+)
+def test_errors_are_caught_as_the_builtin_that_fits(kind: type[Exception], builtin: type[Exception]) -> None:
+    with pytest.raises(builtin, match="text"):
+        raise kind("text")
+
+
+def test_all_exceptions_are_exported() -> None:
+    defined = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.KVHvdError)}
+    assert defined <= set(errors.__all__)
+
+
+def test_message_has_rank_subject_fact_details_and_fix() -> None:
+    text = errors.message(
+        "ranks disagree on shape.",
+        rank=0,
+        size=4,
+        operation="allreduce",
+        name="dense0_weight",
+        key=3,
+        details=["(256, 784): ranks 0-2", "(128, 784): rank 3"],
+        fix="build the same network on every rank.",
+    )
+    assert text == (
+        "[rank 0/4] allreduce 'dense0_weight' (key 3): ranks disagree on shape.\n"
+        "  (256, 784): ranks 0-2\n"
+        "  (128, 784): rank 3\n"
+        "  Fix: build the same network on every rank."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "fact."),
+        ({"rank": 1, "size": 2, "host": "node1"}, "[rank 1/2 node1] fact."),
+        ({"rank": 1}, "[rank 1/?] fact."),
+        ({"operation": "pushpull", "key": 0}, "pushpull (key 0): fact."),
+        ({"name": "w"}, "'w': fact."),
+    ],
+)
+def test_message_leaves_out_what_is_not_known(arguments: dict[str, object], text: str) -> None:
+    assert errors.message("fact.", **arguments) == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "no rank"),
+        ([3], "rank 3"),
+        ([2, 1, 0], "ranks 0-2"),
+        ([0, 2], "ranks 0, 2"),
+        ([7, 0, 1, 2, 5, 5], "ranks 0-2, 5, 7"),
+    ],
+)
+def test_rank_list(ranks: list[int], text: str) -> None:
+    assert errors.rank_list(ranks) == text
+
+
+def test_the_documentation_names_every_error_and_setting() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()
+    kinds = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+    assert [name for name in (*kinds, *known_variables()) if f"`{name}`" not in text] == ["KVHvdError"]
+    assert "`kvstore_hvd.KVHvdError`" in text
