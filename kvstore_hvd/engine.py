@@ -7,10 +7,12 @@ One `Engine` holds the current world. MXNet creates stores without arguments, so
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -215,38 +217,49 @@ class Engine:
             if failure is not None:
                 raise failure
 
-    def check_unread(self) -> None:
-        """Raise, once, the error of an earlier operation that nobody has seen yet.
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Surround the submission of operations: a lost world is raised before it, and an error that an earlier
+        operation has left unread after it, once.
 
-        To be called after a new operation was submitted, not before: when the error arrives is chance, and what a
-        worker submits must not depend on it, or the others would wait for operations that it left out.
+        After it, because when such an error arrives is chance, and what a worker submits must not depend on that: the
+        others would wait for what it left out.
 
         Raises
         ------
+        HorovodInternalError, ShutdownError
+            As `check_world`.
         KVHvdError
             What the earlier operation failed with.
         """
+        self.check_world()
+        unread = self._take_unread()
+        try:
+            yield
+        except BaseException:
+            self._deferred = unread
+            raise
+        if unread is not None:
+            raise unread
+
+    def check(self) -> None:
+        """Raise as `submitting`."""
+        with self.submitting():
+            pass
+
+    def _take_unread(self) -> Exception | None:
         unread = None if self._adapter is None else self._adapter.take_unread_error()
         deferred, self._deferred = self._deferred, None
         # Both tell of the same operation; the first is the one with our own class.
-        if unread is not None:
-            raise unread
-        if deferred is not None:
-            raise deferred
-
-    def check(self) -> None:
-        """Raise as `check_world` and `check_unread`."""
-        self.check_world()
-        self.check_unread()
+        return unread if unread is not None else deferred
 
     def barrier(self, name: str) -> None:
         """Wait until every worker has called it with this name. Raises as `check`."""
-        self.check_world()
-        if not self.is_alone:
-            token = np.zeros(1, np.int32)
-            place = [token.ctypes.data]
-            self.communicator().run(Request("allreduce", f"barrier/{name}", "barrier", place, place, [1], "int32"))
-        self.check_unread()
+        with self.submitting():
+            if not self.is_alone:
+                token = np.zeros(1, np.int32)
+                place = [token.ctypes.data]
+                self.communicator().run(Request("allreduce", f"barrier/{name}", "barrier", place, place, [1], "int32"))
 
     # -- Fork and exit ----------------------------------------------------------------------------------------------
 

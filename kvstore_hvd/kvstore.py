@@ -56,9 +56,9 @@ class StoreMethods:
     all workers.
 
     Operations are asynchronous: an error that involves other workers is raised where the result is read, or by the next
-    call of any store (which has then submitted its own operation nevertheless). Operations of one key are carried out in
-    the order of the calls, which must be the same on all workers; between keys, order does not matter. Once the world of workers is lost, every call raises the same `HorovodInternalError` until
-    `reset`.
+    call of any store, which has then submitted its own operation nevertheless. Operations of one key are carried out in
+    the order of the calls, which must be the same on all workers; between keys, order does not matter. Once the world
+    of workers is lost, every call raises the same `HorovodInternalError` until `reset`.
     """
 
     def __init__(self) -> None:
@@ -135,8 +135,8 @@ class StoreMethods:
         HorovodInternalError
             The world is lost.
         """
-        self._broadcast("broadcast", key, value, out, priority)
-        self._engine.check_unread()
+        with self._engine.submitting():
+            self._broadcast("broadcast", key, value, out, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum values over all devices and workers, and write the sum to every out. Asynchronous.
@@ -160,9 +160,9 @@ class StoreMethods:
         HorovodInternalError
             The world is lost.
         """
-        call, groups = self._begin("pushpull", key, value, out)
-        self._reduce(call, groups, priority)
-        self._engine.check_unread()
+        with self._engine.submitting():
+            call, groups = self._check("pushpull", key, value, out)
+            self._reduce(call, groups, priority)
 
     def barrier(self) -> None:
         """Wait until every worker has called it. Does not wait for pending operations on arrays.
@@ -180,23 +180,23 @@ class StoreMethods:
 
     def init(self, key: Any, value: Any) -> None:
         """Broadcast rank 0's value in place, and keep it for `pull`. Raises as `broadcast`."""
-        self._broadcast("init", key, value, None, 0)
-        for group in group_arguments(self._call("init"), key, value):
-            self._store(group)
-        self._engine.check_unread()
+        with self._engine.submitting():
+            for group in self._broadcast("init", key, value, None, 0):
+                stored = self._stored[str(group.key)] = buffer_like(group.values[0])
+                copy(group.values[0], stored)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Start to sum values over all devices and workers; `pull` hands out the sum of the last push.
 
         Parameters and exceptions as `pushpull`.
         """
-        call, groups = self._begin("push", key, value)
-        for group in groups:
-            group.outs = [buffer_like(group.values[0])]
-        self._reduce(call, groups, priority)
-        for group in groups:
-            self._stored[str(group.key)] = group.outs[0]
-        self._engine.check_unread()
+        with self._engine.submitting():
+            call, groups = self._check("push", key, value)
+            for group in groups:
+                group.outs = [buffer_like(group.values[0])]
+            self._reduce(call, groups, priority)
+            for group in groups:
+                self._stored[str(group.key)] = group.outs[0]
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write what was last pushed (or initialised) under a key to every out.
@@ -218,19 +218,18 @@ class StoreMethods:
             As `pushpull`.
         """
         call = self._call("pull")
-        self._engine.check_world()
-        groups = group_arguments(call, key, out, role="out")
-        for group in groups:
-            stored = self._stored.get(str(group.key))
-            if stored is None:
-                fact, fix = "nothing was pushed under this key.", "call push() or init() first."
-                raise InvalidRequestError(call.message(group.key, fact, fix))
-            group.values, group.outs = [stored], group.values
-            check_group(call, group)
-        for group in groups:
-            for array in unique(group.outs):
-                copy(group.values[0], array)
-        self._engine.check_unread()
+        with self._engine.submitting():
+            groups = group_arguments(call, key, out, role="out")
+            for group in groups:
+                stored = self._stored.get(str(group.key))
+                if stored is None:
+                    fact, fix = "nothing was pushed under this key.", "call push() or init() first."
+                    raise InvalidRequestError(call.message(group.key, fact, fix))
+                group.values, group.outs = [stored], group.values
+                check_group(call, group)
+            for group in groups:
+                for array in unique(group.outs):
+                    copy(group.values[0], array)
 
     # -- What a store without servers does not do -------------------------------------------------------------------
 
@@ -327,17 +326,16 @@ class StoreMethods:
         topology = self._engine.topology
         return Call(operation, topology.rank, topology.size, self._names, mxnet_compat.is_ndarray)
 
-    def _begin(self, operation: str, key: Any, value: Any, out: Any = None) -> tuple[Call, list[Group]]:
+    def _check(self, operation: str, key: Any, value: Any, out: Any = None) -> tuple[Call, list[Group]]:
         """Check everything that this worker can see, before anything is submitted."""
         call = self._call(operation)
-        self._engine.check_world()
         groups = group_arguments(call, key, value, out)
         for group in groups:
             check_group(call, group)
         return call, groups
 
-    def _broadcast(self, operation: str, key: Any, value: Any, out: Any, priority: int) -> None:
-        call, groups = self._begin(operation, key, value, out)
+    def _broadcast(self, operation: str, key: Any, value: Any, out: Any, priority: int) -> list[Group]:
+        call, groups = self._check(operation, key, value, out)
         for group in groups:
             if len(group.values) > 1:
                 fact = f"there are {len(group.values)} values for one key."
@@ -366,6 +364,7 @@ class StoreMethods:
             copies += [(wire, array) for array in outs if array is not wire and not (is_root and array is value)]
         for source, destination in copies:
             copy(source, destination)
+        return groups
 
     def _reduce(self, call: Call, groups: Sequence[Group], priority: int) -> None:
         placement = Placement(self._engine, groups)
@@ -436,11 +435,6 @@ class StoreMethods:
         if order is None:
             order = self._orders[str(key)] = new_order()
         return mxnet_compat.handle_of(order)
-
-    def _store(self, group: Group) -> None:
-        stored = buffer_like(group.values[0])
-        copy(group.values[0], stored)
-        self._stored[str(group.key)] = stored
 
     def _count(self, operation: str, key: Key, array: Any, dtype: str) -> None:
         counts = self._counts.setdefault(str(key), _Counts())

@@ -209,3 +209,7 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     raise _StartError(
         message(f"command '{program}' was not found.", fix=fix or "check its name and PATH."), _EXIT_NOT_FOUND
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

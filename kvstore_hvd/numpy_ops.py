@@ -114,23 +114,21 @@ def _run(
     if world.is_alone:
         _alone(array, prescale, postscale, out)
         return
-    world.check_world()
-    world.communicator().run(
-        Request(
-            collective,
-            f"np/{name}",
-            f"'{name}'",
-            [array.ctypes.data],
-            [out.ctypes.data],
-            array.shape,
-            array.dtype.name,
-            op,
-            prescale,
-            postscale,
-            root,
-        )
+    request = Request(
+        collective,
+        f"np/{name}",
+        f"'{name}'",
+        [array.ctypes.data],
+        [out.ctypes.data],
+        array.shape,
+        array.dtype.name,
+        op,
+        prescale,
+        postscale,
+        root,
     )
-    world.check_unread()
+    with world.submitting():
+        world.communicator().run(request)
 
 
 def _alone(array: Array, prescale: float, postscale: float, out: Array) -> None:

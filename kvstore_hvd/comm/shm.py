@@ -49,7 +49,7 @@ class ShmCommunicator(Communicator):
             topology.rank,
             config().timeout_s,
             True,
-            topology.host if topology.host_count > 1 else "",
+            topology.host,
         )
 
     def submit(self, request: Request) -> native.Work:

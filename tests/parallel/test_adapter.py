@@ -156,7 +156,7 @@ def test_arrays_that_occur_twice_or_are_views_of_each_other(pair: World, inputs:
 def test_arrays_of_several_devices(pair: World) -> None:
     arrays = [mx.nd.ones((5,), ctx=mx.cpu(i)) * (i + 1) for i in range(3)]
     pair.pushpull("w", arrays, arrays)
-    pair.submit("w", theirs := np.full(5, 10, "float32"))
+    pair.other.wait(pair.submit("w", theirs := np.full(5, 10, "float32")))
     assert [array.asnumpy().tolist() for array in arrays] == [[16.0] * 5] * 3
     assert theirs.tolist() == [16.0] * 5
 
@@ -235,11 +235,13 @@ def test_gradients_of_a_training_step(pair: World) -> None:
     theirs = [np.zeros_like(array) for array in expected]
     for i, gradient in enumerate(gradients):
         pair.pushpull(str(i), [gradient], [gradient], priority=-i)
-    for i in reversed(range(len(theirs))):
-        pair.submit(str(i), theirs[i])
+    works = [pair.submit(str(i), theirs[i]) for i in reversed(range(len(theirs)))]
     for i, gradient in enumerate(gradients):
         np.testing.assert_array_equal(gradient.asnumpy(), expected[i])
-        np.testing.assert_array_equal(theirs[i], expected[i])
+    for work in works:
+        pair.other.wait(work)
+    for array, right in zip(theirs, expected):
+        np.testing.assert_array_equal(array, right)
 
 
 def test_is_plain_and_chunk_id() -> None:
@@ -273,7 +275,7 @@ def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair: 
     np.testing.assert_array_equal(array.asnumpy(), ramp((4,)))
     assert pair.adapter.take_unread_error() is None
     pair.pushpull("w", [array], [array])
-    pair.submit("w", theirs := ramp((4,)))
+    pair.other.wait(pair.submit("w", theirs := ramp((4,))))
     np.testing.assert_array_equal(array.asnumpy(), 2 * ramp((4,)))
     np.testing.assert_array_equal(theirs, 2 * ramp((4,)))
 
@@ -445,8 +447,9 @@ def test_naive_engine() -> None:
         """
         world = World(naive=True)
         array = mx.nd.ones((4,))
-        world.submit("w", theirs := ramp((4,)))
+        work = world.submit("w", theirs := ramp((4,)))
         world.pushpull("w", [array], [array])
+        world.other.wait(work)
         print(array.asnumpy().tolist(), theirs.tolist())
         world.submit("w", ramp((5,)))
         try:

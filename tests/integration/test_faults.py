@@ -1,0 +1,164 @@
+"""Ranks that die, stop, leave or fail while others wait for them: real processes, real signals, real MXNet."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.launchers import environment, kvhvdrun
+
+WORKER = Path(__file__).resolve().parents[1] / "support" / "fault_worker.py"
+# Of the run as a whole: start-up of the workers included, far above what any of them takes.
+LIMIT_S = 90
+
+
+class Run:
+    """A job under kvhvdrun, with what it printed so far."""
+
+    def __init__(self, fault: str, ranks: int, folder: Path, **variables: str) -> None:
+        self.output = folder / "output"
+        command = kvhvdrun().command(ranks, [sys.executable, str(WORKER), fault])
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**environment(), **variables},
+            )
+
+    def text(self) -> str:
+        """What was printed so far."""
+        return self.output.read_text(errors="replace")
+
+    def until(self, condition: Callable[[str], object]) -> str:
+        """Wait until the output satisfies `condition`; fails at the limit."""
+        end = time.monotonic() + LIMIT_S
+        while not condition(self.text()):
+            assert time.monotonic() < end, f"time limit; output:\n{self.text()}"
+            assert self.process.poll() is None or condition(self.text()), f"the job ended; output:\n{self.text()}"
+            time.sleep(0.02)  # between two looks at a file; no event tells of its growth
+        return self.text()
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; returns the exit code and the whole output."""
+        try:
+            code = self.process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the job hangs; output:\n{self.text()}")
+        return code, self.text()
+
+
+@pytest.fixture
+def start(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Start jobs, and check that each leaves nothing behind."""
+    runs: list[Run] = []
+    shared_before = set(os.listdir("/dev/shm"))
+    sockets_before = Path("/proc/net/unix").read_text().count("kvhvd")
+
+    def start_one(fault: str, ranks: int, **variables: str) -> Run:
+        runs.append(Run(fault, ranks, tmp_path, **variables))
+        return runs[-1]
+
+    yield start_one
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            run.process.wait(timeout=30)
+    left = [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cmdline"])
+        if str(WORKER) in (process.info["cmdline"] or [])
+    ]
+    assert not left, f"processes are left: {left}"
+    assert set(os.listdir("/dev/shm")) == shared_before
+    assert Path("/proc/net/unix").read_text().count("kvhvd") == sockets_before
+
+
+def survivors(output: str, ranks: int) -> list[str]:
+    """The errors that the ranks other than the faulty one report, each of them exactly once."""
+    errors = []
+    for rank in (rank for rank in range(ranks) if rank != 1):
+        own = [line.split("] ", 1)[1] for line in output.splitlines() if line.startswith(f"[{rank}] ")]
+        caught = [line for line in own if line.startswith("caught: ")]
+        assert len(caught) == 1, f"rank {rank} caught {caught}:\n{output}"
+        assert own.count("again: PeerLostError") + own.count("again: TimeoutError") == 2, output
+        errors.append(caught[0])
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("fault", "how", "code"),
+    [
+        ("sigkill", r"died \(SIGKILL\)", 128 + signal.SIGKILL),
+        ("abort", r"died \(SIGABRT\)", 128 + signal.SIGABRT),
+        ("os_exit", "exited with code 3", 3),
+        ("exit_code", "left before it submitted", 5),
+        ("raise", "ended early: ValueError: the data set is empty", 1),
+    ],
+)
+def test_a_rank_that_ends_is_named_by_all_others(  # type: ignore[no-untyped-def]
+    start, fault: str, how: str, code: int, ranks: int
+) -> None:
+    """The others raise within a second, name rank, host and cause, and the job ends with the culprit's exit code."""
+    ended, output = start(fault, ranks).end()
+    for error in survivors(output, ranks):
+        assert re.search(rf"PeerLostError: \[rank [023]/{ranks}\] .*rank 1 \(.*pid \d+\) {how}", error), output
+    assert "Fix: " in output
+    assert ended == code, output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_leaves_in_good_order_is_named_by_those_who_need_it(start, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    """A rank whose script ends early, with success, leaves the others with an error and not waiting."""
+    ended, output = start("return", ranks).end()
+    for error in survivors(output, ranks):
+        assert re.search(r"PeerLostError: .*rank 1 \(.*\) left before it submitted allreduce 'dense0_", error), output
+    assert ended == 7, output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("fault", ["sigstop", "hang"])
+def test_a_rank_that_stands_still_is_named_at_the_deadline(start, fault: str, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    """A stopped or sleeping rank costs the others no more than the deadline."""
+    run = start(fault, ranks, KVHVD_TIMEOUT="2")
+    ended, output = run.end()
+    for error in survivors(output, ranks):
+        fact = r"TimeoutError: .*waited 2 s in allreduce .*for rank 1, which did not submit it"
+        assert re.search(fact, error), output
+    assert re.search(r"rank 1 \(.*pid \d+\)", output)
+    assert ended == 7, output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all_ranks(start, number: int, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    """Ctrl-C (and the batch system's SIGTERM) reach all ranks, also one that does not react."""
+    run = start("hang", ranks)
+    run.until(lambda text: text.count("trained") == ranks and "hanging" in text)
+    run.process.send_signal(number)
+    ended, output = run.end()
+    assert ended == 128 + number, output
+
+
+def test_killing_the_launcher_ends_all_ranks(start) -> None:  # type: ignore[no-untyped-def]
+    """The launcher's death takes the workers with it."""
+    run = start("hang", 2)
+    run.until(lambda text: "hanging" in text)
+    workers = psutil.Process(run.process.pid).children(recursive=True)
+    assert workers
+    run.process.kill()
+    run.process.wait(timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=15)
+    assert not alive

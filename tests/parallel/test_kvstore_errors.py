@@ -1,0 +1,220 @@
+"""Wrong calls and disagreeing ranks: who raises what, with which text, and that the store works on afterwards."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd import engine
+from kvstore_hvd.errors import (
+    InputFailedError,
+    InvalidRequestError,
+    MismatchError,
+    TransportError,
+    UnsupportedDtypeError,
+)
+
+mx = pytest.importorskip("mxnet")
+
+
+@pytest.fixture
+def kv(world, size):
+    """Return a store, and check afterwards that it still works."""
+    store = mx.kv.create("horovod")
+    yield store
+    x = mx.nd.ones(4)
+    store.pushpull("afterwards", x)
+    assert x.asnumpy().tolist() == [size] * 4
+
+
+def several(size):
+    if size == 1:
+        pytest.skip("one rank cannot disagree")
+
+
+def last(rank, size):
+    return rank == size - 1
+
+
+def others(size):
+    return "rank 0" if size == 2 else f"ranks 0-{size - 2}"
+
+
+def test_shapes_differ(kv, rank, size):
+    """Shape disagrees: MismatchError on every rank with who has what, nothing changed."""
+    several(size)
+    kv._set_key_labels({3: "dense0_weight"})
+    shape = (128, 784) if last(rank, size) else (256, 784)
+    x = mx.nd.full(shape, rank + 1)
+    kv.pushpull(3, x)
+    with pytest.raises(MismatchError) as caught:
+        x.wait_to_read()
+    assert str(caught.value) == (
+        f"[rank {rank}/{size}] allreduce 'dense0_weight' (key 3): ranks disagree on shape.\n"
+        f"  (256, 784): {others(size)}    (128, 784): rank {size - 1}\n"
+        "  Nothing was reduced. Fix: build the same network on every rank."
+    )
+    assert (x.asnumpy() == rank + 1).all()
+
+
+def test_dtypes_differ(kv, rank, size):
+    """Dtype disagrees."""
+    several(size)
+    x = mx.nd.full(5, rank, dtype="float64" if last(rank, size) else "float32")
+    kv.pushpull("w", x)
+    with pytest.raises(MismatchError, match="'w': ranks disagree on dtype") as caught:
+        x.asnumpy()
+    assert f"float32: {others(size)}" in str(caught.value)
+    assert f"float64: rank {size - 1}" in str(caught.value)
+    assert x.asnumpy().tolist() == [rank] * 5
+
+
+def test_operations_differ(kv, rank, size):
+    """Operation disagrees: one broadcasts, the others reduce."""
+    several(size)
+    x = mx.nd.full(5, rank)
+    (kv.broadcast if last(rank, size) else kv.pushpull)("w", x)
+    with pytest.raises(MismatchError, match="ranks disagree on") as caught:
+        x.asnumpy()
+    assert "broadcast" in str(caught.value)
+    assert x.asnumpy().tolist() == [rank] * 5
+
+
+def test_empty_array_meets_another(kv, rank, size):
+    """Zero-size arrays take part in matching: a rank without data is noticed."""
+    several(size)
+    with mx.util.np_shape(True):
+        x = mx.np.ones((0,) if last(rank, size) else (3,))
+        kv.pushpull("w", x)
+        with pytest.raises(MismatchError, match="ranks disagree on shape"):
+            x.wait_to_read()  # to read nothing, asnumpy() would not wait
+
+
+def test_copies_fail_with_the_operation(kv, rank, size):
+    """A mismatch of a value that goes through a copy leaves value and outs as they were."""
+    several(size)
+    x, out = mx.nd.ones(3 if last(rank, size) else 4), mx.nd.zeros(3 if last(rank, size) else 4, dtype="float16")
+    kv.pushpull("w", x, out=out)
+    with pytest.raises(MismatchError):
+        out.asnumpy()
+    assert out.asnumpy().sum() == 0
+    assert x.asnumpy().sum() == x.size
+
+
+def test_unread_error_is_raised_by_a_later_call_once(kv, rank, size):
+    """An error that nobody has read is raised by the next call, once; that call has done its work nevertheless."""
+    several(size)
+    x = mx.nd.ones(3 if last(rank, size) else 4)
+    kv.pushpull("w", x)
+    y = mx.nd.ones(1)
+    raised = 0
+    for _ in range(100):
+        y[:] = 1
+        try:
+            kv.pushpull("y", y)
+        except MismatchError:
+            raised += 1
+        # Shows that the other ranks have come, and that this call was carried out whether it raised or not.
+        assert y.asscalar() == size
+    assert raised == 1
+
+
+def test_failed_input_is_reported_to_everybody(kv, rank, size):
+    """An operation that should have produced the input fails on one rank: no rank hangs, every rank raises."""
+    several(size)
+    x = mx.nd.ones((2, 2))
+    if last(rank, size):
+        x = mx.nd.random.normal(0, -1, shape=(2, 2))  # fails when it is executed
+    kv.pushpull("w", x)
+    with pytest.raises(Exception) as caught:  # on the rank itself it may be MXNet's own error
+        x.asnumpy()
+    if not last(rank, size):
+        assert isinstance(caught.value, InputFailedError)
+        assert f"rank {size - 1}" in str(caught.value)
+        assert x.asnumpy().tolist() == [[1, 1], [1, 1]]
+
+
+WRONG = [
+    ("float key", lambda kv, x: kv.pushpull(3.0, x), TypeError, "use 3 or '3'"),
+    ("None key", lambda kv, x: kv.pushpull(None, x), TypeError, "use an int or a str"),
+    ("mixed keys", lambda kv, x: kv.pushpull([1, "a"], [x, x]), TypeError, "use one kind of key"),
+    ("numpy value", lambda kv, x: kv.pushpull(3, x.asnumpy()), TypeError, r"kvstore_hvd.allreduce\(x, name"),
+    ("scalar value", lambda kv, x: kv.pushpull(3, 1.5), TypeError, r"mx.nd.array\(\[x\]\)"),
+    ("sparse", lambda kv, x: kv.pushpull(3, x.tostype("row_sparse")), TypeError, "sparse_grad=False"),
+    ("sparse out", lambda kv, x: kv.pushpull(3, x, out=x.tostype("csr")), UnsupportedDtypeError, "tostype"),
+    ("bool", lambda kv, x: kv.pushpull(3, mx.np.ones(2, dtype=bool)), UnsupportedDtypeError, "astype"),
+    ("bool broadcast", lambda kv, x: kv.broadcast(3, mx.np.ones(2, dtype=bool)), UnsupportedDtypeError, "astype"),
+    ("dtypes", lambda kv, x: kv.pushpull(3, [x, x.astype("int8")]), TypeError, "cast them to one dtype"),
+    ("shapes", lambda kv, x: kv.pushpull(3, [x, mx.nd.ones(7)]), InvalidRequestError, "one shape"),
+    ("no values", lambda kv, x: kv.pushpull(3, []), InvalidRequestError, "at least one array"),
+    ("lengths", lambda kv, x: kv.pushpull([1, 2], [x]), InvalidRequestError, "for each key"),
+    ("pull", lambda kv, x: kv.pull("never pushed", x), InvalidRequestError, "push"),
+    ("compression", lambda kv, x: kv.set_gradient_compression({"type": "2bit"}), InvalidRequestError, "fp16"),
+    ("parameters", lambda kv, x: kv.set_gradient_compression({"type": "fp16", "x": 1}), InvalidRequestError, "fp16"),
+    ("no type", lambda kv, x: kv.set_gradient_compression({}), InvalidRequestError, "fp16"),
+    ("no dict", lambda kv, x: kv.set_gradient_compression("fp16"), TypeError, "fp16"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "fix"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_wrong_calls(kv, call, error, fix):
+    """Bad input: a clear error with key and fix, on the rank that made it, and nothing is submitted."""
+    with pytest.raises(error, match=rf"Fix: .*{fix}"):
+        call(kv, mx.nd.ones((2, 2)))
+
+
+@pytest.mark.skipif(mx.__version__ < "2", reason="MXNet 1 has no such arrays")
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint32"])
+def test_dtypes_of_mxnet_2(kv, dtype):
+    """Dtypes that cannot travel."""
+    with pytest.raises(UnsupportedDtypeError, match=f"cannot sum dtype {dtype}"):
+        kv.pushpull("x", mx.np.ones(2, dtype=dtype))
+
+
+def test_lost_world_is_latched_until_reset(world, rank, size):
+    """Failure latch: after a lost world every call of every store raises the same error, until all ranks reset."""
+    several(size)
+    stores = [mx.kv.create("horovod") for _ in range(2)]
+    x = mx.nd.ones(3)
+    kvstore_hvd.barrier("before the abort")
+    if rank == 0:
+        stores[0].pushpull("x", x)  # the others never join in
+        engine.current().abort("this is a test.")
+        with pytest.raises(TransportError, match="this is a test"):
+            x.asnumpy()
+    deadline = time.monotonic() + 30
+    while engine.current().communicator().health() is None:
+        assert time.monotonic() < deadline, "the abort never arrived"
+    for store in stores:
+        for call in (
+            lambda store=store: store.pushpull("x", x),
+            lambda store=store: store.broadcast("x", x),
+            lambda store=store: store.push("x", x),
+            store.barrier,
+            lambda: kvstore_hvd.allreduce(np.ones(1), "x"),
+        ):
+            with pytest.raises(TransportError, match=rf"(?s)\[rank {rank}/{size}\].*this is a test"):
+                call()
+    stores[rank % 2].reset()
+    x[:] = 1
+    for store in stores:
+        store.pushpull("x", x)
+    assert x.asnumpy().tolist() == [size * size] * 3
+
+
+def test_shutdown_and_start_again(world, rank, size):
+    """After `shutdown` operations raise ShutdownError; `init` meets the others in a fresh world."""
+    kv = mx.kv.create("horovod")
+    x = mx.nd.ones(3)
+    kv.pushpull("x", x)
+    kvstore_hvd.shutdown()
+    assert not kvstore_hvd.is_initialized()
+    assert x.asnumpy().tolist() == [size] * 3
+    with pytest.raises(kvstore_hvd.ShutdownError, match="left the world"):
+        kv.pushpull("x", x)
+    kvstore_hvd.init()
+    kv.pushpull("x", x)
+    assert x.asnumpy().tolist() == [size * size] * 3

@@ -1,0 +1,285 @@
+"""Gluon's Trainer on the store: table A2 of the contract."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from kvstore_hvd.errors import MismatchError, UnsynchronisedTrainerError
+from support.arrays import assert_equal_on_all_ranks, assert_same_bits
+from support.gluon import array, backward, gradients, is_mxnet_2, mlp, network, parameters, samples, weights
+
+mx = pytest.importorskip("mxnet")
+
+BATCH = 24  # of all workers together; divisible by 1, 2, 3, 4 workers with two devices each
+
+
+def local_trainer(net, optimizer="sgd", **options):
+    """A trainer of this process alone, to compare with."""
+
+    class Local(mx.gluon.Trainer):
+        _kvstore_hvd_synchronised = True
+
+    return Local(net.collect_params(), optimizer, options or {"learning_rate": 0.1}, kvstore=None)
+
+
+def trainer_of(net, kvstore=None, optimizer="sgd", **options):
+    kvstore = mx.kv.create("horovod") if kvstore is None else kvstore
+    return mx.gluon.Trainer(net.collect_params(), optimizer, options or {"learning_rate": 0.1}, kvstore=kvstore)
+
+
+def shards(data, label, rank, size, contexts):
+    """Split a batch over workers and devices."""
+    parts = len(contexts)
+    for d, ctx in enumerate(contexts):
+        piece = slice(rank * parts + d, None, size * parts)
+        yield array(data[piece], ctx), array(label[piece], ctx)
+
+
+def relative_difference(mine, theirs):
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(mine, theirs))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_sgd_equals_that_of_one_worker(rank, size, hybridize, grad_req, devices):
+    """N workers' SGD is one worker's on the joined batch, to 1e-6 over 50 steps."""
+    contexts = [mx.cpu(d) for d in range(devices)]
+    net, alone = mlp(contexts=contexts, hybridize=hybridize), mlp(hybridize=hybridize)
+    for of_net in (net, alone):
+        for param in parameters(of_net):
+            param.grad_req = grad_req
+    trainers = [trainer_of(net), local_trainer(alone)]
+    for step in range(50):
+        data, label = samples(BATCH, seed=step)
+        # With 'add', gradients of two halves of the batch are accumulated before the step.
+        halves = [slice(None)] if grad_req == "write" else [slice(0, BATCH // 2), slice(BATCH // 2, None)]
+        for half in halves:
+            backward(alone, [(array(data[half]), array(label[half]))])
+            backward(net, list(shards(data[half], label[half], rank, size, contexts)))
+        for trainer in trainers:
+            trainer.step(BATCH)
+        if grad_req == "add":
+            for of_net in (net, alone):
+                for param in parameters(of_net):
+                    param.zero_grad()
+    assert relative_difference(weights(net), weights(alone)) <= 1e-6
+    for d in range(1, devices):
+        for a, b in zip(weights(net, d), weights(net)):
+            assert_same_bits(a, b)
+    for i, weight in enumerate(weights(net)):
+        assert_equal_on_all_ranks(weight, f"weight {i}")
+
+
+def test_gradients_of_all_workers_and_devices_are_summed(rank, size):
+    """Two devices per worker: the reduce reaches every device's gradient."""
+    contexts = [mx.cpu(d) for d in range(2)]
+    net, alone = mlp(contexts=contexts), mlp()
+    trainer = trainer_of(net)
+    data, label = samples(BATCH)
+    backward(alone, [(array(data), array(label))])
+    backward(net, list(shards(data, label, rank, size, contexts)))
+    trainer.allreduce_grads()
+    for d in range(2):
+        assert relative_difference(gradients(net, d), gradients(alone)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["horovod", "dist_horovod"])
+def test_string_with_one_device(rank, size, name):
+    """The string trap: Trainer(kvstore='horovod') with one device trains distributed."""
+    net = mlp(seed=rank)
+    trainer = trainer_of(net, name)
+    data, label = samples(BATCH, seed=rank)
+    backward(net, [(array(data), array(label))])
+    trainer.step(BATCH * size)
+    assert trainer._kvstore.type == "horovod"
+    assert trainer._kvstore.num_workers == size
+    for i, weight in enumerate(weights(net)):
+        assert_equal_on_all_ranks(weight, f"weight {i}")
+
+
+@pytest.mark.parametrize("kvstore", ["device", "local", None])
+def test_unsynchronised_trainers_raise(rank, size, kvstore):
+    """A Trainer that would run unsynchronised with several workers raises; with one it runs."""
+    net = mlp()
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=kvstore)
+    data, label = samples(BATCH)
+    backward(net, [(array(data), array(label))])
+    with (
+        contextlib.nullcontext() if size == 1 else pytest.raises(UnsynchronisedTrainerError, match="Fix: pass kvstore")
+    ):
+        trainer.step(BATCH)
+
+
+def test_parameters_start_from_rank_0(rank, size):
+    """Parameters are broadcast before the first update; BatchNorm's running statistics too, and never reduced."""
+    nn = mx.gluon.nn
+    net = network(nn.Dense(16, in_units=8), nn.BatchNorm(in_channels=16), nn.Dense(3, in_units=16), seed=rank)
+    rank_0 = network(nn.Dense(16, in_units=8), nn.BatchNorm(in_channels=16), nn.Dense(3, in_units=16), seed=0)
+    trainer = trainer_of(net, learning_rate=0.0)
+    for param in parameters(net):
+        if param.grad_req == "null":
+            param.set_data(array(np.full(param.shape, rank + 1, "float32")))
+    trainer.allreduce_grads()
+    for param, mine, theirs in zip(parameters(net), weights(net), weights(rank_0)):
+        assert_same_bits(mine, np.ones_like(theirs) if param.grad_req == "null" else theirs)
+    assert not any("running" in name for name, use in trainer._kvstore.report()["keys"].items() if "pushpull" in use)
+
+
+def test_deferred_initialisation(rank, size):
+    """Deferred init: parameters without a shape are broadcast when they get one."""
+    nn = mx.gluon.nn
+    net = network(nn.Dense(16), nn.Dense(3), seed=rank)
+    trainer = trainer_of(net)
+    for step in range(3):
+        data, label = samples(BATCH, seed=step)
+        backward(net, list(shards(data, label, rank, size, [mx.cpu()])))
+        trainer.step(BATCH)
+    for i, weight in enumerate(weights(net)):
+        assert_equal_on_all_ranks(weight, f"weight {i}")
+
+
+@pytest.mark.parametrize("same_store", [False, True])
+def test_two_trainers(rank, size, same_store):
+    """Two Trainers (a GAN) have the keys 0, 1, ... both, and never meet: with a store each, and on one store."""
+    kv = mx.kv.create("horovod")
+    nets = [mlp(seed=5), mlp(seed=6)]
+    alone = [mlp(seed=5), mlp(seed=6)]
+    trainers = [trainer_of(net, kv if same_store else None) for net in nets]
+    local = [local_trainer(net) for net in alone]
+    for step in range(10):
+        for k in (0, 1):
+            data, label = samples(BATCH, seed=100 * k + step)
+            backward(nets[k], list(shards(data, label, rank, size, [mx.cpu()])))
+            backward(alone[k], [(array(data), array(label))])
+        for trainer in (*trainers, *local):
+            trainer.step(BATCH)
+    for net, other in zip(nets, alone):
+        assert relative_difference(weights(net), weights(other)) <= 1e-6
+
+
+def test_two_trainers_of_other_shapes_on_one_store(rank, size):
+    """Two Trainers on one store, whose parameters of the same key differ in shape."""
+    kv = mx.kv.create("horovod")
+    nets = [mlp(inputs=8, seed=rank), mlp(inputs=5, seed=rank)]
+    trainers = [trainer_of(net, kv) for net in nets]
+    for step in range(5):
+        for net, inputs in zip(nets, (8, 5)):
+            data, label = samples(BATCH, inputs=inputs, seed=step)
+            backward(net, list(shards(data, label, rank, size, [mx.cpu()])))
+        for trainer in trainers:
+            trainer.step(BATCH)
+    for k, net in enumerate(nets):
+        for i, weight in enumerate(weights(net)):
+            assert_equal_on_all_ranks(weight, f"net {k} weight {i}")
+
+
+def test_mismatch_names_the_parameter(rank, size):
+    """Mismatch errors name the parameter as the network does."""
+    if size == 1:
+        pytest.skip("one rank cannot disagree")
+    net = network(mx.gluon.nn.Dense(4 if rank == size - 1 else 3, in_units=5))
+    trainer = trainer_of(net)
+    with pytest.raises(MismatchError, match=r"\[rank \d/\d\] broadcast '.*weight' \(key 0\): ranks disagree on shape"):
+        for _ in range(2):
+            trainer.allreduce_grads()
+            mx.nd.waitall()
+    with contextlib.suppress(MismatchError):  # the bias disagrees as well
+        mx.nd.waitall()
+    with contextlib.suppress(MismatchError):
+        trainer._kvstore.barrier()
+
+
+def test_update_on_kvstore_is_refused(world):
+    """update_on_kvstore=True: MXNet's ValueError, since this store has no optimizer."""
+    net = mlp()
+    kv = mx.kv.create("horovod")
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=kv, update_on_kvstore=True)
+    with pytest.raises(ValueError, match="update_on_kvstore=False"):
+        trainer.allreduce_grads()
+
+
+def test_compression_params(rank, size):
+    """compression_params={'type': 'fp16'} is accepted, and takes effect."""
+    net, alone = mlp(), mlp()
+    trainer = mx.gluon.Trainer(
+        net.collect_params(),
+        "sgd",
+        {"learning_rate": 0.1},
+        kvstore=mx.kv.create("horovod"),
+        compression_params={"type": "fp16"},
+    )
+    local = local_trainer(alone)
+    for step in range(5):
+        data, label = samples(BATCH, seed=step)
+        backward(net, list(shards(data, label, rank, size, [mx.cpu()])))
+        backward(alone, [(array(data), array(label))])
+        trainer.step(BATCH)
+        local.step(BATCH)
+    difference = relative_difference(weights(net), weights(alone))
+    assert difference <= 1e-2
+    assert difference > 1e-6 or size == 1
+    for i, weight in enumerate(weights(net)):
+        assert_equal_on_all_ranks(weight, f"weight {i}")
+
+
+def test_clipping_between_allreduce_and_update(rank, size):
+    """`allreduce_grads` + `update`: clipping by the global norm sees the summed gradients."""
+    net, alone = mlp(), mlp()
+    for of_net, trainer, batches in (
+        (net, trainer_of(net), list(shards(*samples(BATCH), rank, size, [mx.cpu()]))),
+        (alone, local_trainer(alone), [tuple(map(array, samples(BATCH)))]),
+    ):
+        backward(of_net, batches)
+        trainer.allreduce_grads()
+        mx.gluon.utils.clip_global_norm([p.grad() for p in parameters(of_net)], 0.5)
+        trainer.update(1)
+    assert relative_difference(weights(net), weights(alone)) <= 1e-6
+
+
+def test_loss_scaler_sees_the_same_overflow(rank, size):
+    """AMP: an infinite gradient of one worker makes all of them skip the step."""
+    net = mlp()
+    trainer = trainer_of(net)
+    amp = mx.amp if is_mxnet_2() else mx.contrib.amp
+    scaler = amp.loss_scaler.LossScaler()
+    trainer._amp_loss_scaler = scaler
+    trainer._amp_original_scale = trainer._scale
+    before = weights(net)
+    data, label = samples(BATCH)
+    if rank == size - 1:
+        data[0, 0] = np.inf
+    backward(net, [(array(data), array(label))])
+    trainer.allreduce_grads()
+    assert scaler.has_overflow(parameters(net))
+    trainer.update(BATCH)
+    del before
+
+
+def test_states_are_saved_and_loaded(rank, size, tmp_path):
+    """save_states and load_states work on the local optimizer, whose states are equal on all workers."""
+    net = mlp()
+    trainer = trainer_of(net, optimizer="adam", learning_rate=0.01)
+
+    def step(seed):
+        data, label = samples(BATCH, seed=seed)
+        backward(net, list(shards(data, label, rank, size, [mx.cpu()])))
+        trainer.step(BATCH)
+
+    step(0)
+    file = str(tmp_path / "states")
+    trainer.save_states(file)
+    at_save = weights(net)
+    step(1)
+    then = weights(net)
+    for param, value in zip(parameters(net), at_save):
+        param.set_data(array(value))
+    trainer.load_states(file)
+    step(1)
+    for a, b in zip(weights(net), then):
+        assert_same_bits(a, b)
+    for i, weight in enumerate(weights(net)):
+        assert_equal_on_all_ranks(weight, f"weight {i}")
