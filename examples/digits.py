@@ -31,9 +31,9 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from sklearn.datasets import load_digits
 
-COPIES = 6  # augmented copies of every training image in an epoch
+COPIES = 12  # augmented copies of every training image in an epoch
 TEST_IMAGES = 360
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.1
 MEASURED_EVERY = 5  # every fifth step is taken apart to see how long it waits
 
 Array = Any  # numpy.ndarray
@@ -126,12 +126,14 @@ def to_mxnet(images: Array) -> Any:
 def make_network(seed: int, hybridize: bool) -> Any:
     """Return the initialised network: the same values for the same seed, on every worker."""
     mx.random.seed(seed)
+    # Smooth on purpose: where a rectifier or a maximum stands on the edge, the last bit of a sum decides, and runs that
+    # sum in another order drift apart. These stay together to seven digits, which is worth seeing once.
     net = nn.HybridSequential()
     net.add(
-        nn.Conv2D(32, 3, padding=1, in_channels=1, activation="relu"),
-        nn.Conv2D(64, 3, padding=1, in_channels=32, activation="relu"),
-        nn.MaxPool2D(),
-        nn.Dense(128, in_units=64 * 4 * 4, activation="relu"),
+        nn.Conv2D(32, 3, padding=1, in_channels=1, activation="tanh"),
+        nn.Conv2D(64, 3, padding=1, in_channels=32, activation="tanh"),
+        nn.AvgPool2D(),
+        nn.Dense(128, in_units=64 * 4 * 4, activation="tanh"),
         nn.Dense(10, in_units=128),
     )
     net.initialize(mx.init.Xavier())
@@ -263,8 +265,8 @@ def difference(values: list[Array], path: Path) -> float:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train a small CNN on scikit-learn's digits, with any number of workers.")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser = argparse.ArgumentParser(description="Train a small CNN on digits, with any number of workers.")
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=120, help="of all workers together [120]")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hybridize", action=argparse.BooleanOptionalAction, default=True)

@@ -199,8 +199,9 @@ class Engine:
                     )
         return self._adapter
 
-    def check_world(self) -> None:
-        """Raise the failure of the world, if it is lost.
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Surround the submission of operations: raises what went wrong since the last one.
 
         MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
         is noticed whatever the program reads.
@@ -208,32 +209,19 @@ class Engine:
         Raises
         ------
         HorovodInternalError
-            The world is lost: the same error each time, until `reset`.
+            Before anything is submitted: the world is lost. The same error each time, until `reset`.
         ShutdownError
-            As `communicator`.
-        """
-        if not self.is_alone:
-            failure = self.communicator().health()
-            if failure is not None:
-                raise failure
-
-    @contextlib.contextmanager
-    def submitting(self) -> Iterator[None]:
-        """Surround the submission of operations: a lost world is raised before it, and an error that an earlier
-        operation has left unread after it, once.
-
-        After it, because when such an error arrives is chance, and what a worker submits must not depend on that: the
-        others would wait for what it left out.
-
-        Raises
-        ------
-        HorovodInternalError, ShutdownError
-            As `check_world`.
+            Before anything is submitted, as `communicator`.
         KVHvdError
-            What the earlier operation failed with.
+            An earlier operation failed, and nobody has read its result yet; once. In a world that is not lost it is
+            raised after the submission: when such an error arrives is chance, and what a worker submits must not depend
+            on that, or the others would wait for what it left out.
         """
-        self.check_world()
+        failure = None if self.is_alone else self.communicator().health()
         unread = self._take_unread()
+        if failure is not None:
+            # An unread error came first, and may be why the others have left.
+            raise unread if unread is not None else failure
         try:
             yield
         except BaseException:

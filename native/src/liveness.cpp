@@ -59,8 +59,8 @@ std::optional<int> wait_status_of(int pidfd, int pid) {
   static_assert(sizeof(info) == 64);
   constexpr std::uint64_t kExit = 1 << 3;
   constexpr unsigned long kGetInfo = _IOC(_IOC_READ | _IOC_WRITE, 0xff, 11, sizeof(info));
-  // The parent reaps it any moment now.
-  for (int attempt = 0; attempt < 20; ++attempt) {
+  // The parent reaps it any moment now, or a little later on a busy machine.
+  for (int attempt = 0; attempt < 300; ++attempt) {
     info.mask = kExit;
     if (pidfd >= 0 && ioctl(pidfd, kGetInfo, &info) == 0 && (info.mask & kExit) != 0) return info.exit_code;
     const auto stat = read_stat(pid);

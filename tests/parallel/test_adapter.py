@@ -56,14 +56,15 @@ class World:
         self.adapter = native.MXNetAdapter(self.engine, mxnet_compat.libmxnet_path(), naive)
         self.submitted: list[np.ndarray] = []  # must live until their requests are done
 
-    def pushpull(self, name: str, inputs: list[Any], outputs: list[Any], op: str = "sum", priority: int = 0) -> None:
-        code = native.OPS[op]
-        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), code, 1.0, 1.0, priority)
+    def pushpull(self, name: str, inputs: list[Any], outputs: list[Any], priority: int = 0, order: Any = None) -> None:
+        first = 0 if order is None else mxnet_compat.handle_of(order)
+        code = native.OPS["sum"]
+        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), code, 1.0, 1.0, priority, first)
 
     def broadcast(self, name: str, array: Any, root: int) -> None:
         self.adapter.broadcast(name, repr(name), mxnet_compat.handle_of(array), root, 0)
 
-    def submit(self, name: str, array: np.ndarray, op: str = "sum", root: int = -1) -> native.Work:
+    def submit(self, name: str, array: np.ndarray, root: int = -1) -> native.Work:
         """Let rank 1 take part, in place; a broadcast when there is a root."""
         self.submitted.append(array)
         collective = "allreduce" if root < 0 else "broadcast"
@@ -76,7 +77,7 @@ class World:
             array.size,
             array.shape,
             native.DTYPES[str(array.dtype)],
-            native.OPS[op],
+            native.OPS["sum"],
             1.0,
             1.0,
             max(root, 0),
@@ -174,6 +175,20 @@ def test_every_dtype_and_shape_of_numpy_arrays(pair: World, dtype: str, shape: t
     assert result.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(result, ramp(shape, dtype) + ramp(shape, dtype, start=3))
     np.testing.assert_array_equal(result, theirs)
+
+
+def test_operations_of_one_name_start_in_the_order_of_the_calls(pair: World) -> None:
+    slow = mx.nd.ones((1000, 1000)) / 1000
+    for _ in range(10):
+        slow = mx.nd.dot(slow, slow)
+    late, early, order = slow[0, :4] * 0 + 1, mx.nd.ones((4,)) * 2, mx.nd.zeros((1,))
+    pair.pushpull("w", [late], [late], order=order)
+    pair.pushpull("w", [early], [early], order=order)
+    works = [pair.submit("w", np.full(4, value, "float32")) for value in (10, 20)]
+    np.testing.assert_array_equal(early.asnumpy(), np.full(4, 22))
+    np.testing.assert_array_equal(late.asnumpy(), np.full(4, 11))
+    for work in works:
+        pair.other.wait(work)
 
 
 @pytest.mark.parametrize("root", [0, 1])

@@ -45,13 +45,9 @@ def test_estimator(rank, size):
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore="horovod")
     data, label = samples(48, seed=rank)
     loader = mx.gluon.data.DataLoader(mx.gluon.data.ArrayDataset(data, label), batch_size=8)
-    fitting = estimator.Estimator(
-        net=net,
-        loss=mx.gluon.loss.L2Loss(),
-        trainer=trainer,
-        train_metrics=mx.gluon.metric.MSE() if is_mxnet_2() else mx.metric.MSE(),
-        context=mx.cpu(),
-    )
+    metric = mx.gluon.metric.MSE() if is_mxnet_2() else mx.metric.MSE()
+    device = {"device" if is_mxnet_2() else "context": mx.cpu()}
+    fitting = estimator.Estimator(net=net, loss=mx.gluon.loss.L2Loss(), trainer=trainer, train_metrics=metric, **device)
     fitting.fit(train_data=loader, epochs=2)
     for i, weight in enumerate(weights(net)):
         assert np.isfinite(weight).all()
