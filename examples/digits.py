@@ -4,7 +4,7 @@
 
 The digits are the 1797 images that scikit-learn ships; nothing is downloaded. Each epoch shifts, turns and scales every
 training image anew, several times. All workers draw the same global batches and each computes on its share of every
-batch. The loss is a *sum* and `Trainer.step` is given the *global* batch size, so the step does not depend on the number
+batch. The loss is a *sum* and `Trainer.step` is given the *global* batch size, so a step does not depend on the number
 of workers, and neither does the accuracy: only the rounding of sums differs. Compare for yourself:
 
     python examples/digits.py --save one.npz

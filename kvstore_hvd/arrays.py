@@ -14,7 +14,7 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.keys import Call, Group
 
-__all__ = ["buffer_like", "check_group", "copy", "local_sum", "new_order", "unique"]
+__all__ = ["buffer_like", "check_group", "copy", "local_sum", "unique"]
 
 _VERBS = {"pushpull": "sum", "push": "sum", "pull": "pull", "broadcast": "broadcast", "init": "broadcast"}
 
@@ -81,13 +81,6 @@ def buffer_like(array: Any, dtype: str = "") -> Any:
     with _shapes_of(array):
         buffer = mx.nd.empty(array.shape, mx.cpu(), dtype or array.dtype)
         return buffer.as_np_ndarray() if mxnet_compat.is_np_ndarray(array) else buffer
-
-
-def new_order() -> Any:
-    """A small array whose only use is to be waited for."""
-    import mxnet as mx
-
-    return mx.nd.empty((1,), mx.cpu())
 
 
 def copy(source: Any, destination: Any) -> None:

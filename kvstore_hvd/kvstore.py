@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_hvd import engine, log, mxnet_compat, native
-from kvstore_hvd.arrays import buffer_like, check_group, copy, local_sum, new_order, unique
+from kvstore_hvd.arrays import buffer_like, check_group, copy, local_sum, unique
 from kvstore_hvd.compression import Compression, parse_compression
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, Key, group_arguments, wire_name
@@ -68,7 +68,6 @@ class StoreMethods:
         self._names: dict[str, str] = {}
         self._compression = Compression()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
-        self._orders: dict[str, Any] = {}  # by str(key), see _order_of
         self._counts: dict[str, _Counts] = {}
 
     def __repr__(self) -> str:
@@ -412,7 +411,6 @@ class StoreMethods:
             1.0,
             1.0,
             int(priority),
-            self._order_of(operation.key),
         )
 
     def _submit_broadcast(self, call: Call, key: Key, array: Any, priority: int) -> None:
@@ -422,19 +420,7 @@ class StoreMethods:
             mxnet_compat.handle_of(array),
             0,
             int(priority),
-            self._order_of(key),
         )
-
-    def _order_of(self, key: Key) -> int:
-        """The array that keeps the operations of a key in the order of the calls.
-
-        Workers match operations by name, the first with the first. MXNet would start two of them, on different arrays,
-        as their inputs get ready, in another order on every worker.
-        """
-        order = self._orders.get(str(key))
-        if order is None:
-            order = self._orders[str(key)] = new_order()
-        return mxnet_compat.handle_of(order)
 
     def _count(self, operation: str, key: Key, array: Any, dtype: str) -> None:
         counts = self._counts.setdefault(str(key), _Counts())

@@ -268,21 +268,20 @@ class MXNetAdapter:
         prescale: float,
         postscale: float,
         priority: int,
-        order: int = 0,
     ) -> None:
         """Reduce `inputs` with those of the other workers into each of `outputs`; asynchronous.
 
-        Operations with the same array `order`, which is neither read nor written, start in the order of the calls.
+        Operations of one name take part in the order of the calls.
         """
         try:
-            self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, order)
+            self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority)
         except _native().NativeError as error:
             _translate(error)
 
-    def broadcast(self, name: str, label: str, array: int, root: int, priority: int, order: int = 0) -> None:
-        """Overwrite `array` with the root's; asynchronous. `order` as in `pushpull`."""
+    def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
+        """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""
         try:
-            self.impl.broadcast(name, label, array, root, priority, order)
+            self.impl.broadcast(name, label, array, root, priority)
         except _native().NativeError as error:
             _translate(error)
 

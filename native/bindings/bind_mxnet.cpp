@@ -44,21 +44,20 @@ void bind_mxnet(py::module_& module) {
           "pushpull",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label,
              const std::vector<Address>& inputs, const std::vector<Address>& outputs, int op, double prescale,
-             double postscale, int priority, Address order) {
+             double postscale, int priority) {
             if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
             const py::gil_scoped_release release;
             check(adapter.pushpull(name, label, handles(inputs), handles(outputs), static_cast<ReduceOp>(op), prescale,
-                                   postscale, priority, handle(order)));
+                                   postscale, priority));
           },
           py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("op") = 0,
-          py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0, py::arg("order") = 0)
+          py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0)
       .def(
           "broadcast",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int root,
-             int priority,
-             Address order) { check(adapter.broadcast(name, label, handle(array), root, priority, handle(order))); },
+             int priority) { check(adapter.broadcast(name, label, handle(array), root, priority)); },
           py::arg("name"), py::arg("label"), py::arg("array"), py::arg("root") = 0, py::arg("priority") = 0,
-          py::arg("order") = 0, WithoutGil())
+          WithoutGil())
       .def(
           "is_plain", [](const MXNetAdapter& adapter, Address array) { return adapter.is_plain(handle(array)); },
           py::arg("array"))

@@ -36,12 +36,13 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
     : api_(Api::load(library_path)),
       engine_(std::move(engine)),
       unread_(std::make_shared<UnreadErrors>()),
+      turns_(std::make_shared<Turns>()),
       naive_(naive),
       owner_(getpid()) {}
 
 Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                               const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale,
-                              int priority, Handle order) {
+                              int priority) {
   Request request;
   request.collective = Collective::kAllreduce;
   request.name = name;
@@ -50,22 +51,21 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   request.prescale = prescale;
   request.postscale = postscale;
   request.priority = priority;
-  return push(std::move(request), inputs, outputs, order);
+  return push(std::move(request), inputs, outputs);
 }
 
-Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority,
-                               Handle order) {
+Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,
+                               int priority) {
   Request request;
   request.collective = Collective::kBroadcast;
   request.name = name;
   request.label = label;
   request.root = root;
   request.priority = priority;
-  return push(std::move(request), {array}, {array}, order);
+  return push(std::move(request), {array}, {array});
 }
 
-Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs,
-                          Handle order) {
+Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs) {
   std::string prefix = "[rank " + std::to_string(engine_->rank()) + "/" + std::to_string(engine_->size()) + "] " +
                        name_of(request.collective) + " " + request.label + ": ";
   if (getpid() != owner_) {
@@ -84,12 +84,12 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
   std::vector<Handle> unique;
   add_new_chunks(inputs, chunks, unique);
   add_new_chunks(outputs, chunks, unique);
-  if (order != nullptr) add_new_chunks({order}, chunks, unique);
 
   const int priority = request.priority;
   try {
-    auto operation = std::make_shared<Operation>(api_, engine_, unread_, std::move(request), prefix,
+    auto operation = std::make_shared<Operation>(api_, engine_, unread_, turns_, std::move(request), prefix,
                                                  copy_all(*api_, inputs), copy_all(*api_, outputs), naive_);
+    operation->take_turn();
     api_->push(operation, std::move(unique), priority, kOperationName);
     return naive_ ? operation->status() : Status();
   } catch (const Error& error) {
@@ -100,9 +100,11 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
 Status MXNetAdapter::take_unread_error() { return unread_->take(*api_); }
 
 void MXNetAdapter::after_fork_in_child() {
-  // Leaked: another thread of the parent may have held its mutex, and its arrays belong to the parent's engine.
+  // Leaked: another thread of the parent may have held their mutexes, and their arrays belong to the parent's engine.
   new std::shared_ptr<UnreadErrors>(std::move(unread_));
+  new std::shared_ptr<Turns>(std::move(turns_));
   unread_ = std::make_shared<UnreadErrors>();
+  turns_ = std::make_shared<Turns>();
 }
 
 }  // namespace kvstore_hvd::mxnet

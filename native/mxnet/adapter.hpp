@@ -12,6 +12,7 @@
 #include "kvstore_hvd/status.hpp"
 #include "kvstore_hvd/types.hpp"
 #include "mxnet/engine_abi.hpp"
+#include "mxnet/turns.hpp"
 #include "mxnet/unread_errors.hpp"
 
 namespace kvstore_hvd::mxnet {
@@ -35,16 +36,12 @@ class MXNetAdapter {
   // produced an input fails. A failure is raised in Python by the next read of one of the arrays, or taken from
   // take_unread_error(); naive: it is returned. The Status returned is otherwise not ok only when nothing was
   // submitted.
-  //
-  // `order`: an array that is neither read nor written, or null. Operations with the same one start in the order of the
-  // calls, whichever of their arrays are ready first: what is submitted twice under one name needs it.
+  // Operations of one name take part in the order of the calls, whichever of their arrays are ready first.
   Status pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
-                  const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority,
-                  Handle order);
+                  const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority);
 
   // Overwrites `array` with the root's, in place. Otherwise like pushpull.
-  Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority,
-                   Handle order);
+  Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority);
 
   // Whether the array can be given to pushpull and broadcast as it is: dense and on the CPU. oneDNN's own layouts are
   // no obstacle. Does not wait. Throws Error.
@@ -60,11 +57,12 @@ class MXNetAdapter {
   void after_fork_in_child();
 
  private:
-  Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs, Handle order);
+  Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs);
 
   std::shared_ptr<const Api> api_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<UnreadErrors> unread_;
+  std::shared_ptr<Turns> turns_;
   const bool naive_;
   const pid_t owner_;
 };

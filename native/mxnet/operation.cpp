@@ -41,11 +41,12 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 }  // namespace
 
 Operation::Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engine, std::shared_ptr<UnreadErrors> unread,
-                     Request request, std::string prefix, std::vector<Array> inputs, std::vector<Array> outputs,
-                     bool naive)
+                     std::shared_ptr<Turns> turns, Request request, std::string prefix, std::vector<Array> inputs,
+                     std::vector<Array> outputs, bool naive)
     : api_(std::move(api)),
       engine_(std::move(engine)),
       unread_(std::move(unread)),
+      turns_(std::move(turns)),
       request_(std::move(request)),
       prefix_(std::move(prefix)),
       inputs_(std::move(inputs)),
@@ -63,6 +64,23 @@ void Operation::start(const Completion& completion) noexcept {
     request.input_failure = first_line(error.what());
   }
   request.on_done = [self = shared_from_this()](const Status& status) { self->finish(status); };
+  turns_->use(request_.name, turn_,
+              [self = shared_from_this(), request = std::move(request)] { self->submit(request); });
+}
+
+void Operation::skipped() noexcept {
+  // MXNet has completed the operation with the error of the one that failed. What is left is to tell the other ranks,
+  // and our own caller, should nobody read the arrays.
+  unread_->add(std::move(outputs_.front()),
+               Status(ErrorCode::kInputFailed, prefix_ + "an operation that should have produced an input failed."));
+  Request request = request_;
+  request.input_failure = "an operation that should have produced its input failed; that rank raises the error of it.";
+  turns_->use(request_.name, turn_, [self = shared_from_this(), request = std::move(request)] {
+    if (const std::shared_ptr<Engine> engine = self->engine_.lock()) engine->submit(request);
+  });
+}
+
+void Operation::submit(Request request) {
   const std::shared_ptr<Engine> engine = engine_.lock();
   if (!engine) {
     finish(Status(ErrorCode::kShutdown, prefix_ + "this rank has shut down.\n"
@@ -72,18 +90,6 @@ void Operation::start(const Completion& completion) noexcept {
   } else {
     engine->submit(std::move(request));
   }
-}
-
-void Operation::skipped() noexcept {
-  // MXNet has completed the operation with the error of the one that failed. What is left is to tell the other ranks,
-  // and our own caller, should nobody read the arrays.
-  unread_->add(std::move(outputs_.front()),
-               Status(ErrorCode::kInputFailed, prefix_ + "an operation that should have produced an input failed."));
-  const std::shared_ptr<Engine> engine = engine_.lock();
-  if (!engine) return;
-  Request request = request_;
-  request.input_failure = "an operation that should have produced its input failed; that rank raises the error of it.";
-  engine->submit(std::move(request));
 }
 
 Request Operation::describe_arrays() {

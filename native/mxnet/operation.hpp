@@ -1,6 +1,7 @@
 // One collective operation on MXNet arrays, on its way from MXNet's engine to ours and back.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "kvstore_hvd/engine.hpp"
 #include "kvstore_hvd/request.hpp"
 #include "mxnet/engine_abi.hpp"
+#include "mxnet/turns.hpp"
 #include "mxnet/unread_errors.hpp"
 
 namespace kvstore_hvd::mxnet {
@@ -18,7 +20,11 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
   // Operations must not keep the engine alive: the last one may end on a thread of the engine, which cannot wait for
   // itself.
   Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engine, std::shared_ptr<UnreadErrors> unread,
-            Request request, std::string prefix, std::vector<Array> inputs, std::vector<Array> outputs, bool naive);
+            std::shared_ptr<Turns> turns, Request request, std::string prefix, std::vector<Array> inputs,
+            std::vector<Array> outputs, bool naive);
+
+  // To be called in the order of the calls, before MXNet gets the operation.
+  void take_turn() { turn_ = turns_->take(request_.name); }
 
   void start(const Completion& completion) noexcept override;
   void skipped() noexcept override;
@@ -30,16 +36,19 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
   Request describe_arrays();
   void open_all(const std::vector<Array>& arrays, bool written);
   void check_overlaps() const;
+  void submit(Request request);
   void finish(const Status& status);
 
   std::shared_ptr<const Api> api_;
   std::weak_ptr<Engine> engine_;
   std::shared_ptr<UnreadErrors> unread_;
+  std::shared_ptr<Turns> turns_;
   Request request_;
   std::string prefix_;
   std::vector<Array> inputs_;
   std::vector<Array> outputs_;
   const bool naive_;
+  std::uint64_t turn_ = 0;
 
   std::vector<View> views_;  // of inputs_, then of outputs_
   Completion completion_;

@@ -18,6 +18,9 @@
 namespace kvstore_hvd {
 namespace {
 
+// How often to look for ranks that join.
+constexpr std::chrono::milliseconds kJoinTick{5};
+
 // proc(5), /proc/[pid]/stat: fields counted from the state, which is the first one behind the command's name.
 struct ProcessStat {
   char state = 0;
@@ -139,12 +142,14 @@ void Liveness::interrupt() {
 }
 
 void Liveness::open_new_peers() {
+  all_joined_ = true;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
     Peer& peer = peers_[r];
     RankState& state = world_.rank(r);
     // Acquire: pid and start time are complete.
     const Presence presence = state.presence.load(std::memory_order_acquire);
     if (presence == Presence::kLeft) peer.settled = true;
+    if (presence == Presence::kAbsent) all_joined_ = false;
     if (r == rank_ || peer.settled || peer.pidfd >= 0 || presence != Presence::kJoined) continue;
     peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, state.pid, 0));
   }
@@ -173,7 +178,9 @@ std::optional<Liveness::Death> Liveness::find_death() {
 std::optional<Liveness::Death> Liveness::poll(std::chrono::milliseconds limit) {
   std::vector<pollfd> requests{{wake_fd_, POLLIN, 0}};
   if (watch_) {
-    open_new_peers();
+    if (!all_joined_) open_new_peers();
+    // A process that ends before it is watched leaves nothing to ask how.
+    if (!all_joined_) limit = std::min(limit, kJoinTick);
     for (const Peer& peer : peers_) {
       if (peer.pidfd >= 0 && !peer.settled) requests.push_back({peer.pidfd, POLLIN, 0});
     }

@@ -31,7 +31,6 @@ class Submitted:
     outputs: list[int]
     priority: int
     dtype: str
-    order: int
 
 
 class FakeAdapter:
@@ -61,24 +60,23 @@ class FakeAdapter:
         prescale: float,
         postscale: float,
         priority: int,
-        order: int,
     ) -> None:
         """Write size times the sum of the inputs to every output."""
         assert (op, prescale, postscale) == (native.OPS["sum"], 1.0, 1.0)
         sources = [_array(handle).asnumpy() for handle in inputs]
         dtype = str(sources[0].dtype)
-        self.operations.append(Submitted("allreduce", name, label, inputs, outputs, priority, dtype, order))
+        self.operations.append(Submitted("allreduce", name, label, inputs, outputs, priority, dtype))
         total = sum(sources) * self._size
         for handle in outputs:
             target = _array(handle)
             assert str(target.asnumpy().dtype) == dtype, "inputs and outputs differ in dtype"
             target[:] = total
 
-    def broadcast(self, name: str, label: str, array: int, root: int, priority: int, order: int) -> None:
+    def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
         """Leave the array as it is: the root is an echo too."""
         assert root == 0
         dtype = str(_array(array).asnumpy().dtype)
-        self.operations.append(Submitted("broadcast", name, label, [array], [array], priority, dtype, order))
+        self.operations.append(Submitted("broadcast", name, label, [array], [array], priority, dtype))
 
     def take_unread_error(self) -> KVHvdError | None:
         """Give out the errors that a test has put into `unread`, one by one."""

@@ -241,15 +241,6 @@ def test_an_unread_error_is_raised_once_and_after_submitting(fake, kv, array):
         assert len(fake.adapter.operations) == submitted + 3 * each
 
 
-def test_operations_of_one_key_share_an_order(fake, kv, array):
-    for key in (1, "1", 2):
-        kv.pushpull(key, array([1]))
-    kv.broadcast(1, array([1]))
-    orders = [op.order for op in fake.adapter.operations]
-    assert orders[0] == orders[1] == orders[3] != orders[2]
-    assert 0 not in orders
-
-
 def test_push_is_started_at_once_and_pull_hands_it_out(fake, kv, array):
     x, out = array([1, 2]), [array([0, 0]), array([0, 0], "float16")]
     kv.push("w", x)

@@ -43,6 +43,7 @@ class Liveness {
   World& world_;
   int rank_;
   bool watch_;
+  bool all_joined_ = false;
   int wake_fd_;
   std::vector<Peer> peers_;
 };

@@ -1,0 +1,241 @@
+"""Time one allreduce of float32, from 4 B to 256 MiB, ours beside MPI's, memcpy and an in-place scale.
+
+    python benchmarks/allreduce.py -np 2
+    python benchmarks/allreduce.py -np 2 --python OTHER-ENVIRONMENT/bin/python     # that has the other MPI
+
+Starts its ranks itself, with the mpirun beside the Python that runs it (or kvhvdrun, then without MPI's column). All
+methods work on the same memory, in the same processes, one after the other in every repetition and in another order in
+each. Before each the buffer is rewritten, as a backward pass would. A repetition counts as its slowest rank.
+
+Up to 256 KiB a sample is a row of rewriting and reducing, less a row of rewriting alone; above, the ranks meet at a
+barrier before every operation. Every method is also timed in a world of one rank ('call'): that part of a small
+operation is Python, MXNet's engine, or MPI's checks, not communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from common import describe, median_ratio, ratio_text, size_text, summary, table, time_text, write
+from ranks import Gate, Launcher, find_launcher, save_samples, start_ranks, this_python, versions
+
+SIZES = tuple(4 << shift for shift in range(0, 27, 2))
+ROW_UP_TO = 256 << 10
+METHODS = ("memcpy", "scale", "MPI", "raw", "pushpull")
+
+Samples = dict[str, list[float]]
+
+
+# -- As a rank ----------------------------------------------------------------------------------------------------
+
+
+def repetitions(size: int) -> tuple[int, int]:
+    """Return how many samples to take, and how many operations make one."""
+    if size <= 16 << 10:
+        return 15, 100
+    if size <= ROW_UP_TO:
+        return 15, 20
+    if size <= 16 << 20:
+        return 11, 4 if size <= 4 << 20 else 1
+    return (7, 1) if size <= 64 << 20 else (5, 1)
+
+
+def row(rewrite: Callable[[], object], run: Callable[[], object], count: int) -> float:
+    """Return the seconds of one `run` in a row of rewriting and running."""
+    start = perf_counter()
+    for _ in range(count):
+        rewrite()
+        run()
+    middle = perf_counter()
+    for _ in range(count):
+        rewrite()
+    return max(0.0, (middle - start) - (perf_counter() - middle)) / count
+
+
+def one_by_one(rewrite: Callable[[], object], run: Callable[[], object], count: int, gate: Gate) -> float:
+    """Return the seconds of one `run`, each begun by all ranks at once."""
+    total = 0.0
+    for _ in range(count):
+        rewrite()
+        gate.wait()
+        start = perf_counter()
+        run()
+        total += perf_counter() - start
+    return total / count
+
+
+def measure(size: int, methods: Any, gate: Gate, rank: int, ranks: int) -> Samples:
+    """Return the samples of every method at one size, in seconds."""
+    import mxnet as mx
+    import numpy as np
+    from methods import memory_of
+
+    array = mx.nd.zeros((size // 4,))
+    memory = memory_of(array)
+    other = np.ones_like(memory)
+    name = f"allreduce/{size}"
+    summing = methods.on(array, name)
+    for method, run in summing.items():
+        memory[:] = rank + 1
+        run()
+        if not (memory == ranks * (ranks + 1) / 2).all():
+            raise RuntimeError(f"rank {rank}: {method} of {size} bytes gives a wrong sum: {memory[:4]}")
+    actions = {**methods.floors(memory, other), **summing}
+    if size <= ROW_UP_TO:
+        actions.update(methods.alone(array, name))
+    samples: Samples = {method: [] for method in actions}
+    count, inner = repetitions(size)
+    order = list(actions)
+    shuffle = random.Random(size).shuffle  # the same order on all ranks
+    for repetition in range(-1, count):
+        shuffle(order)
+        for method in order:
+            gate.wait()
+            run = actions[method]
+
+            def rewrite() -> None:
+                memory.fill(0.0)
+
+            seconds = row(rewrite, run, inner) if size <= ROW_UP_TO else one_by_one(rewrite, run, inner, gate)
+            if repetition >= 0:
+                samples[method].append(seconds)
+    return samples
+
+
+def be_a_rank(options: argparse.Namespace) -> None:
+    """Measure all sizes and leave the samples in the folder."""
+    # MPI first: what it loads must be the library that started this process.
+    mpi = None
+    if options.mpi:
+        from mpi4py import MPI as mpi  # noqa: N811
+    from methods import Methods, topology
+
+    place = topology()
+    gate = Gate(options.folder, place.rank, place.size)
+    methods = Methods(mpi)
+    results = {}
+    for size in options.sizes:
+        results[str(size)] = measure(size, methods, gate, place.rank, place.size)
+        gate.wait()
+    methods.close()
+    save_samples(options.folder, place.rank, {"samples": results, "versions": versions(mpi)})
+
+
+# -- As the one that starts them ----------------------------------------------------------------------------------
+
+
+def slowest(ranks: Sequence[Any]) -> dict[str, Samples]:
+    """Return, for every size, method and repetition, the time of the slowest rank."""
+    return {
+        size: {
+            method: [max(times) for times in zip(*(rank["samples"][size][method] for rank in ranks))]
+            for method in methods
+        }
+        for size, methods in ranks[0]["samples"].items()
+    }
+
+
+def joined(launches: Sequence[dict[str, Samples]]) -> dict[str, Samples]:
+    """Put the samples of several launches one after the other."""
+    return {
+        size: {method: [sample for launch in launches for sample in launch[size][method]] for method in methods}
+        for size, methods in launches[0].items()
+    }
+
+
+def evaluate(samples: dict[str, Samples]) -> list[dict[str, Any]]:
+    """Return one entry for each size: statistics of each method, and ratios within the repetitions."""
+    entries = []
+    for size, methods in samples.items():
+        times = {method: summary(values) for method, values in methods.items()}
+        ratios = {}
+        for ours in ("raw", "pushpull"):
+            for peer in ("MPI", "memcpy", "scale"):
+                if peer in methods:
+                    ratios[f"{ours}/{peer}"] = median_ratio(methods[ours], methods[peer])
+        entries.append({"bytes": int(size), "seconds": times, "ratios": ratios})
+    return entries
+
+
+def show(entries: Sequence[dict[str, Any]], mpi: str) -> str:
+    """Return two tables of one MPI: medians and ratios; then minima and maxima."""
+    shown = [method for method in METHODS if method in entries[0]["seconds"]]
+    ratios = [name for name in ("raw/MPI", "pushpull/MPI", "raw/memcpy", "raw/scale") if name in entries[0]["ratios"]]
+    calls = [method for method in ("MPI", "raw", "pushpull") if method in shown]
+    names = [mpi if method == "MPI" else method for method in shown]
+    rows, ranges = [], []
+    for entry in entries:
+        size, times = size_text(entry["bytes"]), entry["seconds"]
+        medians = [time_text(times[method]["median"]) for method in shown]
+        alone = [times.get(f"{method} (alone)") for method in calls]
+        rows.append(
+            [
+                size,
+                *medians,
+                *(ratio_text(entry["ratios"][name]) for name in ratios),
+                *(time_text(call["median"]) if call else "-" for call in alone),
+            ]
+        )
+        ranges.append([size, *(f"{time_text(times[m]['min'])} - {time_text(times[m]['max'])}" for m in shown)])
+    head = ["us, median", *names, *ratios, *(f"call: {mpi if method == 'MPI' else method}" for method in calls)]
+    return f"{table(head, rows)}\n\n{table(['us, min - max', *names], ranges)}"
+
+
+def launch(launcher: Launcher, options: argparse.Namespace) -> list[Any]:
+    """Start the ranks once and return what they saved."""
+    arguments = ["--sizes", *map(str, options.sizes), *(["--mpi"] if launcher.name != "no MPI" else [])]
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        return start_ranks(launcher, options.ranks, Path(__file__).resolve(), arguments, Path(folder))
+
+
+def main() -> None:
+    """Run as the starter, or as one of the ranks that it starts."""
+    options = parse_arguments()
+    if options.folder is not None:
+        be_a_rank(options)
+        return
+    if options.ranks < 2:
+        raise SystemExit("one rank has nobody to talk to: -np 2 or more")
+    run = describe()
+    launchers = [find_launcher(python) for python in (this_python(), *options.python)]
+    results: dict[str, Any] = {}
+    run["versions"] = {}
+    collected: dict[str, list[dict[str, Samples]]] = {launcher.name: [] for launcher in launchers}
+    for number in range(options.launches):
+        for launcher in launchers:
+            print(f"launch {number + 1} of {options.launches}, {launcher.name} ...", file=sys.stderr, flush=True)
+            ranks = launch(launcher, options)
+            run["versions"][launcher.name] = ranks[0]["versions"]
+            collected[launcher.name].append(slowest(ranks))
+    text = []
+    for name, launches in collected.items():
+        results[name] = {"all": evaluate(joined(launches)), "launches": [evaluate(samples) for samples in launches]}
+        text.append(f"{options.ranks} ranks, {name}, {options.launches} launches\n{show(results[name]['all'], name)}\n")
+    write(options.json, run, {"ranks": options.ranks, "by_mpi": results}, "\n".join(text))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Time allreduce beside MPI, memcpy and scaling.")
+    parser.add_argument("-np", "--ranks", type=int, default=2)
+    parser.add_argument("--launches", type=int, default=2, help="how often the ranks are started afresh [2]")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help="multiples of 4")
+    parser.add_argument(
+        "--python", type=Path, action="append", default=[], help="another environment's Python, with another MPI"
+    )
+    results = Path(__file__).resolve().parent / "results" / "allreduce.json"
+    parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

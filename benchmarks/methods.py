@@ -1,0 +1,123 @@
+"""The ways to sum one buffer over all ranks that are compared, all on the same memory of the same processes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import kvstore_hvd
+
+# isort: split
+import mxnet as mx
+import numpy as np
+
+from kvstore_hvd import engine, mxnet_compat, native
+
+__all__ = ["Methods", "memory_of", "nothing"]
+
+Action = Callable[[], object]
+_FLOAT32, _SUM, _ALLREDUCE = native.DTYPES["float32"], native.OPS["sum"], native.COLLECTIVES["allreduce"]
+
+
+def nothing() -> None:
+    """Do nothing, for what a call of a Python function takes."""
+
+
+def memory_of(array: Any) -> Any:
+    """Return a NumPy view of the memory of a float32 MXNet array. Who uses it must know that MXNet does not."""
+    array.wait_to_read()
+    pointer = ctypes.c_void_p()
+    mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
+    assert pointer.value is not None
+    return np.ctypeslib.as_array((ctypes.c_float * array.size).from_address(pointer.value))
+
+
+class Methods:
+    """Everything that stays from buffer to buffer: a store, the engine below it, MPI, and worlds of one rank.
+
+    A world of one does what the real one does, except meeting others: its time is what a call costs by itself.
+
+    Parameters
+    ----------
+    mpi : module or None
+        ``mpi4py.MPI`` where there is one.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self.store = mx.kv.create("horovod")
+        self._mpi = mpi
+        # One worker alone has no engine: everything is a local copy.
+        self._run = engine.current().communicator()._engine.impl.run  # type: ignore[attr-defined]
+        self._alone = native.Engine(native.Segment.create(1), 0, 60.0)
+        self._adapter = native.MXNetAdapter(self._alone, mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive())
+
+    def close(self) -> None:
+        """Leave the worlds of one."""
+        self._alone.shutdown()
+
+    def on(self, array: Any, name: str) -> dict[str, Action]:
+        """Return the methods for one array of MXNet; each sums it in place and returns when the sum is there."""
+        memory = memory_of(array)
+        address = memory.ctypes.data
+        request = (_ALLREDUCE, name, name, [address], [address], memory.size, [memory.size], _FLOAT32, _SUM)
+        run, pushpull, wait = self._run, self.store.pushpull, array.wait_to_read
+
+        def raw() -> None:
+            run(*request)
+
+        def store() -> None:
+            pushpull(name, array)
+            wait()
+
+        found: dict[str, Action] = {"raw": raw, "pushpull": store}
+        if self._mpi is not None:
+            allreduce, in_place, spec = self._mpi.COMM_WORLD.Allreduce, self._mpi.IN_PLACE, [memory, self._mpi.FLOAT]
+
+            def mpi() -> None:
+                allreduce(in_place, spec)
+
+            found["MPI"] = mpi
+        return found
+
+    def alone(self, array: Any, name: str) -> dict[str, Action]:
+        """Return the same methods in a world of one, named with '(alone)'."""
+        memory = memory_of(array)
+        address, handle = memory.ctypes.data, mxnet_compat.handle_of(array)
+        request = (_ALLREDUCE, name, name, [address], [address], memory.size, [memory.size], _FLOAT32, _SUM)
+        run, pushpull, wait = self._alone.impl.run, self._adapter.pushpull, array.wait_to_read
+
+        def raw() -> None:
+            run(*request)
+
+        def store() -> None:
+            pushpull(name, name, [handle], [handle], _SUM, 1.0, 1.0, 0)
+            wait()
+
+        found: dict[str, Action] = {"raw (alone)": raw, "pushpull (alone)": store}
+        if self._mpi is not None:
+            allreduce, in_place, spec = self._mpi.COMM_SELF.Allreduce, self._mpi.IN_PLACE, [memory, self._mpi.FLOAT]
+
+            def mpi() -> None:
+                allreduce(in_place, spec)
+
+            found["MPI (alone)"] = mpi
+        return found
+
+    def floors(self, memory: Any, other: Any) -> dict[str, Action]:
+        """Return what every rank does to its own memory only: copy it with memcpy, and scale it in place."""
+        memmove, to, source, length = ctypes.memmove, other.ctypes.data, memory.ctypes.data, memory.nbytes
+        multiply, half = np.multiply, np.float32(0.5)
+
+        def copy() -> None:
+            memmove(to, source, length)
+
+        def scale() -> None:
+            multiply(memory, half, memory)
+
+        return {"memcpy": copy, "scale": scale}
+
+
+def topology() -> kvstore_hvd.Topology:
+    """Return who this rank is; the first call starts the world."""
+    return kvstore_hvd.topology()

@@ -1,0 +1,35 @@
+// Keeps operations of one name in the order of the calls. MXNet starts operations on different arrays as their inputs
+// get ready, in another order on every rank; the ranks match operations by name, the first with the first.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace kvstore_hvd::mxnet {
+
+// All members may be called from any thread.
+class Turns {
+ public:
+  // The caller's turn among the operations of `name`. Each turn taken must be used, or those after it never come.
+  std::uint64_t take(const std::string& name);
+
+  // Calls `step` once all turns taken before this one have been used: here and now, or on the thread that uses the last
+  // of them. `step` must not block.
+  void use(const std::string& name, std::uint64_t turn, std::function<void()> step);
+
+ private:
+  struct Row {
+    std::uint64_t taken = 0;
+    std::uint64_t used = 0;  // counts a turn after its step has returned, so that steps never overlap
+    std::map<std::uint64_t, std::function<void()>> early;
+  };
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, Row> rows_;  // a row's address stays valid: rows are never erased
+};
+
+}  // namespace kvstore_hvd::mxnet
