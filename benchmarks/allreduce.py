@@ -73,11 +73,10 @@ def one_by_one(rewrite: Callable[[], object], run: Callable[[], object], count: 
 
 def measure(size: int, methods: Any, gate: Gate, rank: int, ranks: int) -> Samples:
     """Return the samples of every method at one size, in seconds."""
-    import mxnet as mx
     import numpy as np
-    from methods import memory_of
+    from methods import memory_of, zeros
 
-    array = mx.nd.zeros((size // 4,))
+    array = zeros((size // 4,))
     memory = memory_of(array)
     other = np.ones_like(memory)
     name = f"allreduce/{size}"

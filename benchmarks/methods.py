@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kvstore_hvd
@@ -14,14 +14,15 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat, native
 
-__all__ = ["Methods", "memory_of", "nothing"]
+__all__ = ["Methods", "memory_of", "topology", "zeros"]
 
 Action = Callable[[], object]
 _FLOAT32, _SUM, _ALLREDUCE = native.DTYPES["float32"], native.OPS["sum"], native.COLLECTIVES["allreduce"]
 
 
-def nothing() -> None:
-    """Do nothing, for what a call of a Python function takes."""
+def zeros(shape: Sequence[int]) -> Any:
+    """Return a float32 array of MXNet."""
+    return mx.nd.zeros(tuple(shape))
 
 
 def memory_of(array: Any) -> Any:

@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gate", "Launcher", "find_launcher", "load_samples", "save_samples", "start_ranks", "versions"]
+__all__ = [
+    "Gate",
+    "Launcher",
+    "find_launcher",
+    "kvhvdrun",
+    "load_samples",
+    "save_samples",
+    "start_ranks",
+    "this_python",
+    "versions",
+]
 
 _KVHVDRUN = "import sys; from kvstore_hvd.launch import main; sys.exit(main())"
 # Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results.
@@ -42,6 +52,11 @@ class Launcher:
     environment: Mapping[str, str]
 
 
+def kvhvdrun(python: Path) -> tuple[str, ...]:
+    """Return the command of kvhvdrun under a Python interpreter, installed there or not."""
+    return (str(python), "-c", _KVHVDRUN)
+
+
 def find_launcher(python: Path) -> Launcher:
     """Return the launcher for a Python interpreter.
 
@@ -52,7 +67,7 @@ def find_launcher(python: Path) -> Launcher:
     """
     mpirun = python.parent / "mpirun"
     if not mpirun.exists():
-        return Launcher("no MPI", python, (str(python), "-c", _KVHVDRUN), {})
+        return Launcher("no MPI", python, kvhvdrun(python), {})
     answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     for name, environment in _MPI_ENVIRONMENT.items():
         if name in answer or (name == "MPICH" and "HYDRA" in answer.upper()):

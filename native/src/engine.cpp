@@ -13,6 +13,7 @@
 
 #include "kvstore_hvd/describe.hpp"
 #include "kvstore_hvd/liveness.hpp"
+#include "kvstore_hvd/messages.hpp"
 #include "kvstore_hvd/pipeline.hpp"
 #include "kvstore_hvd/tensor_table.hpp"
 #include "kvstore_hvd/world.hpp"
@@ -25,10 +26,6 @@ using Clock = std::chrono::steady_clock;
 // How often the watcher looks at deadlines: while something is pending, and otherwise.
 constexpr std::chrono::milliseconds kBusyTick{100};
 constexpr std::chrono::milliseconds kIdleTick{500};
-
-std::string describe_operation(const Request& request) {
-  return std::string(name_of(request.collective)) + " " + (request.label.empty() ? request.name : request.label);
-}
 
 std::string seconds(std::chrono::nanoseconds duration) {
   char text[32];
@@ -63,6 +60,7 @@ class Engine::Impl {
         options_(std::move(options)),
         owner_(getpid()),
         policy_(WaitPolicy::for_ranks(size_)),
+        messages_(world_, rank),
         table_(world_, rank),
         in_flight_(kSlots, nullptr),
         pipeline_(
@@ -81,14 +79,12 @@ class Engine::Impl {
     auto work = std::make_shared<Work>(std::move(request));
     work->submitted = Clock::now();
     if (forked()) {
-      finish(*work, Status(ErrorCode::kShutdown, prefix(work->request) +
-                                                     "this is a forked child; only the parent may communicate.\n"
-                                                     "  Fix: call the KVStore from the process that created it."));
+      finish(*work, Messages::forked());
       return work;
     }
     const std::string invalid = validate(work->request, size_);
     if (!invalid.empty()) {
-      finish(*work, Status(ErrorCode::kInvalid, prefix(work->request) + invalid + "."));
+      finish(*work, messages_.invalid(work->request, invalid));
       return work;
     }
     bool wake_communication = false;
@@ -96,7 +92,7 @@ class Engine::Impl {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (left_ || world_.failure.is_set()) {
-        refused = left_ ? left_status(work->request) : lost_status(work->request);
+        refused = left_ ? messages_.left(work->request) : messages_.lost(work->request);
       } else {
         Name& name = names_[work->request.name];
         name.queue.push_back(work);
@@ -122,10 +118,9 @@ class Engine::Impl {
   }
 
   Status health() {
-    if (forked()) return Status(ErrorCode::kShutdown, "this is a forked child; only the parent may communicate.");
+    if (forked()) return Messages::forked();
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!world_.failure.is_set()) return Status();
-    return Status(world_.failure.code(), prefix() + world_.failure.fact() + advice(world_.failure.code()));
+    return world_.failure.is_set() ? messages_.lost() : Status();
   }
 
   void shutdown(const std::string& reason) {
@@ -159,34 +154,6 @@ class Engine::Impl {
     SlotHandle slot;
     std::deque<std::shared_ptr<Work>> queue;
   };
-
-  // ---- Messages.
-
-  std::string prefix() const { return "[rank " + std::to_string(rank_) + "/" + std::to_string(size_) + "] "; }
-  std::string prefix(const Request& request) const { return prefix() + describe_operation(request) + ": "; }
-
-  static std::string advice(ErrorCode code) {
-    switch (code) {
-      case ErrorCode::kPeerLost:
-        return ".\n  This step's buffers are undefined.\n"
-               "  Fix: under @elastic.run training resumes from the last commit(); otherwise restart.";
-      case ErrorCode::kTimeout:
-        return ".\n  This step's buffers are undefined.\n"
-               "  Fix: see what that rank is doing; if such a wait is legitimate, raise KVHVD_TIMEOUT (seconds).";
-      default:
-        return ".\n  This step's buffers are undefined.\n  Fix: restart, or call reset() on every rank.";
-    }
-  }
-
-  Status lost_status(const Request& request) const {
-    const ErrorCode code = world_.failure.code();
-    return Status(code, prefix(request) + world_.failure.fact() + advice(code));
-  }
-
-  Status left_status(const Request& request) const {
-    return Status(ErrorCode::kShutdown,
-                  prefix(request) + "this rank has shut down.\n  Fix: call init() before communicating again.");
-  }
 
   static void finish(Work& work, Status status) {
     work.status_ = std::move(status);
@@ -264,16 +231,12 @@ class Engine::Impl {
   // ---- Completing; by the driver only.
 
   void complete(std::uint32_t slot) {
-    Slot& shared = world_.slots[slot];
     std::shared_ptr<Work> work;
     Status status;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const Request& request = in_flight_[slot]->request;
-      if (shared.error != 0) {
-        status = Status(static_cast<ErrorCode>(shared.error),
-                        prefix(request) + std::string(shared.error_text, shared.error_length));
-      }
+      status = messages_.disagreement(request, world_.slots[slot]);
       const auto found = names_.find(request.name);
       Name& name = found->second;
       work = std::move(name.queue.front());
@@ -316,7 +279,7 @@ class Engine::Impl {
       waiting_for_slot_.clear();
     }
     for (const auto& work : lost) {
-      finish(*work, world_.failure.is_set() ? lost_status(work->request) : left_status(work->request));
+      finish(*work, world_.failure.is_set() ? messages_.lost(work->request) : messages_.left(work->request));
     }
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -493,6 +456,7 @@ class Engine::Impl {
   const EngineOptions options_;
   const pid_t owner_;
   const WaitPolicy policy_;
+  const Messages messages_;
 
   std::mutex mutex_;
   std::condition_variable changed_;         // something completed, or the driver's place is free

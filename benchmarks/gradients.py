@@ -1,0 +1,247 @@
+"""Time one step's gradients of ResNet-50: all tensors enqueued in priority, then waited for, beside MPI and memcpy.
+
+    python benchmarks/gradients.py -np 2
+    python benchmarks/gradients.py -np 2 --python OTHER-ENVIRONMENT/bin/python     # that has the other MPI
+
+The tensors have the shapes of `resnet50_v1` in MXNet's model zoo (only shapes are taken; nothing is downloaded). Layer
+i has priority -i, as in Gluon's Trainer. Ours is timed in two orders of enqueueing: 'backward', last layer first, as
+gradients become ready; and 'forward', the first layer first, as the Trainer's loop calls. MPI reduces tensor after
+tensor, in place, backward. Everything happens on the same memory in the same processes, one after the other in every
+repetition and in another order in each; gradients are rewritten before; a repetition counts as its slowest rank.
+
+'first layer' is the time from the last enqueue until the first layer's sum is there: how long the next forward pass
+would have to wait if the computation ended with the last enqueue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from common import describe, median_ratio, ratio_text, summary, table, write
+from ranks import Gate, find_launcher, save_samples, start_ranks, this_python, versions
+
+Samples = dict[str, list[float]]
+
+MPI_METHOD = "MPI, per tensor"
+FIRST_LAYER = ", first layer"
+
+
+# -- As a rank ----------------------------------------------------------------------------------------------------
+
+
+def shapes_of_resnet50(with_biases: bool) -> list[tuple[int, ...]]:
+    """Return the shapes of all parameters with gradients, from the first layer to the last.
+
+    MXNet's network has 32 biases that BatchNorm cancels at once, which the network of other frameworks lacks: without
+    them there are 161 tensors of 25,557,032 elements.
+    """
+    import mxnet as mx
+
+    net = mx.gluon.model_zoo.vision.resnet50_v1()
+    net.initialize()
+    net(mx.nd.zeros((1, 3, 32, 32)) if mx.__version__.startswith("1.") else mx.np.zeros((1, 3, 32, 32)))
+    shapes = []
+    before: tuple[int, ...] = ()
+    for name, parameter in net.collect_params().items():
+        if parameter.grad_req != "null":
+            shape = tuple(parameter.shape)
+            # A bias that follows the four-dimensional weight of a convolution.
+            if with_biases or not (name.endswith("bias") and len(before) == 4):
+                shapes.append(shape)
+            before = shape
+    return shapes
+
+
+def make_methods(
+    arrays: Sequence[Any], memories: Sequence[Any], mpi: Any
+) -> tuple[Any, dict[str, Callable[[], float]]]:
+    """Return the object to close, and the methods; each returns the seconds until the first layer is ready (or 0)."""
+    import ctypes
+
+    import numpy as np
+    from methods import Methods
+
+    methods = Methods(mpi)
+    store = methods.store
+    others = [np.ones_like(memory) for memory in memories]
+    backward = list(enumerate(arrays))[::-1]
+    forward = list(enumerate(arrays))
+
+    def enqueue(order: Sequence[tuple[int, Any]]) -> float:
+        for key, array in order:
+            store.pushpull(key, array, priority=-key)
+        enqueued = perf_counter()
+        arrays[0].wait_to_read()
+        first = perf_counter()
+        for array in arrays:
+            array.wait_to_read()
+        return first - enqueued
+
+    def copy() -> float:
+        for other, memory in zip(others, memories):
+            ctypes.memmove(other.ctypes.data, memory.ctypes.data, memory.nbytes)
+        return 0.0
+
+    found = {
+        "memcpy of all": copy,
+        "pushpull, backward": lambda: enqueue(backward),
+        "pushpull, forward": lambda: enqueue(forward),
+    }
+    raw = [methods.on(array, f"gradient/{key}")["raw"] for key, array in backward]
+
+    def one_by_one() -> float:
+        for run in raw:
+            run()
+        return 0.0
+
+    found["raw, one after the other"] = one_by_one
+    if mpi is not None:
+        allreduce, in_place = mpi.COMM_WORLD.Allreduce, mpi.IN_PLACE
+        specs = [[memory, mpi.FLOAT] for memory in memories[::-1]]
+
+        def per_tensor() -> float:
+            for spec in specs:
+                allreduce(in_place, spec)
+            return 0.0
+
+        found[MPI_METHOD] = per_tensor
+    return methods, found
+
+
+def be_a_rank(options: argparse.Namespace) -> None:
+    """Measure, and leave the samples in the folder."""
+    mpi = None
+    if options.mpi:
+        from mpi4py import MPI as mpi  # noqa: N811
+    from methods import memory_of, topology, zeros
+
+    place = topology()
+    gate = Gate(options.folder, place.rank, place.size)
+    shapes = shapes_of_resnet50(options.biases)
+    arrays = [zeros(shape) for shape in shapes]
+    memories = [memory_of(array) for array in arrays]
+    methods, actions = make_methods(arrays, memories, mpi)
+    samples: Samples = {method: [] for method in actions}
+    samples.update({f"{method}{FIRST_LAYER}": [] for method in actions if method.startswith("pushpull")})
+    order = list(actions)
+    shuffle = random.Random(0).shuffle  # the same order on all ranks
+    for repetition in range(-2, options.repetitions):
+        shuffle(order)
+        for method in order:
+            for memory in memories:
+                memory.fill(place.rank + 1)
+            gate.wait()
+            start = perf_counter()
+            first = actions[method]()
+            seconds = perf_counter() - start
+            if repetition < 0 and method != "memcpy of all":
+                _check(method, memories, place.size)
+            if repetition >= 0:
+                samples[method].append(seconds)
+                if method.startswith("pushpull"):
+                    samples[method + FIRST_LAYER].append(first)
+    gate.wait()
+    methods.close()
+    total = sum(memory.size for memory in memories)
+    saved = {"samples": samples, "versions": versions(mpi), "tensors": len(shapes), "elements": total}
+    save_samples(options.folder, place.rank, saved)
+
+
+def _check(method: str, memories: Sequence[Any], ranks: int) -> None:
+    for number, memory in enumerate(memories):
+        if not (memory == ranks * (ranks + 1) / 2).all():
+            raise RuntimeError(f"{method}: tensor {number} has a wrong sum: {memory[:4]}")
+
+
+# -- As the one that starts them ----------------------------------------------------------------------------------
+
+
+def show(samples: Samples, launches: Sequence[Samples], mpi: str) -> str:
+    """Return the table of one MPI: milliseconds, ratios within repetitions, and the medians of the launches."""
+    rows = []
+    for method, values in samples.items():
+        is_part = method.endswith(FIRST_LAYER)
+        times = summary(values)
+        to_mpi = median_ratio(values, samples[MPI_METHOD]) if MPI_METHOD in samples else float("nan")
+        rows.append(
+            [
+                method.replace("MPI", mpi),
+                *(f"{times[what] * 1e3:.2f}" for what in ("min", "median", "max")),
+                "-" if is_part else ratio_text(median_ratio(values, samples["memcpy of all"])),
+                "-" if is_part else ratio_text(to_mpi),
+                " ".join(f"{summary(launch[method])['median'] * 1e3:.2f}" for launch in launches),
+            ]
+        )
+    return table(["ms", "min", "median", "max", "/memcpy", f"/{mpi}", "medians of launches"], rows)
+
+
+def main() -> None:
+    """Run as the starter, or as one of the ranks that it starts."""
+    options = parse_arguments()
+    if options.folder is not None:
+        be_a_rank(options)
+        return
+    if options.ranks < 2:
+        raise SystemExit("one rank has nobody to talk to: -np 2 or more")
+    run = describe()
+    run["versions"] = {}
+    launchers = [find_launcher(python) for python in (this_python(), *options.python)]
+    collected: dict[str, list[Samples]] = {launcher.name: [] for launcher in launchers}
+    told: dict[str, Any] = {"ranks": options.ranks}
+    for number in range(options.launches):
+        for launcher in launchers:
+            print(f"launch {number + 1} of {options.launches}, {launcher.name} ...", file=sys.stderr, flush=True)
+            arguments = ["--repetitions", str(options.repetitions)]
+            arguments += ["--biases"] * options.biases + ["--mpi"] * (launcher.name != "no MPI")
+            with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+                ranks = start_ranks(launcher, options.ranks, Path(__file__).resolve(), arguments, Path(folder))
+            run["versions"][launcher.name] = ranks[0]["versions"]
+            told.update(tensors=ranks[0]["tensors"], elements=ranks[0]["elements"])
+            collected[launcher.name].append(
+                {m: [max(times) for times in zip(*(rank["samples"][m] for rank in ranks))] for m in ranks[0]["samples"]}
+            )
+    elements = told["elements"]
+    text = [f"{options.ranks} ranks, {told['tensors']} tensors, {elements:,} elements ({elements * 4e-6:.1f} MB)\n"]
+    results: dict[str, Any] = {}
+    for name, launches in collected.items():
+        samples = {method: [value for launch in launches for value in launch[method]] for method in launches[0]}
+        text.append(f"{name}, {options.launches} launches\n{show(samples, launches, name)}\n")
+        results[name] = {
+            "seconds": {method: summary(values) for method, values in samples.items()},
+            "launches": [{method: summary(values) for method, values in launch.items()} for launch in launches],
+            "ratios": {
+                f"{method}/{peer}": median_ratio(values, samples[peer])
+                for method, values in samples.items()
+                for peer in (MPI_METHOD, "memcpy of all")
+                if peer in samples and peer != method and not method.endswith(FIRST_LAYER)
+            },
+        }
+    write(options.json, run, {**told, "by_mpi": results}, "\n".join(text))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Time the gradients of ResNet-50 beside MPI and memcpy.")
+    parser.add_argument("-np", "--ranks", type=int, default=2)
+    parser.add_argument("--launches", type=int, default=2, help="how often the ranks are started afresh [2]")
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--biases", action="store_true", help="all 193 tensors of MXNet's variant of the network")
+    parser.add_argument(
+        "--python", type=Path, action="append", default=[], help="another environment's Python, with another MPI"
+    )
+    results = Path(__file__).resolve().parent / "results" / "gradients.json"
+    parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Time the training of a small CNN and an MLP, with 1 and 2 workers: no store, ours, and MXNet's 'dist_sync'.
+
+    python benchmarks/train.py
+
+All groups of workers are started at once and sleep; in every round each in turn trains for about a second, so that they
+share good and bad moments of the machine. Each worker is pinned to its share of the cores (the same share for one
+worker as for several) and computes with as many threads. Workers of 'no store' do not talk: their images/s are what
+the machine gives when communication is free. 'dist_sync' has a scheduler and one server beside the workers, which are
+not pinned; they run on the cores of the workers, as on a machine with no cores to spare.
+
+Batches are random and stay where they are: no data is loaded. The batch size is that of each worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import describe, median_ratio, ratio_text, summary, table, write
+from ranks import kvhvdrun, this_python, versions
+
+MODES = ("no store", "ours", "dist_sync")
+NETWORKS = ("CNN", "MLP")
+START_TIMEOUT_S = 120.0
+SEGMENT_TIMEOUT_S = 120.0
+
+# Imported first, the package makes plain `import mxnet` work; with these roles it then serves until all workers left.
+_SERVE = "import kvstore_hvd, mxnet"
+
+
+class Channel:
+    """One JSON text a line, over a Unix socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._file = connection.makefile("r")
+
+    def send(self, message: Any) -> None:
+        """Send one message."""
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> Any:
+        """Return the next message.
+
+        Raises
+        ------
+        EOFError
+            The other side is gone.
+        """
+        line = self._file.readline()
+        if not line:
+            raise EOFError("the other side is gone")
+        return json.loads(line)
+
+
+# -- As a worker --------------------------------------------------------------------------------------------------
+
+
+def be_a_worker(options: argparse.Namespace) -> None:
+    """Connect, and train whenever told to."""
+    index = int(os.environ.get("KVHVD_RANK", options.index))
+    # Before anything starts threads: they inherit it.
+    os.sched_setaffinity(0, options.cores[index * options.share : (index + 1) * options.share])
+    import kvstore_hvd  # noqa: F401 - registers the store
+
+    # isort: split
+    import mxnet as mx
+
+    trainer, step = prepare(options.network, options.batch_size, make_store(options.mode))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(options.address)
+    channel = Channel(connection)
+    channel.send({"group": options.group, "index": index, "versions": versions()})
+    while steps := channel.receive():
+        mx.nd.waitall()
+        start = time.perf_counter()
+        before: Any = None
+        for _ in range(steps):
+            loss = step()
+            # A training loop looks at its losses; that of the step before keeps it one step ahead, not hundreds.
+            if before is not None:
+                before.asnumpy()
+            before = loss
+        mx.nd.waitall()
+        channel.send(time.perf_counter() - start)
+    del trainer
+
+
+def make_store(mode: str) -> Any:
+    """Return the store of a mode, or None."""
+    import mxnet as mx
+
+    return {"no store": lambda: None, "ours": lambda: mx.kv.create("horovod")}.get(mode, lambda: mx.kv.create(mode))()
+
+
+def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:
+    """Return a trainer and a function that trains one step and returns the loss."""
+    import mxnet as mx
+    import numpy as np
+    from mxnet import autograd, gluon
+    from mxnet.gluon import nn
+
+    mx.npx.set_np()
+    mx.random.seed(0)
+    net = nn.HybridSequential()
+    if network == "CNN":
+        net.add(
+            nn.Conv2D(20, 5, in_channels=1, activation="tanh"),
+            nn.MaxPool2D(),
+            nn.Conv2D(50, 5, in_channels=20, activation="tanh"),
+            nn.MaxPool2D(),
+            nn.Dense(500, in_units=800, activation="tanh"),
+            nn.Dense(10, in_units=500),
+        )
+    else:
+        net.add(
+            nn.Dense(512, in_units=784, activation="relu"),
+            nn.Dense(512, in_units=512, activation="relu"),
+            nn.Dense(10, in_units=512),
+        )
+    net.initialize(mx.init.Xavier())
+    net.hybridize(static_alloc=True, static_shape=True)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store)
+    loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
+    generator = np.random.default_rng(0)
+    images = mx.np.array(generator.random((batch_size, 1, 28, 28), np.float32), dtype="float32")
+    labels = mx.np.array(generator.integers(0, 10, batch_size), dtype="float32")
+
+    def step() -> Any:
+        with autograd.record():
+            loss = loss_of(net(images), labels).mean()
+        loss.backward()
+        trainer.step(1)
+        return loss
+
+    return trainer, step
+
+
+# -- As the one that starts them ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """Workers that train together."""
+
+    mode: str
+    workers: int
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    channels: list[Channel] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)  # images/s of all workers, one for each round
+
+    @property
+    def name(self) -> str:
+        """How results name it."""
+        return f"{self.mode}, {self.workers} worker{'s' if self.workers > 1 else ''}"
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Start the processes; they connect by themselves."""
+        command = [*command, "--group", self.name, "--mode", self.mode]
+        if self.mode == "ours":
+            self._start([*kvhvdrun(this_python()), "-np", str(self.workers), *command], environment)
+            return
+        if self.mode == "dist_sync":
+            environment = {
+                **environment,
+                "DMLC_PS_ROOT_URI": "127.0.0.1",
+                "DMLC_PS_ROOT_PORT": str(free_port()),
+                "DMLC_NODE_HOST": "127.0.0.1",
+                "DMLC_NUM_SERVER": "1",
+                "DMLC_NUM_WORKER": str(self.workers),
+            }
+            for role in ("scheduler", "server"):
+                self._start([str(this_python()), "-c", _SERVE], {**environment, "DMLC_ROLE": role})
+            environment["DMLC_ROLE"] = "worker"
+        for index in range(self.workers):
+            self._start([*command, "--index", str(index)], environment)
+
+    def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+
+    def train(self, steps: int) -> float:
+        """Have all workers train `steps` steps; return the seconds of the slowest."""
+        for channel in self.channels:
+            channel.send(steps)
+        return max(channel.receive() for channel in self.channels)
+
+    def stop(self) -> None:
+        """End the processes: they are asked first, then killed."""
+        for channel in self.channels:
+            try:
+                channel.send(0)
+            except OSError:  # it is gone already
+                continue
+        deadline = time.monotonic() + (20 if self.channels else 0)
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # kvhvdrun takes its workers with it
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def measure(network: str, options: argparse.Namespace, groups: Sequence[Group]) -> dict[str, str]:
+    """Start all groups for one network, and fill in their speeds; returns the versions of a worker."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // max(options.workers))
+    command = [str(this_python()), str(Path(__file__).resolve()), "--network", network]
+    command += ["--share", str(share), "--batch-size", str(options.batch_size)]
+    # With more workers than cores, cores are shared in turn.
+    command += ["--cores", *(str(cores[place % len(cores)]) for place in range(share * max(options.workers)))]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(share)}
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = str(Path(folder) / "socket")
+        listener.bind(address)
+        listener.listen(64)
+        listener.settimeout(START_TIMEOUT_S)
+        by_name = {group.name: group for group in groups}
+        try:
+            for group in groups:
+                group.start([*command, "--address", address], environment)
+            for _ in range(sum(group.workers for group in groups)):
+                connection, _ = listener.accept()
+                connection.settimeout(SEGMENT_TIMEOUT_S)
+                channel = Channel(connection)
+                hello = channel.receive()
+                found = hello["versions"]
+                by_name[hello["group"]].channels.append(channel)
+            run_rounds(network, options, groups)
+        except (OSError, EOFError) as error:
+            late = [group.name for group in groups if len(group.channels) < group.workers]
+            raise SystemExit(f"{network}: {error}; not started: {', '.join(late) or 'none'}") from None
+        finally:
+            for group in groups:
+                group.stop()
+    return found
+
+
+def run_rounds(network: str, options: argparse.Namespace, groups: Sequence[Group]) -> None:
+    """Train in rounds, all groups in each."""
+    for group in groups:
+        group.train(10)
+    steps = max(5, int(10 * options.seconds / groups[0].train(10)))
+    for number in range(options.rounds):
+        print(f"{network}: round {number + 1} of {options.rounds}, {steps} steps each", file=sys.stderr, flush=True)
+        # Forwards and backwards, so that nobody always follows the same one.
+        for group in groups[:: 1 if number % 2 == 0 else -1]:
+            seconds = group.train(steps)
+            group.speeds.append(group.workers * options.batch_size * steps / seconds)
+
+
+def show(groups: Sequence[Group]) -> str:
+    """Return the table of one network."""
+    speeds = {(group.mode, group.workers): group.speeds for group in groups}
+    rows = []
+    for group in groups:
+        times = summary(group.speeds)
+        free, single = speeds.get(("no store", group.workers)), speeds.get((group.mode, min(w for _, w in speeds)))
+        rows.append(
+            [
+                group.name,
+                *(f"{times[what]:.0f}" for what in ("min", "median", "max")),
+                ratio_text(median_ratio(group.speeds, free)) if free else "-",
+                ratio_text(median_ratio(group.speeds, single)) if single else "-",
+            ]
+        )
+    return table(["images/s", "min", "median", "max", "/no store", "/1 worker"], rows)
+
+
+def main() -> None:
+    """Run as the starter, or as one of the workers that it starts."""
+    options = parse_arguments()
+    if options.address is not None:
+        be_a_worker(options)
+        return
+    run = describe()
+    results: dict[str, Any] = {"batch_size": options.batch_size, "networks": {}}
+    text = [f"batches of {options.batch_size} for each worker, {options.rounds} rounds\n"]
+    for network in options.networks:
+        groups = [Group(mode, workers) for workers in options.workers for mode in options.modes]
+        run["versions"] = {"all": measure(network, options, groups)}
+        results["networks"][network] = {
+            group.name: {"images_per_second": summary(group.speeds), "rounds": group.speeds} for group in groups
+        }
+        text.append(f"{network}\n{show(groups)}\n")
+    write(options.json, run, results, "\n".join(text))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Time training with no store, ours, and dist_sync.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="how long one worker without store trains in a round"
+    )
+    parser.add_argument("--batch-size", type=int, default=32, help="of each worker [32]")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    results = Path(__file__).resolve().parent / "results" / "train.json"
+    parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
+    for name, kind in (
+        ("address", str),
+        ("group", str),
+        ("mode", str),
+        ("network", str),
+        ("index", int),
+        ("share", int),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--cores", type=int, nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
