@@ -24,7 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from common import describe, median_ratio, ratio_text, size_text, summary, table, time_text, write
-from ranks import Gate, Launcher, find_launcher, save_samples, start_ranks, this_python, versions
+from ranks import Gate, Launcher, find_launcher, load_mpi, save_samples, start_ranks, this_python, versions
 
 SIZES = tuple(4 << shift for shift in range(0, 27, 2))
 ROW_UP_TO = 256 << 10
@@ -110,10 +110,7 @@ def measure(size: int, methods: Any, gate: Gate, rank: int, ranks: int) -> Sampl
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure all sizes and leave the samples in the folder."""
-    # MPI first: what it loads must be the library that started this process.
-    mpi = None
-    if options.mpi:
-        from mpi4py import MPI as mpi  # noqa: N811
+    mpi = load_mpi(options.mpi)
     from methods import Methods, topology
 
     place = topology()

@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 from common import describe, median_ratio, ratio_text, summary, table, write
-from ranks import Gate, find_launcher, save_samples, start_ranks, this_python, versions
+from ranks import Gate, find_launcher, load_mpi, save_samples, start_ranks, this_python, versions
 
 Samples = dict[str, list[float]]
 
@@ -117,9 +117,7 @@ def make_methods(
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure, and leave the samples in the folder."""
-    mpi = None
-    if options.mpi:
-        from mpi4py import MPI as mpi  # noqa: N811
+    mpi = load_mpi(options.mpi)
     from methods import memory_of, topology, zeros
 
     place = topology()

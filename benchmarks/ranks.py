@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import mmap
@@ -20,6 +21,7 @@ __all__ = [
     "Launcher",
     "find_launcher",
     "kvhvdrun",
+    "load_mpi",
     "load_samples",
     "save_samples",
     "start_ranks",
@@ -114,6 +116,11 @@ def save_samples(folder: Path, rank: int, samples: Any) -> None:
 def load_samples(folder: Path, rank: int) -> Any:
     """Return what a rank has saved."""
     return json.loads((folder / f"rank{rank}.json").read_text())
+
+
+def load_mpi(wanted: bool) -> Any:
+    """Return ``mpi4py.MPI``, or None. Before MXNet: what MPI loads must be the library that started this process."""
+    return importlib.import_module("mpi4py.MPI") if wanted else None
 
 
 def versions(mpi: Any = None) -> dict[str, str]:

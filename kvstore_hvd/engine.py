@@ -135,7 +135,7 @@ class Engine:
             _register_fork_handlers()
             if self._watchdog is None:
                 limit_s = config().exit_timeout_s
-                text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit."
+                text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
             register_exit_handler()
         self._closed = self._remedy = ""

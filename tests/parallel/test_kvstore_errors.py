@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
@@ -179,10 +180,12 @@ def test_lost_world_is_latched_until_reset(world, rank, size):
     several(size)
     stores = [mx.kv.create("horovod") for _ in range(2)]
     x = mx.nd.ones(3)
-    kvstore_hvd.barrier("before the abort")
+    # Rank 0 may go on and abort before the others have left the barrier.
+    with contextlib.nullcontext() if rank == 0 else contextlib.suppress(TransportError):
+        kvstore_hvd.barrier("before the abort")
     if rank == 0:
         stores[0].pushpull("x", x)  # the others never join in
-        engine.current().abort("this is a test.")
+        engine.current().abort("this is a test")
         with pytest.raises(TransportError, match="this is a test"):
             x.asnumpy()
     deadline = time.monotonic() + 30

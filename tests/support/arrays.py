@@ -22,7 +22,7 @@ def contribution(rank: int, shape: tuple[int, ...], dtype: str, seed: object = 0
         return generator.standard_normal(shape).astype(dtype)
     info = np.iinfo(dtype)
     # Sums wrap around for the small integers: two's complement, as in NumPy.
-    return generator.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
+    return generator.integers(info.min, info.max, shape, dtype=np.dtype(dtype), endpoint=True)
 
 
 def ordered_sum(parts: list[Array]) -> Array:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-import kvstore_hvd  # noqa: F401  (first: it makes MXNet importable)
+import kvstore_hvd
 
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon
