@@ -23,6 +23,11 @@ class Compression:
 
     type: str = "none"
 
+    @property
+    def is_active(self) -> bool:
+        """Whether anything travels in another dtype than its own."""
+        return self.type != "none"
+
     def wire_dtype(self, dtype: str) -> str:
         """The dtype in which an array of `dtype` travels.
 

@@ -257,6 +257,9 @@ class MXNetAdapter:
         # Called for every array of every step: bound once.
         self.is_plain: Callable[[int], bool] = self.impl.is_plain
         self.chunk_id: Callable[[int], int] = self.impl.chunk_id
+        #: (name, label, array, priority) -> bytes: the sum of one array in place; None, and nothing done, when the case
+        #: needs a closer look.
+        self.pushpull_in_place: Callable[[str, str, int, int], int | None] = self.impl.pushpull_in_place
 
     def pushpull(
         self,

@@ -53,6 +53,12 @@ void bind_mxnet(py::module_& module) {
           py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("op") = 0,
           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0)
       .def(
+          "pushpull_in_place",
+          [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int priority) {
+            return adapter.pushpull_in_place(name, label, handle(array), priority);
+          },
+          py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"), WithoutGil())
+      .def(
           "broadcast",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int root,
              int priority) { check(adapter.broadcast(name, label, handle(array), root, priority)); },

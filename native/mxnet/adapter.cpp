@@ -54,6 +54,15 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   return push(std::move(request), inputs, outputs);
 }
 
+std::optional<std::size_t> MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label,
+                                                           Handle array, int priority) {
+  if (naive_ || array == nullptr || getpid() != owner_ || !api_->is_reachable(array)) return std::nullopt;
+  const std::size_t bytes = api_->bytes_of(array);
+  if (bytes == 0 || !unread_->empty() || !engine_->health().ok()) return std::nullopt;
+  if (!pushpull(name, label, {array}, {array}, ReduceOp::kSum, 1.0, 1.0, priority).ok()) return std::nullopt;
+  return bytes;
+}
+
 Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,
                                int priority) {
   Request request;

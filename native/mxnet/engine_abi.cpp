@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace kvstore_hvd::mxnet {
@@ -140,6 +142,11 @@ std::shared_ptr<const Api> Api::load(const std::string& library_path) {
   require(library, "MXNDArrayFree", api->free_);
   require(library, "MXNDArrayGetStorageType", api->get_storage_type_);
   require(library, "MXNDArrayGetContext", api->get_context_);
+  require(library, "MXNDArrayGetDType", api->get_dtype_);
+  // 1.x, then 2.x.
+  if (!find(library, "MXNDArrayGetShapeEx64", api->get_shape_)) {
+    require(library, "MXNDArrayGetShape64", api->get_shape_);
+  }
   require(library, "MXNDArrayWaitToRead", api->wait_to_read_);
   require(library, "MXNDArrayToDLPack", api->to_dlpack_);
   require(library, "MXNDArrayCallDLPackDeleter", api->delete_dlpack_);
@@ -170,6 +177,22 @@ bool Api::is_reachable(Handle array) const {
   int device_id = 0;
   check(get_context_(array, &device_type, &device_id));
   return storage_type == kDefaultStorage && device_type != kGpu;
+}
+
+std::size_t Api::bytes_of(Handle array) const {
+  // mshadow's numbers: float32, float64, float16, uint8, int32, int8, int64; 12 is bfloat16.
+  constexpr std::size_t kBytes[] = {4, 8, 2, 1, 4, 1, 8};
+  constexpr int kBfloat16 = 12;
+  int dtype = -1;
+  check(get_dtype_(array, &dtype));
+  const bool known = dtype >= 0 && dtype < static_cast<int>(std::size(kBytes));
+  std::size_t bytes = known ? kBytes[dtype] : dtype == kBfloat16 ? 2 : 0;
+  int dimensions = 0;
+  const std::int64_t* shape = nullptr;
+  check(get_shape_(array, &dimensions, &shape));
+  if (dimensions < 0) return 0;
+  for (int i = 0; i < dimensions; ++i) bytes *= static_cast<std::size_t>(std::max<std::int64_t>(shape[i], 0));
+  return bytes;
 }
 
 View Api::open(Handle array) const {

@@ -117,6 +117,10 @@ class Api : public std::enable_shared_from_this<Api> {
   // the array's own operations may still be in flight. Throws Error.
   bool is_reachable(Handle array) const;
 
+  // The bytes of an array's elements; 0 also when MXNet does not know its shape or this package its dtype. Does not
+  // wait. Throws Error.
+  std::size_t bytes_of(Handle array) const;
+
   // Only inside an operation that holds the array (see AsyncOp::start): never waits. An array in one of oneDNN's own
   // layouts is brought into the plain one in place. Throws std::exception, with MXNet's text.
   View open(Handle array) const;
@@ -147,6 +151,8 @@ class Api : public std::enable_shared_from_this<Api> {
   int (*free_)(void*) = nullptr;
   int (*get_storage_type_)(void*, int*) = nullptr;
   int (*get_context_)(void*, int*, int*) = nullptr;
+  int (*get_dtype_)(void*, int*) = nullptr;
+  int (*get_shape_)(void*, int*, const std::int64_t**) = nullptr;
   int (*wait_to_read_)(void*) = nullptr;
   int (*to_dlpack_)(void*, void**) = nullptr;
   int (*delete_dlpack_)(void*) = nullptr;

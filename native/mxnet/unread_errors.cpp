@@ -12,6 +12,11 @@ void UnreadErrors::add(Array array, Status status) {
   if (entries_.size() < kMost) entries_.push_back({std::move(array), std::move(status)});
 }
 
+bool UnreadErrors::empty() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return entries_.empty();
+}
+
 Status UnreadErrors::take(const Api& api) {
   std::vector<Entry> entries;
   {

@@ -20,6 +20,8 @@ class UnreadErrors {
   // the failed arrays, so never with the GIL held.
   Status take(const Api& api);
 
+  bool empty();
+
   static constexpr std::size_t kMost = 1024;
 
  private:

@@ -119,7 +119,6 @@ class Engine::Impl {
 
   Status health() {
     if (forked()) return Messages::forked();
-    const std::lock_guard<std::mutex> lock(mutex_);
     return world_.failure.is_set() ? messages_.lost() : Status();
   }
 

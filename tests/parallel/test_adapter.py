@@ -56,10 +56,9 @@ class World:
         self.adapter = native.MXNetAdapter(self.engine, mxnet_compat.libmxnet_path(), naive)
         self.submitted: list[np.ndarray] = []  # must live until their requests are done
 
-    def pushpull(self, name: str, inputs: list[Any], outputs: list[Any], priority: int = 0, order: Any = None) -> None:
-        first = 0 if order is None else mxnet_compat.handle_of(order)
+    def pushpull(self, name: str, inputs: list[Any], outputs: list[Any], priority: int = 0) -> None:
         code = native.OPS["sum"]
-        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), code, 1.0, 1.0, priority, first)
+        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), code, 1.0, 1.0, priority)
 
     def broadcast(self, name: str, array: Any, root: int) -> None:
         self.adapter.broadcast(name, repr(name), mxnet_compat.handle_of(array), root, 0)
@@ -181,9 +180,9 @@ def test_operations_of_one_name_start_in_the_order_of_the_calls(pair: World) -> 
     slow = mx.nd.ones((1000, 1000)) / 1000
     for _ in range(10):
         slow = mx.nd.dot(slow, slow)
-    late, early, order = slow[0, :4] * 0 + 1, mx.nd.ones((4,)) * 2, mx.nd.zeros((1,))
-    pair.pushpull("w", [late], [late], order=order)
-    pair.pushpull("w", [early], [early], order=order)
+    late, early = slow[0, :4] * 0 + 1, mx.nd.ones((4,)) * 2
+    pair.pushpull("w", [late], [late])
+    pair.pushpull("w", [early], [early])
     works = [pair.submit("w", np.full(4, value, "float32")) for value in (10, 20)]
     np.testing.assert_array_equal(early.asnumpy(), np.full(4, 22))
     np.testing.assert_array_equal(late.asnumpy(), np.full(4, 11))
