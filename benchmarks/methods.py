@@ -17,7 +17,7 @@ from kvstore_hvd import engine, mxnet_compat, native
 __all__ = ["Methods", "memory_of", "topology", "zeros"]
 
 Action = Callable[[], object]
-_FLOAT32, _SUM, _ALLREDUCE = native.DTYPES["float32"], native.OPS["sum"], native.COLLECTIVES["allreduce"]
+_SUM = native.OPS["sum"]
 
 
 def zeros(shape: Sequence[int]) -> Any:
@@ -61,11 +61,11 @@ class Methods:
         """Return the methods for one array of MXNet; each sums it in place and returns when the sum is there."""
         memory = memory_of(array)
         address = memory.ctypes.data
-        request = (_ALLREDUCE, name, name, [address], [address], memory.size, [memory.size], _FLOAT32, _SUM)
+        request = native.request("allreduce", name, name, [address], [address], [memory.size], "float32")
         run, pushpull, wait = self._run, self.store.pushpull, array.wait_to_read
 
         def raw() -> None:
-            run(*request)
+            run(request)
 
         def store() -> None:
             pushpull(name, array)
@@ -85,11 +85,11 @@ class Methods:
         """Return the same methods in a world of one, named with '(alone)'."""
         memory = memory_of(array)
         address, handle = memory.ctypes.data, mxnet_compat.handle_of(array)
-        request = (_ALLREDUCE, name, name, [address], [address], memory.size, [memory.size], _FLOAT32, _SUM)
+        request = native.request("allreduce", name, name, [address], [address], [memory.size], "float32")
         run, pushpull, wait = self._alone.impl.run, self._adapter.pushpull, array.wait_to_read
 
         def raw() -> None:
-            run(*request)
+            run(request)
 
         def store() -> None:
             pushpull(name, name, [handle], [handle], _SUM, 1.0, 1.0, 0)

@@ -478,7 +478,7 @@ class _Operation:
 
 
 def _bytes_of(array: Any, dtype: str) -> int:
-    return math.prod(array.shape) * _ITEM_BYTES[dtype]
+    return int(math.prod(array.shape)) * _ITEM_BYTES[dtype]
 
 
 _ITEM_BYTES = {

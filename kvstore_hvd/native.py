@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -138,6 +139,41 @@ class Work:
         return None if error is None else exception_for(*error)
 
 
+def request(
+    collective: str,
+    name: str,
+    label: str,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    shape: Sequence[int],
+    dtype: str,
+    op: str = "sum",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+    priority: int = 0,
+) -> Any:
+    """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
+
+    The addresses must stay valid until it is done. For the parameters see `comm.base.Request`.
+    """
+    return _native().Request(
+        COLLECTIVES[collective],
+        name,
+        label,
+        list(inputs),
+        list(outputs),
+        math.prod(shape),
+        list(shape),
+        DTYPES[dtype],
+        OPS[op],
+        prescale,
+        postscale,
+        root,
+        priority,
+    )
+
+
 class Engine:
     """One worker's engine in a segment: matches requests with the other workers' and carries them out.
 
@@ -150,74 +186,14 @@ class Engine:
         except _native().NativeError as error:
             _translate(error)
 
-    def submit(
-        self,
-        collective: int,
-        name: str,
-        label: str,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        count: int,
-        shape: Sequence[int],
-        dtype: int,
-        op: int,
-        prescale: float,
-        postscale: float,
-        root: int,
-        priority: int,
-    ) -> Work:
-        """Submit a request on raw addresses, which must stay valid until it is done. Never waits."""
-        return Work(
-            self.impl.submit(
-                collective,
-                name,
-                label,
-                list(inputs),
-                list(outputs),
-                count,
-                list(shape),
-                dtype,
-                op,
-                prescale,
-                postscale,
-                root,
-                priority,
-            )
-        )
+    def submit(self, request: Any) -> Work:
+        """Submit what `request` made. Never waits."""
+        return Work(self.impl.submit(request))
 
-    def run(
-        self,
-        collective: int,
-        name: str,
-        label: str,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        count: int,
-        shape: Sequence[int],
-        dtype: int,
-        op: int,
-        prescale: float,
-        postscale: float,
-        root: int,
-        priority: int,
-    ) -> None:
+    def run(self, request: Any) -> None:
         """Submit and wait in one. Raises what went wrong, as an exception of ``errors``."""
         try:
-            self.impl.run(
-                collective,
-                name,
-                label,
-                list(inputs),
-                list(outputs),
-                count,
-                list(shape),
-                dtype,
-                op,
-                prescale,
-                postscale,
-                root,
-                priority,
-            )
+            self.impl.run(request)
         except _native().NativeError as error:
             _translate(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from kvstore_hvd import native
 from kvstore_hvd.comm.base import Communicator, Request
@@ -54,11 +55,11 @@ class ShmCommunicator(Communicator):
 
     def submit(self, request: Request) -> native.Work:
         """See `Communicator.submit`."""
-        return self._engine.submit(*_arguments(request))
+        return self._engine.submit(_native_request(request))
 
     def run(self, request: Request) -> None:
         """See `Communicator.run`."""
-        self._engine.run(*_arguments(request))
+        self._engine.run(_native_request(request))
 
     def wait(self, work: native.Work) -> None:
         """See `Communicator.wait`."""
@@ -81,19 +82,16 @@ class ShmCommunicator(Communicator):
         return native.MXNetAdapter(self._engine, library_path, naive)
 
 
-def _arguments(
-    request: Request,
-) -> tuple[int, str, str, list[int], list[int], int, list[int], int, int, float, float, int, int]:
-    return (
-        native.COLLECTIVES[request.collective],
+def _native_request(request: Request) -> Any:
+    return native.request(
+        request.collective,
         request.name,
         request.label,
-        list(request.inputs),
-        list(request.outputs),
-        request.count,
-        list(request.shape),
-        native.DTYPES[request.dtype],
-        native.OPS[request.op],
+        request.inputs,
+        request.outputs,
+        request.shape,
+        request.dtype,
+        request.op,
         request.prescale,
         request.postscale,
         request.root,

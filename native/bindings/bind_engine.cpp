@@ -55,15 +55,13 @@ Outcome outcome(const Status& status) {
 
 // Waits without the GIL. A signal's exception (Ctrl-C) ends the world first: the arrays may be freed as soon as it
 // leaves this function, and the engine must not write into them any more.
-void wait(Engine& engine, const Work& work) {
-  for (;;) {
-    bool done = false;
+void wait(Engine& engine, const Work& work, bool done = false) {
+  while (!done) {
     {
       const py::gil_scoped_release release;
       done = engine.wait(work, kSignalCheck);
     }
-    if (done) break;
-    if (PyErr_CheckSignals() != 0) {
+    if (!done && PyErr_CheckSignals() != 0) {
       py::error_already_set interruption;
       {
         const py::gil_scoped_release release;
@@ -76,23 +74,16 @@ void wait(Engine& engine, const Work& work) {
   if (!work.status().ok()) raise(work.status());
 }
 
-using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
-
-// A method that takes a request as arguments; `action(engine, request)` does it.
-template <class Action>
-void define_request(EngineClass& engine_class, const char* name, Action action) {
-  engine_class.def(
-      name,
-      [action](Engine& engine, int collective, std::string request_name, std::string label,
-               const std::vector<Address>& inputs, const std::vector<Address>& outputs, std::size_t count,
-               std::vector<std::int64_t> shape, int dtype, int op, double prescale, double postscale, int root,
-               int priority) {
-        return action(engine, make_request(collective, std::move(request_name), std::move(label), inputs, outputs,
-                                           count, std::move(shape), dtype, op, prescale, postscale, root, priority));
-      },
-      py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("count"),
-      py::arg("shape"), py::arg("dtype"), py::arg("op"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
-      py::arg("root") = 0, py::arg("priority") = 0);
+void run(Engine& engine, const Request& request) {
+  std::shared_ptr<Work> work;
+  bool done = false;
+  {
+    // The GIL is given up once only where the others are quick.
+    const py::gil_scoped_release release;
+    work = engine.submit_to_wait(request);
+    done = engine.wait(*work, kSignalCheck);
+  }
+  wait(engine, *work, done);
 }
 
 }  // namespace
@@ -103,8 +94,13 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("error",
                              [](const Work& work) { return work.done() ? outcome(work.status()) : Outcome(); });
 
-  EngineClass engine_class(module, "Engine", "The engine of one rank.");
-  engine_class
+  py::class_<Request>(module, "Request",
+                      "A collective operation on raw addresses; may be submitted any number of times.")
+      .def(py::init(&make_request), py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"),
+           py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
+           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0);
+
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(
                [](std::shared_ptr<Segment> segment, int rank, double timeout_s, bool watch_peers, std::string host) {
                  EngineOptions options;
@@ -118,23 +114,13 @@ void bind_engine(py::module_& module) {
            py::arg("host") = "")
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
-      .def("wait", &wait, py::arg("work"))
+      .def("submit", &Engine::submit, py::arg("request"), py::call_guard<py::gil_scoped_release>())
+      .def("run", &run, py::arg("request"))
+      .def(
+          "wait", [](Engine& engine, const Work& work) { wait(engine, work); }, py::arg("work"))
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("health", [](const Engine& engine) { return outcome(engine.health()); })
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
-
-  define_request(engine_class, "submit", [](Engine& engine, Request request) {
-    const py::gil_scoped_release release;
-    return engine.submit(std::move(request));
-  });
-  define_request(engine_class, "run", [](Engine& engine, Request request) {
-    std::shared_ptr<Work> work;
-    {
-      const py::gil_scoped_release release;
-      work = engine.submit_to_wait(std::move(request));
-    }
-    wait(engine, *work);
-  });
 }
 
 }  // namespace kvstore_hvd

@@ -67,20 +67,10 @@ class World:
         """Let rank 1 take part, in place; a broadcast when there is a root."""
         self.submitted.append(array)
         collective = "allreduce" if root < 0 else "broadcast"
+        place = [array.ctypes.data]
+        dtype = str(array.dtype)
         return self.other.submit(
-            native.COLLECTIVES[collective],
-            name,
-            repr(name),
-            [array.ctypes.data],
-            [array.ctypes.data],
-            array.size,
-            array.shape,
-            native.DTYPES[str(array.dtype)],
-            native.OPS["sum"],
-            1.0,
-            1.0,
-            max(root, 0),
-            0,
+            native.request(collective, name, repr(name), place, place, array.shape, dtype, root=max(root, 0))
         )
 
     def close(self) -> None:
