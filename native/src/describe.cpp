@@ -4,11 +4,20 @@
 
 namespace kvstore_hvd {
 
+std::string_view utf8_prefix(std::string_view text, std::size_t bytes) {
+  if (text.size() <= bytes) return text;
+  const auto continues = [&](std::size_t i) { return (static_cast<unsigned char>(text[i]) & 0xc0) == 0x80; };
+  while (bytes > 0 && continues(bytes)) --bytes;
+  return text.substr(0, bytes);
+}
+
 std::string describe_shape(const Signature& signature) {
   std::string text = "(";
   const int shown = std::min<int>(signature.dims, kMaxDims);
   for (int i = 0; i < shown; ++i) text += (i > 0 ? ", " : "") + std::to_string(signature.shape[i]);
-  if (signature.dims > shown) text += ", ...";
+  if (signature.dims > shown) {
+    text += ", ... " + std::to_string(signature.dims) + " dimensions, hash " + std::to_string(signature.more_dims);
+  }
   if (signature.dims == 1) text += ",";
   return text + ")";
 }

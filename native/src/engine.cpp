@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/describe.hpp"
 #include "kvstore_hvd/liveness.hpp"
 #include "kvstore_hvd/messages.hpp"
@@ -33,11 +34,8 @@ std::string seconds(std::chrono::nanoseconds duration) {
   return text;
 }
 
-std::string validate(const Request& request, int size) {
-  if (request.name.empty() || request.name.size() > kMaxName) {
-    return "a name has 1 to " + std::to_string(kMaxName) + " bytes, not " + std::to_string(request.name.size());
-  }
-  if (!request.input_failure.empty()) return "";
+// What is wrong with the arguments of a request, empty when nothing is.
+std::string fault_of(const Request& request, int size) {
   if (request.inputs.empty() || request.outputs.empty()) return "inputs and outputs must not be empty";
   if (request.collective == Collective::kBroadcast) {
     if (request.inputs.size() != 1) return "broadcast takes one input";
@@ -61,10 +59,11 @@ class Engine::Impl {
         owner_(getpid()),
         policy_(WaitPolicy::for_ranks(size_)),
         messages_(world_, rank),
-        table_(world_, rank),
+        alarm_(world_, rank, options_.timeout),
+        table_(world_, alarm_),
         in_flight_(kSlots, nullptr),
         pipeline_(
-            world_, rank, [this](std::uint32_t slot) -> const Request& { return in_flight_[slot]->request; },
+            world_, alarm_, [this](std::uint32_t slot) -> const Request& { return in_flight_[slot]->request; },
             [this](std::uint32_t slot) { complete(slot); }),
         liveness_(world_, rank, options_.host, options_.watch_peers) {
     communication_ = std::thread([this] { communicate(); });
@@ -76,15 +75,17 @@ class Engine::Impl {
   bool forked() const { return getpid() != owner_; }
 
   std::shared_ptr<Work> submit(Request request, bool caller_waits) {
+    // What only this rank can see to be wrong is announced all the same, or the others would wait for it.
+    if (request.input_failure.empty()) request.input_failure = fault_of(request, size_);
     auto work = std::make_shared<Work>(std::move(request));
-    work->submitted = Clock::now();
+    work->since = Clock::now();
     if (forked()) {
       finish(*work, Messages::forked());
       return work;
     }
-    const std::string invalid = validate(work->request, size_);
-    if (!invalid.empty()) {
-      finish(*work, messages_.invalid(work->request, invalid));
+    if (work->request.name.empty() || work->request.name.size() > kMaxName) {
+      const std::string limits = "a name has 1 to " + std::to_string(kMaxName) + " bytes, not ";
+      finish(*work, messages_.invalid(work->request, limits + std::to_string(work->request.name.size())));
       return work;
     }
     bool wake_communication = false;
@@ -96,9 +97,9 @@ class Engine::Impl {
       } else {
         Name& name = names_[work->request.name];
         name.queue.push_back(work);
-        ++pending_;
+        pending_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
         // Requests under one name run one after another.
-        if (name.queue.size() == 1) try_start(name, *work);
+        if (name.queue.size() == 1) start(name, *work);
         const bool undriven = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
         if (undriven) wake_communication = unpark_ = true;
       }
@@ -109,12 +110,12 @@ class Engine::Impl {
   }
 
   bool wait(const Work& work, std::chrono::nanoseconds limit) {
-    return work.done() || drive_until([&] { return work.done(); }, limit);
+    return work.done() || forked() || drive_until([&] { return work.done(); }, limit);
   }
 
   void abort(const std::string& text) {
     if (forked()) return;
-    if (world_.failure.set(ErrorCode::kTransport, text)) wake_all(world_);
+    alarm_.raise(ErrorCode::kTransport, text);
   }
 
   Status health() {
@@ -125,24 +126,37 @@ class Engine::Impl {
   void shutdown(const std::string& reason) {
     if (forked()) return;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (left_) return;
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (leaving_) {
+        changed_.wait(lock, [this] { return gone_; });  // bounded by what the first caller does
+        return;
+      }
+      leaving_ = true;
     }
     if (!reason.empty()) {
-      const std::string fact = describe_rank(world_, rank_) + " ended early: " + reason;
-      if (world_.failure.set(ErrorCode::kPeerLost, fact)) wake_all(world_);
+      alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, rank_) + " ended early: " + reason);
     }
     drive_until([this] { return idle(); }, options_.timeout + kBusyTick);
+    bool is_pending = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      left_ = true;
+      left_ = true;  // nothing is accepted any more
+      is_pending = !idle();
+    }
+    if (is_pending) {
+      alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, rank_) + " left while its operations were pending");
+      drive_until([this] { return idle(); }, std::chrono::hours(1));  // only fails them: the world is lost
     }
     // Release: this rank has written whatever the others will read from it.
     world_.rank(rank_).presence.store(Presence::kLeft, std::memory_order_release);
     world_.left.fetch_add(1, std::memory_order_release);
     ring_all();
     stop_threads();
-    fail_pending();  // what came in between, or outlived the timeout
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      gone_ = true;
+    }
+    changed_.notify_all();
   }
 
  private:
@@ -154,7 +168,9 @@ class Engine::Impl {
     std::deque<std::shared_ptr<Work>> queue;
   };
 
-  static void finish(Work& work, Status status) {
+  // An exception on the way (out of memory) ends the process: nobody could be told that the operation is over, and the
+  // other ranks are told that this one died.
+  static void finish(Work& work, Status status) noexcept {
     work.status_ = std::move(status);
     if (work.request.on_done) work.request.on_done(work.status_);
     // Release: publishes the outputs and the status.
@@ -163,23 +179,27 @@ class Engine::Impl {
 
   // ---- Announcing; with mutex_ held.
 
-  void try_start(Name& name, Work& work) {
+  void start(Name& name, Work& work) {
     try {
-      start(name, work);
+      if (!announce(name, work)) waiting_for_slot_.push_back(work.request.name);
     } catch (const WorldLost&) {
       // The driver, or the watcher in its place, fails everything that is pending.
     }
   }
 
-  void start(Name& name, Work& work) {
+  // Returns false, and has done nothing, when the table has no slot to give.
+  bool announce(Name& name, Work& work) {
     for (;;) {
       if (name.slot.slot == kNoSlot) {
         const auto found = table_.find(work.request.name);
-        if (!found) {
-          waiting_for_slot_.push_back(work.request.name);
-          return;
-        }
+        if (!found) return false;
         name.slot = *found;
+      }
+      // While this rank has an operation on the slot, the slot does not change hands; so if it has, there is none of
+      // this rank's in flight that the write below could replace.
+      if (!table_.is_current(name.slot)) {
+        name.slot = SlotHandle{};
+        continue;
       }
       in_flight_[name.slot.slot] = &work;
       switch (table_.announce(name.slot, work.request)) {
@@ -189,11 +209,11 @@ class Engine::Impl {
           continue;
         case TensorTable::Outcome::kWaiting:
           check_left(name.slot.slot, work.request);
-          return;
+          return true;
         case TensorTable::Outcome::kLast:
-          Schedule(world_).make_ready(name.slot.slot, work.request.priority);
+          Schedule(world_, alarm_).make_ready(name.slot.slot, work.request.priority);
           ring_all();
-          return;
+          return true;
       }
     }
   }
@@ -205,8 +225,8 @@ class Engine::Impl {
     for (int r = 0; r < size_; ++r) {
       const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
       if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
-      const std::string fact = describe_rank(world_, r) + " left before it submitted " + describe_operation(request);
-      if (world_.failure.set(ErrorCode::kPeerLost, fact)) wake_all(world_);
+      const std::string operation = describe_operation(request);
+      alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, r) + " left before it submitted " + operation);
       return;
     }
   }
@@ -243,26 +263,37 @@ class Engine::Impl {
       in_flight_[slot] = nullptr;
       table_.complete(slot);
       if (!name.queue.empty()) {
-        try_start(name, *name.queue.front());
+        name.queue.front()->since = Clock::now();
+        start(name, *name.queue.front());
       } else if (names_.size() > kSlots) {
         names_.erase(found);  // bounds the memory of programs that never use a name twice
       }
       start_waiting_for_slot();
     }
     finish(*work, std::move(status));
+    settle(1);
+  }
+
+  // `count` operations are over, and their callers may look.
+  void settle(std::size_t count) {
     {
+      // Under the lock, or a waiter that has just looked would miss the notification.
       const std::lock_guard<std::mutex> lock(mutex_);
-      --pending_;
+      pending_.fetch_sub(count, std::memory_order_release);  // Release: see idle().
+      if (waiters_ == 0) return;
     }
-    if (waiters_ > 0) changed_.notify_all();
+    changed_.notify_all();
   }
 
   void start_waiting_for_slot() {
-    for (std::size_t n = waiting_for_slot_.size(); n > 0; --n) {
-      const std::string text = std::move(waiting_for_slot_.front());
+    while (!waiting_for_slot_.empty()) {
+      const auto found = names_.find(waiting_for_slot_.front());
+      try {
+        if (!announce(found->second, *found->second.queue.front())) return;
+      } catch (const WorldLost&) {
+        return;
+      }
       waiting_for_slot_.pop_front();
-      const auto found = names_.find(text);
-      if (found != names_.end() && !found->second.queue.empty()) try_start(found->second, *found->second.queue.front());
     }
   }
 
@@ -280,22 +311,18 @@ class Engine::Impl {
     for (const auto& work : lost) {
       finish(*work, world_.failure.is_set() ? messages_.lost(work->request) : messages_.left(work->request));
     }
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      pending_ -= lost.size();
-    }
-    changed_.notify_all();
+    settle(lost.size());
   }
 
   // ---- Driving: at any time at most one thread of this rank carries out the schedule.
 
-  bool idle() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return pending_ == 0;
-  }
+  // Acquire: what the operations have written is visible. Takes no lock, so that the watcher never waits for one before
+  // it has looked at the other ranks.
+  bool idle() const { return pending_.load(std::memory_order_acquire) == 0; }
 
-  // One step as the driver. Returns whether there was anything to do.
-  bool drive() {
+  // One step as the driver, or a wait of about kMaxSleep for other ranks. Returns whether there was anything to do.
+  // Exceptions: as finish().
+  bool drive() noexcept {
     try {
       if (!world_.failure.is_set()) {
         if (pipeline_.advance()) return true;
@@ -319,23 +346,21 @@ class Engine::Impl {
       if (Clock::now() >= end) break;
       lock.lock();
       if (driven_) {
-        changed_.wait_for(lock, kMaxSleep);
+        if (!done()) changed_.wait_for(lock, kMaxSleep);
         continue;
       }
       driven_ = true;
       lock.unlock();
-      const Flag& bell = world_.rank(rank_).bell;
+      Flag& bell = world_.rank(rank_).bell;
+      const auto longest = std::min<std::chrono::nanoseconds>(kMaxSleep, limit);
       while (!done() && Clock::now() < end) {
         const std::uint32_t seen = bell.value();
-        if (!drive() && !done()) {
-          world_.rank(rank_).bell.wait_change(seen, policy_, std::min<std::chrono::nanoseconds>(kMaxSleep, limit),
-                                              world_.failure);
-        }
+        if (!drive() && !done()) bell.wait_change(seen, policy_, longest, world_.failure);
       }
       lock.lock();
       driven_ = false;
       // What others of this rank wait for goes on without this thread.
-      if (pending_ > 0 && parked_) {
+      if (!idle() && parked_) {
         unpark_ = true;
         parked_changed_.notify_one();
       }
@@ -383,9 +408,7 @@ class Engine::Impl {
     while (!stop_watching_.load(std::memory_order_relaxed)) {  // Relaxed: interrupt() ends the sleep soon enough.
       const bool busy = !idle();
       if (const auto death = liveness_.poll(busy ? kBusyTick : kIdleTick)) {
-        if (world_.failure.set(ErrorCode::kPeerLost, describe_rank(world_, death->rank) + " " + death->how)) {
-          wake_all(world_);
-        }
+        alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, death->rank) + " " + death->how);
       }
       if (busy && !world_.failure.is_set()) {
         check_left_for_all();
@@ -408,12 +431,12 @@ class Engine::Impl {
       const std::lock_guard<std::mutex> lock(mutex_);
       const auto now = Clock::now();
       for (auto& [text, name] : names_) {
-        if (name.queue.empty() || now - name.queue.front()->submitted < options_.timeout) continue;
+        if (name.queue.empty() || now - name.queue.front()->since < options_.timeout) continue;
         fact = describe_timeout(name);
         break;
       }
     }
-    if (!fact.empty() && world_.failure.set(ErrorCode::kTimeout, fact)) wake_all(world_);
+    if (!fact.empty()) alarm_.raise(ErrorCode::kTimeout, fact);
   }
 
   std::string describe_timeout(const Name& name) {
@@ -422,11 +445,10 @@ class Engine::Impl {
                        describe_operation(request) + " for ";
     if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
     std::vector<int> late, slow;
-    std::uint32_t most = 0;
-    for (int r = 0; r < size_; ++r) most = std::max(most, world_.rank(r).filled.value());
+    const std::uint32_t own = world_.rank(rank_).filled.value();
     for (int r = 0; r < size_; ++r) {
       if (!table_.announced_by(name.slot.slot, r)) late.push_back(r);
-      if (world_.rank(r).filled.value() != most) slow.push_back(r);
+      if (!world_.rank(r).filled.reached(own)) slow.push_back(r);
     }
     const std::vector<int>& blamed = !late.empty() ? late : slow;
     if (blamed.empty()) return text + "the other ranks, none of which moves";
@@ -443,10 +465,11 @@ class Engine::Impl {
     }
     parked_changed_.notify_all();
     world_.rank(rank_).bell.ring();
+    // The watcher last: while the communication thread is about, somebody has to look after the other ranks.
+    communication_.join();
     stop_watching_.store(true, std::memory_order_relaxed);
     liveness_.interrupt();
-    if (communication_.joinable()) communication_.join();
-    if (watcher_.joinable()) watcher_.join();
+    watcher_.join();
   }
 
   const std::shared_ptr<Segment> segment_;
@@ -456,6 +479,7 @@ class Engine::Impl {
   const pid_t owner_;
   const WaitPolicy policy_;
   const Messages messages_;
+  Alarm alarm_;
 
   std::mutex mutex_;
   std::condition_variable changed_;         // something completed, or the driver's place is free
@@ -466,9 +490,10 @@ class Engine::Impl {
   std::deque<std::string> waiting_for_slot_;
   // The announced request of each slot. Written under mutex_ before the announcement, which publishes it to the driver.
   std::vector<Work*> in_flight_;
-  std::size_t pending_ = 0;
-  std::atomic<int> waiters_{0};  // Relaxed use would do: changed under mutex_, read outside only to skip a notification
-  bool driven_ = false, parked_ = false, unpark_ = false, stopping_ = false, left_ = false;
+  std::atomic<std::size_t> pending_{0};  // changed under mutex_, see idle()
+  int waiters_ = 0;
+  bool driven_ = false, parked_ = false, unpark_ = false, stopping_ = false;
+  bool leaving_ = false, left_ = false, gone_ = false;
 
   Pipeline pipeline_;  // the driver's
   Liveness liveness_;  // the watcher's

@@ -1,20 +1,22 @@
 #include "kvstore_hvd/failure.hpp"
 
-#include <algorithm>
 #include <cstring>
+
+#include "kvstore_hvd/describe.hpp"
 
 namespace kvstore_hvd {
 
-bool Failure::set(ErrorCode code, std::string_view fact) {
-  std::uint32_t expected = kNone;
-  // Relaxed: winning the right to write publishes nothing; the store below does.
-  if (!state_.compare_exchange_strong(expected, kWriting, std::memory_order_relaxed)) return false;
-  code_ = code;
-  length_ = static_cast<std::uint32_t>(std::min(fact.size(), sizeof(text_)));
-  std::memcpy(text_, fact.data(), length_);
-  // Release: publishes code and text to is_set().
-  state_.store(kSet, std::memory_order_release);
-  return true;
+bool Failure::set(int rank, ErrorCode code, std::string_view fact) {
+  if (is_set()) return false;  // the note may be the one that everybody reads
+  Note& own = notes_[rank];
+  own.code = code;
+  fact = utf8_prefix(fact, sizeof(own.text));
+  own.length = static_cast<std::uint32_t>(fact.size());
+  std::memcpy(own.text, fact.data(), fact.size());
+  std::uint32_t nobody = 0;
+  // Release: publishes the note. Relaxed when another rank was first: nothing is read.
+  return claimed_by_.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank) + 1, std::memory_order_release,
+                                             std::memory_order_relaxed);
 }
 
 }  // namespace kvstore_hvd

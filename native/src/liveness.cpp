@@ -15,6 +15,8 @@
 #include <system_error>
 #include <thread>
 
+#include "kvstore_hvd/describe.hpp"
+
 namespace kvstore_hvd {
 namespace {
 
@@ -121,9 +123,9 @@ Liveness::Liveness(World& world, int rank, const std::string& host, bool watch)
   self.pid = getpid();
   const auto stat = read_stat(self.pid);
   self.start_time = stat ? stat->start_time : 0;
-  const std::size_t length = std::min(host.size(), sizeof(self.host) - 1);
-  std::memcpy(self.host, host.data(), length);
-  self.host[length] = '\0';
+  const std::string_view name = utf8_prefix(host, sizeof(self.host) - 1);
+  std::memcpy(self.host, name.data(), name.size());
+  self.host[name.size()] = '\0';
   // Release: publishes pid, start time and host.
   self.presence.store(Presence::kJoined, std::memory_order_release);
 }
@@ -152,6 +154,11 @@ void Liveness::open_new_peers() {
     if (presence == Presence::kAbsent) all_joined_ = false;
     if (r == rank_ || peer.settled || peer.pidfd >= 0 || presence != Presence::kJoined) continue;
     peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, state.pid, 0));
+    const auto stat = read_stat(state.pid);
+    if (peer.pidfd >= 0 && stat && stat->start_time != state.start_time) {
+      close(peer.pidfd);  // the rank is gone, and another process has its pid
+      peer.pidfd = -1;
+    }
   }
 }
 
@@ -159,8 +166,10 @@ std::optional<Liveness::Death> Liveness::find_death() {
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
     Peer& peer = peers_[r];
     const RankState& state = world_.rank(r);
-    const bool joined = state.presence.load(std::memory_order_acquire) == Presence::kJoined;
-    if (r == rank_ || peer.settled || !joined) continue;
+    // Acquire: pid and start time are complete.
+    const Presence presence = state.presence.load(std::memory_order_acquire);
+    if (presence == Presence::kLeft) peer.settled = true;
+    if (r == rank_ || peer.settled || presence != Presence::kJoined) continue;
     pollfd request{peer.pidfd, POLLIN, 0};
     const bool signalled = peer.pidfd >= 0 && ::poll(&request, 1, 0) > 0;
     // Without a pidfd (an old kernel, a sandbox, or a process that ended before we looked) the process table tells.
@@ -168,7 +177,7 @@ std::optional<Liveness::Death> Liveness::find_death() {
     const bool missing = peer.pidfd < 0 && (!stat || stat->state == 'Z' || stat->start_time != state.start_time);
     if (!signalled && !missing) continue;
     peer.settled = true;
-    // A rank that left in good order may have done so after we looked first.
+    // A rank that left in good order may have done so after the look above.
     if (state.presence.load(std::memory_order_acquire) == Presence::kLeft) continue;
     return Death{r, describe_end(peer.pidfd, state.pid)};
   }

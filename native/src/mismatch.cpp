@@ -24,7 +24,8 @@ struct Aspect {
 };
 
 const std::vector<Aspect>& aspects() {
-  static const std::vector<Aspect> kAspects = {
+  // Never destroyed: threads of the engine may come here while the process ends.
+  static const auto& kAspects = *new std::vector<Aspect>{
       {"operation", "call the same operation under this name on every rank.",
        [](const Signature& s) { return std::string(name_of(s.collective)); }},
       {"dtype", "use the same dtype on every rank.", [](const Signature& s) { return std::string(name_of(s.dtype)); }},

@@ -42,11 +42,11 @@ char* result_of(const Request& request) { return static_cast<char*>(request.outp
 
 }  // namespace
 
-Pipeline::Pipeline(World& world, int rank, std::function<const Request&(std::uint32_t)> request_of,
+Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
                    std::function<void(std::uint32_t)> finished)
     : world_(world),
-      rank_(rank),
-      schedule_(world),
+      rank_(alarm.rank()),
+      schedule_(world, alarm),
       policy_(WaitPolicy::for_ranks(static_cast<int>(world.size))),
       request_of_(std::move(request_of)),
       finished_(std::move(finished)),
@@ -54,47 +54,51 @@ Pipeline::Pipeline(World& world, int rank, std::function<const Request&(std::uin
       outputs_(world.size) {}
 
 bool Pipeline::advance() {
-  const bool started = filled_ - collected_ < kStages && schedule_.fetch(filled_, entry(filled_));
-  if (started) {
-    fill(entry(filled_), filled_);
-    ++filled_;
+  if (fetched_ == filled_ && filled_ - collected_ < kStages &&
+      schedule_.fetch(static_cast<std::uint32_t>(fetched_), entry(fetched_))) {
+    ++fetched_;
   }
+  if (fetched_ == collected_) return false;
+
+  const bool started = fetched_ != filled_ && fill(entry(filled_), filled_);
+  if (started) ++filled_;
   // With nothing new to fill, whatever is under way goes one stage further at once.
-  const bool reduce_due = reduced_ != filled_ && (!started || filled_ - reduced_ > 1);
-  const bool collect_due = collected_ != reduced_ && (!started || filled_ - collected_ > 2);
-  if (reduce_due) {
-    reduce_entry(entry(reduced_), reduced_);
+  if (reduced_ != filled_ && (!started || filled_ - reduced_ > 1)) {
+    if (!reduce_entry(entry(reduced_), reduced_)) return true;
     ++reduced_;
   }
-  if (collect_due) {
-    collect(entry(collected_), collected_);
-    ++collected_;
+  if (collected_ != reduced_ && (!started || filled_ - collected_ > 2)) {
+    if (collect(entry(collected_), collected_)) ++collected_;
   }
-  return started || reduce_due || collect_due;
+  return true;
 }
 
-void Pipeline::wait_all(Flag RankState::* flag, std::uint32_t target) {
+bool Pipeline::wait_all(Flag RankState::* flag, std::uint64_t target) {
   for (int r = 0; r < static_cast<int>(world_.size); ++r) {
-    if (r != rank_) (world_.rank(r).*flag).wait(target, policy_, world_.failure);
+    if (r == rank_) continue;
+    if (!(world_.rank(r).*flag).wait(static_cast<std::uint32_t>(target), policy_, world_.failure)) return false;
   }
+  return true;
 }
 
-void Pipeline::fill(const Entry& entry, std::uint32_t index) {
-  // The others read this staging memory last while they reduced the entry that used it before.
-  wait_all(&RankState::reduced, index + 1 - kStages);
-  char* staging = world_.staging(rank_, index);
-
-  for (std::uint32_t i = 0; i < entry.n_pieces && entry.algorithm != Algorithm::kFail; ++i) {
+void Pipeline::sum_devices(const Entry& entry) {
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
     const Request& request = request_of_(piece.slot);
-    if (request.inputs.size() > 1 && piece.bytes > 0) {
-      std::vector<const void*> local;
-      for (const void* input : request.inputs) local.push_back(static_cast<const char*>(input) + piece.offset);
-      void* sum = result_of(request) + piece.offset;
-      reduce(Reduction{request.dtype, request.op}, local.data(), static_cast<int>(local.size()), &sum, 1,
-             piece.bytes / size_of(request.dtype));
-    }
+    if (request.inputs.size() < 2 || piece.bytes == 0) continue;
+    std::vector<const void*> local;
+    for (const void* input : request.inputs) local.push_back(static_cast<const char*>(input) + piece.offset);
+    void* sum = result_of(request) + piece.offset;
+    reduce(Reduction{request.dtype, request.op}, local.data(), static_cast<int>(local.size()), &sum, 1,
+           piece.bytes / size_of(request.dtype));
   }
+}
+
+bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
+  // The others read this staging memory last while they reduced the entry that used it before.
+  if (!wait_all(&RankState::reduced, index + 1 - kStages)) return false;
+  if (entry.algorithm != Algorithm::kFail) sum_devices(entry);
+  char* staging = world_.staging(rank_, index);
   const auto stage = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     std::memcpy(staging + piece.staged + offset, source_of(request_of_(piece.slot)) + piece.offset + offset, bytes);
   };
@@ -116,10 +120,11 @@ void Pipeline::fill(const Entry& entry, std::uint32_t index) {
       if (entry.root == rank_) for_each_in(entry, all, stage);
       break;
   }
-  world_.rank(rank_).filled.post(index + 1);
+  world_.rank(rank_).filled.post(static_cast<std::uint32_t>(index + 1));
+  return true;
 }
 
-void Pipeline::reduce_range(const Entry& entry, std::uint32_t index, std::uint64_t begin, std::uint64_t end) {
+void Pipeline::reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end) {
   const bool to_all = entry.algorithm == Algorithm::kTwoShot;
   for_each_in(entry, Range{begin, end}, [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     const Request& request = request_of_(piece.slot);
@@ -136,22 +141,23 @@ void Pipeline::reduce_range(const Entry& entry, std::uint32_t index, std::uint64
   });
 }
 
-void Pipeline::reduce_entry(const Entry& entry, std::uint32_t index) {
+bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
   switch (entry.algorithm) {
     case Algorithm::kFail:
       break;
     case Algorithm::kOneShot:
-      wait_all(&RankState::filled, index + 1);
+      if (!wait_all(&RankState::filled, index + 1)) return false;
       reduce_range(entry, index, 0, entry.staged_bytes);
       break;
     case Algorithm::kTwoShot: {
-      wait_all(&RankState::filled, index + 1);
+      if (!wait_all(&RankState::filled, index + 1)) return false;
       const Range own = slice_of(entry, world_.size, rank_);
       reduce_range(entry, index, own.begin, own.end);
       break;
     }
     case Algorithm::kBroadcast: {
-      if (entry.root != rank_) world_.rank(entry.root).filled.wait(index + 1, policy_, world_.failure);
+      const auto target = static_cast<std::uint32_t>(index + 1);
+      if (entry.root != rank_ && !world_.rank(entry.root).filled.wait(target, policy_, world_.failure)) return false;
       const char* staged = world_.staging(entry.root, index);
       for_each_in(entry, Range{0, entry.staged_bytes},
                   [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
@@ -163,12 +169,13 @@ void Pipeline::reduce_entry(const Entry& entry, std::uint32_t index) {
       break;
     }
   }
-  world_.rank(rank_).reduced.post(index + 1);
+  world_.rank(rank_).reduced.post(static_cast<std::uint32_t>(index + 1));
+  return true;
 }
 
-void Pipeline::collect(const Entry& entry, std::uint32_t index) {
+bool Pipeline::collect(const Entry& entry, std::uint64_t index) {
   if (entry.algorithm == Algorithm::kTwoShot) {
-    wait_all(&RankState::reduced, index + 1);
+    if (!wait_all(&RankState::reduced, index + 1)) return false;
     const char* staging = world_.staging(rank_, index);
     const auto take = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
       std::memcpy(result_of(request_of_(piece.slot)) + piece.offset + offset, staging + piece.staged + offset, bytes);
@@ -191,6 +198,7 @@ void Pipeline::collect(const Entry& entry, std::uint32_t index) {
       finished_(piece.slot);
     }
   }
+  return true;
 }
 
 }  // namespace kvstore_hvd

@@ -36,7 +36,7 @@ ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uin
 }
 
 void Schedule::make_ready(std::uint32_t slot, std::int32_t priority) {
-  const SharedLockGuard guard(world_.schedule_lock, world_.failure);
+  const SharedLockGuard guard(world_.schedule_lock, alarm_);
   // Relaxed: written under the lock.
   const std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);
   world_.ready[count] = Ready{priority, world_.next_order++, slot};
@@ -53,11 +53,12 @@ bool Schedule::available(std::uint32_t index) const {
 }
 
 bool Schedule::fetch(std::uint32_t index, Entry& entry) {
+  if (!available(index)) return false;
   Entry& shared = world_.entries[index % kEntries];
   // Acquire: the entry is complete once it is published.
   if (world_.head.load(std::memory_order_acquire) == index) {
-    if (world_.ready_count.load(std::memory_order_relaxed) == 0) return false;
-    const SharedLockGuard guard(world_.schedule_lock, world_.failure);
+    const SharedLockGuard guard(world_.schedule_lock, alarm_);
+    // Relaxed, both: written under the lock. Another rank may have been quicker.
     if (world_.head.load(std::memory_order_relaxed) == index) {
       if (world_.ready_count.load(std::memory_order_relaxed) == 0) return false;
       decide(shared);
@@ -69,7 +70,7 @@ bool Schedule::fetch(std::uint32_t index, Entry& entry) {
 }
 
 void Schedule::decide(Entry& entry) {
-  std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);
+  std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);  // Relaxed: written under the lock.
   entry.n_pieces = 0;
   entry.staged_bytes = 0;
   entry.root = 0;
@@ -111,7 +112,7 @@ void Schedule::decide(Entry& entry) {
     entry.algorithm = plan_chunk(agreed.collective, entry.staged_bytes, world_.size, world_.stage_bytes).algorithm;
   }
 
-  // Published before it leaves the count: see available().
+  // Published before it leaves the count: see available(). (The load is relaxed: written under the lock.)
   world_.head.store(world_.head.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
   world_.ready_count.store(count, std::memory_order_seq_cst);
 }

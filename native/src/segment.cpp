@@ -16,7 +16,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303032;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303033;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -115,8 +115,10 @@ std::shared_ptr<Segment> Segment::attach(int fd) {
   return segment;
 }
 
+Segment::Segment(int fd, World* world, std::size_t bytes) : fd_(fd), owner_(getpid()), world_(world), bytes_(bytes) {}
+
 Segment::~Segment() {
-  munmap(world_, bytes_);
+  if (getpid() == owner_) munmap(world_, bytes_);
   close(fd_);
 }
 

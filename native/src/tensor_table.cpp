@@ -5,6 +5,8 @@
 #include <functional>
 #include <vector>
 
+#include "kvstore_hvd/describe.hpp"
+
 namespace kvstore_hvd {
 namespace {
 
@@ -14,7 +16,8 @@ constexpr std::uint64_t pack(std::uint32_t version, std::uint32_t announced) {
 constexpr std::uint32_t version_of(std::uint64_t state) { return static_cast<std::uint32_t>(state >> 32); }
 constexpr std::uint32_t announced_of(std::uint64_t state) { return static_cast<std::uint32_t>(state); }
 
-// FNV-1a, 64 bits (Fowler, Noll, Vo). Finds buckets and spots changes; equality is always checked on the bytes.
+// FNV-1a, 64 bits (Fowler, Noll, Vo). Finds buckets, where names are then compared byte by byte, and compares
+// signatures: those that differ in one byte never collide, others with a chance of about 2^-64.
 std::uint64_t hash_bytes(const void* data, std::size_t bytes) {
   std::uint64_t hash = 14695981039346656037ULL;
   for (const auto* byte = static_cast<const unsigned char*>(data); bytes > 0; ++byte, --bytes) {
@@ -40,6 +43,11 @@ Signature signature_of(const Request& request) {
   signature.dims = static_cast<std::int32_t>(request.shape.size());
   const std::size_t dims = std::min<std::size_t>(request.shape.size(), kMaxDims);
   std::copy_n(request.shape.begin(), dims, signature.shape);
+  const std::size_t rest = request.shape.size() - dims;
+  if (rest > 0) {
+    signature.more_dims =
+        static_cast<std::uint32_t>(hash_bytes(request.shape.data() + dims, rest * sizeof(std::int64_t)));
+  }
   if (request.collective == Collective::kBroadcast) {
     signature.root = request.root;
   } else {
@@ -52,7 +60,7 @@ Signature signature_of(const Request& request) {
 
 std::optional<SlotHandle> TensorTable::find(std::string_view name) {
   const std::uint64_t hash = hash_bytes(name.data(), name.size());
-  const SharedLockGuard guard(world_.table_lock, world_.failure);
+  const SharedLockGuard guard(world_.table_lock, alarm_);
   std::uint32_t& bucket = world_.buckets[hash % kSlots];
   for (std::uint32_t link = bucket; link != 0; link = world_.slots[link - 1].next_in_bucket) {
     const Slot& slot = world_.slots[link - 1];
@@ -78,10 +86,10 @@ std::optional<std::uint32_t> TensorTable::take_slot() {
     const std::uint32_t candidate = world_.clock_hand;
     world_.clock_hand = (world_.clock_hand + 1) % kSlots;
     Slot& slot = world_.slots[candidate];
-    std::uint64_t state = slot.state.load(std::memory_order_relaxed);
-    // Acquire: pairs with the release in complete(); nobody reads the slot's agreement any more. An announcement that
-    // comes after this look raises `outstanding` before it touches `state`, so either we see it here, or its
-    // compare-and-swap sees the version raised below.
+    std::uint64_t state = slot.state.load(std::memory_order_seq_cst);
+    // Sequentially consistent, all three. Once `outstanding` is zero nobody reads the slot's agreement any more. An
+    // announcement that comes after this look raises `outstanding` before it touches `state`, so either we see it here,
+    // or its compare-and-swap sees the version raised below.
     if (announced_of(state) != 0 || slot.outstanding.load(std::memory_order_seq_cst) != 0) continue;
     if (!slot.state.compare_exchange_strong(state, pack(version_of(state) + 1, 0), std::memory_order_seq_cst)) continue;
     unlink(candidate);
@@ -94,6 +102,11 @@ void TensorTable::unlink(std::uint32_t slot) {
   std::uint32_t* link = &world_.buckets[world_.slots[slot].hash % kSlots];
   while (*link != slot + 1) link = &world_.slots[*link - 1].next_in_bucket;
   *link = world_.slots[slot].next_in_bucket;
+}
+
+bool TensorTable::is_current(const SlotHandle& handle) const {
+  // Sequentially consistent, as everywhere on `state`.
+  return version_of(world_.slots[handle.slot].state.load(std::memory_order_seq_cst)) == handle.version;
 }
 
 TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Request& request) {
@@ -119,11 +132,11 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
     own.signature = digest;
   }
   if (signature.failed) {
-    const std::size_t length = std::min(request.input_failure.size(), sizeof(announcement.note) - 1);
-    std::memcpy(announcement.note, request.input_failure.data(), length);
-    announcement.note[length] = '\0';
+    const std::string_view note = utf8_prefix(request.input_failure, sizeof(announcement.note) - 1);
+    std::memcpy(announcement.note, note.data(), note.size());
+    announcement.note[note.size()] = '\0';
   }
-  own.generation.fetch_add(1, std::memory_order_relaxed);
+  own.generation.fetch_add(1, std::memory_order_relaxed);  // Relaxed: see Digest.
 
   for (;;) {
     const bool last = announced_of(state) + 1 == world_.size;
@@ -136,7 +149,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
       return Outcome::kLast;
     }
     if (version_of(state) != handle.version) {
-      own.generation.fetch_sub(1, std::memory_order_relaxed);
+      own.generation.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: see Digest.
       slot.outstanding.fetch_sub(1, std::memory_order_seq_cst);
       return Outcome::kStale;
     }
@@ -170,8 +183,9 @@ void TensorTable::agree(std::uint32_t index) {
     text = describe_mismatch(world_, index);
   }
   slot.error = static_cast<std::uint32_t>(code);
-  slot.error_length = static_cast<std::uint32_t>(std::min(text.size(), sizeof(slot.error_text)));
-  std::memcpy(slot.error_text, text.data(), slot.error_length);
+  const std::string_view shown = utf8_prefix(text, sizeof(slot.error_text));
+  slot.error_length = static_cast<std::uint32_t>(shown.size());
+  std::memcpy(slot.error_text, shown.data(), shown.size());
 }
 
 void TensorTable::complete(std::uint32_t slot) {

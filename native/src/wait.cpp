@@ -5,6 +5,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <string>
+
 #include "kvstore_hvd/futex.hpp"
 
 #if defined(__x86_64__)
@@ -55,6 +57,7 @@ bool poll(const WaitPolicy& policy, const Done& done) {
 }  // namespace
 
 WaitPolicy WaitPolicy::for_ranks(int ranks) {
+  // Not the cores of this process's affinity: ranks that are pinned to one core each have one each.
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
   return ranks <= cores ? WaitPolicy{kSpin, 0} : WaitPolicy{std::chrono::nanoseconds(0), kYields};
 }
@@ -78,16 +81,16 @@ void request_short_slice() {
 #endif
 }
 
-void Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
-  if (poll(policy, [&] { return reached(target); })) return;
-  while (!reached(target)) {
-    failure.check();
-    // Sequentially consistent, see post().
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
-    if (static_cast<std::int32_t>(seen - target) < 0) futex_wait(value_, seen, kMaxSleep);
-    sleepers_.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: a wake-up too many does no harm.
-  }
+bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
+  if (poll(policy, [&] { return reached(target); })) return true;
+  failure.check();
+  // Sequentially consistent, see post().
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
+  if (static_cast<std::int32_t>(seen - target) < 0) futex_wait(value_, seen, kMaxSleep);
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: a wake-up too many does no harm.
+  failure.check();
+  return reached(target);
 }
 
 void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
@@ -95,23 +98,36 @@ void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono
   if (poll(policy, [&] { return value() != seen; }) || failure.is_set()) return;
   sleepers_.fetch_add(1, std::memory_order_seq_cst);  // As in wait_slow().
   if (value_.load(std::memory_order_seq_cst) == seen) futex_wait(value_, seen, limit);
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);  // As in wait_slow().
 }
 
 void Flag::wake() const { futex_wake_all(value_); }
 
-void SharedLock::lock(const Failure& failure) {
-  std::uint32_t expected = 0;
-  // Acquire on success: sees what the last holder wrote.
-  for (int i = 0; i < 64; ++i) {
-    expected = 0;
-    if (word_.compare_exchange_weak(expected, 1, std::memory_order_acquire, std::memory_order_relaxed)) return;
+void SharedLock::lock(Alarm& alarm) {
+  // Acquire on success: sees what the last holder wrote. Relaxed otherwise: nothing is read.
+  const auto try_lock = [this] {
+    std::uint32_t expected = 0;
+    return word_.compare_exchange_strong(expected, 1, std::memory_order_acquire, std::memory_order_relaxed);
+  };
+  bool locked = try_lock();
+  for (int i = 0; !locked && i < 64; ++i) {
     pause();
+    locked = try_lock();
   }
-  while (word_.exchange(2, std::memory_order_acquire) != 0) {
-    failure.check();
+  const auto end = Clock::now() + alarm.timeout();
+  while (!locked) {
+    // Acquire, as above. From here on the word says that somebody may sleep.
+    locked = word_.exchange(2, std::memory_order_acquire) == 0;
+    if (locked) break;
+    alarm.failure().check();
+    if (Clock::now() > end) {
+      const int holder = holder_.load(std::memory_order_relaxed);
+      alarm.raise(ErrorCode::kTimeout, "rank " + std::to_string(alarm.rank()) + " waited too long for rank " +
+                                           std::to_string(holder) + ", which stopped inside a critical section");
+    }
     futex_wait(word_, 2, kMaxSleep);
   }
+  holder_.store(alarm.rank(), std::memory_order_relaxed);
 }
 
 void SharedLock::unlock() {

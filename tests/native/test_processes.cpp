@@ -6,6 +6,8 @@
 #include <string>
 
 #include "check.hpp"
+#include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/world.hpp"
 #include "ranks.hpp"
 
 namespace kvstore_hvd {
@@ -85,6 +87,25 @@ const bool stopped = testing::add("a stopped rank is named at the deadline", [] 
   check(WEXITSTATUS(wait_for(survivor)) == 0, "survivor");
   kill(victim, SIGKILL);
   wait_for(victim);
+});
+
+const bool lock_holder = testing::add("a rank that stops while it holds a lock is named at the deadline", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  Alarm alarm(segment->world(), 1, std::chrono::seconds(1));
+  segment->world().table_lock.lock(alarm);  // as rank 1, which never goes on
+  const pid_t survivor = spawn(
+      *segment, 0,
+      [](Engine& engine) {
+        std::vector<float> data(10);
+        const Status status = engine.run(allreduce("x", data));
+        const bool named =
+            status.text().find("for rank 1, which stopped inside a critical section") != std::string::npos;
+        return status.code() == ErrorCode::kTimeout && named ? 0 : 1;
+      },
+      std::chrono::milliseconds(300));
+  const int status = wait_for(survivor);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
 });
 
 const bool forked = testing::add("a forked child is inert, and its parent goes on", [] {

@@ -28,7 +28,8 @@ std::uint32_t make_ready(World& world, const std::string& name, std::size_t coun
   std::vector<float> data(count);
   std::uint32_t slot = kNoSlot;
   for (int r = 0; r < static_cast<int>(world.size); ++r) {
-    TensorTable table(world, r);
+    Alarm alarm(world, r, std::chrono::seconds(10));
+    TensorTable table(world, alarm);
     const auto handle = table.find(name);
     check(handle.has_value(), "a slot");
     slot = handle->slot;
@@ -36,14 +37,16 @@ std::uint32_t make_ready(World& world, const std::string& name, std::size_t coun
     const bool last = r + 1 == static_cast<int>(world.size);
     check(outcome == (last ? TensorTable::Outcome::kLast : TensorTable::Outcome::kWaiting), "outcome");
   }
-  Schedule(world).make_ready(slot, priority);
+  Alarm alarm(world, 0, std::chrono::seconds(10));
+  Schedule(world, alarm).make_ready(slot, priority);
   return slot;
 }
 
 const bool priority = testing::add("the highest priority goes first, and overtakes at the next chunk", [] {
   const auto segment = Segment::create(2);
   World& world = segment->world();
-  Schedule schedule(world);
+  Alarm alarm(world, 0, std::chrono::seconds(10));
+  Schedule schedule(world, alarm);
   Entry entry;
   check(!schedule.fetch(0, entry) && !schedule.available(0), "nothing to do at first");
 
@@ -76,7 +79,8 @@ const bool fairness = testing::add("equal priorities keep the order of arrival",
   World& world = segment->world();
   std::vector<std::uint32_t> slots;
   for (int i = 0; i < 5; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 100000, 0));
-  Schedule schedule(world);
+  Alarm alarm(world, 0, std::chrono::seconds(10));
+  Schedule schedule(world, alarm);
   Entry entry;
   std::size_t current = 0;
   for (std::uint32_t i = 0; schedule.fetch(i, entry); ++i) {
@@ -92,7 +96,8 @@ const bool fusion =
       std::vector<std::uint32_t> slots;
       for (int i = 0; i < 10; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 10, -i));
       const std::uint32_t empty = make_ready(world, "empty", 0, -100);
-      Schedule schedule(world);
+      Alarm alarm(world, 0, std::chrono::seconds(10));
+      Schedule schedule(world, alarm);
       Entry entry;
       check(schedule.fetch(0, entry) && entry.n_pieces == 11, "one entry for all");
       for (std::uint32_t p = 0; p < 10; ++p) {
@@ -106,7 +111,8 @@ const bool fusion =
 const bool versions = testing::add("a slot that changed hands tells those who remember it", [] {
   const auto segment = Segment::create(1);
   World& world = segment->world();
-  TensorTable table(world, 0);
+  Alarm alarm(world, 0, std::chrono::seconds(10));
+  TensorTable table(world, alarm);
   const auto first = table.find("first");
   check(first.has_value() && table.find("first")->slot == first->slot, "a name keeps its slot");
   for (int i = 1; i < kSlots; ++i) check(table.find("name" + std::to_string(i)).has_value(), "a slot for each");
@@ -122,7 +128,8 @@ const bool versions = testing::add("a slot that changed hands tells those who re
 const bool busy = testing::add("when every slot is busy there is none", [] {
   const auto segment = Segment::create(2);
   World& world = segment->world();
-  TensorTable table(world, 0);
+  Alarm alarm(world, 0, std::chrono::seconds(10));
+  TensorTable table(world, alarm);
   std::vector<float> data(1);
   for (int i = 0; i < kSlots; ++i) {
     const std::string name = "name" + std::to_string(i);
@@ -135,7 +142,7 @@ const bool busy = testing::add("when every slot is busy there is none", [] {
 const bool segments = testing::add("a segment of another build, or no segment, is refused", [] {
   const auto segment = Segment::create(3);
   check(Segment::attach(segment->fd())->size() == 3, "attach");
-  for (const int size : {0, -1, Segment::kMaxRanks + 1}) {
+  for (const int size : {0, -1, kMaxRanks + 1}) {
     check(throws<std::invalid_argument>([&] { static_cast<void>(Segment::create(size)); }), "size");
   }
   check(throws<std::exception>([] { static_cast<void>(Segment::attach(-1)); }), "no descriptor");

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
+
+// The longest beginning of `text` of at most `bytes` bytes that does not end inside a character.
+std::string_view utf8_prefix(std::string_view text, std::size_t bytes);
 
 // "(256, 784)", "(3,)", "()".
 std::string describe_shape(const Signature& signature);

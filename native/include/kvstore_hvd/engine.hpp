@@ -38,7 +38,7 @@ class Work {
  private:
   friend class Engine;
   const Request request;
-  std::chrono::steady_clock::time_point submitted;
+  std::chrono::steady_clock::time_point since;  // when it was submitted, or became the first of its name
   std::atomic<bool> done_{false};
   Status status_;
 };

@@ -1,4 +1,4 @@
-// The failure of a world: set once, by any rank, seen by all. Lives in the segment.
+// The failure of a world: set once, by any rank, seen by all. Lives in the segment; set through an Alarm.
 #pragma once
 
 #include <atomic>
@@ -11,6 +11,8 @@
 
 namespace kvstore_hvd {
 
+inline constexpr int kMaxRanks = 256;
+
 // Unwinds a rank out of whatever it was doing once the world has failed; never leaves the engine.
 struct WorldLost : std::exception {
   const char* what() const noexcept override { return "the world has failed"; }
@@ -18,28 +20,34 @@ struct WorldLost : std::exception {
 
 class Failure {
  public:
-  // The first caller decides; returns whether it was this one. `fact` says what happened ("rank 2 ... died"), without
-  // naming the rank that reads it, and is cut to the space there is.
-  bool set(ErrorCode code, std::string_view fact);
+  // The first rank to call decides. A rank calls it one thread at a time. Returns whether this call decided.
+  //
+  // Each rank writes its text where nobody else writes, and then claims the world with one operation: a rank that dies
+  // at any point of this leaves either a complete failure or none.
+  bool set(int rank, ErrorCode code, std::string_view fact);
 
   // Acquire: pairs with the release in set(), so that code and text are complete when this is true.
-  bool is_set() const { return state_.load(std::memory_order_acquire) == kSet; }
+  bool is_set() const { return claimed_by_.load(std::memory_order_acquire) != 0; }
 
   void check() const {
     if (is_set()) throw WorldLost();
   }
 
   // Meaningful once is_set().
-  ErrorCode code() const { return code_; }
-  std::string fact() const { return std::string(text_, length_); }
+  ErrorCode code() const { return note().code; }
+  std::string fact() const { return std::string(note().text, note().length); }
 
  private:
-  static constexpr std::uint32_t kNone = 0, kWriting = 1, kSet = 2;
+  struct Note {
+    ErrorCode code;
+    std::uint32_t length;
+    char text[2040];
+  };
+  // Acquire, as in is_set().
+  const Note& note() const { return notes_[claimed_by_.load(std::memory_order_acquire) - 1]; }
 
-  std::atomic<std::uint32_t> state_;
-  ErrorCode code_;
-  std::uint32_t length_;
-  char text_[3 * 1024];
+  std::atomic<std::uint32_t> claimed_by_;  // 1 + rank
+  Note notes_[kMaxRanks];
 };
 
 }  // namespace kvstore_hvd

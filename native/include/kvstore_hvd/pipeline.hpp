@@ -31,23 +31,22 @@ class Pipeline {
  public:
   // `request_of` finds this rank's request for a slot that it announced; `finished` is told when all bytes of a slot's
   // operation are done on this rank (or when it failed: ask the slot).
-  Pipeline(World& world, int rank, std::function<const Request&(std::uint32_t)> request_of,
+  Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
            std::function<void(std::uint32_t)> finished);
 
-  // Does the next piece of work, waiting for other ranks only inside an entry that all of them carry out. Returns false
-  // when there was nothing to do. Throws WorldLost.
+  // Does the next piece of work, or waits for about kMaxSleep for the ranks that it depends on. Returns false when
+  // there is nothing under way and nothing to begin. Throws WorldLost.
   bool advance();
 
-  // Whether advance() would find something.
-  bool pending() const { return reduced_ != filled_ || collected_ != reduced_ || schedule_.available(filled_); }
-
  private:
-  void fill(const Entry& entry, std::uint32_t index);
-  void reduce_entry(const Entry& entry, std::uint32_t index);
-  void collect(const Entry& entry, std::uint32_t index);
-  void reduce_range(const Entry& entry, std::uint32_t index, std::uint64_t begin, std::uint64_t end);
-  void wait_all(Flag RankState::* flag, std::uint32_t target);
-  Entry& entry(std::uint32_t index) { return window_[index % kStages]; }
+  // The stages. Each waits before it touches anything; false: the others are not there yet, ask again.
+  bool fill(const Entry& entry, std::uint64_t index);
+  bool reduce_entry(const Entry& entry, std::uint64_t index);
+  bool collect(const Entry& entry, std::uint64_t index);
+  void sum_devices(const Entry& entry);
+  void reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end);
+  bool wait_all(Flag RankState::* flag, std::uint64_t target);
+  Entry& entry(std::uint64_t index) { return window_[index % kStages]; }
 
   World& world_;
   int rank_;
@@ -57,8 +56,9 @@ class Pipeline {
   std::function<void(std::uint32_t)> finished_;
 
   std::array<Entry, kStages> window_;
-  // Entries so far: collected_ <= reduced_ <= filled_ <= collected_ + kStages.
-  std::uint32_t filled_ = 0, reduced_ = 0, collected_ = 0;
+  // Entries so far: collected_ <= reduced_ <= filled_ <= fetched_ <= collected_ + kStages. In 64 bits, since the place
+  // in the window is taken modulo a number that does not divide 2^32; flags count modulo 2^32.
+  std::uint64_t fetched_ = 0, filled_ = 0, reduced_ = 0, collected_ = 0;
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;
 };

@@ -15,7 +15,7 @@ namespace kvstore_hvd {
 
 class Schedule {
  public:
-  explicit Schedule(World& world) : world_(world) {}
+  Schedule(World& world, Alarm& alarm) : world_(world), alarm_(alarm) {}
 
   // Puts a slot that all ranks have announced into the heap. Throws WorldLost.
   void make_ready(std::uint32_t slot, std::int32_t priority);
@@ -23,6 +23,8 @@ class Schedule {
   // Whether entry `index` exists or could be made.
   bool available(std::uint32_t index) const;
 
+  // Entries are counted modulo 2^32 here.
+  //
   // Copies entry `index` to `entry`, deciding it first if no rank has. Returns false when there is nothing to schedule.
   // A rank must ask for 0, 1, 2, ... and may ask for `index` only when every rank has filled entry index - kEntries.
   // Throws WorldLost.
@@ -32,6 +34,7 @@ class Schedule {
   void decide(Entry& entry);
 
   World& world_;
+  Alarm& alarm_;
 };
 
 // How a chunk is cut from a tensor: by size and number of ranks. Measured; see docs/architecture.md.

@@ -11,7 +11,8 @@ struct World;
 
 class Segment {
  public:
-  // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks; throws std::invalid_argument, std::system_error.
+  // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp); throws std::invalid_argument,
+  // std::system_error.
   static std::shared_ptr<Segment> create(int size);
 
   // The segment behind `fd`, which is duplicated. Throws std::invalid_argument when it is not one of this build.
@@ -29,13 +30,12 @@ class Segment {
   // What must be equal for two builds to share a segment.
   static std::string abi();
 
-  static constexpr int kMaxRanks = 256;
-
  private:
-  Segment(int fd, World* world, std::size_t bytes) : fd_(fd), world_(world), bytes_(bytes) {}
+  Segment(int fd, World* world, std::size_t bytes);
   static std::shared_ptr<Segment> map(int fd, std::size_t bytes);
 
   int fd_;
+  int owner_;  // pid: a forked child has no mapping to release
   World* world_;
   std::size_t bytes_;
 };

@@ -23,11 +23,14 @@ struct SlotHandle {
 
 class TensorTable {
  public:
-  TensorTable(World& world, int rank) : world_(world), rank_(rank) {}
+  TensorTable(World& world, Alarm& alarm) : world_(world), alarm_(alarm), rank_(alarm.rank()) {}
 
   // The slot of `name`, made if there is none; nothing when every slot is busy (try again after a completion). Throws
   // WorldLost.
   std::optional<SlotHandle> find(std::string_view name);
+
+  // Whether the handle is still that of its name.
+  bool is_current(const SlotHandle& handle) const;
 
   enum class Outcome { kStale, kWaiting, kLast };
 
@@ -48,6 +51,7 @@ class TensorTable {
   void agree(std::uint32_t slot);
 
   World& world_;
+  Alarm& alarm_;
   int rank_;
 };
 
@@ -55,7 +59,7 @@ class TensorTable {
 Signature signature_of(const Request& request);
 
 // The text of a mismatch between the announcements of a slot, in the form of docs/errors.md, without the prefix that
-// names the reading rank; empty when all agree.
+// names the reading rank. The announcements differ.
 std::string describe_mismatch(World& world, std::uint32_t slot);
 
 }  // namespace kvstore_hvd

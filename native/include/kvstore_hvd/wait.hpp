@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 
+#include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/failure.hpp"
 
 namespace kvstore_hvd {
@@ -48,10 +49,10 @@ class alignas(128) Flag {
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
 
-  // Until reached(target). Throws WorldLost when `failure` is set meanwhile; the engine's watcher sets it when the
-  // deadline of an operation passes, so no wait outlives that.
-  void wait(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
-    if (!reached(target)) wait_slow(target, policy, failure);
+  // Until reached(target), or for about kMaxSleep; returns whether it is reached. Throws WorldLost when `failure` is
+  // set.
+  bool wait(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
+    return reached(target) || wait_slow(target, policy, failure);
   }
 
   // Until value() != seen or `limit` has passed; returns early when `failure` is set. For waits that have other things
@@ -63,7 +64,7 @@ class alignas(128) Flag {
   void wake() const;
 
  private:
-  void wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure);
+  bool wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure);
 
   std::atomic<std::uint32_t> value_;
   std::atomic<std::uint32_t> sleepers_;
@@ -73,18 +74,20 @@ static_assert(sizeof(Flag) == 128);
 // A mutual exclusion lock between ranks. Zero-initialised memory is an unlocked one. Held for microseconds only.
 class alignas(128) SharedLock {
  public:
-  // Throws WorldLost when `failure` is set while waiting: the holder may be dead.
-  void lock(const Failure& failure);
+  // Throws WorldLost when the world fails while waiting; raises the alarm itself at its timeout, since the holder may
+  // be stopped.
+  void lock(Alarm& alarm);
   void unlock();
   void wake() const;
 
  private:
   std::atomic<std::uint32_t> word_;  // 0 free, 1 held, 2 held and others may sleep
+  std::atomic<int> holder_;          // Relaxed: the rank that locked last, for the message only
 };
 
 class SharedLockGuard {
  public:
-  SharedLockGuard(SharedLock& lock, const Failure& failure) : lock_(lock) { lock_.lock(failure); }
+  SharedLockGuard(SharedLock& lock, Alarm& alarm) : lock_(lock) { lock_.lock(alarm); }
   ~SharedLockGuard() { lock_.unlock(); }
   SharedLockGuard(const SharedLockGuard&) = delete;
   SharedLockGuard& operator=(const SharedLockGuard&) = delete;

@@ -44,10 +44,12 @@ struct Signature {
   double postscale;
   std::uint64_t count;
   std::int32_t dims;
-  std::uint32_t reserved;
+  std::uint32_t more_dims;  // a hash of the dimensions beyond kMaxDims
   std::int64_t shape[kMaxDims];
 };
 static_assert(sizeof(Signature) == 136 && alignof(Signature) == 8);
+// Entries are also counted in 32 bits (flags, the head of the schedule), where the count may wrap.
+static_assert((kEntries & (kEntries - 1)) == 0);
 
 struct Announcement {
   Signature signature;
@@ -141,14 +143,15 @@ struct World {
   // how often the rank has announced it.
   struct Digest {
     std::uint64_t signature;
-    // Relaxed: read for error messages and for departed ranks only, where `presence` orders it.
+    // Relaxed: read for error messages, and for ranks that left, where `presence` orders it.
     std::atomic<std::uint32_t> generation;
     std::uint32_t reserved;
   };
   Digest& digest(std::uint32_t slot, int r) {
     return reinterpret_cast<Digest*>(base() + digests_offset)[static_cast<std::size_t>(slot) * size + r];
   }
-  char* staging(int r, std::uint32_t entry) {
+  // Entries count from 0 and never wrap: 64 bits.
+  char* staging(int r, std::uint64_t entry) {
     return base() + staging_offset + staging_stride * r + static_cast<std::size_t>(stage_bytes) * (entry % kStages);
   }
 };

@@ -1,0 +1,36 @@
+// One rank's way to fail its world, and how long it waits before it does.
+#pragma once
+
+#include <chrono>
+#include <mutex>
+#include <string_view>
+
+#include "kvstore_hvd/failure.hpp"
+#include "kvstore_hvd/status.hpp"
+
+namespace kvstore_hvd {
+
+struct World;
+
+// All members may be called from any thread of the rank.
+class Alarm {
+ public:
+  // `timeout`: how long an operation may wait for another rank.
+  Alarm(World& world, int rank, std::chrono::nanoseconds timeout) : world_(world), rank_(rank), timeout_(timeout) {}
+
+  // Fails the world, unless it has failed already, and wakes everyone who waits. `fact` says what happened ("rank 2 ...
+  // died"), without naming the rank that reads it.
+  void raise(ErrorCode code, std::string_view fact);
+
+  const Failure& failure() const;
+  int rank() const { return rank_; }
+  std::chrono::nanoseconds timeout() const { return timeout_; }
+
+ private:
+  World& world_;
+  const int rank_;
+  const std::chrono::nanoseconds timeout_;
+  std::mutex mutex_;
+};
+
+}  // namespace kvstore_hvd

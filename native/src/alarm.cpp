@@ -1,0 +1,17 @@
+#include "kvstore_hvd/alarm.hpp"
+
+#include "kvstore_hvd/world.hpp"
+
+namespace kvstore_hvd {
+
+const Failure& Alarm::failure() const { return world_.failure; }
+
+void Alarm::raise(ErrorCode code, std::string_view fact) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!world_.failure.set(rank_, code, fact)) return;
+  }
+  wake_all(world_);
+}
+
+}  // namespace kvstore_hvd
