@@ -28,6 +28,8 @@ from ranks import Gate, Launcher, find_launcher, load_mpi, save_samples, start_r
 
 SIZES = tuple(4 << shift for shift in range(0, 27, 2))
 ROW_UP_TO = 256 << 10
+# Untimed operations before a row: the method before it has left other data in the caches, and threads awake.
+WARM_UP = 5
 METHODS = ("memcpy", "scale", "MPI", "raw", "pushpull")
 
 Samples = dict[str, list[float]]
@@ -49,6 +51,9 @@ def repetitions(size: int) -> tuple[int, int]:
 
 def row(rewrite: Callable[[], object], run: Callable[[], object], count: int) -> float:
     """Return the seconds of one `run` in a row of rewriting and running."""
+    for _ in range(WARM_UP):
+        rewrite()
+        run()
     start = perf_counter()
     for _ in range(count):
         rewrite()

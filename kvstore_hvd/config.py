@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -38,14 +37,18 @@ _LOG_LEVELS = {
 # -- Parsers: text -> value, ValueError with what was expected ----------------------------------------------------
 
 
+# Three years: the native engine counts nanoseconds in 64 bits.
+_LONGEST_S = 1e8
+
+
 def _seconds(text: str) -> float:
     value = float(text)
-    if not math.isfinite(value) or value <= 0:
+    if not 0 < value <= _LONGEST_S:
         raise ValueError
     return value
 
 
-_seconds.expected = "a number of seconds above 0"  # type: ignore[attr-defined]
+_seconds.expected = "a number of seconds above 0, at most 1e8"  # type: ignore[attr-defined]
 
 
 def _count(text: str) -> int:

@@ -88,7 +88,7 @@ void Operation::submit(Request request) {
   } else if (naive_) {
     static_cast<void>(engine->run(std::move(request)));
   } else {
-    engine->submit(std::move(request));
+    engine->submit_and_linger(std::move(request));
   }
 }
 

@@ -27,6 +27,11 @@ using Clock = std::chrono::steady_clock;
 // How often the watcher looks at deadlines: while something is pending, and otherwise.
 constexpr std::chrono::milliseconds kBusyTick{100};
 constexpr std::chrono::milliseconds kIdleTick{500};
+// See Engine::submit_and_linger.
+constexpr std::chrono::microseconds kLinger{60};
+constexpr std::size_t kLingerBytes = 64 << 10;
+constexpr int kLingerCredit = 4;
+constexpr unsigned kLingerRetry = 64;
 
 std::string seconds(std::chrono::nanoseconds duration) {
   char text[32];
@@ -58,6 +63,7 @@ class Engine::Impl {
         options_(std::move(options)),
         owner_(getpid()),
         policy_(WaitPolicy::for_ranks(size_)),
+        callers_policy_(WaitPolicy::for_callers(size_)),
         messages_(world_, rank),
         alarm_(world_, rank, options_.timeout),
         table_(world_, alarm_),
@@ -95,6 +101,7 @@ class Engine::Impl {
       if (left_ || world_.failure.is_set()) {
         refused = left_ ? messages_.left(work->request) : messages_.lost(work->request);
       } else {
+        callers_drive_ = caller_waits;
         Name& name = names_[work->request.name];
         name.queue.push_back(work);
         pending_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
@@ -110,7 +117,19 @@ class Engine::Impl {
   }
 
   bool wait(const Work& work, std::chrono::nanoseconds limit) {
-    return work.done() || forked() || drive_until([&] { return work.done(); }, limit);
+    return work.done() || forked() || drive_until([&] { return work.done(); }, limit, callers_policy_);
+  }
+
+  std::shared_ptr<Work> submit_and_linger(Request request) {
+    const bool linger = !forked() && is_worth_lingering(request);
+    auto work = submit(std::move(request), linger);
+    if (linger) {
+      const bool done = work->done() || drive_until([&] { return work->done(); }, kLinger, WaitPolicy{kLinger, 0});
+      // Relaxed: a hint. A failure costs more than a success gains.
+      linger_credit_.store(done ? kLingerCredit : linger_credit_.load(std::memory_order_relaxed) - 2,
+                           std::memory_order_relaxed);
+    }
+    return work;
   }
 
   void abort(const std::string& text) {
@@ -136,7 +155,7 @@ class Engine::Impl {
     if (!reason.empty()) {
       alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, rank_) + " ended early: " + reason);
     }
-    drive_until([this] { return idle(); }, options_.timeout + kBusyTick);
+    drive_until([this] { return idle(); }, options_.timeout + kBusyTick, policy_);
     bool is_pending = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -145,7 +164,7 @@ class Engine::Impl {
     }
     if (is_pending) {
       alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, rank_) + " left while its operations were pending");
-      drive_until([this] { return idle(); }, std::chrono::hours(1));  // only fails them: the world is lost
+      drive_until([this] { return idle(); }, std::chrono::hours(1), policy_);  // only fails them: the world is lost
     }
     // Release: this rank has written whatever the others will read from it.
     world_.rank(rank_).presence.store(Presence::kLeft, std::memory_order_release);
@@ -175,6 +194,15 @@ class Engine::Impl {
     if (work.request.on_done) work.request.on_done(work.status_);
     // Release: publishes the outputs and the status.
     work.done_.store(true, std::memory_order_release);
+  }
+
+  // Whether the other ranks are likely to be here in a moment: as they were the last times; tried anew now and then.
+  bool is_worth_lingering(const Request& request) {
+    if (callers_policy_.spin.count() == 0 || request.count * size_of(request.dtype) > kLingerBytes || !idle())
+      return false;
+    if (linger_credit_.load(std::memory_order_relaxed) > 0) return true;
+    // Relaxed: a count that nothing depends on.
+    return linger_refusals_.fetch_add(1, std::memory_order_relaxed) % kLingerRetry == 0;
   }
 
   // ---- Announcing; with mutex_ held.
@@ -322,10 +350,10 @@ class Engine::Impl {
 
   // One step as the driver, or a wait of about kMaxSleep for other ranks. Returns whether there was anything to do.
   // Exceptions: as finish().
-  bool drive() noexcept {
+  bool drive(const WaitPolicy& policy) noexcept {
     try {
       if (!world_.failure.is_set()) {
-        if (pipeline_.advance()) return true;
+        if (pipeline_.advance(policy)) return true;
         check_left_for_all();
         if (!world_.failure.is_set()) return false;
       }
@@ -336,7 +364,7 @@ class Engine::Impl {
   }
 
   template <class Done>
-  bool drive_until(const Done& done, std::chrono::nanoseconds limit) {
+  bool drive_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
     const auto end = Clock::now() + limit;
     std::unique_lock<std::mutex> lock(mutex_);
     ++waiters_;
@@ -355,7 +383,7 @@ class Engine::Impl {
       const auto longest = std::min<std::chrono::nanoseconds>(kMaxSleep, limit);
       while (!done() && Clock::now() < end) {
         const std::uint32_t seen = bell.value();
-        if (!drive() && !done()) bell.wait_change(seen, policy_, longest, world_.failure);
+        if (!drive(policy) && !done()) bell.wait_change(seen, policy, longest, world_.failure);
       }
       lock.lock();
       driven_ = false;
@@ -381,8 +409,9 @@ class Engine::Impl {
       const std::uint32_t seen = bell.value();
       {
         std::unique_lock<std::mutex> lock(mutex_);
-        // After a failure there is nothing to listen for.
-        if (driven_ || world_.failure.is_set()) {
+        // After a failure there is nothing to listen for; and as long as callers do the driving, the bell shall not
+        // wake this thread as well.
+        if (driven_ || world_.failure.is_set() || (callers_drive_ && idle())) {
           parked_ = true;
           unpark_ = false;
           parked_changed_.wait(lock, [&] { return stopping_ || unpark_; });
@@ -392,7 +421,7 @@ class Engine::Impl {
         if (driven_) continue;
         driven_ = true;
       }
-      while (drive()) {
+      while (drive(policy_)) {
       }
       {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -415,7 +444,7 @@ class Engine::Impl {
         check_deadlines();
         retry_slots();
       }
-      if (world_.failure.is_set()) drive_until([this] { return idle(); }, kBusyTick);
+      if (world_.failure.is_set()) drive_until([this] { return idle(); }, kBusyTick, policy_);
     }
   }
 
@@ -477,7 +506,7 @@ class Engine::Impl {
   const int rank_, size_;
   const EngineOptions options_;
   const pid_t owner_;
-  const WaitPolicy policy_;
+  const WaitPolicy policy_, callers_policy_;
   const Messages messages_;
   Alarm alarm_;
 
@@ -492,7 +521,9 @@ class Engine::Impl {
   std::vector<Work*> in_flight_;
   std::atomic<std::size_t> pending_{0};  // changed under mutex_, see idle()
   int waiters_ = 0;
-  bool driven_ = false, parked_ = false, unpark_ = false, stopping_ = false;
+  std::atomic<int> linger_credit_{kLingerCredit};
+  std::atomic<unsigned> linger_refusals_{0};
+  bool driven_ = false, callers_drive_ = false, parked_ = false, unpark_ = false, stopping_ = false;
   bool leaving_ = false, left_ = false, gone_ = false;
 
   Pipeline pipeline_;  // the driver's
@@ -512,6 +543,9 @@ Engine::~Engine() {
 int Engine::rank() const { return impl_->rank_; }
 int Engine::size() const { return impl_->size_; }
 std::shared_ptr<Work> Engine::submit(Request request) { return impl_->submit(std::move(request), false); }
+std::shared_ptr<Work> Engine::submit_and_linger(Request request) {
+  return impl_->submit_and_linger(std::move(request));
+}
 std::shared_ptr<Work> Engine::submit_to_wait(Request request) { return impl_->submit(std::move(request), true); }
 bool Engine::wait(const Work& work, std::chrono::nanoseconds limit) { return impl_->wait(work, limit); }
 const Status& Engine::wait(const Work& work) {

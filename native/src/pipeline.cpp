@@ -47,13 +47,13 @@ Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std:
     : world_(world),
       rank_(alarm.rank()),
       schedule_(world, alarm),
-      policy_(WaitPolicy::for_ranks(static_cast<int>(world.size))),
       request_of_(std::move(request_of)),
       finished_(std::move(finished)),
       inputs_(world.size),
       outputs_(world.size) {}
 
-bool Pipeline::advance() {
+bool Pipeline::advance(const WaitPolicy& policy) {
+  policy_ = policy;
   if (fetched_ == filled_ && filled_ - collected_ < kStages &&
       schedule_.fetch(static_cast<std::uint32_t>(fetched_), entry(fetched_))) {
     ++fetched_;
@@ -73,7 +73,7 @@ bool Pipeline::advance() {
   return true;
 }
 
-bool Pipeline::wait_all(Flag RankState::* flag, std::uint64_t target) {
+bool Pipeline::wait_all(Flag RankState::* flag, std::uint64_t target) const {
   for (int r = 0; r < static_cast<int>(world_.size); ++r) {
     if (r == rank_) continue;
     if (!(world_.rank(r).*flag).wait(static_cast<std::uint32_t>(target), policy_, world_.failure)) return false;

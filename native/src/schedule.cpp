@@ -24,6 +24,7 @@ ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uin
                      std::uint32_t stage_bytes) {
   constexpr std::uint64_t kOneShot = 2048;    // up to here one synchronisation costs less than halving the bytes
   constexpr std::uint64_t kLarge = 16 << 20;  // from here on the memory, not the latency, is the limit
+  constexpr std::uint64_t kMinChunk = 64 << 10;
   constexpr std::uint64_t kMinSlice = 4096;
   if (collective == Collective::kBroadcast)
     return {Algorithm::kBroadcast, std::min<std::uint64_t>(stage_bytes, 262144)};
@@ -31,7 +32,8 @@ ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uin
   // Four chunks keep the three stages of the pipeline busy; small tensors are cut no finer than a slice worth its
   // synchronisation.
   const std::uint64_t largest = tensor_bytes >= kLarge ? 128 << 10 : 64 << 10;
-  const std::uint64_t slice = std::clamp(round_up(tensor_bytes / ranks / 4, kMinSlice), kMinSlice, largest);
+  const std::uint64_t smallest = std::max<std::uint64_t>(kMinChunk / ranks, kMinSlice);
+  const std::uint64_t slice = std::clamp(round_up(tensor_bytes / ranks / 4, kMinSlice), smallest, largest);
   return {Algorithm::kTwoShot, std::min<std::uint64_t>(slice * ranks, stage_bytes)};
 }
 

@@ -19,6 +19,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds kSpin{10};
+constexpr std::chrono::microseconds kCallersSpin{100};
 // A yield that took longer gave the core to a busy thread for a slice: sleeping is cheaper than the next one.
 constexpr std::chrono::microseconds kLongYield{50};
 constexpr std::chrono::microseconds kSlice{100};
@@ -60,6 +61,12 @@ WaitPolicy WaitPolicy::for_ranks(int ranks) {
   // Not the cores of this process's affinity: ranks that are pinned to one core each have one each.
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
   return ranks <= cores ? WaitPolicy{kSpin, 0} : WaitPolicy{std::chrono::nanoseconds(0), kYields};
+}
+
+WaitPolicy WaitPolicy::for_callers(int ranks) {
+  WaitPolicy policy = for_ranks(ranks);
+  if (policy.spin.count() > 0) policy.spin = kCallersSpin;
+  return policy;
 }
 
 void request_short_slice() {

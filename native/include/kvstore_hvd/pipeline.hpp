@@ -36,7 +36,7 @@ class Pipeline {
 
   // Does the next piece of work, or waits for about kMaxSleep for the ranks that it depends on. Returns false when
   // there is nothing under way and nothing to begin. Throws WorldLost.
-  bool advance();
+  bool advance(const WaitPolicy& policy);
 
  private:
   // The stages. Each waits before it touches anything; false: the others are not there yet, ask again.
@@ -45,13 +45,13 @@ class Pipeline {
   bool collect(const Entry& entry, std::uint64_t index);
   void sum_devices(const Entry& entry);
   void reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end);
-  bool wait_all(Flag RankState::* flag, std::uint64_t target);
+  bool wait_all(Flag RankState::* flag, std::uint64_t target) const;
   Entry& entry(std::uint64_t index) { return window_[index % kStages]; }
 
   World& world_;
   int rank_;
   Schedule schedule_;
-  WaitPolicy policy_;
+  WaitPolicy policy_;  // of the thread that drives at the moment
   std::function<const Request&(std::uint32_t)> request_of_;
   std::function<void(std::uint32_t)> finished_;
 

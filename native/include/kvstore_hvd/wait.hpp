@@ -18,8 +18,12 @@ struct WaitPolicy {
   std::chrono::nanoseconds spin{0};  // busy, only sensible while every rank has a core of its own
   int yields = 0;                    // sched_yield() calls after that; given up early when one costs a time slice
 
-  // The policy for `ranks` ranks on this machine's cores.
+  // The policy of a thread of the engine, for `ranks` ranks on this machine's cores: it shares a core with
+  // computations.
   static WaitPolicy for_ranks(int ranks);
+  // The policy of a caller that would wait anyway: it spins for longer than waking a sleeper takes. Otherwise a rank
+  // that was woken late would find the next one asleep, and every operation would cost a wake-up.
+  static WaitPolicy for_callers(int ranks);
 };
 
 // Asks the scheduler for a short time slice for the calling thread, so that a woken rank runs soon between busy compute
