@@ -41,6 +41,7 @@ class Engine:
         self._deferred: Exception | None = None  # an error that no read has raised, for the next call
         self._closed = ""  # why there is no world any more
         self._remedy = ""
+        self._forked = False
         self._namespaces = itertools.count()
 
     # -- Joining and leaving ----------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Engine:
                 self._join(bootstrap.discover(comm))
             elif self._closed:
                 self._rejoin()
-            return self.topology
+            return self._world.topology if self._world is not None else self.topology
 
     def shutdown(self, reason: str = "") -> None:
         """Leave the world; does nothing without one.
@@ -88,8 +89,10 @@ class Engine:
             if not reason:
                 self._drain()
             self._leaving.shutdown(reason)
-            # Every operation is complete now; MXNet has to hand the results or errors on before the adapter goes.
-            self._drain()
+            # Every operation is complete now; MXNet has to hand the results or errors on before the adapter goes. Not
+            # if this worker ends early: something may be wrong with MXNet itself.
+            if not reason:
+                self._drain()
             self._adapter = None
             self._leaving = None
             log.logger.debug("left the world")
@@ -108,6 +111,7 @@ class Engine:
             if self._world is None:
                 return self.init()
             self.shutdown("reset() was called")
+            self._drain()  # the errors of what was pending belong to the old world
             self._rejoin()
             return self.topology
 
@@ -119,16 +123,20 @@ class Engine:
 
     def _rejoin(self) -> None:
         assert self._world is not None
+        if self._forked:
+            topology = self._world.topology
+            raise ShutdownError(message(self._closed, rank=topology.rank, size=topology.size, fix=self._remedy))
+        # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
+        # number of times would never meet.
         self._join(self._world.next_epoch())
 
     def _join(self, world: World) -> None:
         topology = world.topology
         log.set_rank(topology.rank, topology.size)
-        # Even if joining fails: the next attempt belongs to the next epoch, as it does for the other workers.
-        self._world = world
         self._deferred = None
         if topology.size > 1:
-            self._closed = "this worker could not join the world."
+            if self._world is not None:
+                self._closed = "this worker could not join the world."
             if config().simd != "auto" and not native.set_simd_target(config().simd):
                 log.once("simd", logging.WARNING, "this CPU has no %s; using %s", config().simd, native.simd_target())
             self._communicator = ShmCommunicator(world)
@@ -138,6 +146,7 @@ class Engine:
                 text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
             register_exit_handler()
+        self._world = world
         self._closed = self._remedy = ""
         log.logger.debug("joined a world: %s", topology)
 
@@ -270,6 +279,7 @@ class Engine:
         if self._adapter is not None:
             self._adapter.after_fork_in_child()
         self._communicator = self._adapter = self._deferred = None
+        self._forked = True
         self._closed = "this process is a forked child of a worker."
         self._remedy = "use stores in the worker itself only."
 
@@ -279,15 +289,16 @@ class Engine:
             return
         if self._watchdog is not None:
             self._watchdog.leaving()
+        reason = early_end()
         try:
-            reason = early_end()
             self.shutdown(reason)
             if self._deferred is not None and not reason:
                 log.logger.error("an operation failed, and its result was never read:\n%s", self._deferred)
         except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
             log.logger.warning("could not leave the world in good order: %s", error)
         finally:
-            if self._watchdog is not None:
+            # After an exception MXNet's own exit handler may wait for ever: the watchdog stays until the process ends.
+            if self._watchdog is not None and not reason:
                 self._watchdog.left()
 
     def _drain(self) -> None:

@@ -7,13 +7,14 @@ is plain Python and knows no MXNet: what an array is, the caller says.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Union
 
 from kvstore_hvd.errors import InvalidRequestError, message
 
-__all__ = ["Call", "Group", "Key", "group_arguments", "wire_name"]
+__all__ = ["Call", "Group", "Key", "group_arguments", "priority_of", "wire_name"]
 
 Key = Union[int, str]
 
@@ -89,6 +90,25 @@ def wire_name(namespace: str, key: Key) -> str:
     return f"{name[:32]}#{hashlib.sha256(encoded).hexdigest()}"
 
 
+def priority_of(call: Call, priority: Any) -> int:
+    """The priority as an int.
+
+    Raises
+    ------
+    TypeError, InvalidRequestError
+        It is not an integer, or does not fit into 32 bits.
+    """
+    fix = "pass an int, such as -index; higher ones run first."
+    try:
+        number = operator.index(priority)
+    except TypeError:
+        fact = f"priority is {priority!r} ({_type_name(priority)})."
+        raise TypeError(call.message(None, fact, fix)) from None
+    if not -(2**31) <= number < 2**31:
+        raise InvalidRequestError(call.message(None, f"priority {number} does not fit into 32 bits.", fix))
+    return number
+
+
 def group_arguments(call: Call, key: Any, value: Any, out: Any = None, role: str = "value") -> list[Group]:
     """Group the arguments of a call by key.
 
@@ -143,6 +163,11 @@ def _per_key(call: Call, key: Any, value: Any, out: Any, role: str) -> list[tupl
 def _check_key(call: Call, key: Any) -> None:
     # bool is an int in Python, but True as a key is certainly a slip.
     if isinstance(key, (int, str)) and not isinstance(key, bool):
+        try:
+            str(key).encode()
+        except ValueError as error:  # a lone surrogate, or an int of thousands of digits
+            fix = "use a key that can be written as UTF-8 text."
+            raise InvalidRequestError(call.message(None, f"a key cannot be written down: {error}.", fix)) from None
         return
     fix = "use an int or a str, such as a parameter's index or name."
     if isinstance(key, float) and key.is_integer():

@@ -17,7 +17,7 @@ from kvstore_hvd import engine, log, mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, check_group, copy, local_sum, unique
 from kvstore_hvd.compression import Compression, parse_compression
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.keys import Call, Group, Key, group_arguments, wire_name
+from kvstore_hvd.keys import Call, Group, Key, group_arguments, priority_of, wire_name
 from kvstore_hvd.placement import Placement
 
 __all__ = ["StoreMethods", "make_store_class"]
@@ -350,13 +350,15 @@ class StoreMethods:
             adapter is None
             or self._compression.is_active
             or type(key) not in (int, str)
+            or type(priority) is not int
+            or not -(2**31) <= priority < 2**31
             or not mxnet_compat.is_ndarray(value)
         ):
             return False
         names = self._wire_names.get(key)
         if names is None:
             names = self._wire_names[key] = (wire_name(self._namespace, key), self._call("pushpull").label(key))
-        bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, int(priority))
+        bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority)
         if bytes_summed is None:
             return False
         self._count("pushpull", key, bytes_summed)
@@ -368,6 +370,7 @@ class StoreMethods:
             if len(group.values) > 1:
                 fact = f"there are {len(group.values)} values for one key."
                 raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
+        priority = priority_of(call, priority)
         placement = Placement(self._engine, groups)
         is_root = self.rank == 0
         copies = []
@@ -395,6 +398,7 @@ class StoreMethods:
         return groups
 
     def _reduce(self, call: Call, groups: Sequence[Group], priority: int) -> None:
+        priority = priority_of(call, priority)
         placement = Placement(self._engine, groups)
         operations = [self._prepare(call, group, placement) for group in groups]
         copies = []
@@ -439,7 +443,7 @@ class StoreMethods:
             _SUM,
             1.0,
             1.0,
-            int(priority),
+            priority,
         )
 
     def _submit_broadcast(self, call: Call, key: Key, array: Any, priority: int) -> None:
@@ -448,7 +452,7 @@ class StoreMethods:
             call.label(key),
             mxnet_compat.handle_of(array),
             0,
-            int(priority),
+            priority,
         )
 
     def _count(self, operation: str, key: Key, bytes_on_wire: int) -> None:

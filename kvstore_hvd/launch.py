@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
     2 for wrong options, 126 and 127 when the command cannot be executed or found.
     """
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         return Supervisor(_plan(options)).run()
     except _StartError as error:
         print(f"kvhvdrun: {error}", file=sys.stderr)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+
+from kvstore_hvd import log
 
 __all__ = ["ExitWatchdog", "early_end"]
 
@@ -27,8 +30,12 @@ def early_end() -> str:
     return f"{type(error).__name__}{': ' if text else ''}{text}"[:_MAX_REASON]
 
 
+# What is left when even a lost world does not let the process go: MXNet itself does not finish.
+_LAST_RESORT_S = 5.0
+
+
 class ExitWatchdog:
-    """Calls `on_expiry` when leaving takes longer than `limit_s` seconds.
+    """Calls `on_expiry` when leaving takes longer than `limit_s` seconds, and ends the process 5 s later.
 
     The thread is started beforehand and sleeps until then, because Python starts no threads once it ends.
     """
@@ -50,5 +57,10 @@ class ExitWatchdog:
 
     def _watch(self) -> None:
         self._leaving.wait()
-        if not self._left.wait(self._limit_s):
-            self._on_expiry()
+        if self._left.wait(self._limit_s):
+            return
+        self._on_expiry()
+        if not self._left.wait(_LAST_RESORT_S):
+            log.logger.error("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
+            sys.stdout.flush()
+            os._exit(1)

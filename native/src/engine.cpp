@@ -73,7 +73,12 @@ class Engine::Impl {
             [this](std::uint32_t slot) { complete(slot); }),
         liveness_(world_, rank, options_.host, options_.watch_peers) {
     communication_ = std::thread([this] { communicate(); });
-    watcher_ = std::thread([this] { watch(); });
+    try {
+      watcher_ = std::thread([this] { watch(); });
+    } catch (...) {
+      stop_communicating();
+      throw;
+    }
   }
 
   ~Impl() { shutdown(""); }
@@ -487,15 +492,19 @@ class Engine::Impl {
     return text;
   }
 
-  void stop_threads() {
+  void stop_communicating() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
     }
     parked_changed_.notify_all();
     world_.rank(rank_).bell.ring();
-    // The watcher last: while the communication thread is about, somebody has to look after the other ranks.
     communication_.join();
+  }
+
+  void stop_threads() {
+    // The watcher last: while the communication thread is about, somebody has to look after the other ranks.
+    stop_communicating();
     stop_watching_.store(true, std::memory_order_relaxed);
     liveness_.interrupt();
     watcher_.join();

@@ -6,7 +6,7 @@ namespace {
 std::string advice(ErrorCode code) {
   switch (code) {
     case ErrorCode::kPeerLost:
-      return "\n  Fix: under @elastic.run training resumes from the last commit(); otherwise restart.";
+      return "\n  Fix: restart the job from its last checkpoint; if all workers are alive, call reset() on every one.";
     case ErrorCode::kTimeout:
       return "\n  Fix: see what that rank is doing; if such a wait is legitimate, raise KVHVD_TIMEOUT (seconds).";
     default:
