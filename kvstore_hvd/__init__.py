@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.config import config as _config
+from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
 from kvstore_hvd.engine import current as _engine
 from kvstore_hvd.errors import (
     ConfigError,
@@ -84,6 +85,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_prepare_mxnet()
 if _config().numpy_shim:
     mxnet_compat.numpy_shim.install()
 mxnet_compat.install_hooks_on_import(make_store_class, _engine().expected_size)

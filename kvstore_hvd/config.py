@@ -329,3 +329,12 @@ def reload() -> Config:
 def environment() -> dict[str, str]:
     """A copy of the environment of this process, to start another process with."""
     return dict(os.environ)
+
+
+def prepare_mxnet() -> None:
+    """Set what MXNet reads when it is imported, where the user has not.
+
+    Its pool of threads for prioritised operations serves this package only. With one thread, which only hands
+    operations on, they are handed on in the order of their priority, and a burst of gradients wakes one thread.
+    """
+    os.environ.setdefault("MXNET_CPU_PRIORITY_NTHREADS", "1")
