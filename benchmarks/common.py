@@ -80,7 +80,10 @@ def describe() -> dict[str, Any]:
     except OSError:
         model = platform.processor() or model
     return {
-        "command": " ".join(["python", *sys.argv]),
+        # A path says nothing on another machine: its last two parts show what it is.
+        "command": " ".join(
+            ["python", *("/".join(arg.split("/")[-2:]) if arg.startswith("/") else arg for arg in sys.argv)]
+        ),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "--short=12", "HEAD")
         + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
