@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.keys import Call, Group, group_arguments, wire_name
+from kvstore_hvd.keys import Call, Group, group_arguments, priority_of, wire_name
 
 
 @dataclass(eq=False)
@@ -140,3 +140,22 @@ def test_wire_names():
     long, other = wire_name("s0", "x" * 5000), wire_name("s0", "x" * 4999 + "y")
     assert long != other
     assert max(len(name.encode()) for name in (long, other, wire_name("s0", "ü" * 199))) <= 240
+
+
+@pytest.mark.parametrize("key", ["\ud800", 10**5000], ids=["surrogate", "too many digits"])
+def test_keys_that_cannot_be_written_down_are_refused_before_anything_is_submitted(key: object) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be written down"):
+        group_arguments(call(), ["a", key] if isinstance(key, str) else [1, key], [[1], [2]])
+
+
+@pytest.mark.parametrize("priority", [0, -5, 2**31 - 1, -(2**31), True])
+def test_priorities(priority: int) -> None:
+    assert priority_of(call(), priority) == int(priority)
+
+
+@pytest.mark.parametrize(
+    ("priority", "error"), [(2**31, InvalidRequestError), (None, TypeError), ("1", TypeError), (0.5, TypeError)]
+)
+def test_wrong_priorities(priority: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="Fix: pass an int"):
+        priority_of(call(), priority)

@@ -1,0 +1,46 @@
+"""Worlds that are left and met again, and processes that are not part of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.launchers import environment, kvhvdrun
+
+WORKER = Path(__file__).resolve().parents[1] / "support" / "lifecycle_worker.py"
+LIMIT_S = 90
+
+
+def run(program: str, ranks: int, **variables: str) -> str:
+    """Run the program under kvhvdrun; returns what it printed."""
+    result = subprocess.run(
+        kvhvdrun().command(ranks, [sys.executable, str(WORKER), program]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        env={**environment(), **variables},
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_workers_meet_again_however_often_some_of_them_failed_to(ranks: int) -> None:
+    """A reset that timed out on some workers does not keep them from meeting at the next attempt."""
+    output = run("late_reset", ranks, KVHVD_START_TIMEOUT="1")
+    for rank in range(ranks):
+        assert f"rank {rank} epoch 1 total {ranks}" in output, output
+    assert "failures some" in output, output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_forked_child_can_neither_join_nor_reset(ranks: int) -> None:
+    """Every way into the world is closed to a child at once, and the parents go on."""
+    output = run("forked_child", ranks)
+    for rank in range(ranks):
+        assert f"rank {rank} refused 3 total {ranks}" in output, output

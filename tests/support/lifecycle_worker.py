@@ -1,0 +1,49 @@
+"""One rank of a short program: ``lifecycle_worker.py late_reset | forked_child``; prints what it saw."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+
+import kvstore_hvd
+
+
+def late_reset() -> None:
+    """Rank 0 comes later than the others are ready to wait; all of them try until they meet."""
+    topology = kvstore_hvd.init()
+    if topology.rank == 0:
+        time.sleep(3)  # longer than the KVHVD_START_TIMEOUT of the test
+    failures = 0
+    while True:
+        try:
+            epoch = kvstore_hvd.reset().epoch
+            break
+        except kvstore_hvd.LaunchError:
+            failures += 1
+            assert failures < 20
+    total = kvstore_hvd.allreduce(np.ones(1), "after")[0]
+    print(f"rank {topology.rank} epoch {epoch} total {total:g} failures {'some' if failures else 'none'}", flush=True)
+
+
+def forked_child() -> None:
+    """A child may neither join the world nor reset it; its parent goes on."""
+    topology = kvstore_hvd.init()
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (kvstore_hvd.init, kvstore_hvd.reset, lambda: kvstore_hvd.allreduce(np.ones(1), "child")):
+            try:
+                call()
+            except kvstore_hvd.ShutdownError:
+                refused += 1
+        os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    total = kvstore_hvd.allreduce(np.ones(1), "parent")[0]
+    print(f"rank {topology.rank} refused {os.WEXITSTATUS(status)} total {total:g}", flush=True)
+
+
+if __name__ == "__main__":
+    {"late_reset": late_reset, "forked_child": forked_child}[sys.argv[1]]()
