@@ -32,8 +32,9 @@ ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uin
   // Four chunks keep the three stages of the pipeline busy; small tensors are cut no finer than a slice worth its
   // synchronisation.
   const std::uint64_t largest = tensor_bytes >= kLarge ? 128 << 10 : 64 << 10;
-  const std::uint64_t smallest = std::max<std::uint64_t>(kMinChunk / ranks, kMinSlice);
+  const std::uint64_t smallest = round_up(kMinChunk / ranks, kMinSlice);
   const std::uint64_t slice = std::clamp(round_up(tensor_bytes / ranks / 4, kMinSlice), smallest, largest);
+  // Both are multiples of kAlignment, so no element is cut.
   return {Algorithm::kTwoShot, std::min<std::uint64_t>(slice * ranks, stage_bytes)};
 }
 

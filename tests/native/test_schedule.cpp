@@ -74,6 +74,18 @@ const bool priority = testing::add("the highest priority goes first, and overtak
   check(high_done && low_bytes < (1 << 20) * 4 && low_bytes > 0, "all bytes are scheduled once");
 });
 
+const bool whole_elements = testing::add("no chunk cuts an element, whatever the number of ranks", [] {
+  for (std::uint32_t ranks = 1; ranks <= 256; ++ranks) {
+    for (const std::uint64_t bytes : {0ULL, 1ULL, 2048ULL, 2049ULL, 65536ULL, 1000003ULL, 1ULL << 24, 1ULL << 33}) {
+      for (const auto collective : {Collective::kAllreduce, Collective::kBroadcast}) {
+        const ChunkPlan plan = plan_chunk(collective, bytes, ranks, 1 << 20);
+        check(plan.bytes > 0 && plan.bytes % 64 == 0 && plan.bytes <= 1 << 20,
+              std::to_string(plan.bytes) + " bytes for " + std::to_string(ranks) + " ranks");
+      }
+    }
+  }
+});
+
 const bool fairness = testing::add("equal priorities keep the order of arrival", [] {
   const auto segment = Segment::create(1);
   World& world = segment->world();
