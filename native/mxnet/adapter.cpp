@@ -1,11 +1,10 @@
 #include "mxnet/adapter.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <unordered_set>
 #include <utility>
 
+#include "kvstore_hvd/process.hpp"
 #include "mxnet/operation.hpp"
 
 namespace kvstore_hvd::mxnet {
@@ -38,7 +37,7 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
       unread_(std::make_shared<UnreadErrors>()),
       turns_(std::make_shared<Turns>()),
       naive_(naive),
-      owner_(getpid()) {}
+      owner_(process_id()) {}
 
 Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                               const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale,
@@ -56,7 +55,7 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
 
 std::optional<std::size_t> MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label,
                                                            Handle array, int priority) {
-  if (naive_ || array == nullptr || getpid() != owner_ || !api_->is_reachable(array)) return std::nullopt;
+  if (naive_ || array == nullptr || process_id() != owner_ || !api_->is_reachable(array)) return std::nullopt;
   const std::size_t bytes = api_->bytes_of(array);
   if (bytes == 0 || !unread_->empty() || !engine_->health().ok()) return std::nullopt;
   if (!pushpull(name, label, {array}, {array}, ReduceOp::kSum, 1.0, 1.0, priority).ok()) return std::nullopt;
@@ -77,7 +76,7 @@ Status MXNetAdapter::broadcast(const std::string& name, const std::string& label
 Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs) {
   std::string prefix = "[rank " + std::to_string(engine_->rank()) + "/" + std::to_string(engine_->size()) + "] " +
                        name_of(request.collective) + " " + request.label + ": ";
-  if (getpid() != owner_) {
+  if (process_id() != owner_) {
     return Status(ErrorCode::kShutdown, prefix +
                                             "this is a forked child; only the parent may communicate.\n"
                                             "  Fix: call the KVStore from the process that created it.");
@@ -99,7 +98,10 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
     auto operation = std::make_shared<Operation>(api_, engine_, unread_, turns_, std::move(request), prefix,
                                                  copy_all(*api_, inputs), copy_all(*api_, outputs), naive_);
     operation->take_turn();
-    api_->push(operation, std::move(unique), priority, kOperationName);
+    // Relaxed: a hint. No operation holds the turns: they are the first of a step.
+    const bool here = arrays_ready_.load(std::memory_order_relaxed) || turns_.use_count() == 1;
+    api_->push(operation, std::move(unique), here ? Place::kHere : Place::kCommunication, priority, kOperationName);
+    if (here) arrays_ready_.store(operation->started_in_push(), std::memory_order_relaxed);
     return naive_ ? operation->status() : Status();
   } catch (const Error& error) {
     return Status(ErrorCode::kInvalid, prefix + "MXNet refused the operation: " + error.what());

@@ -17,8 +17,10 @@ struct Context {
 constexpr Context kCpu{1, 0};
 constexpr int kGpu = 2;
 
-// FnProperty::kCPUPrioritized: a thread pool of its own, so that an operation does not queue behind computation.
+// FnProperty: kCPUPrioritized has a thread pool of its own; kAsync runs in the caller, or shares the pool of
+// computation.
 constexpr std::int32_t kCpuPrioritized = 3;
+constexpr std::int32_t kAsync = 4;
 constexpr int kDefaultStorage = 0;
 constexpr int kVersion2 = 20000;
 
@@ -208,12 +210,14 @@ View Api::open(Handle array) const {
 
 void Api::wait_to_read(Handle array) const { check(wait_to_read_(array)); }
 
-void Api::push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, int priority, const char* name) const {
+void Api::push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place place, int priority,
+               const char* name) const {
   void* function = version_ >= kVersion2 ? reinterpret_cast<void*>(&start_2) : reinterpret_cast<void*>(&start_1);
   auto pushed = std::make_shared<Pushed>(std::move(op));
   auto* parameter = new std::shared_ptr<Pushed>(pushed);
-  const int status = push_async_(function, parameter, &drop, &kCpu, nullptr, 0, arrays.data(),
-                                 static_cast<int>(arrays.size()), &kCpuPrioritized, priority, name, false);
+  const int status =
+      push_async_(function, parameter, &drop, &kCpu, nullptr, 0, arrays.data(), static_cast<int>(arrays.size()),
+                  place == Place::kHere ? &kAsync : &kCpuPrioritized, priority, name, false);
   if (status == 0) return;
   const Error error = last_error();
   // Depending on where MXNet refused, it has called the deleter or not.

@@ -98,6 +98,12 @@ class View {
   void* tensor_;
 };
 
+// Where an operation starts.
+enum class Place {
+  kHere,           // inside push() when its arrays are ready; otherwise behind whatever computation is queued then
+  kCommunication,  // on a thread that computes nothing
+};
+
 // The resolved functions; immutable, so any thread may use it.
 class Api : public std::enable_shared_from_this<Api> {
  public:
@@ -129,10 +135,10 @@ class Api : public std::enable_shared_from_this<Api> {
   // been told yet. Never with the GIL held or inside an operation.
   void wait_to_read(Handle array) const;
 
-  // Has MXNet start `op` when `arrays` (no two of one chunk) are ready, and keeps others from them until it completes.
-  // Never waits, except with NaiveEngine, which runs the operation at once. `name` must outlive the process's
-  // operations. Throws Error when MXNet refuses; op->skipped() has been called then.
-  void push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, int priority, const char* name) const;
+  // Has MXNet start `op` at `place` when `arrays` (no two of one chunk) are ready, and keeps others from them until it
+  // completes. Never waits, except with NaiveEngine, which runs the operation at once. `name` must outlive the
+  // process's operations. Throws Error when MXNet refuses; op->skipped() has been called then.
+  void push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place place, int priority, const char* name) const;
 
  private:
   friend class Array;

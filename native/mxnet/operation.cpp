@@ -55,6 +55,7 @@ Operation::Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engin
 
 void Operation::start(const Completion& completion) noexcept {
   completion_ = completion;
+  if (std::this_thread::get_id() == pusher_) started_in_push_ = true;
   Request request;
   try {
     request = describe_arrays();
@@ -87,8 +88,10 @@ void Operation::submit(Request request) {
                                                   "  Fix: call init() before communicating again."));
   } else if (naive_) {
     static_cast<void>(engine->run(std::move(request)));
-  } else {
+  } else if (started_in_push_) {
     engine->submit_and_linger(std::move(request));
+  } else {
+    engine->submit(std::move(request));  // this thread may have computations to do
   }
 }
 

@@ -1,22 +1,18 @@
 #include "kvstore_hvd/engine.hpp"
 
-#include <unistd.h>
-
 #include <condition_variable>
-#include <cstdio>
 #include <deque>
 #include <mutex>
 #include <string_view>
 #include <thread>
-#include <unordered_map>
-#include <vector>
 
 #include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/describe.hpp"
 #include "kvstore_hvd/liveness.hpp"
 #include "kvstore_hvd/messages.hpp"
+#include "kvstore_hvd/pending.hpp"
 #include "kvstore_hvd/pipeline.hpp"
-#include "kvstore_hvd/tensor_table.hpp"
+#include "kvstore_hvd/process.hpp"
 #include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
@@ -32,12 +28,6 @@ constexpr std::chrono::microseconds kLinger{60};
 constexpr std::size_t kLingerBytes = 64 << 10;
 constexpr int kLingerCredit = 4;
 constexpr unsigned kLingerRetry = 64;
-
-std::string seconds(std::chrono::nanoseconds duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g s", std::chrono::duration<double>(duration).count());
-  return text;
-}
 
 // What is wrong with the arguments of a request, empty when nothing is.
 std::string fault_of(const Request& request, int size) {
@@ -61,15 +51,14 @@ class Engine::Impl {
         rank_(rank),
         size_(segment_->size()),
         options_(std::move(options)),
-        owner_(getpid()),
+        owner_(process_id()),
         policy_(WaitPolicy::for_ranks(size_)),
         callers_policy_(WaitPolicy::for_callers(size_)),
         messages_(world_, rank),
         alarm_(world_, rank, options_.timeout),
-        table_(world_, alarm_),
-        in_flight_(kSlots, nullptr),
+        pending_(world_, alarm_, messages_),
         pipeline_(
-            world_, alarm_, [this](std::uint32_t slot) -> const Request& { return in_flight_[slot]->request; },
+            world_, alarm_, [this](std::uint32_t slot) -> const Request& { return pending_.request_on(slot); },
             [this](std::uint32_t slot) { complete(slot); }),
         liveness_(world_, rank, options_.host, options_.watch_peers) {
     communication_ = std::thread([this] { communicate(); });
@@ -83,20 +72,19 @@ class Engine::Impl {
 
   ~Impl() { shutdown(""); }
 
-  bool forked() const { return getpid() != owner_; }
+  bool forked() const { return process_id() != owner_; }
 
   std::shared_ptr<Work> submit(Request request, bool caller_waits) {
     // What only this rank can see to be wrong is announced all the same, or the others would wait for it.
     if (request.input_failure.empty()) request.input_failure = fault_of(request, size_);
     auto work = std::make_shared<Work>(std::move(request));
-    work->since = Clock::now();
     if (forked()) {
-      finish(*work, Messages::forked());
+      work->finish(Messages::forked());
       return work;
     }
-    if (work->request.name.empty() || work->request.name.size() > kMaxName) {
+    if (work->request().name.empty() || work->request().name.size() > kMaxName) {
       const std::string limits = "a name has 1 to " + std::to_string(kMaxName) + " bytes, not ";
-      finish(*work, messages_.invalid(work->request, limits + std::to_string(work->request.name.size())));
+      work->finish(messages_.invalid(work->request(), limits + std::to_string(work->request().name.size())));
       return work;
     }
     bool wake_communication = false;
@@ -104,20 +92,16 @@ class Engine::Impl {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (left_ || world_.failure.is_set()) {
-        refused = left_ ? messages_.left(work->request) : messages_.lost(work->request);
+        refused = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
       } else {
         callers_drive_ = caller_waits;
-        Name& name = names_[work->request.name];
-        name.queue.push_back(work);
-        pending_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
-        // Requests under one name run one after another.
-        if (name.queue.size() == 1) start(name, *work);
+        pending_.add(work);
         const bool undriven = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
         if (undriven) wake_communication = unpark_ = true;
       }
     }
     if (wake_communication) parked_changed_.notify_one();
-    if (!refused.ok()) finish(*work, std::move(refused));
+    if (!refused.ok()) work->finish(std::move(refused));
     return work;
   }
 
@@ -174,7 +158,7 @@ class Engine::Impl {
     // Release: this rank has written whatever the others will read from it.
     world_.rank(rank_).presence.store(Presence::kLeft, std::memory_order_release);
     world_.left.fetch_add(1, std::memory_order_release);
-    ring_all();
+    ring_all(world_);
     stop_threads();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -186,21 +170,6 @@ class Engine::Impl {
  private:
   friend class Engine;
 
-  // The requests of this rank under one name; the first one is announced, or waits for a free slot.
-  struct Name {
-    SlotHandle slot;
-    std::deque<std::shared_ptr<Work>> queue;
-  };
-
-  // An exception on the way (out of memory) ends the process: nobody could be told that the operation is over, and the
-  // other ranks are told that this one died.
-  static void finish(Work& work, Status status) noexcept {
-    work.status_ = std::move(status);
-    if (work.request.on_done) work.request.on_done(work.status_);
-    // Release: publishes the outputs and the status.
-    work.done_.store(true, std::memory_order_release);
-  }
-
   // Whether the other ranks are likely to be here in a moment: as they were the last times; tried anew now and then.
   bool is_worth_lingering(const Request& request) {
     if (callers_policy_.spin.count() == 0 || request.count * size_of(request.dtype) > kLingerBytes || !idle())
@@ -210,100 +179,22 @@ class Engine::Impl {
     return linger_refusals_.fetch_add(1, std::memory_order_relaxed) % kLingerRetry == 0;
   }
 
-  // ---- Announcing; with mutex_ held.
-
-  void start(Name& name, Work& work) {
-    try {
-      if (!announce(name, work)) waiting_for_slot_.push_back(work.request.name);
-    } catch (const WorldLost&) {
-      // The driver, or the watcher in its place, fails everything that is pending.
-    }
-  }
-
-  // Returns false, and has done nothing, when the table has no slot to give.
-  bool announce(Name& name, Work& work) {
-    for (;;) {
-      if (name.slot.slot == kNoSlot) {
-        const auto found = table_.find(work.request.name);
-        if (!found) return false;
-        name.slot = *found;
-      }
-      // While this rank has an operation on the slot, the slot does not change hands; so if it has, there is none of
-      // this rank's in flight that the write below could replace.
-      if (!table_.is_current(name.slot)) {
-        name.slot = SlotHandle{};
-        continue;
-      }
-      in_flight_[name.slot.slot] = &work;
-      switch (table_.announce(name.slot, work.request)) {
-        case TensorTable::Outcome::kStale:
-          in_flight_[name.slot.slot] = nullptr;
-          name.slot = SlotHandle{};
-          continue;
-        case TensorTable::Outcome::kWaiting:
-          check_left(name.slot.slot, work.request);
-          return true;
-        case TensorTable::Outcome::kLast:
-          Schedule(world_, alarm_).make_ready(name.slot.slot, work.request.priority);
-          ring_all();
-          return true;
-      }
-    }
-  }
-
-  // A rank that left will never announce the operation.
-  void check_left(std::uint32_t slot, const Request& request) {
+  void check_left() {
     // Acquire: pairs with the release in shutdown().
     if (world_.left.load(std::memory_order_acquire) == 0) return;
-    for (int r = 0; r < size_; ++r) {
-      const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
-      if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
-      const std::string operation = describe_operation(request);
-      alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, r) + " left before it submitted " + operation);
-      return;
-    }
-  }
-
-  void check_left_for_all() {
-    if (world_.left.load(std::memory_order_acquire) == 0) return;
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [text, name] : names_) {
-      if (is_announced(name)) check_left(name.slot.slot, name.queue.front()->request);
-    }
-  }
-
-  bool is_announced(const Name& name) const {
-    return !name.queue.empty() && name.slot.slot != kNoSlot && in_flight_[name.slot.slot] == name.queue.front().get();
-  }
-
-  void ring_all() {
-    for (int r = 0; r < size_; ++r) world_.rank(r).bell.ring();
+    pending_.check_left();
   }
 
   // ---- Completing; by the driver only.
 
   void complete(std::uint32_t slot) {
-    std::shared_ptr<Work> work;
-    Status status;
+    Pending::Completed completed;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const Request& request = in_flight_[slot]->request;
-      status = messages_.disagreement(request, world_.slots[slot]);
-      const auto found = names_.find(request.name);
-      Name& name = found->second;
-      work = std::move(name.queue.front());
-      name.queue.pop_front();
-      in_flight_[slot] = nullptr;
-      table_.complete(slot);
-      if (!name.queue.empty()) {
-        name.queue.front()->since = Clock::now();
-        start(name, *name.queue.front());
-      } else if (names_.size() > kSlots) {
-        names_.erase(found);  // bounds the memory of programs that never use a name twice
-      }
-      start_waiting_for_slot();
+      completed = pending_.complete(slot);
     }
-    finish(*work, std::move(status));
+    completed.work->finish(std::move(completed.status));
     settle(1);
   }
 
@@ -312,22 +203,10 @@ class Engine::Impl {
     {
       // Under the lock, or a waiter that has just looked would miss the notification.
       const std::lock_guard<std::mutex> lock(mutex_);
-      pending_.fetch_sub(count, std::memory_order_release);  // Release: see idle().
+      pending_.settle(count);
       if (waiters_ == 0) return;
     }
     changed_.notify_all();
-  }
-
-  void start_waiting_for_slot() {
-    while (!waiting_for_slot_.empty()) {
-      const auto found = names_.find(waiting_for_slot_.front());
-      try {
-        if (!announce(found->second, *found->second.queue.front())) return;
-      } catch (const WorldLost&) {
-        return;
-      }
-      waiting_for_slot_.pop_front();
-    }
   }
 
   // The world is lost, or this rank leaves: nothing that is pending will happen. The caller is the driver.
@@ -335,31 +214,26 @@ class Engine::Impl {
     std::deque<std::shared_ptr<Work>> lost;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (auto& [text, name] : names_) {
-        for (auto& work : name.queue) lost.push_back(std::move(work));
-      }
-      names_.clear();
-      waiting_for_slot_.clear();
+      lost = pending_.take_all();
     }
     for (const auto& work : lost) {
-      finish(*work, world_.failure.is_set() ? messages_.lost(work->request) : messages_.left(work->request));
+      work->finish(world_.failure.is_set() ? messages_.lost(work->request()) : messages_.left(work->request()));
     }
     settle(lost.size());
   }
 
   // ---- Driving: at any time at most one thread of this rank carries out the schedule.
 
-  // Acquire: what the operations have written is visible. Takes no lock, so that the watcher never waits for one before
-  // it has looked at the other ranks.
-  bool idle() const { return pending_.load(std::memory_order_acquire) == 0; }
+  // Takes no lock, so that the watcher never waits for one before it has looked at the other ranks.
+  bool idle() const { return pending_.count() == 0; }
 
   // One step as the driver, or a wait of about kMaxSleep for other ranks. Returns whether there was anything to do.
-  // Exceptions: as finish().
+  // Exceptions: as Work::finish().
   bool drive(const WaitPolicy& policy) noexcept {
     try {
       if (!world_.failure.is_set()) {
         if (pipeline_.advance(policy)) return true;
-        check_left_for_all();
+        check_left();
         if (!world_.failure.is_set()) return false;
       }
     } catch (const WorldLost&) {
@@ -445,7 +319,7 @@ class Engine::Impl {
         alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, death->rank) + " " + death->how);
       }
       if (busy && !world_.failure.is_set()) {
-        check_left_for_all();
+        check_left();
         check_deadlines();
         retry_slots();
       }
@@ -453,43 +327,18 @@ class Engine::Impl {
     }
   }
 
-  // Slots also become free by the completions of other ranks, which nobody tells us about.
   void retry_slots() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    start_waiting_for_slot();
+    pending_.retry_slots();
   }
 
   void check_deadlines() {
     std::string fact;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const auto now = Clock::now();
-      for (auto& [text, name] : names_) {
-        if (name.queue.empty() || now - name.queue.front()->since < options_.timeout) continue;
-        fact = describe_timeout(name);
-        break;
-      }
+      fact = pending_.describe_overdue(options_.timeout);
     }
     if (!fact.empty()) alarm_.raise(ErrorCode::kTimeout, fact);
-  }
-
-  std::string describe_timeout(const Name& name) {
-    const Request& request = name.queue.front()->request;
-    std::string text = "rank " + std::to_string(rank_) + " waited " + seconds(options_.timeout) + " in " +
-                       describe_operation(request) + " for ";
-    if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
-    std::vector<int> late, slow;
-    const std::uint32_t own = world_.rank(rank_).filled.value();
-    for (int r = 0; r < size_; ++r) {
-      if (!table_.announced_by(name.slot.slot, r)) late.push_back(r);
-      if (!world_.rank(r).filled.reached(own)) slow.push_back(r);
-    }
-    const std::vector<int>& blamed = !late.empty() ? late : slow;
-    if (blamed.empty()) return text + "the other ranks, none of which moves";
-    text +=
-        describe_ranks(blamed) + ", which " + (late.empty() ? "stopped inside the collective" : "did not submit it");
-    for (const int r : blamed) text += "\n  " + describe_rank(world_, r);
-    return text;
   }
 
   void stop_communicating() {
@@ -523,12 +372,7 @@ class Engine::Impl {
   std::condition_variable changed_;         // something completed, or the driver's place is free
   std::condition_variable parked_changed_;  // unpark_, stopping_
 
-  TensorTable table_;
-  std::unordered_map<std::string, Name> names_;
-  std::deque<std::string> waiting_for_slot_;
-  // The announced request of each slot. Written under mutex_ before the announcement, which publishes it to the driver.
-  std::vector<Work*> in_flight_;
-  std::atomic<std::size_t> pending_{0};  // changed under mutex_, see idle()
+  Pending pending_;  // under mutex_
   int waiters_ = 0;
   std::atomic<int> linger_credit_{kLingerCredit};
   std::atomic<unsigned> linger_refusals_{0};

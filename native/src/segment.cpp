@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "kvstore_hvd/process.hpp"
 #include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
@@ -115,10 +116,11 @@ std::shared_ptr<Segment> Segment::attach(int fd) {
   return segment;
 }
 
-Segment::Segment(int fd, World* world, std::size_t bytes) : fd_(fd), owner_(getpid()), world_(world), bytes_(bytes) {}
+Segment::Segment(int fd, World* world, std::size_t bytes)
+    : fd_(fd), owner_(process_id()), world_(world), bytes_(bytes) {}
 
 Segment::~Segment() {
-  if (getpid() == owner_) munmap(world_, bytes_);
+  if (process_id() == owner_) munmap(world_, bytes_);
   close(fd_);
 }
 
@@ -127,6 +129,10 @@ int Segment::size() const { return static_cast<int>(world_->size); }
 std::string Segment::abi() {
   return "segment " + std::to_string(kMagic & 0xffffff) + "/" + std::to_string(sizeof(World)) + "/" +
          std::to_string(sizeof(RankState)) + "/" + std::to_string(sizeof(Announcement));
+}
+
+void ring_all(World& world) {
+  for (int r = 0; r < static_cast<int>(world.size); ++r) world.rank(r).bell.ring();
 }
 
 void wake_all(World& world) {

@@ -2,17 +2,14 @@
 // them out on a communication thread, highest priority first.
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/segment.hpp"
 #include "kvstore_hvd/status.hpp"
+#include "kvstore_hvd/work.hpp"
 
 namespace kvstore_hvd {
 
@@ -23,24 +20,6 @@ struct EngineOptions {
   bool watch_peers = true;
   // How messages name this machine.
   std::string host;
-};
-
-// The handle of a submitted request.
-class Work {
- public:
-  explicit Work(Request submitted_request) : request(std::move(submitted_request)) {}
-
-  // Acquire: once true, the outputs are written and status() is complete.
-  bool done() const { return done_.load(std::memory_order_acquire); }
-  // Meaningful once done().
-  const Status& status() const { return status_; }
-
- private:
-  friend class Engine;
-  const Request request;
-  std::chrono::steady_clock::time_point since;  // when it was submitted, or became the first of its name
-  std::atomic<bool> done_{false};
-  Status status_;
 };
 
 class Engine {

@@ -159,4 +159,7 @@ struct World {
 // Wakes every sleeper of the world, so that all notice a failure at once.
 void wake_all(World& world);
 
+// Rings every rank's bell.
+void ring_all(World& world);
+
 }  // namespace kvstore_hvd

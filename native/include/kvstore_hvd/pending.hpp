@@ -1,0 +1,88 @@
+// The requests of one rank that are not over: queued under their names, the first of each name announced to the other
+// ranks.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/messages.hpp"
+#include "kvstore_hvd/tensor_table.hpp"
+#include "kvstore_hvd/work.hpp"
+#include "kvstore_hvd/world.hpp"
+
+namespace kvstore_hvd {
+
+// One thread at a time, unless a member says otherwise. A lost world ends what is under way here silently: whoever
+// drives finds the failure and takes everything away.
+class Pending {
+ public:
+  Pending(World& world, Alarm& alarm, const Messages& messages);
+
+  // Queues the request; it is announced once those under its name that came before are over.
+  void add(std::shared_ptr<Work> work);
+
+  // The request that this rank has in flight on a slot. For the thread that carries out the schedule, without a lock:
+  // it learns of the slot from the announcement.
+  const Request& request_on(std::uint32_t slot) const { return in_flight_[slot]->request(); }
+
+  // The operation on `slot` is over on this rank: hands out its work and how it ended, and goes on with the next of its
+  // name.
+  struct Completed {
+    std::shared_ptr<Work> work;
+    Status status;
+  };
+  Completed complete(std::uint32_t slot);
+
+  // Hands out everything.
+  std::deque<std::shared_ptr<Work>> take_all();
+
+  // How many requests were added and not yet given to settle(). Any thread; acquire: what the settled ones have written
+  // is visible.
+  std::size_t count() const { return count_.load(std::memory_order_acquire); }
+  void settle(std::size_t count) { count_.fetch_sub(count, std::memory_order_release); }  // Release: see count().
+
+  // Announces what found no free slot. Slots also become free by the completions of other ranks, which nobody tells us
+  // about.
+  void retry_slots();
+
+  // Raises the alarm when a rank that has left will never announce what this rank waits for.
+  void check_left();
+
+  // What to blame when a request has waited for `timeout`: empty when none has.
+  std::string describe_overdue(std::chrono::nanoseconds timeout);
+
+ private:
+  // The first request of a name is announced, or waits for a free slot.
+  struct Name {
+    SlotHandle slot;
+    std::deque<std::shared_ptr<Work>> queue;
+  };
+
+  void start(Name& name);
+  bool announce(Name& name);
+  bool is_announced(const Name& name) const;
+  void check_left(std::uint32_t slot, const Request& request);
+  std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout);
+
+  World& world_;
+  Alarm& alarm_;
+  const Messages& messages_;
+  const int rank_, size_;
+  TensorTable table_;
+  std::unordered_map<std::string, Name> names_;
+  std::deque<std::string> waiting_for_slot_;
+  // By slot. Written before the announcement, which publishes it to the thread that carries out the schedule.
+  std::vector<Work*> in_flight_;
+  std::atomic<std::size_t> count_{0};
+};
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,42 @@
+// The handle of a submitted request.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <utility>
+
+#include "kvstore_hvd/request.hpp"
+#include "kvstore_hvd/status.hpp"
+
+namespace kvstore_hvd {
+
+class Work {
+ public:
+  explicit Work(Request request) : since(std::chrono::steady_clock::now()), request_(std::move(request)) {}
+
+  const Request& request() const { return request_; }
+
+  // Acquire: once true, the outputs are written and status() is complete.
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Meaningful once done().
+  const Status& status() const { return status_; }
+
+  // Once. An exception on the way (out of memory) ends the process: nobody could be told that the operation is over,
+  // and the other ranks are told that this one died.
+  void finish(Status status) noexcept {
+    status_ = std::move(status);
+    if (request_.on_done) request_.on_done(status_);
+    // Release: publishes the outputs and the status.
+    done_.store(true, std::memory_order_release);
+  }
+
+  // When it was submitted, or became the first of its name; the engine's.
+  std::chrono::steady_clock::time_point since;
+
+ private:
+  const Request request_;
+  std::atomic<bool> done_{false};
+  Status status_;
+};
+
+}  // namespace kvstore_hvd

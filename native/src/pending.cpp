@@ -1,0 +1,167 @@
+#include "kvstore_hvd/pending.hpp"
+
+#include <cstdio>
+#include <utility>
+
+#include "kvstore_hvd/describe.hpp"
+#include "kvstore_hvd/schedule.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::string seconds(std::chrono::nanoseconds duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+}  // namespace
+
+Pending::Pending(World& world, Alarm& alarm, const Messages& messages)
+    : world_(world),
+      alarm_(alarm),
+      messages_(messages),
+      rank_(alarm.rank()),
+      size_(static_cast<int>(world.size)),
+      table_(world, alarm),
+      in_flight_(kSlots, nullptr) {}
+
+void Pending::add(std::shared_ptr<Work> work) {
+  Name& name = names_[work->request().name];
+  name.queue.push_back(std::move(work));
+  count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
+  if (name.queue.size() == 1) start(name);
+}
+
+void Pending::start(Name& name) {
+  try {
+    if (!announce(name)) waiting_for_slot_.push_back(name.queue.front()->request().name);
+  } catch (const WorldLost&) {
+  }
+}
+
+// Returns false, and has done nothing, when the table has no slot to give.
+bool Pending::announce(Name& name) {
+  Work& work = *name.queue.front();
+  for (;;) {
+    if (name.slot.slot == kNoSlot) {
+      const auto found = table_.find(work.request().name);
+      if (!found) return false;
+      name.slot = *found;
+    }
+    // While this rank has an operation on the slot, the slot does not change hands; so if it has, there is none of this
+    // rank's in flight that the write below could replace.
+    if (!table_.is_current(name.slot)) {
+      name.slot = SlotHandle{};
+      continue;
+    }
+    in_flight_[name.slot.slot] = &work;
+    switch (table_.announce(name.slot, work.request())) {
+      case TensorTable::Outcome::kStale:
+        in_flight_[name.slot.slot] = nullptr;
+        name.slot = SlotHandle{};
+        continue;
+      case TensorTable::Outcome::kWaiting:
+        check_left(name.slot.slot, work.request());
+        return true;
+      case TensorTable::Outcome::kLast:
+        Schedule(world_, alarm_).make_ready(name.slot.slot, work.request().priority);
+        ring_all(world_);
+        return true;
+    }
+  }
+}
+
+bool Pending::is_announced(const Name& name) const {
+  return !name.queue.empty() && name.slot.slot != kNoSlot && in_flight_[name.slot.slot] == name.queue.front().get();
+}
+
+Pending::Completed Pending::complete(std::uint32_t slot) {
+  const Request& request = in_flight_[slot]->request();
+  Status status = messages_.disagreement(request, world_.slots[slot]);
+  const auto found = names_.find(request.name);
+  Name& name = found->second;
+  std::shared_ptr<Work> work = std::move(name.queue.front());
+  name.queue.pop_front();
+  in_flight_[slot] = nullptr;
+  table_.complete(slot);
+  if (!name.queue.empty()) {
+    name.queue.front()->since = Clock::now();
+    start(name);
+  } else if (names_.size() > kSlots) {
+    names_.erase(found);  // bounds the memory of programs that never use a name twice
+  }
+  retry_slots();
+  return {std::move(work), std::move(status)};
+}
+
+std::deque<std::shared_ptr<Work>> Pending::take_all() {
+  std::deque<std::shared_ptr<Work>> all;
+  for (auto& [text, name] : names_) {
+    for (auto& work : name.queue) all.push_back(std::move(work));
+  }
+  names_.clear();
+  waiting_for_slot_.clear();
+  return all;
+}
+
+void Pending::retry_slots() {
+  while (!waiting_for_slot_.empty()) {
+    const auto found = names_.find(waiting_for_slot_.front());
+    try {
+      if (!announce(found->second)) return;
+    } catch (const WorldLost&) {
+      return;
+    }
+    waiting_for_slot_.pop_front();
+  }
+}
+
+void Pending::check_left() {
+  if (world_.left.load(std::memory_order_acquire) == 0) return;  // as below
+  for (auto& [text, name] : names_) {
+    if (is_announced(name)) check_left(name.slot.slot, name.queue.front()->request());
+  }
+}
+
+void Pending::check_left(std::uint32_t slot, const Request& request) {
+  // Acquire: pairs with the release of Engine::shutdown().
+  if (world_.left.load(std::memory_order_acquire) == 0) return;
+  for (int r = 0; r < size_; ++r) {
+    const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
+    if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
+    const std::string operation = describe_operation(request);
+    alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, r) + " left before it submitted " + operation);
+    return;
+  }
+}
+
+std::string Pending::describe_overdue(std::chrono::nanoseconds timeout) {
+  const auto now = Clock::now();
+  for (auto& [text, name] : names_) {
+    if (!name.queue.empty() && now - name.queue.front()->since >= timeout) return describe_timeout(name, timeout);
+  }
+  return "";
+}
+
+std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout) {
+  const Request& request = name.queue.front()->request();
+  std::string text =
+      "rank " + std::to_string(rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
+  if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
+  std::vector<int> late, slow;
+  const std::uint32_t own = world_.rank(rank_).filled.value();
+  for (int r = 0; r < size_; ++r) {
+    if (!table_.announced_by(name.slot.slot, r)) late.push_back(r);
+    if (!world_.rank(r).filled.reached(own)) slow.push_back(r);
+  }
+  const std::vector<int>& blamed = !late.empty() ? late : slow;
+  if (blamed.empty()) return text + "the other ranks, none of which moves";
+  text += describe_ranks(blamed) + ", which " + (late.empty() ? "stopped inside the collective" : "did not submit it");
+  for (const int r : blamed) text += "\n  " + describe_rank(world_, r);
+  return text;
+}
+
+}  // namespace kvstore_hvd
