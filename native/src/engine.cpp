@@ -395,6 +395,7 @@ Engine::~Engine() {
 
 int Engine::rank() const { return impl_->rank_; }
 int Engine::size() const { return impl_->size_; }
+const std::shared_ptr<Segment>& Engine::segment() const { return impl_->segment_; }
 std::shared_ptr<Work> Engine::submit(Request request) { return impl_->submit(std::move(request), false); }
 std::shared_ptr<Work> Engine::submit_and_linger(Request request) {
   return impl_->submit_and_linger(std::move(request));

@@ -152,10 +152,12 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
       "rank " + std::to_string(rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
   if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
   std::vector<int> late, slow;
-  const std::uint32_t own = world_.rank(rank_).filled.value();
+  const RankState& own = world_.rank(rank_);
+  const std::uint32_t filled = own.filled.value(), reduced = own.reduced.value();
   for (int r = 0; r < size_; ++r) {
+    const RankState& other = world_.rank(r);
     if (!table_.announced_by(name.slot.slot, r)) late.push_back(r);
-    if (!world_.rank(r).filled.reached(own)) slow.push_back(r);
+    if (!other.filled.reached(filled) || !other.reduced.reached(reduced)) slow.push_back(r);
   }
   const std::vector<int>& blamed = !late.empty() ? late : slow;
   if (blamed.empty()) return text + "the other ranks, none of which moves";

@@ -95,9 +95,11 @@ void Pipeline::sum_devices(const Entry& entry) {
 }
 
 bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
-  // The others read this staging memory last while they reduced the entry that used it before.
-  if (!wait_all(&RankState::reduced, index + 1 - kStages)) return false;
-  if (entry.algorithm != Algorithm::kFail) sum_devices(entry);
+  // The others read this staging memory last while they reduced the entry that used it before. Without staging memory,
+  // only the next entry's place in the schedule must be free.
+  const bool direct = entry.algorithm == Algorithm::kDirect;
+  if (!wait_all(&RankState::reduced, index + 1 - (direct ? kEntries - 1 : kStages))) return false;
+  if (entry.algorithm != Algorithm::kFail && !direct) sum_devices(entry);
   char* staging = world_.staging(rank_, index);
   const auto stage = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     std::memcpy(staging + piece.staged + offset, source_of(request_of_(piece.slot)) + piece.offset + offset, bytes);
@@ -105,6 +107,7 @@ bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
   const Range all{0, entry.staged_bytes};
   switch (entry.algorithm) {
     case Algorithm::kFail:
+    case Algorithm::kDirect:
       break;
     case Algorithm::kOneShot:
       for_each_in(entry, all, stage);
@@ -124,12 +127,30 @@ bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
   return true;
 }
 
+void Pipeline::reduce_claimed(const Entry& entry, std::uint64_t index) {
+  Claims& claims = world_.claims[index % kEntries];
+  const std::uint32_t parts = (entry.staged_bytes + entry.part_bytes - 1) / entry.part_bytes;
+  for (;;) {
+    // Relaxed: the arrays became visible with the entry.
+    const std::uint32_t part = claims.next.fetch_add(1, std::memory_order_relaxed);
+    if (part >= parts) return;
+    const std::uint64_t begin = std::uint64_t{part} * entry.part_bytes;
+    reduce_range(entry, index, begin, std::min<std::uint64_t>(begin + entry.part_bytes, entry.staged_bytes));
+    // Release and acquire: whoever does the last part publishes what all have written.
+    if (claims.done.fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
+      claims.finished.post(static_cast<std::uint32_t>(index + 1));
+    }
+  }
+}
+
 void Pipeline::reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end) {
-  const bool to_all = entry.algorithm == Algorithm::kTwoShot;
+  const bool direct = entry.algorithm == Algorithm::kDirect;
+  const bool to_all = direct || entry.algorithm == Algorithm::kTwoShot;
   for_each_in(entry, Range{begin, end}, [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     const Request& request = request_of_(piece.slot);
     for (int r = 0; r < static_cast<int>(world_.size); ++r) {
-      char* staged = world_.staging(r, index) + piece.staged + offset;
+      char* staged = direct ? world_.arena(r) + world_.announcement(piece.slot, r).place + piece.offset + offset
+                            : world_.staging(r, index) + piece.staged + offset;
       inputs_[r] = r == rank_ ? source_of(request) + piece.offset + offset : staged;
       outputs_[r] = r == rank_ ? result_of(request) + piece.offset + offset : staged;
     }
@@ -155,6 +176,10 @@ bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
       reduce_range(entry, index, own.begin, own.end);
       break;
     }
+    case Algorithm::kDirect:
+      // No waiting: that an entry is scheduled says that all arrays are ready.
+      reduce_claimed(entry, index);
+      break;
     case Algorithm::kBroadcast: {
       const auto target = static_cast<std::uint32_t>(index + 1);
       if (entry.root != rank_ && !world_.rank(entry.root).filled.wait(target, policy_, world_.failure)) return false;
@@ -174,6 +199,10 @@ bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
 }
 
 bool Pipeline::collect(const Entry& entry, std::uint64_t index) {
+  if (entry.algorithm == Algorithm::kDirect) {
+    Flag& finished = world_.claims[index % kEntries].finished;
+    if (!finished.wait(static_cast<std::uint32_t>(index + 1), policy_, world_.failure)) return false;
+  }
   if (entry.algorithm == Algorithm::kTwoShot) {
     if (!wait_all(&RankState::reduced, index + 1)) return false;
     const char* staging = world_.staging(rank_, index);

@@ -20,14 +20,21 @@ bool heap_less(const Ready& a, const Ready& b) { return runs_before(b, a); }
 
 }  // namespace
 
-ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uint32_t ranks,
+ChunkPlan plan_chunk(Collective collective, bool direct, std::uint64_t tensor_bytes, std::uint32_t ranks,
                      std::uint32_t stage_bytes) {
   constexpr std::uint64_t kOneShot = 2048;    // up to here one synchronisation costs less than halving the bytes
   constexpr std::uint64_t kLarge = 16 << 20;  // from here on the memory, not the latency, is the limit
   constexpr std::uint64_t kMinChunk = 64 << 10;
   constexpr std::uint64_t kMinSlice = 4096;
+  constexpr std::uint64_t kDirectChunk = 1 << 20;  // what a tensor of higher priority may have to wait for
+  constexpr std::uint64_t kMaxPart = 256 << 10;
+  constexpr std::uint64_t kMinPart = 8 << 10;  // less is done sooner than divided
   if (collective == Collective::kBroadcast)
     return {Algorithm::kBroadcast, std::min<std::uint64_t>(stage_bytes, 262144)};
+  if (direct) {
+    const std::uint64_t chunk = std::min(tensor_bytes, kDirectChunk);
+    return {Algorithm::kDirect, kDirectChunk, std::clamp(round_up(chunk / ranks, kMinSlice), kMinPart, kMaxPart)};
+  }
   if (tensor_bytes <= kOneShot) return {Algorithm::kOneShot, kOneShot};
   // Four chunks keep the three stages of the pipeline busy; small tensors are cut no finer than a slice worth its
   // synchronisation.
@@ -98,7 +105,8 @@ void Schedule::decide(Entry& entry) {
     pop();
   } else {
     const Signature& agreed = slot.agreed;
-    const ChunkPlan plan = plan_chunk(agreed.collective, slot.bytes, world_.size, world_.stage_bytes);
+    const bool direct = slot.direct != 0;
+    const ChunkPlan plan = plan_chunk(agreed.collective, direct, slot.bytes, world_.size, world_.stage_bytes);
     entry.root = agreed.root;
     add(first, std::min(plan.bytes, slot.bytes - slot.scheduled));
     // Whole small tensors that come next anyway ride along with the end of this one.
@@ -107,12 +115,20 @@ void Schedule::decide(Entry& entry) {
       const Slot& other = world_.slots[next];
       const std::uint64_t rest = other.bytes - other.scheduled;
       if (other.error != 0 || other.agreed.collective != agreed.collective || other.agreed.root != agreed.root ||
-          entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
+          other.direct != slot.direct || entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
         break;
       }
       add(next, rest);
     }
-    entry.algorithm = plan_chunk(agreed.collective, entry.staged_bytes, world_.size, world_.stage_bytes).algorithm;
+    const ChunkPlan fused = plan_chunk(agreed.collective, direct, entry.staged_bytes, world_.size, world_.stage_bytes);
+    entry.algorithm = fused.algorithm;
+    entry.part_bytes = static_cast<std::uint32_t>(fused.part);
+    if (direct) {
+      Claims& claims = world_.claims[world_.head.load(std::memory_order_relaxed) % kEntries];
+      // Relaxed, both: published with the entry. No rank is still busy with the entry that used them before.
+      claims.next.store(0, std::memory_order_relaxed);
+      claims.done.store(0, std::memory_order_relaxed);
+    }
   }
 
   // Published before it leaves the count: see available(). (The load is relaxed: written under the lock.)

@@ -17,7 +17,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303033;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303034;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -28,9 +28,9 @@ constexpr std::size_t kMaxStage = std::size_t{1} << 20;
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 struct Layout {
-  std::size_t ranks, announcements, digests, staging, stride, stage, total;
+  std::size_t ranks, announcements, digests, staging, stride, stage, arenas, arena_stride, total;
 
-  explicit Layout(std::size_t size) {
+  Layout(std::size_t size, std::size_t arena_bytes) {
     ranks = round_up(sizeof(World), kPage);
     announcements = round_up(ranks + size * sizeof(RankState), kPage);
     digests = round_up(announcements + size * kSlots * sizeof(Announcement), kPage);
@@ -39,7 +39,10 @@ struct Layout {
     // Ranks' staging memories start on different 2 MiB pages, never a power of two apart: accesses to equal offsets of
     // memories exactly 2^k apart evict one another from the cache.
     stride = round_up(stage * kStages, kHugePage) + kPage;
-    total = round_up(staging + size * stride, kHugePage);
+    arenas = round_up(staging + size * stride, kHugePage);
+    // The same for arenas, whose sizes are often powers of two.
+    arena_stride = arena_bytes == 0 ? 0 : round_up(arena_bytes, kHugePage) + kHugePage + kPage;
+    total = round_up(arenas + size * arena_stride, kHugePage);
   }
 };
 
@@ -71,12 +74,13 @@ std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
   return std::shared_ptr<Segment>(new Segment(fd, static_cast<World*>(memory), bytes));
 }
 
-std::shared_ptr<Segment> Segment::create(int size) {
+std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes) {
   if (size < 1 || size > kMaxRanks) {
     throw std::invalid_argument("a world has 1 to " + std::to_string(kMaxRanks) + " ranks on a host, not " +
                                 std::to_string(size));
   }
-  const Layout layout(static_cast<std::size_t>(size));
+  arena_bytes = round_up(arena_bytes, kPage);
+  const Layout layout(static_cast<std::size_t>(size), arena_bytes);
   Descriptor fd(memfd_create("kvstore_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) fail("creating the shared segment");
   if (ftruncate(fd.get(), static_cast<off_t>(layout.total)) != 0) fail("sizing the shared segment");
@@ -94,6 +98,9 @@ std::shared_ptr<Segment> Segment::create(int size) {
   world.digests_offset = layout.digests;
   world.staging_offset = layout.staging;
   world.staging_stride = layout.stride;
+  world.arena_bytes = arena_bytes;
+  world.arenas_offset = layout.arenas;
+  world.arena_stride = layout.arena_stride;
   world.magic = kMagic;
   return segment;
 }
@@ -110,7 +117,7 @@ std::shared_ptr<Segment> Segment::attach(int fd) {
   own.release();
   const World& world = segment->world();
   if (world.magic != kMagic || world.size < 1 || world.size > kMaxRanks || world.total_bytes != bytes ||
-      Layout(world.size).total != bytes) {
+      Layout(world.size, world.arena_bytes).total != bytes) {
     throw std::invalid_argument("not a segment of this build of kvstore_hvd (" + abi() + ")");
   }
   return segment;
@@ -144,6 +151,7 @@ void wake_all(World& world) {
     rank.reduced.wake();
     rank.bell.wake();
   }
+  for (const Claims& claims : world.claims) claims.finished.wake();
 }
 
 }  // namespace kvstore_hvd

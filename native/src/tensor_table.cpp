@@ -131,6 +131,8 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
     announcement.signature = signature;
     own.signature = digest;
   }
+  const std::uint64_t place = place_of(request);
+  if (announcement.place != place) announcement.place = place;
   if (signature.failed) {
     const std::string_view note = utf8_prefix(request.input_failure, sizeof(announcement.note) - 1);
     std::memcpy(announcement.note, note.data(), note.size());
@@ -156,11 +158,28 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
   }
 }
 
+std::uint64_t TensorTable::place_of(const Request& request) const {
+  if (request.collective != Collective::kAllreduce || request.inputs.size() != 1 || request.outputs.size() != 1 ||
+      request.inputs[0] != request.outputs[0]) {
+    return kNoPlace;
+  }
+  const auto array = reinterpret_cast<std::uintptr_t>(request.outputs[0]);
+  const auto arena = reinterpret_cast<std::uintptr_t>(world_.arena(rank_));
+  const std::uint64_t bytes = request.count * size_of(request.dtype);
+  const bool inside =
+      array >= arena && array - arena <= world_.arena_bytes && bytes <= world_.arena_bytes - (array - arena);
+  return inside ? array - arena : kNoPlace;
+}
+
 void TensorTable::agree(std::uint32_t index) {
   Slot& slot = world_.slots[index];
   slot.agreed = world_.announcement(index, rank_).signature;
   slot.bytes = slot.agreed.count * size_of(slot.agreed.dtype);
   slot.scheduled = 0;
+  slot.direct = slot.bytes > 0;
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (world_.announcement(index, r).place == kNoPlace) slot.direct = 0;
+  }
   slot.error = static_cast<std::uint32_t>(ErrorCode::kOk);
 
   const std::uint64_t digest = world_.digest(index, rank_).signature;

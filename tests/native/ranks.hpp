@@ -31,8 +31,8 @@ inline EngineOptions thread_options(std::chrono::nanoseconds timeout = std::chro
 
 // Runs `body(engine, rank)` on every rank of a fresh world.
 inline void with_world(int size, const std::function<void(Engine&, int)>& body,
-                       std::chrono::nanoseconds timeout = std::chrono::seconds(60)) {
-  const auto segment = Segment::create(size);
+                       std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0) {
+  const auto segment = Segment::create(size, arena_bytes);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {

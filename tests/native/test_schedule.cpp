@@ -78,9 +78,12 @@ const bool whole_elements = testing::add("no chunk cuts an element, whatever the
   for (std::uint32_t ranks = 1; ranks <= 256; ++ranks) {
     for (const std::uint64_t bytes : {0ULL, 1ULL, 2048ULL, 2049ULL, 65536ULL, 1000003ULL, 1ULL << 24, 1ULL << 33}) {
       for (const auto collective : {Collective::kAllreduce, Collective::kBroadcast}) {
-        const ChunkPlan plan = plan_chunk(collective, bytes, ranks, 1 << 20);
-        check(plan.bytes > 0 && plan.bytes % 64 == 0 && plan.bytes <= 1 << 20,
-              std::to_string(plan.bytes) + " bytes for " + std::to_string(ranks) + " ranks");
+        for (const bool direct : {false, true}) {
+          const ChunkPlan plan = plan_chunk(collective, direct, bytes, ranks, 1 << 20);
+          check(plan.bytes > 0 && plan.bytes % 64 == 0 && plan.bytes <= 1 << 20,
+                std::to_string(plan.bytes) + " bytes for " + std::to_string(ranks) + " ranks");
+          check(plan.part % 64 == 0 && (plan.algorithm == Algorithm::kDirect) == (plan.part > 0), "parts");
+        }
       }
     }
   }

@@ -33,6 +33,7 @@ class Engine {
 
   int rank() const;
   int size() const;
+  const std::shared_ptr<Segment>& segment() const;
 
   // Never waits for another rank. A request that is wrong, or submitted after a failure, is completed with its error
   // before submit returns.

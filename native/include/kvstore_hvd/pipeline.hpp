@@ -7,12 +7,13 @@
 //   reduce   one-shot: reduce everybody's contribution into the output
 //            two-shot: reduce one slice, and write the result back into the staging memory of every rank
 //            broadcast: copy the root's staging memory into the output
+//            direct: reduce the parts that nobody has claimed, from all arrays into all arrays
 //            and say so (`reduced`)
 //   collect  two-shot: copy the other slices from this rank's own staging memory into the output
+//            direct: wait for the parts that others have claimed
 //
-// In the two-shot each staging line moves between two cores exactly twice and is never shared for reading, which is 2-4
-// times faster than a separate result area (its lines would be rewritten while the other cores still hold copies).
-// Staging memory holds kStages entries, used in turn.
+// In the two-shot each staging line moves between two cores exactly twice and is never shared for reading: rewriting a
+// line that other cores hold copies of costs more. Staging memory holds kStages entries, used in turn.
 #pragma once
 
 #include <array>
@@ -44,6 +45,7 @@ class Pipeline {
   bool reduce_entry(const Entry& entry, std::uint64_t index);
   bool collect(const Entry& entry, std::uint64_t index);
   void sum_devices(const Entry& entry);
+  void reduce_claimed(const Entry& entry, std::uint64_t index);
   void reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end);
   bool wait_all(Flag RankState::* flag, std::uint64_t target) const;
   Entry& entry(std::uint64_t index) { return window_[index % kStages]; }

@@ -26,7 +26,7 @@ class Schedule {
   // Entries are counted modulo 2^32 here.
   //
   // Copies entry `index` to `entry`, deciding it first if no rank has. Returns false when there is nothing to schedule.
-  // A rank must ask for 0, 1, 2, ... and may ask for `index` only when every rank has filled entry index - kEntries.
+  // A rank must ask for 0, 1, 2, ... and may ask for `index` only when every rank has reduced entry index - kEntries.
   // Throws WorldLost.
   bool fetch(std::uint32_t index, Entry& entry);
 
@@ -41,7 +41,9 @@ class Schedule {
 struct ChunkPlan {
   Algorithm algorithm;
   std::uint64_t bytes;
+  std::uint64_t part = 0;  // kDirect: bytes claimed at a time
 };
-ChunkPlan plan_chunk(Collective collective, std::uint64_t tensor_bytes, std::uint32_t ranks, std::uint32_t stage_bytes);
+ChunkPlan plan_chunk(Collective collective, bool direct, std::uint64_t tensor_bytes, std::uint32_t ranks,
+                     std::uint32_t stage_bytes);
 
 }  // namespace kvstore_hvd

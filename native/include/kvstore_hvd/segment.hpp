@@ -11,9 +11,9 @@ struct World;
 
 class Segment {
  public:
-  // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp); throws std::invalid_argument,
-  // std::system_error.
-  static std::shared_ptr<Segment> create(int size);
+  // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp), each with an arena of `arena_bytes` of
+  // address space; memory is taken when it is first written to. Throws std::invalid_argument, std::system_error.
+  static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0);
 
   // The segment behind `fd`, which is duplicated. Throws std::invalid_argument when it is not one of this build.
   static std::shared_ptr<Segment> attach(int fd);

@@ -49,6 +49,8 @@ class TensorTable {
   std::optional<std::uint32_t> take_slot();
   void unlink(std::uint32_t slot);
   void agree(std::uint32_t slot);
+  // See Announcement::place.
+  std::uint64_t place_of(const Request& request) const;
 
   World& world_;
   Alarm& alarm_;

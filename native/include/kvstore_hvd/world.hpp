@@ -51,9 +51,13 @@ static_assert(sizeof(Signature) == 136 && alignof(Signature) == 8);
 // Entries are also counted in 32 bits (flags, the head of the schedule), where the count may wrap.
 static_assert((kEntries & (kEntries - 1)) == 0);
 
+inline constexpr std::uint64_t kNoPlace = ~std::uint64_t{0};
+
 struct Announcement {
   Signature signature;
-  char note[232];
+  // Where the rank's array lies: bytes from the start of its arena, or kNoPlace when it is elsewhere.
+  std::uint64_t place;
+  char note[224];
 };
 
 // One tensor. `generation` counts its operations: a rank's n-th request under a name is matched with the n-th of all
@@ -73,6 +77,7 @@ struct Slot {
   Signature agreed;
   std::uint64_t bytes;
   std::uint64_t scheduled;  // bytes, under schedule_lock
+  std::uint32_t direct;     // whether every rank's array lies in its arena
   std::uint32_t error;      // ErrorCode, kOk (0) when agreed
   std::uint32_t error_length;
   char error_text[1024];
@@ -90,6 +95,7 @@ enum class Algorithm : std::uint32_t {
   kOneShot,    // every rank stages everything and reduces everything: one synchronisation
   kTwoShot,    // every rank reduces one slice for all: two synchronisations, each byte moves twice
   kBroadcast,  // the root stages, the others copy
+  kDirect,     // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
 };
 
 // Part of a tensor inside a chunk.
@@ -105,8 +111,16 @@ struct Entry {
   Algorithm algorithm;
   std::int32_t root;
   std::uint32_t n_pieces;
-  std::uint32_t staged_bytes;
+  std::uint32_t staged_bytes;  // of all pieces, laid out one after another
+  std::uint32_t part_bytes;    // kDirect: what is claimed at a time
   Piece pieces[kPieces];
+};
+
+// Who does what of a kDirect entry.
+struct Claims {
+  alignas(128) std::atomic<std::uint32_t> next;  // parts claimed so far, or more
+  alignas(128) std::atomic<std::uint32_t> done;  // parts reduced
+  Flag finished;                                 // at the number of the entry plus one, once all parts are
 };
 
 struct World {
@@ -115,6 +129,7 @@ struct World {
   std::uint32_t stage_bytes;  // of one rank's staging memory for one chunk
   std::uint64_t total_bytes;
   std::uint64_t ranks_offset, announcements_offset, digests_offset, staging_offset, staging_stride;
+  std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
 
   Failure failure;
   std::atomic<std::uint32_t> left;  // ranks that left in good order
@@ -133,6 +148,7 @@ struct World {
   std::uint32_t next_order;
   Ready ready[kSlots];  // binary heap, highest priority first
   Entry entries[kEntries];
+  Claims claims[kEntries];
 
   char* base() { return reinterpret_cast<char*>(this); }
   RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }
@@ -154,6 +170,7 @@ struct World {
   char* staging(int r, std::uint64_t entry) {
     return base() + staging_offset + staging_stride * r + static_cast<std::size_t>(stage_bytes) * (entry % kStages);
   }
+  char* arena(int r) { return base() + arenas_offset + arena_stride * r; }
 };
 
 // Wakes every sleeper of the world, so that all notice a failure at once.
