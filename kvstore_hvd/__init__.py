@@ -88,4 +88,4 @@ def __getattr__(name: str) -> Any:
 _prepare_mxnet()
 if _config().numpy_shim:
     mxnet_compat.numpy_shim.install()
-mxnet_compat.install_hooks_on_import(make_store_class, _engine().expected_size)
+mxnet_compat.install_hooks_on_import(make_store_class, _engine().expected_size, _engine().adapter_for_gradients)

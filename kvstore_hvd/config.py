@@ -190,6 +190,15 @@ class Config:
         "KVHVD_SIMD",
         doc="Instruction set of the reduction kernels: auto, scalar, avx2, avx512.",
     )
+    zero_copy: bool = _knob(
+        _flag, True, "KVHVD_ZERO_COPY", doc="1: gradients of Gluon's parameters live in memory that workers share."
+    )
+    arena_mib: int = _knob(
+        _count,
+        0,
+        "KVHVD_ARENA_MIB",
+        doc="MiB of address space for a worker's gradients in shared memory; 0: as much as the machine has memory.",
+    )
     numpy_shim: bool = _knob(
         _flag, True, "KVHVD_NUMPY_SHIM", doc="1: add the NumPy names that MXNet needs and newer NumPy lacks."
     )

@@ -213,6 +213,12 @@ class Engine:
         """The adapter, if it is in use already and no error waits to be raised. For callers in a hurry."""
         return self._adapter if self._deferred is None else None
 
+    def adapter_for_gradients(self) -> native.MXNetAdapter | None:
+        """The adapter whose arena gradients may live in, or None: one worker, no world yet, or switched off."""
+        if self._communicator is None or not config().zero_copy:
+            return None
+        return self.mxnet_adapter()
+
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
         """Surround the submission of operations: raises what went wrong since the last one.
@@ -276,6 +282,7 @@ class Engine:
         self._watchdog = None
         if self._communicator is None:
             return
+        self._communicator.after_fork_in_child()
         if self._adapter is not None:
             self._adapter.after_fork_in_child()
         self._communicator = self._adapter = self._deferred = None

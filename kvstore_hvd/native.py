@@ -14,6 +14,7 @@ __all__ = [
     "COLLECTIVES",
     "DTYPES",
     "OPS",
+    "Arena",
     "Engine",
     "MXNetAdapter",
     "Segment",
@@ -100,15 +101,15 @@ class Segment:
         self.impl = impl
 
     @classmethod
-    def create(cls, size: int) -> Segment:
-        """Fresh memory for `size` workers.
+    def create(cls, size: int, arena_bytes: int = 0) -> Segment:
+        """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
 
         Raises
         ------
         OSError
             The system has no memory left for it.
         """
-        return cls(_native().Segment.create(size))
+        return cls(_native().Segment.create(size, arena_bytes))
 
     @classmethod
     def attach(cls, fd: int) -> Segment:
@@ -119,6 +120,27 @@ class Segment:
     def fd(self) -> int:
         """The file descriptor; it belongs to this object."""
         return int(self.impl.fd)
+
+
+class Arena:
+    """Memory of one worker for arrays that the others sum in place; arrays in it keep it alive."""
+
+    def __init__(self, segment: Segment, rank: int) -> None:
+        self.impl = _native().Arena(segment.impl, rank)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of address space; memory is taken as it is used."""
+        return int(self.impl.capacity)
+
+    @property
+    def used(self) -> int:
+        """Bytes that arrays occupy."""
+        return int(self.impl.used)
+
+    def after_fork_in_child(self) -> None:
+        """Give a forked child memory of its own, with the parent's content."""
+        self.impl.after_fork_in_child()
 
 
 class Work:
@@ -225,9 +247,9 @@ class MXNetAdapter:
     when a call returns.
     """
 
-    def __init__(self, engine: Engine, library_path: str, naive: bool) -> None:
+    def __init__(self, engine: Engine, library_path: str, naive: bool, arena: Arena | None = None) -> None:
         try:
-            self.impl = _native().MXNetAdapter(engine.impl, library_path, naive)
+            self.impl = _native().MXNetAdapter(engine.impl, library_path, naive, arena.impl if arena else None)
         except _native().NativeError as error:
             _translate(error)
         # Called for every array of every step: bound once.
@@ -263,6 +285,13 @@ class MXNetAdapter:
             self.impl.broadcast(name, label, array, root, priority)
         except _native().NativeError as error:
             _translate(error)
+
+    def new_array(self, shape: tuple[int, ...], dtype: str) -> int:
+        """The NDArrayHandle of a new array in the arena, for the caller to own; 0 when it takes none.
+
+        Its content is unspecified.
+        """
+        return int(self.impl.new_array(shape, DTYPES[dtype])) if dtype in DTYPES else 0
 
     def take_unread_error(self) -> errors.KVHvdError | None:
         """The error of an earlier operation that nobody has seen yet, or None; it is given out once."""

@@ -96,6 +96,9 @@ class Communicator(ABC):
     def shutdown(self, reason: str = "") -> None:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
 
+    def after_fork_in_child(self) -> None:
+        """Replace, in a forked child, memory that it would share with the parent by memory of its own."""
+
     @abstractmethod
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """The adapter that submits arrays of the MXNet at `library_path`; `naive`: that MXNet runs NaiveEngine."""

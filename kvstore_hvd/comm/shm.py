@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 from typing import Any
 
-from kvstore_hvd import native
+from kvstore_hvd import log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError
@@ -13,6 +15,9 @@ from kvstore_hvd.rendezvous import share_segment
 from kvstore_hvd.topology import World
 
 __all__ = ["ShmCommunicator"]
+
+# For the arenas of all workers of a host: a part of the 128 TiB that a process has.
+_ADDRESS_SPACE = 32 << 40
 
 
 class ShmCommunicator(Communicator):
@@ -34,7 +39,7 @@ class ShmCommunicator(Communicator):
         created: list[native.Segment] = []
 
         def create() -> int:
-            created.append(native.Segment.create(topology.size))
+            created.append(native.Segment.create(topology.size, _arena_bytes(topology.size)))
             return created[0].fd
 
         fd = share_segment(world, create, version=native.abi())
@@ -52,6 +57,8 @@ class ShmCommunicator(Communicator):
             True,
             topology.host,
         )
+
+        self._arena = native.Arena(self._segment, topology.rank)
 
     def submit(self, request: Request) -> native.Work:
         """See `Communicator.submit`."""
@@ -79,7 +86,23 @@ class ShmCommunicator(Communicator):
 
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """See `Communicator.mxnet_adapter`."""
-        return native.MXNetAdapter(self._engine, library_path, naive)
+        return native.MXNetAdapter(self._engine, library_path, naive, self._arena)
+
+    def after_fork_in_child(self) -> None:
+        """See `Communicator.after_fork_in_child`."""
+        self._arena.after_fork_in_child()
+
+
+def _arena_bytes(size: int) -> int:
+    if not config().zero_copy:
+        return 0
+    # Address space, not memory: what nobody writes to does not exist.
+    wanted = config().arena_mib << 20 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    available = _ADDRESS_SPACE if limit == resource.RLIM_INFINITY else limit // 4
+    if wanted > available // size:
+        log.once("arena", logging.INFO, "gradients of at most %d MiB are shared in place", available // size >> 20)
+    return min(wanted, available // size)
 
 
 def _native_request(request: Request) -> Any:

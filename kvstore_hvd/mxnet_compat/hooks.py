@@ -5,6 +5,7 @@
 - A trainer that would train alone although there are several workers raises UnsynchronisedTrainerError.
 - With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
   of its parameters.
+- Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
 
 Every change is a thin wrapper around the original, and is made once however often it is asked for.
@@ -15,12 +16,12 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Optional
 
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
-from kvstore_hvd.mxnet_compat import engine_errors, numpy_shim
+from kvstore_hvd.mxnet_compat import engine_errors, gradients, numpy_shim
 
 __all__ = ["ALIAS", "NAME", "install_hooks", "install_hooks_on_import", "register_store"]
 
@@ -30,15 +31,17 @@ ALIAS = "dist_horovod"
 
 StoreFactory = Callable[[], type]
 WorldSize = Callable[[], Optional[int]]
+Arena = Callable[[], Any]
 
 _TAG = "kvstore_hvd.hooks"
 _WRAPPED = "_kvstore_hvd_wraps"
 # MXNet is one per process, and so is what was done to it.
 _world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None
+_arena: Arena = lambda: None  # noqa: E731
 
 
-def install_hooks(store_factory: StoreFactory, world_size: WorldSize) -> None:
+def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:
     """Make all changes to the MXNet that is imported. Calling it again replaces the store and `world_size`.
 
     Parameters
@@ -48,30 +51,37 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize) -> None:
     world_size : callable
         Returns how many workers there are, or None when nobody can tell yet. Called when a trainer starts; it must not
         initialise anything. The size that a launcher's variables ask for counts.
+    arena : callable
+        Returns an object with a method ``new_array`` (see `gradients.NewArray`), one and the same as long as the arena
+        is, or None when gradients stay where MXNet puts them. It must not initialise anything.
     """
-    global _world_size, _store
+    global _world_size, _store, _arena
     import mxnet
 
     _world_size = world_size
+    _arena = arena
     _store = store_factory()
     register_store(mxnet, _store)
     engine_errors.register_errors(mxnet)
     _patch_model(mxnet)
     _patch_trainer(mxnet)
+    _patch_gradients(mxnet)
 
 
-def install_hooks_on_import(store_factory: StoreFactory, world_size: WorldSize) -> None:
+def install_hooks_on_import(
+    store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None
+) -> None:
     """`install_hooks` now when MXNet is imported, otherwise as soon as it is. Does not import it."""
     if sys.modules.get("mxnet") is not None:
         importlib.import_module("mxnet")  # waits when another thread is still importing it
-        install_hooks(store_factory, world_size)
+        install_hooks(store_factory, world_size, arena)
         return
     earlier = numpy_shim.ImportHook.find(_TAG)
     if earlier is not None:
         earlier.uninstall()
 
     def after() -> None:
-        install_hooks(store_factory, world_size)
+        install_hooks(store_factory, world_size, arena)
 
     numpy_shim.ImportHook("mxnet", lambda: None, after, _TAG).install()
 
@@ -221,6 +231,35 @@ def _patch_trainer(mxnet: Any) -> None:
 
     _wrap(mxnet.gluon.Trainer, "__init__", constructing)
     _wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)
+
+
+# -- Gradients ----------------------------------------------------------------------------------------------------
+
+
+def _patch_gradients(mxnet: Any) -> None:
+    def allocating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_grad(self: Any) -> None:
+            original(self)
+            _move_gradients([self])
+
+        return init_grad
+
+    def exchanging(original: Callable[..., Any]) -> Callable[..., Any]:
+        def allreduce_grads(self: Any) -> None:
+            if _is_ours(self._kvstore):
+                _move_gradients(self._params)
+            original(self)
+
+        return allreduce_grads
+
+    _wrap(mxnet.gluon.Parameter, "_init_grad", allocating)
+    _wrap(mxnet.gluon.Trainer, "_allreduce_grads", exchanging)
+
+
+def _move_gradients(parameters: Iterable[Any]) -> None:
+    arena = _arena()
+    if arena is not None:
+        gradients.move_to_arena(parameters, arena, arena.new_array)
 
 
 def _labels(trainer: Any) -> dict[int, str]:

@@ -38,8 +38,8 @@ void check(const Status& status) {
 void bind_mxnet(py::module_& module) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<MXNetAdapter>(module, "MXNetAdapter", "Collective operations on MXNet arrays, through MXNet's engine.")
-      .def(py::init<std::shared_ptr<Engine>, const std::string&, bool>(), py::arg("engine"), py::arg("library_path"),
-           py::arg("naive") = false)
+      .def(py::init<std::shared_ptr<Engine>, const std::string&, bool, std::shared_ptr<Arena>>(), py::arg("engine"),
+           py::arg("library_path"), py::arg("naive") = false, py::arg("arena").none(true) = nullptr)
       .def(
           "pushpull",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label,
@@ -64,6 +64,13 @@ void bind_mxnet(py::module_& module) {
              int priority) { check(adapter.broadcast(name, label, handle(array), root, priority)); },
           py::arg("name"), py::arg("label"), py::arg("array"), py::arg("root") = 0, py::arg("priority") = 0,
           WithoutGil())
+      .def(
+          "new_array",
+          [](const MXNetAdapter& adapter, const std::vector<std::int64_t>& shape, int dtype) {
+            if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
+            return reinterpret_cast<Address>(adapter.new_array(shape, static_cast<DType>(dtype)));
+          },
+          py::arg("shape"), py::arg("dtype"), WithoutGil())
       .def(
           "is_plain", [](const MXNetAdapter& adapter, Address array) { return adapter.is_plain(handle(array)); },
           py::arg("array"))

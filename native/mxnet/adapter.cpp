@@ -31,9 +31,11 @@ void add_new_chunks(const std::vector<Handle>& handles, std::unordered_set<const
 
 }  // namespace
 
-MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& library_path, bool naive)
+MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& library_path, bool naive,
+                           std::shared_ptr<Arena> arena)
     : api_(Api::load(library_path)),
       engine_(std::move(engine)),
+      arena_(std::move(arena)),
       unread_(std::make_shared<UnreadErrors>()),
       turns_(std::make_shared<Turns>()),
       naive_(naive),
@@ -106,6 +108,19 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
   } catch (const Error& error) {
     return Status(ErrorCode::kInvalid, prefix + "MXNet refused the operation: " + error.what());
   }
+}
+
+Handle MXNetAdapter::new_array(const std::vector<std::int64_t>& shape, DType dtype) const {
+  const bool is_float = dtype == DType::kFloat16 || dtype == DType::kFloat32 || dtype == DType::kFloat64;
+  if (arena_ == nullptr || !is_float) return nullptr;
+  std::size_t bytes = size_of(dtype);
+  for (const std::int64_t extent : shape) bytes *= static_cast<std::size_t>(extent);
+  void* memory = bytes == 0 ? nullptr : arena_->allocate(bytes);
+  if (memory == nullptr) return nullptr;
+  return api_
+      ->lend(memory, shape, View::Kind::kFloat, static_cast<int>(size_of(dtype)) * 8,
+             [arena = arena_, memory] { arena->free(memory); })
+      .release();
 }
 
 Status MXNetAdapter::take_unread_error() { return unread_->take(*api_); }

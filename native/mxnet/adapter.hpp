@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kvstore_hvd/arena.hpp"
 #include "kvstore_hvd/engine.hpp"
 #include "kvstore_hvd/status.hpp"
 #include "kvstore_hvd/types.hpp"
@@ -26,8 +27,9 @@ class MXNetAdapter {
  public:
   // `library_path`: see Api::load, whose Error this throws. `naive`: MXNet runs with MXNET_ENGINE_TYPE=NaiveEngine,
   // where an operation is over when its push returns. Operations in flight do not keep `engine` alive: they fail with
-  // kShutdown.
-  MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& library_path, bool naive);
+  // kShutdown. `arena`: may be null.
+  MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& library_path, bool naive,
+               std::shared_ptr<Arena> arena);
 
   // Reduces `inputs` in order, then with the other ranks', into each of `outputs`. Arrays may occur several times and
   // in both lists, and may be views of one another, as long as no output overlaps another array in part. All must be
@@ -51,6 +53,10 @@ class MXNetAdapter {
   // Overwrites `array` with the root's, in place. Otherwise like pushpull.
   Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority);
 
+  // A new array in the arena that the adapter was given, of unspecified content: an NDArrayHandle, which the caller
+  // frees. `dtype` is a floating-point type. Null when there is no room, or no such array. Throws Error.
+  Handle new_array(const std::vector<std::int64_t>& shape, DType dtype) const;
+
   // Whether the array can be given to pushpull and broadcast as it is: dense and on the CPU. oneDNN's own layouts are
   // no obstacle. Does not wait. Throws Error.
   bool is_plain(Handle array) const { return api_->is_reachable(array); }
@@ -69,6 +75,7 @@ class MXNetAdapter {
 
   std::shared_ptr<const Api> api_;
   std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Arena> arena_;
   std::shared_ptr<UnreadErrors> unread_;
   std::shared_ptr<Turns> turns_;
   const bool naive_;

@@ -47,6 +47,15 @@ struct DlTensor {
 
 const DlTensor& tensor_of(void* managed) { return *static_cast<const DlTensor*>(managed); }
 
+// DLManagedTensor, with what it refers to.
+struct Lent {
+  DlTensor tensor;
+  void* context;
+  void (*release)(Lent*);
+  std::vector<std::int64_t> shape;
+  std::function<void()> released;
+};
+
 struct Pushed {
   explicit Pushed(std::shared_ptr<AsyncOp> operation) : op(std::move(operation)) {}
   std::shared_ptr<AsyncOp> op;
@@ -152,6 +161,10 @@ std::shared_ptr<const Api> Api::load(const std::string& library_path) {
   require(library, "MXNDArrayWaitToRead", api->wait_to_read_);
   require(library, "MXNDArrayToDLPack", api->to_dlpack_);
   require(library, "MXNDArrayCallDLPackDeleter", api->delete_dlpack_);
+  // 1.x, then 2.x.
+  if (!find(library, "MXNDArrayFromDLPackEx", api->from_dlpack_)) {
+    require(library, "MXNDArrayFromDLPack", api->from_dlpack_);
+  }
   // NDArray::Chunk::Reorder2Default(), what MXNet itself calls in such an operation; the C API has only
   // MXNDArrayGetData, which would wait for the operation that calls it.
   find(library, "_ZN5mxnet7NDArray5Chunk15Reorder2DefaultEv", api->make_plain_);
@@ -195,6 +208,32 @@ std::size_t Api::bytes_of(Handle array) const {
   if (dimensions < 0) return 0;
   for (int i = 0; i < dimensions; ++i) bytes *= static_cast<std::size_t>(std::max<std::int64_t>(shape[i], 0));
   return bytes;
+}
+
+Array Api::lend(void* data, const std::vector<std::int64_t>& shape, View::Kind kind, int bits,
+                std::function<void()> release) const {
+  auto lent = std::make_unique<Lent>();
+  lent->shape = shape;
+  lent->released = std::move(release);
+  lent->release = [](Lent* self) {
+    self->released();
+    delete self;
+  };
+  DlTensor& tensor = lent->tensor;
+  tensor.data = data;
+  tensor.device_type = kCpu.device_type;
+  tensor.dimensions = static_cast<std::int32_t>(shape.size());
+  tensor.kind = static_cast<std::uint8_t>(kind);
+  tensor.bits = static_cast<std::uint8_t>(bits);
+  tensor.lanes = 1;
+  tensor.shape = lent->shape.data();
+  Handle array = nullptr;
+  if (from_dlpack_(lent.get(), false, &array) != 0) {
+    lent->released();
+    throw last_error();
+  }
+  static_cast<void>(lent.release());
+  return {shared_from_this(), array};
 }
 
 View Api::open(Handle array) const {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -66,6 +67,8 @@ class Array {
   Array& operator=(const Array&) = delete;
 
   Handle get() const { return handle_; }
+  // The handle, which the caller frees.
+  Handle release() { return std::exchange(handle_, nullptr); }
 
  private:
   std::shared_ptr<const Api> api_;
@@ -127,6 +130,11 @@ class Api : public std::enable_shared_from_this<Api> {
   // wait. Throws Error.
   std::size_t bytes_of(Handle array) const;
 
+  // An array on the CPU in memory of ours; `release` is called once MXNet no longer needs it, on whichever thread that
+  // shows. Throws Error; `release` has been called then.
+  Array lend(void* data, const std::vector<std::int64_t>& shape, View::Kind kind, int bits,
+             std::function<void()> release) const;
+
   // Only inside an operation that holds the array (see AsyncOp::start): never waits. An array in one of oneDNN's own
   // layouts is brought into the plain one in place. Throws std::exception, with MXNet's text.
   View open(Handle array) const;
@@ -162,6 +170,7 @@ class Api : public std::enable_shared_from_this<Api> {
   int (*wait_to_read_)(void*) = nullptr;
   int (*to_dlpack_)(void*, void**) = nullptr;
   int (*delete_dlpack_)(void*) = nullptr;
+  int (*from_dlpack_)(void*, bool, void**) = nullptr;
   // Null in a build without oneDNN, which has no other layouts.
   void (*make_plain_)(void* chunk) = nullptr;
 };
