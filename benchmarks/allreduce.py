@@ -16,23 +16,32 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common import describe, median_ratio, ratio_text, size_text, summary, table, time_text, write
-from ranks import Gate, Launcher, find_launcher, load_mpi, save_samples, start_ranks, this_python, versions
+from common import (
+    Samples,
+    describe,
+    joined,
+    median_ratio,
+    ratio_text,
+    size_text,
+    slowest,
+    summary,
+    table,
+    time_text,
+    write,
+)
+from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_launches, versions
 
+SCRIPT = Path(__file__).resolve()
 SIZES = tuple(4 << shift for shift in range(0, 27, 2))
 ROW_UP_TO = 256 << 10
 # Untimed operations before a row: the method before it has left other data in the caches, and threads awake.
 WARM_UP = 5
 METHODS = ("memcpy", "scale", "MPI", "raw", "pushpull")
-
-Samples = dict[str, list[float]]
 
 
 # -- As a rank ----------------------------------------------------------------------------------------------------
@@ -132,23 +141,9 @@ def be_a_rank(options: argparse.Namespace) -> None:
 # -- As the one that starts them ----------------------------------------------------------------------------------
 
 
-def slowest(ranks: Sequence[Any]) -> dict[str, Samples]:
-    """Return, for every size, method and repetition, the time of the slowest rank."""
-    return {
-        size: {
-            method: [max(times) for times in zip(*(rank["samples"][size][method] for rank in ranks))]
-            for method in methods
-        }
-        for size, methods in ranks[0]["samples"].items()
-    }
-
-
-def joined(launches: Sequence[dict[str, Samples]]) -> dict[str, Samples]:
-    """Put the samples of several launches one after the other."""
-    return {
-        size: {method: [sample for launch in launches for sample in launch[size][method]] for method in methods}
-        for size, methods in launches[0].items()
-    }
+def by_size(launch: Sequence[Any]) -> dict[str, Samples]:
+    """Return, for every size, the samples of the slowest ranks of a launch."""
+    return {size: slowest([rank["samples"][size] for rank in launch]) for size in launch[0]["samples"]}
 
 
 def evaluate(samples: dict[str, Samples]) -> list[dict[str, Any]]:
@@ -189,52 +184,29 @@ def show(entries: Sequence[dict[str, Any]], mpi: str) -> str:
     return f"{table(head, rows)}\n\n{table(['us, min - max', *names], ranges)}"
 
 
-def launch(launcher: Launcher, options: argparse.Namespace) -> list[Any]:
-    """Start the ranks once and return what they saved."""
-    arguments = ["--sizes", *map(str, options.sizes), *(["--mpi"] if launcher.name != "no MPI" else [])]
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        return start_ranks(launcher, options.ranks, Path(__file__).resolve(), arguments, Path(folder))
-
-
 def main() -> None:
     """Run as the starter, or as one of the ranks that it starts."""
     options = parse_arguments()
     if options.folder is not None:
         be_a_rank(options)
         return
-    if options.ranks < 2:
-        raise SystemExit("one rank has nobody to talk to: -np 2 or more")
     run = describe()
-    launchers = [find_launcher(python) for python in (this_python(), *options.python)]
+    saved = start_launches(SCRIPT, options, ["--sizes", *map(str, options.sizes)])
+    run["versions"] = {name: launches[-1][0]["versions"] for name, launches in saved.items()}
     results: dict[str, Any] = {}
-    run["versions"] = {}
-    collected: dict[str, list[dict[str, Samples]]] = {launcher.name: [] for launcher in launchers}
-    for number in range(options.launches):
-        for launcher in launchers:
-            print(f"launch {number + 1} of {options.launches}, {launcher.name} ...", file=sys.stderr, flush=True)
-            ranks = launch(launcher, options)
-            run["versions"][launcher.name] = ranks[0]["versions"]
-            collected[launcher.name].append(slowest(ranks))
     text = []
-    for name, launches in collected.items():
-        results[name] = {"all": evaluate(joined(launches)), "launches": [evaluate(samples) for samples in launches]}
+    for name, launches in saved.items():
+        samples = [by_size(launch) for launch in launches]
+        everything = {size: joined([launch[size] for launch in samples]) for size in samples[0]}
+        results[name] = {"all": evaluate(everything), "launches": [evaluate(launch) for launch in samples]}
         text.append(f"{options.ranks} ranks, {name}, {options.launches} launches\n{show(results[name]['all'], name)}\n")
     write(options.json, run, {"ranks": options.ranks, "by_mpi": results}, "\n".join(text))
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Time allreduce beside MPI, memcpy and scaling.")
-    parser.add_argument("-np", "--ranks", type=int, default=2)
-    parser.add_argument("--launches", type=int, default=2, help="how often the ranks are started afresh [2]")
+    parser = arguments_of_launches(SCRIPT, "Time allreduce beside MPI, memcpy and scaling.")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help="multiples of 4")
-    parser.add_argument(
-        "--python", type=Path, action="append", default=[], help="another environment's Python, with another MPI"
-    )
-    results = Path(__file__).resolve().parent / "results" / "allreduce.json"
-    parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

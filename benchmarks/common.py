@@ -13,9 +13,24 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "describe", "median_ratio", "ratio_text", "size_text", "summary", "table", "time_text", "write"]
+__all__ = [
+    "ROOT",
+    "Samples",
+    "describe",
+    "joined",
+    "median_ratio",
+    "ratio_text",
+    "size_text",
+    "slowest",
+    "summary",
+    "table",
+    "time_text",
+    "write",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
+
+Samples = dict[str, list[float]]  # of each method, in the order of the repetitions
 
 # -- Statistics ---------------------------------------------------------------------------------------------------
 
@@ -29,6 +44,16 @@ def median_ratio(samples: Sequence[float], others: Sequence[float]) -> float:
     """Return the median of the ratios of samples that were taken one after the other, in the same repetition."""
     pairs = [(a, b) for a, b in zip(samples, others) if b > 0]
     return statistics.median(a / b for a, b in pairs) if pairs else float("nan")
+
+
+def slowest(ranks: Sequence[Samples]) -> Samples:
+    """Return, for every method and repetition, the time of the slowest rank."""
+    return {method: [max(times) for times in zip(*(rank[method] for rank in ranks))] for method in ranks[0]}
+
+
+def joined(launches: Sequence[Samples]) -> Samples:
+    """Put the samples of several launches one after the other."""
+    return {method: [sample for launch in launches for sample in launch[method]] for method in launches[0]}
 
 
 # -- Texts --------------------------------------------------------------------------------------------------------

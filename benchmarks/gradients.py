@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common import describe, median_ratio, ratio_text, summary, table, write
-from ranks import Gate, find_launcher, load_mpi, save_samples, start_ranks, this_python, versions
+from common import Samples, describe, joined, median_ratio, ratio_text, slowest, summary, table, write
+from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_launches, versions
 
-Samples = dict[str, list[float]]
-
+SCRIPT = Path(__file__).resolve()
 MPI_METHOD = "MPI, per tensor"
 FIRST_LAYER = ", first layer"
 
@@ -186,30 +183,17 @@ def main() -> None:
     if options.folder is not None:
         be_a_rank(options)
         return
-    if options.ranks < 2:
-        raise SystemExit("one rank has nobody to talk to: -np 2 or more")
     run = describe()
-    run["versions"] = {}
-    launchers = [find_launcher(python) for python in (this_python(), *options.python)]
-    collected: dict[str, list[Samples]] = {launcher.name: [] for launcher in launchers}
-    told: dict[str, Any] = {"ranks": options.ranks}
-    for number in range(options.launches):
-        for launcher in launchers:
-            print(f"launch {number + 1} of {options.launches}, {launcher.name} ...", file=sys.stderr, flush=True)
-            arguments = ["--repetitions", str(options.repetitions)]
-            arguments += ["--biases"] * options.biases + ["--mpi"] * (launcher.name != "no MPI")
-            with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-                ranks = start_ranks(launcher, options.ranks, Path(__file__).resolve(), arguments, Path(folder))
-            run["versions"][launcher.name] = ranks[0]["versions"]
-            told.update(tensors=ranks[0]["tensors"], elements=ranks[0]["elements"])
-            collected[launcher.name].append(
-                {m: [max(times) for times in zip(*(rank["samples"][m] for rank in ranks))] for m in ranks[0]["samples"]}
-            )
-    elements = told["elements"]
-    text = [f"{options.ranks} ranks, {told['tensors']} tensors, {elements:,} elements ({elements * 4e-6:.1f} MB)\n"]
+    arguments = ["--repetitions", str(options.repetitions), *["--biases"] * options.biases]
+    saved = start_launches(SCRIPT, options, arguments)
+    run["versions"] = {name: launches[-1][0]["versions"] for name, launches in saved.items()}
+    network = next(iter(saved.values()))[0][0]
+    tensors, elements = network["tensors"], network["elements"]
+    text = [f"{options.ranks} ranks, {tensors} tensors, {elements:,} elements ({elements * 4e-6:.1f} MB)\n"]
     results: dict[str, Any] = {}
-    for name, launches in collected.items():
-        samples = {method: [value for launch in launches for value in launch[method]] for method in launches[0]}
+    for name, ranks_of_launches in saved.items():
+        launches = [slowest([rank["samples"] for rank in ranks]) for ranks in ranks_of_launches]
+        samples = joined(launches)
         text.append(f"{name}, {options.launches} launches\n{show(samples, launches, name)}\n")
         results[name] = {
             "seconds": {method: summary(values) for method, values in samples.items()},
@@ -221,23 +205,15 @@ def main() -> None:
                 if peer in samples and peer != method and not method.endswith(FIRST_LAYER)
             },
         }
+    told = {"ranks": options.ranks, "tensors": tensors, "elements": elements}
     write(options.json, run, {**told, "by_mpi": results}, "\n".join(text))
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Time the gradients of ResNet-50 beside MPI and memcpy.")
-    parser.add_argument("-np", "--ranks", type=int, default=2)
-    parser.add_argument("--launches", type=int, default=2, help="how often the ranks are started afresh [2]")
+    parser = arguments_of_launches(SCRIPT, "Time the gradients of ResNet-50 beside MPI and memcpy.")
     parser.add_argument("--repetitions", type=int, default=21)
     parser.add_argument("--biases", action="store_true", help="all 193 tensors of MXNet's variant of the network")
-    parser.add_argument(
-        "--python", type=Path, action="append", default=[], help="another environment's Python, with another MPI"
-    )
-    results = Path(__file__).resolve().parent / "results" / "gradients.json"
-    parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

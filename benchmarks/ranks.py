@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,34 +20,31 @@ from typing import Any
 
 __all__ = [
     "Gate",
-    "Launcher",
-    "find_launcher",
+    "arguments_of_launches",
     "kvhvdrun",
     "load_mpi",
-    "load_samples",
     "save_samples",
-    "start_ranks",
+    "start_launches",
     "this_python",
     "versions",
 ]
 
+_TIMEOUT_S = 600.0  # of one launch
 _KVHVDRUN = "import sys; from kvstore_hvd.launch import main; sys.exit(main())"
-# Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results.
+# Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results. All
+# for Open MPI; MPICH needs none and takes no notice.
 _MPI_ENVIRONMENT = {
-    "Open MPI": {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_btl": "^ofi",
-        "OMPI_MCA_mtl": "^ofi",
-    },
-    "MPICH": {},
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_btl": "^ofi",
+    "OMPI_MCA_mtl": "^ofi",
 }
 
 
 @dataclass(frozen=True)
-class Launcher:
+class _Launcher:
     """How to start ranks with one Python: the mpirun beside it, or kvhvdrun where there is none."""
 
     name: str  # of the MPI, 'no MPI' for kvhvdrun
@@ -59,63 +58,93 @@ def kvhvdrun(python: Path) -> tuple[str, ...]:
     return (str(python), "-c", _KVHVDRUN)
 
 
-def find_launcher(python: Path) -> Launcher:
-    """Return the launcher for a Python interpreter.
+def arguments_of_launches(script: Path, description: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that `start_launches` needs; a benchmark adds its own.
+
+    Results go by default to the file of the script's name in the folder ``results`` beside it.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("-np", "--ranks", type=int, default=2)
+    parser.add_argument("--launches", type=int, default=2, help="how often the ranks are started afresh [2]")
+    parser.add_argument(
+        "--python", type=Path, action="append", default=[], help="another environment's Python, with another MPI"
+    )
+    results = script.parent / "results" / f"{script.stem}.json"
+    parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
+    # What ranks are told.
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def start_launches(script: Path, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, list[list[Any]]]:
+    """Run `script` as ranks, as often as `options` say, under each of their launchers in turn.
+
+    Ranks are given `arguments`, ``--folder FOLDER``, and ``--mpi`` when mpirun has started them.
+
+    Returns
+    -------
+    dict
+        By the name of the MPI: for each launch what its ranks saved, in rank order.
 
     Raises
     ------
     SystemExit
-        The mpirun beside it is of an MPI that is not known here.
+        There is only one rank, an MPI is not known here, or ranks failed or took longer than ten minutes.
     """
+    if options.ranks < 2:
+        raise SystemExit("one rank has nobody to talk to: -np 2 or more")
+    launchers = [_find_launcher(python) for python in (this_python(), *options.python)]
+    saved: dict[str, list[list[Any]]] = {launcher.name: [] for launcher in launchers}
+    for number in range(options.launches):
+        for launcher in launchers:
+            print(f"launch {number + 1} of {options.launches}, {launcher.name} ...", file=sys.stderr, flush=True)
+            mpi = ["--mpi"] if launcher.name != "no MPI" else []
+            with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+                saved[launcher.name].append(
+                    _start_ranks(launcher, options.ranks, [str(script), *arguments, *mpi], Path(folder))
+                )
+    return saved
+
+
+def _find_launcher(python: Path) -> _Launcher:
     mpirun = python.parent / "mpirun"
     if not mpirun.exists():
-        return Launcher("no MPI", python, kvhvdrun(python), {})
+        return _Launcher("no MPI", python, kvhvdrun(python), {})
     answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    for name, environment in _MPI_ENVIRONMENT.items():
-        if name in answer or (name == "MPICH" and "HYDRA" in answer.upper()):
-            return Launcher(name, python, (str(mpirun),), environment)
+    for mark, name in (("Open MPI", "Open MPI"), ("HYDRA", "MPICH")):
+        if mark in answer:
+            return _Launcher(name, python, (str(mpirun),), _MPI_ENVIRONMENT)
     raise SystemExit(f"{mpirun} is of an unknown MPI: {answer[:200]!r}")
 
 
-def start_ranks(
-    launcher: Launcher, count: int, script: Path, arguments: Sequence[str], folder: Path, timeout_s: float = 600
-) -> list[Any]:
-    """Run `script` as `count` ranks with ``--folder FOLDER``, and return what each of them saved, in rank order.
-
-    Raises
-    ------
-    SystemExit
-        The ranks failed or took longer than `timeout_s` seconds.
-    """
+def _start_ranks(launcher: _Launcher, count: int, program: Sequence[str], folder: Path) -> list[Any]:
     gate = folder / "gate"
     gate.write_bytes(bytes(mmap.PAGESIZE * (1 + count * 64 // mmap.PAGESIZE)))
-    command = [*launcher.prefix, "-np", str(count), str(launcher.python), str(script), *arguments]
     # One compute thread for each rank's share of the cores, as kvhvdrun does.
     share = max(1, len(os.sched_getaffinity(0)) // count)
-    environment = {"OMP_NUM_THREADS": str(share), **os.environ, **launcher.environment}
     try:
         done = subprocess.run(
-            [*command, "--folder", str(folder)],
-            env=environment,
-            timeout=timeout_s,
+            [*launcher.prefix, "-np", str(count), str(launcher.python), *program, "--folder", str(folder)],
+            env={"OMP_NUM_THREADS": str(share), **os.environ, **launcher.environment},
+            timeout=_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"{launcher.name}: the ranks did not end within {timeout_s:g} s") from None
+        raise SystemExit(f"{launcher.name}: the ranks did not end within {_TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         raise SystemExit(f"{launcher.name}: the ranks ended with code {done.returncode}")
-    return [load_samples(folder, rank) for rank in range(count)]
+    return [json.loads(_saved(folder, rank).read_text()) for rank in range(count)]
+
+
+def _saved(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"
 
 
 def save_samples(folder: Path, rank: int, samples: Any) -> None:
     """Leave what a rank measured, as JSON, for the process that started it."""
-    (folder / f"rank{rank}.json").write_text(json.dumps(samples))
-
-
-def load_samples(folder: Path, rank: int) -> Any:
-    """Return what a rank has saved."""
-    return json.loads((folder / f"rank{rank}.json").read_text())
+    _saved(folder, rank).write_text(json.dumps(samples))
 
 
 def load_mpi(wanted: bool) -> Any:
@@ -144,7 +173,7 @@ class Gate:
     Parameters
     ----------
     folder : Path
-        As `start_ranks` prepared it.
+        As `start_launches` prepared it.
     rank, size : int
         This process, and how many there are.
     """

@@ -7,6 +7,7 @@ opaque one after an inference pass.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,19 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.keys import Call, Group
 
-__all__ = ["buffer_like", "check_group", "copy", "local_sum", "unique"]
+__all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "unique"]
 
 _VERBS = {"pushpull": "sum", "push": "sum", "pull": "pull", "broadcast": "broadcast", "init": "broadcast"}
+_ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+}
 
 
 def check_group(call: Call, group: Group) -> None:
@@ -72,6 +83,11 @@ def check_group(call: Call, group: Group) -> None:
 def unique(arrays: Sequence[Any]) -> list[Any]:
     """The different objects among `arrays`, in order."""
     return list({id(array): array for array in arrays}.values())
+
+
+def bytes_of(array: Any, dtype: str) -> int:
+    """How many bytes the array's elements take as `dtype`, one of those that travel."""
+    return int(math.prod(array.shape)) * _ITEM_BYTES[dtype]
 
 
 def buffer_like(array: Any, dtype: str = "") -> Any:

@@ -14,9 +14,13 @@ from typing import Any, NoReturn, Union
 
 from kvstore_hvd.errors import InvalidRequestError, message
 
-__all__ = ["Call", "Group", "Key", "group_arguments", "priority_of", "wire_name"]
+__all__ = ["MAX_KEYS", "Call", "Group", "Key", "group_arguments", "priority_of", "wire_name"]
 
 Key = Union[int, str]
+
+#: For how many keys a store remembers something of its own accord: bounds the memory of programs that never use a key
+#: twice.
+MAX_KEYS = 10_000
 
 # Names longer than this are shortened to a prefix and a digest; the native table holds 240 bytes.
 _MAX_NAME_BYTES = 200

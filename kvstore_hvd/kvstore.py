@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-from kvstore_hvd import engine, log, mxnet_compat, native
-from kvstore_hvd.arrays import buffer_like, check_group, copy, local_sum, unique
+from kvstore_hvd import engine, log, mxnet_compat
+from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.compression import Compression, parse_compression
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.keys import Call, Group, Key, group_arguments, priority_of, wire_name
-from kvstore_hvd.placement import Placement
+from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
+from kvstore_hvd.operations import Operations
+from kvstore_hvd.usage import Usage
 
 __all__ = ["StoreMethods", "make_store_class"]
-
-_SUM = native.OPS["sum"]
 
 
 @functools.cache
@@ -37,14 +34,6 @@ def make_store_class() -> type:
         (StoreMethods, mx.kvstore.KVStoreBase),
         {"__doc__": StoreMethods.__doc__, "__module__": __name__},
     )
-
-
-@dataclass
-class _Counts:
-    """How often a key was used, and its bytes on the wire, for `StoreMethods.report`."""
-
-    operations: dict[str, int] = field(default_factory=dict)
-    bytes: int = 0
 
 
 class StoreMethods:
@@ -70,7 +59,9 @@ class StoreMethods:
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
         self._compression = Compression()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
-        self._counts: dict[str, _Counts] = {}
+        self._usage = Usage()
+        self._count = self._usage.add
+        self._operations = Operations(self._engine, self._namespace, self._count)
 
     def __repr__(self) -> str:
         return f"<kvstore_hvd Horovod store {self._namespace}: rank {self.rank} of {self.num_workers}>"
@@ -137,7 +128,7 @@ class StoreMethods:
             The world is lost.
         """
         with self._engine.submitting():
-            self._broadcast("broadcast", key, value, out, priority)
+            self._operations.broadcast(*self._check("broadcast", key, value, out), priority)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum values over all devices and workers, and write the sum to every out. Asynchronous.
@@ -164,8 +155,7 @@ class StoreMethods:
         if out is None and self._push_in_place(key, value, priority):
             return
         with self._engine.submitting():
-            call, groups = self._check("pushpull", key, value, out)
-            self._reduce(call, groups, priority)
+            self._operations.pushpull(*self._check("pushpull", key, value, out), priority, self._compression)
 
     def barrier(self) -> None:
         """Wait until every worker has called it. Does not wait for pending operations on arrays.
@@ -184,7 +174,9 @@ class StoreMethods:
     def init(self, key: Any, value: Any) -> None:
         """Broadcast rank 0's value in place, and keep it for `pull`. Raises as `broadcast`."""
         with self._engine.submitting():
-            for group in self._broadcast("init", key, value, None, 0):
+            call, groups = self._check("init", key, value)
+            self._operations.broadcast(call, groups, 0)
+            for group in groups:
                 stored = self._stored[str(group.key)] = buffer_like(group.values[0])
                 copy(group.values[0], stored)
 
@@ -197,7 +189,7 @@ class StoreMethods:
             call, groups = self._check("push", key, value)
             for group in groups:
                 group.outs = [buffer_like(group.values[0])]
-            self._reduce(call, groups, priority)
+            self._operations.pushpull(call, groups, priority, self._compression)
             for group in groups:
                 self._stored[str(group.key)] = group.outs[0]
 
@@ -291,21 +283,10 @@ class StoreMethods:
         -------
         dict
             ``'workers'``: their number; ``'operations'``: how many of each kind; ``'bytes'``: of this worker's arrays
-            on the wire; ``'keys'``: the last two for each key, under the parameter's name where it is known.
+            on the wire; ``'keys'``: the last two for each key, under the parameter's name where it is known, and for
+            all keys after the first 10,000 together.
         """
-        operations: dict[str, int] = {}
-        for counts in self._counts.values():
-            for operation, number in counts.operations.items():
-                operations[operation] = operations.get(operation, 0) + number
-        return {
-            "workers": self.num_workers,
-            "operations": operations,
-            "bytes": sum(counts.bytes for counts in self._counts.values()),
-            "keys": {
-                self._names.get(key, key): {"operations": dict(counts.operations), "bytes": counts.bytes}
-                for key, counts in self._counts.items()
-            },
-        }
+        return {"workers": self.num_workers, **self._usage.report(self._names)}
 
     def reset(self) -> None:
         """Meet the same workers in a fresh world, after this one was lost; every worker must call it.
@@ -357,110 +338,14 @@ class StoreMethods:
             return False
         names = self._wire_names.get(key)
         if names is None:
+            if len(self._wire_names) >= MAX_KEYS:
+                self._wire_names.clear()
             names = self._wire_names[key] = (wire_name(self._namespace, key), self._call("pushpull").label(key))
         bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority)
         if bytes_summed is None:
             return False
         self._count("pushpull", key, bytes_summed)
         return True
-
-    def _broadcast(self, operation: str, key: Any, value: Any, out: Any, priority: int) -> list[Group]:
-        call, groups = self._check(operation, key, value, out)
-        for group in groups:
-            if len(group.values) > 1:
-                fact = f"there are {len(group.values)} values for one key."
-                raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
-        priority = priority_of(call, priority)
-        placement = Placement(self._engine, groups)
-        is_root = self.rank == 0
-        copies = []
-        for group in groups:
-            value, outs = group.values[0], unique(group.outs)
-            dtype = mxnet_compat.dtype_name(value)
-            self._count(operation, group.key, _bytes_of(value, dtype))
-            if self._engine.is_alone:
-                # Two keys may share memory: read it before the other one writes.
-                source = local_sum([value]) if placement.is_aliased(value) else value
-                copies += [(source, array) for array in outs if array is not source]
-                continue
-            # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is
-            # one of them.
-            candidates = [value] if any(array is value for array in outs) else outs
-            wire = next((array for array in candidates if placement.is_direct(array, dtype)), None)
-            if wire is None:
-                wire = buffer_like(value)
-            if is_root and wire is not value:
-                copy(value, wire)
-            self._submit_broadcast(call, group.key, wire, priority)
-            copies += [(wire, array) for array in outs if array is not wire and not (is_root and array is value)]
-        for source, destination in copies:
-            copy(source, destination)
-        return groups
-
-    def _reduce(self, call: Call, groups: Sequence[Group], priority: int) -> None:
-        priority = priority_of(call, priority)
-        placement = Placement(self._engine, groups)
-        operations = [self._prepare(call, group, placement) for group in groups]
-        copies = []
-        for operation in operations:
-            if operation.inputs:
-                self._submit_pushpull(call, operation, priority)
-            copies += operation.copies
-        for source, destination in copies:
-            copy(source, destination)
-
-    def _prepare(self, call: Call, group: Group, placement: Placement) -> _Operation:
-        """Decide which arrays take part themselves and which through a copy, and start the copies of inputs."""
-        outs = unique(group.outs)
-        if self._engine.is_alone:
-            dtype = mxnet_compat.dtype_name(group.values[0])
-            self._count(call.operation, group.key, _bytes_of(group.values[0], dtype))
-            source = group.values[0]
-            if len(group.values) > 1 or placement.is_aliased(source):
-                source = local_sum(group.values)
-            return _Operation(group.key, copies=[(source, array) for array in outs if array is not source])
-        dtype = self._compression.wire_dtype(mxnet_compat.dtype_name(group.values[0]))
-        self._count(call.operation, group.key, _bytes_of(group.values[0], dtype))
-        stand_ins: dict[int, Any] = {}
-        for value in unique(group.values):
-            if not placement.is_direct(value, dtype):
-                stand_ins[id(value)] = buffer_like(value, dtype)
-                copy(value, stand_ins[id(value)])
-        inputs = [stand_ins.get(id(value), value) for value in group.values]
-        outputs = [array for array in outs if placement.is_direct(array, dtype)]
-        rest = [array for array in outs if not placement.is_direct(array, dtype)]
-        if not outputs:
-            # A stand-in of an input is ours to overwrite.
-            outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype)]
-        return _Operation(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
-
-    def _submit_pushpull(self, call: Call, operation: _Operation, priority: int) -> None:
-        self._engine.mxnet_adapter().pushpull(
-            wire_name(self._namespace, operation.key),
-            call.label(operation.key),
-            [mxnet_compat.handle_of(array) for array in operation.inputs],
-            [mxnet_compat.handle_of(array) for array in operation.outputs],
-            _SUM,
-            1.0,
-            1.0,
-            priority,
-        )
-
-    def _submit_broadcast(self, call: Call, key: Key, array: Any, priority: int) -> None:
-        self._engine.mxnet_adapter().broadcast(
-            wire_name(self._namespace, key),
-            call.label(key),
-            mxnet_compat.handle_of(array),
-            0,
-            priority,
-        )
-
-    def _count(self, operation: str, key: Key, bytes_on_wire: int) -> None:
-        counts = self._counts.get(str(key))
-        if counts is None:
-            counts = self._counts[str(key)] = _Counts()
-        counts.operations[operation] = counts.operations.get(operation, 0) + 1
-        counts.bytes += bytes_on_wire
 
     def _no_servers(self, method: str) -> None:
         log.once(
@@ -469,29 +354,3 @@ class StoreMethods:
             "%s() has no effect: workers of the store 'horovod' update their own weights.",
             method,
         )
-
-
-@dataclass
-class _Operation:
-    """One operation on the wire (none when there are no inputs), and the copies that follow it."""
-
-    key: Key
-    inputs: list[Any] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    copies: list[tuple[Any, Any]] = field(default_factory=list)
-
-
-def _bytes_of(array: Any, dtype: str) -> int:
-    return int(math.prod(array.shape)) * _ITEM_BYTES[dtype]
-
-
-_ITEM_BYTES = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}

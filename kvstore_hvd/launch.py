@@ -7,17 +7,23 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kvstore_hvd.config import Config, config, environment
 from kvstore_hvd.errors import ConfigError, LaunchError, message
+from kvstore_hvd.launcher.capacity import check_count
+from kvstore_hvd.launcher.console import check_streams, say, write_all
+from kvstore_hvd.launcher.plan import Limits, Plan, StartError, WorkerPlan
 from kvstore_hvd.launcher.processes import usable_cores
-from kvstore_hvd.launcher.supervisor import Limits, Plan, Supervisor, WorkerPlan
+from kvstore_hvd.launcher.supervisor import Supervisor
 
 __all__ = ["main"]
 
+_EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
 _EXIT_NOT_EXECUTABLE = 126
 _EXIT_NOT_FOUND = 127
@@ -29,37 +35,46 @@ _MPI_RANK_VARIABLES = re.compile(
 )
 
 
-class _StartError(LaunchError):
-    """A LaunchError with the exit code that shells use for its kind."""
+class _Parser(argparse.ArgumentParser):
+    """argparse itself would take help that cannot be written for written."""
 
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
+    def print_help(self, file: Any = None) -> None:
+        if file is not None:
+            super().print_help(file)
+            return
+        try:
+            write_all(1, self.format_help().encode())
+        except BrokenPipeError:
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        except OSError as error:
+            say(f"standard output cannot be written: {error.strerror}.")
+            raise SystemExit(_EXIT_LOST_OUTPUT) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code.
 
     0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
-    2 for wrong options, 126 and 127 when the command cannot be executed or found.
+    130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher, however the workers ended; 141 when
+    the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
+    command cannot be executed or found.
     """
     try:
+        check_streams()
         options = _parser().parse_args(argv)
         return Supervisor(_plan(options)).run()
-    except _StartError as error:
-        print(f"kvhvdrun: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # before the first worker
+        return 128 + signal.SIGINT
+    except StartError as error:
+        say(str(error))
         return error.code
     except (LaunchError, ConfigError) as error:
-        print(f"kvhvdrun: {error}", file=sys.stderr)
+        say(str(error))
         return _EXIT_USAGE
-    except OSError as error:
-        text = message(f"a worker could not be started: {error}.", fix="see ulimit -u, ulimit -n and free memory.")
-        print(f"kvhvdrun: {text}", file=sys.stderr)
-        return _EXIT_NOT_EXECUTABLE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvhvdrun",
         usage="kvhvdrun -np N [options] command [arguments]",
         description="Start N workers on this host. Ends them all when one fails, and leaves no process behind.",
@@ -85,6 +100,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     if not command:
         raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
     count = _worker_count(options)
+    check_count(count)
     cfg = config()
     inherited = {
         name: value
@@ -109,7 +125,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     job, secret = secrets.token_hex(8), secrets.token_hex(32)
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
-            print(f"kvhvdrun: {note}", file=sys.stderr, flush=True)
+            say(note)
     workers = [
         WorkerPlan(
             command,
@@ -205,8 +221,8 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     fix = f"kvhvdrun -np N {os.path.basename(sys.executable)} {' '.join(command)}" if program.endswith(".py") else ""
     if os.path.exists(program):
         what = "is a directory" if os.path.isdir(program) else "is not executable"
-        raise _StartError(message(f"'{program}' {what}.", fix=fix or f"chmod +x {program}"), _EXIT_NOT_EXECUTABLE)
-    raise _StartError(
+        raise StartError(message(f"'{program}' {what}.", fix=fix or f"chmod +x {program}"), _EXIT_NOT_EXECUTABLE)
+    raise StartError(
         message(f"command '{program}' was not found.", fix=fix or "check its name and PATH."), _EXIT_NOT_FOUND
     )
 

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["Guard", "adopt_orphans", "job_processes", "kill_job", "spawn", "usable_cores"]
 
@@ -28,6 +28,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent ends. Without effect on kernels that cannot."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[set[int]]:
+    """Hold signals back, for a fork: the child would take those to our group for its own, or die of them half made.
+
+    Yields the signals that were blocked before.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield {int(number) for number in before}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def spawn(
@@ -51,23 +64,29 @@ def spawn(
     """
     launcher = os.getpid()
     pinned = set(cores)
+    caught = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
 
     def prepare() -> None:
+        # The launcher's handlers would write to the socket that the child still shares with it.
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != launcher:  # it died before the call
             os._exit(1)
         if pinned:
             os.sched_setaffinity(0, pinned)
 
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-        preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
-    )
+    with _signals_blocked() as blocked:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
+        )
     process.returncode = 0  # reaped by our own waitpid; the object must not wait too
     return process.pid
 
@@ -141,13 +160,14 @@ class Guard:
 
     def __init__(self, variable: bytes) -> None:
         read, self._write = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.close(self._write)
-                self._watch(read, variable)
-            finally:
-                os._exit(0)
+        with _signals_blocked():
+            self.pid = os.fork()
+            if self.pid == 0:  # signals stay blocked: only SIGKILL ends it early
+                try:
+                    os.close(self._write)
+                    self._watch(read, variable)
+                finally:
+                    os._exit(0)
         os.close(read)
 
     def add(self, session: int) -> None:
@@ -167,8 +187,6 @@ class Guard:
     @staticmethod
     def _watch(read: int, variable: bytes) -> None:
         os.setsid()  # out of reach of the terminal's Ctrl-C
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)
         # Holding the launcher's streams would keep `kvhvdrun ... | reader` open after the launcher's death.
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):

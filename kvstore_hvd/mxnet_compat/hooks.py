@@ -128,13 +128,16 @@ def _is_local(mxnet: Any, kv: Any) -> bool:
     return kv is None or (isinstance(kv, mxnet.kvstore.KVStore) and "dist" not in kv.type)
 
 
-def _check_synchronised(mxnet: Any, kv: Any, who: str) -> None:
+def _check_synchronised(mxnet: Any, asked: Any, kv: Any, who: str) -> None:
+    """Raise when `who`, who asked for the store `asked` and got `kv`, would train alone beside other workers."""
     if not _is_local(mxnet, kv) or config().allow_local_trainer:
         return
     size = _world_size()
     if size is None or size <= 1:
         return
-    _raise_unsynchronised(who, "no kvstore" if kv is None else f"kvstore '{kv.type}'", size)
+    # MXNet creates no store, whatever was asked for, where one device has nobody to exchange anything with.
+    name = asked if isinstance(asked, str) else getattr(kv, "type", None)
+    _raise_unsynchronised(who, "no kvstore" if name is None else f"kvstore '{name}'", size)
 
 
 def _raise_unsynchronised(who: str, what: str, size: int) -> NoReturn:
@@ -167,7 +170,7 @@ def _patch_model(mxnet: Any) -> None:
                     kvstore = mxnet.kvstore.create(kvstore)
                 created = original(kvstore, num_device, arg_params)
                 if check:
-                    _check_synchronised(mxnet, created[0], check)
+                    _check_synchronised(mxnet, kvstore, created[0], check)
                 return created
 
             return create_kvstore
@@ -221,7 +224,7 @@ def _patch_trainer(mxnet: Any) -> None:
                     kv._set_key_labels(_labels(self))
             elif not getattr(self, "_kvstore_hvd_synchronised", False):
                 try:
-                    _check_synchronised(mxnet, kv, type(self).__name__)
+                    _check_synchronised(mxnet, self._kvstore_params["kvstore"], kv, type(self).__name__)
                 except UnsynchronisedTrainerError:
                     # Whoever catches this and steps again must not get through.
                     self._kv_initialized = False

@@ -11,7 +11,9 @@ std::uint64_t Turns::take(const std::string& name) {
 
 void Turns::use(const std::string& name, std::uint64_t turn, std::function<void()> step) {
   std::unique_lock<std::mutex> lock(mutex_);
-  Row& row = rows_[name];
+  const auto found = rows_.find(name);
+  const std::string& key = found->first;  // `name` may be gone once the step is
+  Row& row = found->second;
   if (turn != row.used) {
     row.early.emplace(turn, std::move(step));
     return;
@@ -22,10 +24,18 @@ void Turns::use(const std::string& name, std::uint64_t turn, std::function<void(
     lock.lock();
     ++row.used;
     const auto next = row.early.find(row.used);
-    if (next == row.early.end()) return;
+    if (next == row.early.end()) break;
     step = std::move(next->second);
     row.early.erase(next);
   }
+  // Bounds the memory of programs that never use a name twice. No turn of the row is left that a row that starts anew
+  // could mistake for one of its own.
+  if (row.used == row.taken && rows_.size() > kKeptNames) rows_.erase(rows_.find(key));
+}
+
+std::size_t Turns::names() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return rows_.size();
 }
 
 }  // namespace kvstore_hvd::mxnet

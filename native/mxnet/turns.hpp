@@ -2,6 +2,7 @@
 // get ready, in another order on every rank; the ranks match operations by name, the first with the first.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -21,15 +22,21 @@ class Turns {
   // of them. `step` must not block.
   void use(const std::string& name, std::uint64_t turn, std::function<void()> step);
 
+  // How many names are remembered: those with turns not used yet, and up to kKeptNames others.
+  std::size_t names() const;
+
+  static constexpr std::size_t kKeptNames = 1024;
+
  private:
+  // Its address stays valid while turns of it are unused.
   struct Row {
     std::uint64_t taken = 0;
     std::uint64_t used = 0;  // counts a turn after its step has returned, so that steps never overlap
     std::map<std::uint64_t, std::function<void()>> early;
   };
 
-  std::mutex mutex_;
-  std::unordered_map<std::string, Row> rows_;  // a row's address stays valid: rows are never erased
+  mutable std::mutex mutex_;
+  std::unordered_map<std::string, Row> rows_;
 };
 
 }  // namespace kvstore_hvd::mxnet

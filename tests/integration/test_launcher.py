@@ -143,6 +143,79 @@ def test_a_reader_that_leaves_ends_the_job(marker: str) -> None:
     assert process.wait(LIMIT_S) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_leaves_is_no_failure_of_a_worker(marker: str, stream: str) -> None:
+    program = f"signal.signal(signal.SIGTERM, lambda *_: os._exit(5))\nwhile True: say('y\\n', sys.{stream})"
+    process = start(marker, 2, program)
+    reader = getattr(process, stream)
+    reader.readline()
+    reader.close()
+    if stream == "stdout":
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.wait(LIMIT_S) == 128 + signal.SIGPIPE
+
+
+def test_lost_output_is_said_once_and_ends_no_work(marker: str) -> None:
+    with open("/dev/full", "wb") as full:
+        program = "for _ in range(50): say('x\\n')\nsay('done\\n', sys.stderr)"
+        code, _, err = run(marker, 2, program, stdout=full)
+    assert code == 1
+    assert err.count(b"kvhvdrun: standard output cannot be written: No space left on device.") == 1
+    assert err.count(b"done\n") == 2
+
+
+def test_lost_output_on_stderr_too_gives_a_code(marker: str) -> None:
+    with open("/dev/full", "wb") as full:
+        assert run(marker, 2, "say('x\\n', sys.stderr)", stderr=full)[:2] == (1, b"")
+        assert run(marker, 2, "say('x\\n')", stdout=full, stderr=subprocess.STDOUT)[0] == 1
+
+
+def test_the_code_of_a_failed_worker_counts_more_than_lost_output(marker: str) -> None:
+    with open("/dev/full", "wb") as full:
+        assert run(marker, 2, "say('x\\n')\nif rank == 1: sys.exit(7)", stdout=full)[0] == 7
+
+
+@pytest.mark.parametrize(("fd", "name"), [(1, "output"), (2, "error")])
+def test_a_stream_closed_from_the_start_is_refused(marker: str, fd: int, name: str) -> None:
+    code, out, err = run(marker, 2, "say('started\\n')", preexec_fn=lambda: os.close(fd))
+    assert code == 2
+    assert (out + err).startswith(b"kvhvdrun: standard %s is closed." % name.encode())
+    assert b"Fix: " in out + err
+    assert b"started" not in out + err
+
+
+def test_stdin_closed_from_the_start_is_empty(marker: str) -> None:
+    code, out, err = run(marker, 2, "say(f'{sys.stdin.read()!r}\\n')", preexec_fn=lambda: os.close(0))
+    assert (code, sorted(out.splitlines()), err) == (0, [b"[0] ''", b"[1] ''"], b"")
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "pipe"])
+def test_help_that_cannot_be_written(path: str) -> None:
+    if path == "pipe":
+        ours, theirs = os.pipe()
+        os.close(ours)
+    else:
+        theirs = os.open(path, os.O_WRONLY)
+    try:
+        done = subprocess.run(
+            [*kvhvdrun().prefix, "--help"],
+            env={**environment(), "PYTHONPATH": str(ROOT)},
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    finally:
+        os.close(theirs)
+    expected = (
+        (128 + signal.SIGPIPE, b"")
+        if path == "pipe"
+        else (1, b"kvhvdrun: standard output cannot be written: No space left on device.\n")
+    )
+    assert (done.returncode, done.stderr) == expected
+
+
 def test_on_a_terminal_workers_have_one_too(marker: str) -> None:
     ours, theirs = pty.openpty()
     process = start(marker, 2, "say(f'{sys.stdout.isatty()} name? ')\nforever()", stdout=theirs, stderr=theirs)
@@ -275,7 +348,7 @@ def test_signals_reach_every_worker(marker: str, number: signal.Signals) -> None
     process.send_signal(number)
     out, _ = process.communicate(timeout=LIMIT_S)
     assert sorted(out.splitlines()) == [b"[0] got %d" % number, b"[1] got %d" % number]
-    assert process.returncode == 0  # they ended in good order
+    assert process.returncode == 128 + number
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -287,6 +360,94 @@ def test_workers_that_die_of_the_signal(marker: str, number: signal.Signals) -> 
     assert process.returncode == 128 + number
 
 
+@pytest.mark.parametrize("own", [0, 1, 77])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_signal_gives_the_exit_code_whatever_the_workers_say(marker: str, number: signal.Signals, own: int) -> None:
+    program = f"signal.signal({int(number)}, lambda *_: os._exit({own})); say('ready\\n')\nwhile True: signal.pause()"
+    process = start(marker, 2, program)
+    wait_for(process, 2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (128 + number, b"")
+
+
+def test_a_signal_after_a_failure_gives_the_exit_code(marker: str) -> None:
+    program = "if rank == 1: sys.exit(7)\nsay('ready\\n'); forever()"
+    process = start(marker, 2, program, "-v", variables={"KVHVD_SURVIVOR_TIME": "100"})
+    assert process.stderr is not None
+    while b"rank 1 exited with code 7" not in (line := process.stderr.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("progress", [b"kvhvdrun: job ", b"kvhvdrun: rank 0 is", b"kvhvdrun: rank 2 is"])
+@pytest.mark.parametrize("group", [False, True])
+def test_ctrl_c_while_workers_start(marker: str, progress: bytes, group: bool) -> None:
+    process = start(marker, 3, "forever()", "-v", start_new_session=True)
+    assert process.stderr is not None
+    while progress not in (line := process.stderr.readline()):
+        assert line
+    if group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+# A launcher that gets a signal when it has started its first worker.
+INTERRUPTED = """
+import os, signal, sys
+from kvstore_hvd import launch
+from kvstore_hvd.launcher import processes
+spawn = processes.spawn
+def spawn_and_signal(*arguments):
+    pid = spawn(*arguments)
+    os.kill(os.getpid(), int(sys.argv[1]))
+    return pid
+processes.spawn = spawn_and_signal
+sys.exit(launch.main(['-np', '50', '-v', 'sleep', '1000']))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_starting_of_more_workers(marker: str, number: signal.Signals) -> None:
+    name, _, value = marker.partition("=")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(int(number))],
+        env={**environment(), "PYTHONPATH": str(ROOT), name: value},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 128 + number
+    assert done.stderr.count(b" is process ") == 1
+
+
+def test_a_script_without_an_interpreter_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train"
+    script.write_text("echo\n")
+    script.chmod(0o755)
+    done = subprocess.run(
+        [*kvhvdrun().prefix, "-np", "2", str(script)],
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 126
+    assert str(script).encode() in done.stderr
+    assert b"#!" in done.stderr
+
+
+def test_workers_start_with_no_signal_blocked(marker: str) -> None:
+    code, out, _ = run(marker, 2, "say(f'{signal.pthread_sigmask(signal.SIG_BLOCK, [])}\\n')")
+    assert (code, sorted(out.splitlines())) == (0, [b"[0] set()", b"[1] set()"])
+
+
 def test_user_signals_are_passed_on_and_end_nothing(marker: str) -> None:
     process = start(marker, 2, HANDLER)
     wait_for(process, 2)
@@ -294,7 +455,7 @@ def test_user_signals_are_passed_on_and_end_nothing(marker: str) -> None:
     assert sorted(wait_for(process, 2)) == [b"[0] got 10\n", b"[1] got 10\n"]
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 def test_a_second_ctrl_c_kills(marker: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+from kvstore_hvd import kvstore, usage
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import (
     DTYPES,
@@ -265,6 +266,25 @@ def test_stores_do_not_meet(kv, rank, size):
         call()
     assert mine.asnumpy().tolist() == [size] * 3
     assert theirs.asnumpy().tolist() == [2 * size] * 5
+
+
+def test_keys_that_are_used_once(kv, rank, size, monkeypatch):
+    """More keys than anything remembers, beside one that is always used: sums are right, memory is bounded."""
+    limit = 100
+    monkeypatch.setattr(kvstore, "MAX_KEYS", limit)
+    monkeypatch.setattr(usage, "MAX_KEYS", limit)
+    steps = 1500  # the native side keeps 1024 names
+    arrays = [mx.nd.full(2, rank + step) for step in range(2 * steps)]
+    for step in range(steps):
+        kv.pushpull("always", arrays[2 * step])
+        kv.pushpull(f"once/{step}", arrays[2 * step + 1])
+    ranks = sum(range(size))
+    assert [array.asnumpy().tolist() for array in arrays] == [[ranks + size * step] * 2 for step in range(2 * steps)]
+    assert len(kv._wire_names) <= limit
+    report = kv.report()
+    assert report["operations"] == {"pushpull": 2 * steps}
+    assert report["keys"]["always"]["operations"] == {"pushpull": steps}
+    assert len(report["keys"]) == limit + 1  # and one for all the others
 
 
 def test_weights_in_an_opaque_layout(kv, rank, size):

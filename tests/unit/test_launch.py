@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstore_hvd import launch
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
 
 # -- Output -------------------------------------------------------------------------------------------------------
@@ -128,6 +132,9 @@ def test_the_tail_is_bounded_and_knows_progress_bars() -> None:
         (["-np", "0", "true"], 2, "-np 0: expected a whole number of at least 1"),
         (["-np", "-3", "true"], 2, "-np -3: expected"),
         (["-np", "two", "true"], 2, "-np two: expected"),
+        (["-np", "257", "true"], 2, "-np 257: a job has at most 256 workers on one host"),
+        (["-np", "1000000", "true"], 2, "-np 1000000: a job has at most 256 workers"),
+        (["-H", "localhost:1000000", "true"], 2, "a job has at most 256 workers"),
         (["-np", "2", "no-such-command-here"], 127, "command 'no-such-command-here' was not found"),
         (["-np", "2", "/"], 126, "'/' is a directory"),
         (["-np", "3", "-H", "localhost:2", "true"], 2, "-np 3, but the hosts have 2 slots"),
@@ -154,6 +161,53 @@ def test_a_script_that_is_not_executable_gets_a_hint(tmp_path: Path, capfd: pyte
     assert launch.main(["-np", "2", str(script)]) == 126
     assert "is not executable" in (err := capfd.readouterr().err)
     assert f"Fix: kvhvdrun -np N {os.path.basename(sys.executable)} {script}" in err
+
+
+# -- Numbers of workers that cannot be ----------------------------------------------------------------------------
+
+
+def test_as_many_workers_as_the_native_engine_takes() -> None:
+    header = Path(__file__).resolve().parents[2] / "native/include/kvstore_hvd/failure.hpp"
+    match = re.search(r"kMaxRanks = (\d+);", header.read_text())
+    assert match is not None
+    assert int(match[1]) == capacity.MAX_WORKERS
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, which: int, soft: int) -> None:
+    given = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, soft) if asked == which else given(asked))
+
+
+def test_more_workers_than_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    limit(monkeypatch, resource.RLIMIT_NPROC, 10)
+    capacity.check_count(8)
+    with pytest.raises(LaunchError, match=r"-np 9: only 10 processes are allowed here \(ulimit -u\)"):
+        capacity.check_count(9)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # whom the kernel does not hold to it
+    capacity.check_count(9)
+
+
+def test_more_workers_than_a_control_group_may_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "pids.max"
+    monkeypatch.setattr(capacity, "_PIDS_MAX", (str(path),))
+    capacity.check_count(20)  # there is no such group
+    path.write_text("max\n")
+    capacity.check_count(20)
+    path.write_text("20\n")
+    with pytest.raises(LaunchError, match=r"only 20 processes .*control group"):
+        capacity.check_count(20)
+
+
+def test_more_workers_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, resource.RLIMIT_NOFILE, 64)
+    capacity.check_count(24)
+    with pytest.raises(LaunchError, match=r"needs 66 open files, and only 64 are allowed[^\n]*\n  Fix: ulimit -n 66"):
+        capacity.check_count(25)
+    limit(monkeypatch, resource.RLIMIT_NOFILE, 8)
+    capacity.check_count(1)  # it has our streams
+    limit(monkeypatch, resource.RLIMIT_NOFILE, resource.RLIM_INFINITY)
+    capacity.check_count(256)
 
 
 def plan(*arguments: str) -> launch.Plan:

@@ -1,0 +1,63 @@
+"""How many workers this host can take at all; a number beyond that is refused before any of them starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+
+from kvstore_hvd.errors import LaunchError, message
+
+__all__ = ["MAX_WORKERS", "check_count"]
+
+# Ranks that can share memory on one host: kMaxRanks of the native engine.
+MAX_WORKERS = 256
+
+# What the launcher has open besides the streams of workers: its own, the guard's pipe, sockets, one start under way.
+_OWN_FILES = 16
+# The launcher and its guard.
+_OWN_PROCESSES = 2
+_PIDS_MAX = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
+
+
+def check_count(count: int) -> None:
+    """Refuse a number of workers that cannot be.
+
+    Raises
+    ------
+    LaunchError
+        More workers than one world can have, or than the limits of processes and open files allow.
+    """
+    if count > MAX_WORKERS:
+        raise LaunchError(
+            message(f"-np {count}: a job has at most {MAX_WORKERS} workers on one host.", fix="start fewer workers.")
+        )
+    for limit, name in _process_limits():
+        if count + _OWN_PROCESSES > limit:
+            raise LaunchError(
+                message(
+                    f"-np {count}: only {limit} processes are allowed here ({name}).",
+                    fix="start fewer workers, or raise the limit.",
+                )
+            )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * count + _OWN_FILES if count > 1 else 0  # the stdout and stderr of each; one worker has ours
+    if files != resource.RLIM_INFINITY and needed > files:
+        raise LaunchError(
+            message(
+                f"-np {count} needs {needed} open files, and only {files} are allowed (ulimit -n).",
+                fix=f"ulimit -n {needed}",
+            )
+        )
+
+
+def _process_limits() -> Iterator[tuple[int, str]]:
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if processes != resource.RLIM_INFINITY and os.geteuid() != 0:  # the kernel does not hold root to it
+        yield processes, "ulimit -u"
+    for path in _PIDS_MAX:
+        try:
+            with open(path, encoding="ascii") as file:
+                yield int(file.read()), f"pids.max of the control group, {path}"
+        except (OSError, ValueError):
+            continue  # no such control group, or 'max'

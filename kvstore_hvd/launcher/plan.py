@@ -1,0 +1,47 @@
+"""What a job consists of: its workers, and how long they may take to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore_hvd.errors import LaunchError
+
+__all__ = ["Limits", "Plan", "StartError", "WorkerPlan"]
+
+
+class StartError(LaunchError):
+    """A worker cannot be started; `code` is the exit code that shells use for this kind of failure."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: what the others get after a failure to end on their own, and then between SIGTERM and SIGKILL."""
+
+    survivor_time_s: float
+    kill_grace_s: float
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """How to start one worker."""
+
+    command: Sequence[str]
+    environment: dict[str, str]
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to start a job. `variable` is the environment entry (``b'NAME=value'``) that all of its processes carry."""
+
+    workers: Sequence[WorkerPlan]
+    variable: bytes
+    limits: Limits
+    capture: bool = True  # False: the workers write straight to the launcher's streams
+    prefix: bool = True
+    verbose: bool = False

@@ -1,0 +1,239 @@
+"""Carry what the workers write to the launcher's own streams."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import stat
+import struct
+import termios
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore_hvd.launcher.output import LineStream, Sink
+
+__all__ = ["Relay"]
+
+# Reading from workers stops while this much waits to be written.
+_MAX_PENDING = 1 << 18
+# An unfinished line is shown on a terminal after this long: it may be a prompt.
+_PROMPT_S = 0.2
+
+
+@dataclass
+class _Output:
+    """One of the launcher's own streams."""
+
+    fd: int
+    sink: Sink
+    terminal: bool
+    chunk: int
+
+
+@dataclass
+class _Input:
+    """The launcher's end of one stream of a worker."""
+
+    stream: LineStream
+    output: _Output
+    prefix_width: int
+    terminal: bool
+    since: float = 0.0  # when the unfinished line grew last
+
+    @property
+    def may_be_prompt(self) -> bool:
+        return self.output.terminal and self.stream.holds
+
+
+class Relay:
+    """Reads from all workers and writes to stdout and stderr, without ever blocking on either.
+
+    Parameters
+    ----------
+    wake : int
+        A descriptor that ends `wait` when it can be read.
+    """
+
+    def __init__(self, wake: int) -> None:
+        self._inputs: dict[int, _Input] = {}
+        self._outputs: dict[int, _Output] = {}
+        self._lost: list[tuple[int, OSError]] = []
+        self._poll = select.poll()
+        self._poll.register(wake, select.POLLIN)
+
+    def connect(self, fd: int, prefix: bytes, on_line: Callable[[bytes], None] | None = None) -> int:
+        """Make the way from a worker's stdout or stderr to ours: a terminal if ours is one, else a pipe.
+
+        Parameters
+        ----------
+        fd : int
+            1 or 2: the stream.
+        prefix, on_line
+            As for `LineStream`.
+
+        Returns
+        -------
+        int
+            The worker's end, which the caller closes once the worker has it.
+
+        Raises
+        ------
+        OSError
+            There are too many open files.
+        """
+        output = self._output(fd)
+        terminal = False
+        if output.terminal:
+            try:
+                ours, theirs = os.openpty()
+                terminal = True
+            except OSError:  # no pseudo-terminals in this container
+                ours, theirs = os.pipe()
+        else:
+            ours, theirs = os.pipe()
+        if terminal:
+            attributes = termios.tcgetattr(theirs)
+            attributes[1] &= ~termios.OPOST  # bytes pass as they are
+            termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+            _copy_window_size(output.fd, theirs, len(prefix))
+        self._inputs[ours] = _Input(LineStream(output.sink, prefix, on_line), output, len(prefix), terminal)
+        self._poll.register(ours, select.POLLIN)
+        return theirs
+
+    def _output(self, fd: int) -> _Output:
+        """The launcher's stream `fd`; one object for both if they are the same file, so that lines do not mix."""
+        for known in self._outputs.values():
+            if known.fd == fd or os.path.sameopenfile(known.fd, fd):
+                self._outputs[fd] = known
+                return known
+        # A pipe that can be written takes PIPE_BUF bytes without blocking.
+        chunk = select.PIPE_BUF if stat.S_ISFIFO(os.fstat(fd).st_mode) else 1 << 16
+        self._outputs[fd] = _Output(fd, Sink(), os.isatty(fd), chunk)
+        return self._outputs[fd]
+
+    # -- State ----------------------------------------------------------------------------------------------------
+
+    @property
+    def reading(self) -> bool:
+        """Whether any stream of a worker is still open."""
+        return bool(self._inputs)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything waits to be written."""
+        return any(output.sink.pending for output in self._outputs.values())
+
+    def within_line(self, fd: int) -> bool:
+        """Whether the last line on our stream `fd` is unfinished."""
+        return fd in self._outputs and self._outputs[fd].sink.within_line
+
+    def take_lost(self) -> list[tuple[int, OSError]]:
+        """Our streams that can be written no longer, and why; each is told once."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    # -- Work -----------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Put a line of the launcher's own on stderr, in order with what the workers write there."""
+        LineStream(self._output(2).sink, b"").feed(f"kvhvdrun: {text}\n".encode())
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until something can be read, written or shown, at most `seconds` (None: without limit), and do it."""
+        now = time.monotonic()
+        times = [max(0.0, source.since + _PROMPT_S - now) for source in self._inputs.values() if source.may_be_prompt]
+        if seconds is not None:
+            times.append(seconds)
+        for fd, events in self._poll_once(min(times) if times else None):
+            if fd in self._inputs:
+                self._read(fd)
+            elif events and any(fd == output.fd for output in self._outputs.values()):
+                self._write(fd)
+        now = time.monotonic()
+        for source in self._inputs.values():
+            if source.may_be_prompt and now >= source.since + _PROMPT_S:
+                source.stream.flush()
+
+    def flush(self) -> None:
+        """Pass unfinished lines on: nothing follows."""
+        for source in self._inputs.values():
+            source.stream.flush()
+
+    def drop(self) -> None:
+        """Give up what has not been written, and all that would follow."""
+        for output in self._outputs.values():
+            _close_sink(output)
+
+    def resize(self) -> None:
+        """Our terminal has another size: so have the workers'."""
+        for fd, source in self._inputs.items():
+            if source.terminal:
+                _copy_window_size(source.output.fd, fd, source.prefix_width)
+
+    def close(self) -> None:
+        """Stop reading from the workers."""
+        for fd in self._inputs:
+            os.close(fd)
+        self._inputs.clear()
+
+    def _poll_once(self, seconds: float | None) -> list[tuple[int, int]]:
+        waiting = {output.fd for output in self._outputs.values() if output.sink.pending}
+        for fd in waiting:
+            self._poll.register(fd, select.POLLOUT)
+        full = [fd for fd, source in self._inputs.items() if len(source.output.sink.pending) > _MAX_PENDING]
+        for fd in full:
+            self._poll.unregister(fd)
+        try:
+            # Rounded up: waking before the time would spin.
+            return self._poll.poll(int(seconds * 1000) + 1 if seconds else seconds)
+        finally:
+            for fd in full:
+                self._poll.register(fd, select.POLLIN)
+            for fd in waiting:
+                self._poll.unregister(fd)
+
+    def _read(self, fd: int) -> None:
+        source = self._inputs[fd]
+        try:
+            data = os.read(fd, 1 << 16)
+        except OSError as error:
+            if error.errno != errno.EIO:  # how a terminal says that its other end is closed
+                raise
+            data = b""
+        if data:
+            source.stream.feed(data)
+            source.since = time.monotonic()
+            return
+        source.stream.flush()
+        self._poll.unregister(fd)
+        del self._inputs[fd]
+        os.close(fd)
+
+    def _write(self, fd: int) -> None:
+        output = next(output for output in self._outputs.values() if output.fd == fd)
+        try:
+            count = os.write(fd, output.sink.pending[: output.chunk])
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _close_sink(output)
+            self._lost.append((fd, error))
+            return
+        del output.sink.pending[:count]
+
+
+def _close_sink(output: _Output) -> None:
+    output.sink.pending.clear()
+    output.sink.closed = True
+
+
+def _copy_window_size(source: int, target: int, used: int) -> None:
+    """Give a terminal the size of another, less the columns that the prefix takes."""
+    try:
+        rows, columns, x, y = struct.unpack("HHHH", fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8))
+        fcntl.ioctl(target, termios.TIOCSWINSZ, struct.pack("HHHH", rows, max(columns - used, 1), x, y))
+    except OSError:
+        pass

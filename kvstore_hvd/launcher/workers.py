@@ -1,0 +1,101 @@
+"""The workers of a job: which of them run, how the others ended, and which failure came first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass, field
+
+from kvstore_hvd.launcher.output import Tail
+
+__all__ = ["Worker", "Workers"]
+
+# Not the first cause of a failure: a worker that ends with it tells of another's end.
+_SECONDARY = b"PeerLostError"
+
+
+@dataclass
+class Worker:
+    """One started worker; its process id is also that of its group and session."""
+
+    rank: int
+    pid: int = 0
+    code: int | None = None  # exit code, or -signal; None while it runs
+    ended_by_us: bool = False
+    tail: Tail = field(default_factory=Tail)  # of its stderr
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code as a shell gives it: 128 + n when signal n killed it."""
+        code = self.code or 0
+        return code if code >= 0 else 128 - code
+
+    @property
+    def ending(self) -> str:
+        """How it ended, as the end of a sentence."""
+        code = self.code or 0
+        if code >= 0:
+            return f"exited with code {code}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+
+
+class Workers:
+    """All workers that have been started."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Worker] = {}
+        self._ended: list[Worker] = []  # in the order in which they ended
+        self.sessions: list[int] = []  # of all workers, ended ones too: what they left behind is still in there
+
+    @property
+    def running(self) -> bool:
+        """Whether any of them still runs, as far as `reap` has seen."""
+        return bool(self._running)
+
+    def add(self, worker: Worker) -> None:
+        """Take a worker that has just been started."""
+        self._running[worker.pid] = worker
+        self.sessions.append(worker.pid)
+
+    def reap(self) -> list[Worker]:
+        """Collect every child that has ended, adopted orphans too; returns the workers among them."""
+        ended = []
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            worker = self._running.pop(pid, None)
+            if worker is None:
+                continue
+            worker.code = os.waitstatus_to_exitcode(status)
+            ended.append(worker)
+            # What it left behind may hold locks, ports, or the pipes that we read.
+            with contextlib.suppress(OSError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        self._ended += ended
+        return ended
+
+    def signal(self, number: int, *, by_us: bool = False) -> None:
+        """Send a signal to the groups of all workers that still run, as a terminal would.
+
+        With `by_us`, how they end from now on is our doing, and not counted as their failure.
+        """
+        for worker in self._running.values():
+            worker.ended_by_us = worker.ended_by_us or by_us
+            with contextlib.suppress(OSError):
+                os.killpg(worker.pid, number)
+
+    def culprit(self) -> Worker | None:
+        """The worker whose failure came first, not counting those that failed because another did."""
+        failed = [worker for worker in self._ended if worker.code and not worker.ended_by_us]
+        for worker in failed:
+            if not any(_SECONDARY in line for line in worker.tail.lines()):
+                return worker
+        return failed[0] if failed else None

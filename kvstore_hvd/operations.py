@@ -1,0 +1,161 @@
+"""From what a store's call says about its keys to operations of the engine, with copies before and after them.
+
+Nothing waits here: copies and operations are handed to MXNet's engine, which runs each when its arrays are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, unique
+from kvstore_hvd.compression import Compression
+from kvstore_hvd.engine import Engine
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
+from kvstore_hvd.placement import Placement
+
+__all__ = ["Operations"]
+
+_SUM = native.OPS["sum"]
+
+Copies = list[tuple[Any, Any]]  # of source and destination
+
+
+class Operations:
+    """Carries out the calls of one store, whose arguments have been checked.
+
+    Parameters
+    ----------
+    world : Engine
+        Who takes part.
+    namespace : str
+        What the names of the store's operations begin with; of no other store.
+    count : callable
+        Told of every operation: its kind, its key, and the bytes of this worker's array on the wire.
+    """
+
+    def __init__(self, world: Engine, namespace: str, count: Callable[[str, Key, int], None]) -> None:
+        self._world = world
+        self._namespace = namespace
+        self._count = count
+
+    def broadcast(self, call: Call, groups: Sequence[Group], priority: Any) -> None:
+        """Copy rank 0's value of each group into all outs of the group, on every worker.
+
+        Raises
+        ------
+        InvalidRequestError
+            A group has several values, or the priority is out of range; nothing was submitted.
+        TypeError
+            The priority is no integer; nothing was submitted.
+        """
+        for group in groups:
+            if len(group.values) > 1:
+                fact = f"there are {len(group.values)} values for one key."
+                raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
+        priority = priority_of(call, priority)
+        placement = Placement(self._world, groups)
+        copies: Copies = []
+        for group in groups:
+            copies += self._broadcast(call, group, placement, priority)
+        _start(copies)
+
+    def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, compression: Compression) -> None:
+        """Sum the values of each group over the group and all workers, into all outs of the group.
+
+        Raises
+        ------
+        TypeError, InvalidRequestError
+            The priority is no integer, or out of range; nothing was submitted.
+        """
+        priority = priority_of(call, priority)
+        placement = Placement(self._world, groups)
+        # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
+        reductions = [self._prepare(call, group, placement, compression) for group in groups]
+        for reduction in reductions:
+            if reduction.inputs:
+                self._submit(call, reduction, priority)
+        for reduction in reductions:
+            _start(reduction.copies)
+
+    def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int) -> Copies:
+        """Submit one group; returns the copies that have to follow."""
+        value, outs = group.values[0], unique(group.outs)
+        dtype = mxnet_compat.dtype_name(value)
+        self._count(call.operation, group.key, bytes_of(value, dtype))
+        if self._world.is_alone:
+            # Two keys may share memory: read it before the other one writes.
+            source = local_sum([value]) if placement.is_aliased(value) else value
+            return [(source, array) for array in outs if array is not source]
+        # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is one of
+        # them.
+        candidates = [value] if any(array is value for array in outs) else outs
+        wire = next((array for array in candidates if placement.is_direct(array, dtype)), None)
+        if wire is None:
+            wire = buffer_like(value)
+        is_root = self._world.topology.rank == 0
+        if is_root and wire is not value:
+            copy(value, wire)
+        self._world.mxnet_adapter().broadcast(
+            wire_name(self._namespace, group.key),
+            call.label(group.key),
+            mxnet_compat.handle_of(wire),
+            0,
+            priority,
+        )
+        return [(wire, array) for array in outs if array is not wire and not (is_root and array is value)]
+
+    def _prepare(self, call: Call, group: Group, placement: Placement, compression: Compression) -> _Reduction:
+        """Decide which arrays take part themselves and which through a copy, and start the copies of inputs."""
+        outs = unique(group.outs)
+        dtype = mxnet_compat.dtype_name(group.values[0])
+        if self._world.is_alone:
+            self._count(call.operation, group.key, bytes_of(group.values[0], dtype))
+            source = group.values[0]
+            if len(group.values) > 1 or placement.is_aliased(source):
+                source = local_sum(group.values)
+            return _Reduction(group.key, copies=[(source, array) for array in outs if array is not source])
+        dtype = compression.wire_dtype(dtype)
+        self._count(call.operation, group.key, bytes_of(group.values[0], dtype))
+        stand_ins: dict[int, Any] = {}
+        for value in unique(group.values):
+            if not placement.is_direct(value, dtype):
+                stand_ins[id(value)] = buffer_like(value, dtype)
+                copy(value, stand_ins[id(value)])
+        inputs = [stand_ins.get(id(value), value) for value in group.values]
+        outputs = [array for array in outs if placement.is_direct(array, dtype)]
+        rest = [array for array in outs if not placement.is_direct(array, dtype)]
+        if not outputs:
+            # A stand-in of an input is ours to overwrite.
+            outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype)]
+        return _Reduction(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
+
+    def _submit(self, call: Call, reduction: _Reduction, priority: int) -> None:
+        self._world.mxnet_adapter().pushpull(
+            wire_name(self._namespace, reduction.key),
+            call.label(reduction.key),
+            [mxnet_compat.handle_of(array) for array in reduction.inputs],
+            [mxnet_compat.handle_of(array) for array in reduction.outputs],
+            _SUM,
+            1.0,
+            1.0,
+            priority,
+        )
+
+
+@dataclass
+class _Reduction:
+    """One operation on the wire (none when there are no inputs), and the copies that follow it."""
+
+    key: Key
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    copies: Copies = field(default_factory=list)
+
+
+def _start(copies: Copies) -> None:
+    for source, destination in copies:
+        copy(source, destination)
