@@ -4,10 +4,12 @@
     python benchmarks/gradients.py -np 2 --python OTHER-ENVIRONMENT/bin/python     # that has the other MPI
 
 The tensors have the shapes of `resnet50_v1` in MXNet's model zoo (only shapes are taken; nothing is downloaded). Layer
-i has priority -i, as in Gluon's Trainer. Ours is timed in two orders of enqueueing: 'backward', last layer first, as
-gradients become ready; and 'forward', the first layer first, as the Trainer's loop calls. MPI reduces tensor after
-tensor, in place, backward. Everything happens on the same memory in the same processes, one after the other in every
-repetition and in another order in each; gradients are rewritten before; a repetition counts as its slowest rank.
+i has priority -i, as in Gluon's Trainer. Ours is timed as users call it: 'Trainer' is `Trainer.allreduce_grads()` on
+gradients of Gluon's parameters, which live in shared memory; 'pushpull' is `kv.pushpull` on arrays that do not, in two
+orders of enqueueing: 'backward', last layer first, as gradients become ready, and 'forward', the first layer first, as
+the Trainer's loop calls. MPI reduces tensor after tensor, in place, backward. Everything happens in the same processes,
+one after the other in every repetition and in another order in each; gradients are rewritten before; a repetition
+counts as its slowest rank.
 
 'first layer' is the time from the last enqueue until the first layer's sum is there: how long the next forward pass
 would have to wait if the computation ended with the last enqueue.
@@ -28,6 +30,7 @@ from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_lau
 SCRIPT = Path(__file__).resolve()
 MPI_METHOD = "MPI, per tensor"
 FIRST_LAYER = ", first layer"
+OURS = ("Trainer", "pushpull")
 
 
 # -- As a rank ----------------------------------------------------------------------------------------------------
@@ -56,18 +59,29 @@ def shapes_of_resnet50(with_biases: bool) -> list[tuple[int, ...]]:
     return shapes
 
 
+def make_trainer(shapes: Sequence[tuple[int, ...]], store: Any) -> Any:
+    """Return a Trainer of parameters of these shapes."""
+    import mxnet as mx
+
+    params = {f"layer{number}": mx.gluon.Parameter(f"layer{number}", shape=shape) for number, shape in enumerate(shapes)}
+    for param in params.values():
+        param.initialize()
+    trainer = mx.gluon.Trainer(params, "sgd", kvstore=store)
+    trainer.allreduce_grads()  # starts the store: broadcasts the parameters
+    return trainer
+
+
 def make_methods(
-    arrays: Sequence[Any], memories: Sequence[Any], mpi: Any
-) -> tuple[Any, dict[str, Callable[[], float]]]:
-    """Return the object to close, and the methods; each returns the seconds until the first layer is ready (or 0)."""
+    methods: Any, trainer: Any, arrays: Sequence[Any], memories: Sequence[Any], mpi: Any
+) -> dict[str, Callable[[], float]]:
+    """Return the methods; each returns the seconds until the first layer is ready (or 0)."""
     import ctypes
 
     import numpy as np
-    from methods import Methods
     from mxnet.ndarray import waitall
 
-    methods = Methods(mpi)
     store = methods.store
+    first_gradient = trainer._params[0].list_grad()[0]
     others = [np.ones_like(memory) for memory in memories]
     backward = list(enumerate(arrays))[::-1]
     forward = list(enumerate(arrays))
@@ -81,6 +95,14 @@ def make_methods(
         waitall()
         return first - enqueued
 
+    def step() -> float:
+        trainer.allreduce_grads()
+        enqueued = perf_counter()
+        first_gradient.wait_to_read()
+        first = perf_counter()
+        waitall()
+        return first - enqueued
+
     def copy() -> float:
         for other, memory in zip(others, memories):
             ctypes.memmove(other.ctypes.data, memory.ctypes.data, memory.nbytes)
@@ -88,6 +110,7 @@ def make_methods(
 
     found = {
         "memcpy of all": copy,
+        "Trainer": step,
         "pushpull, backward": lambda: enqueue(backward),
         "pushpull, forward": lambda: enqueue(forward),
     }
@@ -109,38 +132,42 @@ def make_methods(
             return 0.0
 
         found[MPI_METHOD] = per_tensor
-    return methods, found
+    return found
 
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure, and leave the samples in the folder."""
     mpi = load_mpi(options.mpi)
-    from methods import memory_of, topology, zeros
+    from methods import Methods, memory_of, topology, zeros
 
     place = topology()
     gate = Gate(options.folder, place.rank, place.size)
     shapes = shapes_of_resnet50(options.biases)
     arrays = [zeros(shape) for shape in shapes]
     memories = [memory_of(array) for array in arrays]
-    methods, actions = make_methods(arrays, memories, mpi)
+    methods = Methods(mpi)
+    trainer = make_trainer(shapes, methods.store)
+    gradients = [memory_of(param.list_grad()[0]) for param in trainer._params]
+    actions = make_methods(methods, trainer, arrays, memories, mpi)
     samples: Samples = {method: [] for method in actions}
-    samples.update({f"{method}{FIRST_LAYER}": [] for method in actions if method.startswith("pushpull")})
+    samples.update({f"{method}{FIRST_LAYER}": [] for method in actions if method.startswith(OURS)})
     order = list(actions)
     shuffle = random.Random(0).shuffle  # the same order on all ranks
     for repetition in range(-2, options.repetitions):
         shuffle(order)
         for method in order:
-            for memory in memories:
+            used = gradients if method == "Trainer" else memories
+            for memory in used:
                 memory.fill(place.rank + 1)
             gate.wait()
             start = perf_counter()
             first = actions[method]()
             seconds = perf_counter() - start
             if repetition < 0 and method != "memcpy of all":
-                _check(method, memories, place.size)
+                _check(method, used, place.size)
             if repetition >= 0:
                 samples[method].append(seconds)
-                if method.startswith("pushpull"):
+                if method.startswith(OURS):
                     samples[method + FIRST_LAYER].append(first)
     gate.wait()
     methods.close()
