@@ -26,8 +26,14 @@ constexpr std::chrono::milliseconds kIdleTick{500};
 // See Engine::submit_and_linger.
 constexpr std::chrono::microseconds kLinger{60};
 constexpr std::size_t kLingerBytes = 64 << 10;
+// For how long a submitting thread carries out what it made ready itself, and up to which size it begins with that:
+// less than waking the communication thread would cost it, or not much more.
+constexpr std::chrono::microseconds kInlineTime{200};
+constexpr std::size_t kInlineBytes = 4 << 20;
 constexpr int kLingerCredit = 4;
 constexpr unsigned kLingerRetry = 64;
+
+std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
 
 // What is wrong with the arguments of a request, empty when nothing is.
 std::string fault_of(const Request& request, int size) {
@@ -87,7 +93,8 @@ class Engine::Impl {
       work->finish(messages_.invalid(work->request(), limits + std::to_string(work->request().name.size())));
       return work;
     }
-    bool wake_communication = false;
+    bool wake_communication = false, driven = false;
+    Pending::Ready ready = Pending::Ready::kNot;
     Status refused;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -95,14 +102,51 @@ class Engine::Impl {
         refused = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
       } else {
         callers_drive_ = caller_waits;
-        pending_.add(work);
+        ready = pending_.add(work);
         const bool undriven = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
         if (undriven) wake_communication = unpark_ = true;
+        driven = driven_;
       }
     }
-    if (wake_communication) parked_changed_.notify_one();
     if (!refused.ok()) work->finish(std::move(refused));
+    if (ready == Pending::Ready::kAlone && !caller_waits && bytes_of(work->request()) <= kInlineBytes) {
+      if (drive_inline(*work)) return work;
+      driven = true;
+    }
+    if (wake_communication) parked_changed_.notify_one();
+    // Who drives may be asleep, and a caller that waits drives if no one does.
+    if (ready != Pending::Ready::kNot && (driven || !caller_waits)) world_.rank(rank_).bell.ring();
     return work;
+  }
+
+  // Carries out what has just become ready, as far as that needs no waiting for other ranks. Returns false when another
+  // thread is at it.
+  bool drive_inline(const Work& work) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (driven_) return false;
+      driven_ = true;
+    }
+    const auto end = Clock::now() + kInlineTime;
+    const WaitPolicy impatient{std::chrono::nanoseconds(0), 0, false};
+    while (!work.done() && drive(impatient) && Clock::now() < end) {
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_driving();
+    return true;
+  }
+
+  // With mutex_ held. What is left goes on without this thread.
+  void stop_driving() {
+    driven_ = false;
+    if (waiters_ > 0) changed_.notify_all();
+    if (idle()) return;
+    if (parked_) {
+      unpark_ = true;
+      parked_changed_.notify_one();
+    } else if (pipeline_.has_work()) {
+      world_.rank(rank_).bell.ring();
+    }
   }
 
   bool wait(const Work& work, std::chrono::nanoseconds limit) {
@@ -113,7 +157,8 @@ class Engine::Impl {
     const bool linger = !forked() && is_worth_lingering(request);
     auto work = submit(std::move(request), linger);
     if (linger) {
-      const bool done = work->done() || drive_until([&] { return work->done(); }, kLinger, WaitPolicy{kLinger, 0});
+      const bool done =
+          work->done() || drive_until([&] { return work->done(); }, kLinger, WaitPolicy{kLinger, 0, false});
       // Relaxed: a hint. A failure costs more than a success gains.
       linger_credit_.store(done ? kLingerCredit : linger_credit_.load(std::memory_order_relaxed) - 2,
                            std::memory_order_relaxed);
@@ -172,8 +217,7 @@ class Engine::Impl {
 
   // Whether the other ranks are likely to be here in a moment: as they were the last times; tried anew now and then.
   bool is_worth_lingering(const Request& request) {
-    if (callers_policy_.spin.count() == 0 || request.count * size_of(request.dtype) > kLingerBytes || !idle())
-      return false;
+    if (callers_policy_.spin.count() == 0 || bytes_of(request) > kLingerBytes || !idle()) return false;
     if (linger_credit_.load(std::memory_order_relaxed) > 0) return true;
     // Relaxed: a count that nothing depends on.
     return linger_refusals_.fetch_add(1, std::memory_order_relaxed) % kLingerRetry == 0;
@@ -265,13 +309,7 @@ class Engine::Impl {
         if (!drive(policy) && !done()) bell.wait_change(seen, policy, longest, world_.failure);
       }
       lock.lock();
-      driven_ = false;
-      // What others of this rank wait for goes on without this thread.
-      if (!idle() && parked_) {
-        unpark_ = true;
-        parked_changed_.notify_one();
-      }
-      if (waiters_ > 1) changed_.notify_all();
+      stop_driving();
     }
     lock.lock();
     --waiters_;
@@ -304,8 +342,7 @@ class Engine::Impl {
       }
       {
         const std::lock_guard<std::mutex> lock(mutex_);
-        driven_ = false;
-        if (waiters_ > 0) changed_.notify_all();
+        stop_driving();
       }
       bell.wait_change(seen, policy_, kIdleTick, world_.failure);
     }

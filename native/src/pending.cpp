@@ -28,27 +28,29 @@ Pending::Pending(World& world, Alarm& alarm, const Messages& messages)
       table_(world, alarm),
       in_flight_(kSlots, nullptr) {}
 
-void Pending::add(std::shared_ptr<Work> work) {
+Pending::Ready Pending::add(std::shared_ptr<Work> work) {
   Name& name = names_[work->request().name];
   name.queue.push_back(std::move(work));
   count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
-  if (name.queue.size() == 1) start(name);
+  return name.queue.size() == 1 ? start(name) : Ready::kNot;
 }
 
-void Pending::start(Name& name) {
+Pending::Ready Pending::start(Name& name) {
   try {
-    if (!announce(name)) waiting_for_slot_.push_back(name.queue.front()->request().name);
+    if (const auto ready = announce(name)) return *ready;
+    waiting_for_slot_.push_back(name.queue.front()->request().name);
   } catch (const WorldLost&) {
   }
+  return Ready::kNot;
 }
 
-// Returns false, and has done nothing, when the table has no slot to give.
-bool Pending::announce(Name& name) {
+// Returns nothing, and has done nothing, when the table has no slot to give.
+std::optional<Pending::Ready> Pending::announce(Name& name) {
   Work& work = *name.queue.front();
   for (;;) {
     if (name.slot.slot == kNoSlot) {
       const auto found = table_.find(work.request().name);
-      if (!found) return false;
+      if (!found) return std::nullopt;
       name.slot = *found;
     }
     // While this rank has an operation on the slot, the slot does not change hands; so if it has, there is none of this
@@ -65,11 +67,13 @@ bool Pending::announce(Name& name) {
         continue;
       case TensorTable::Outcome::kWaiting:
         check_left(name.slot.slot, work.request());
-        return true;
+        return Ready::kNot;
       case TensorTable::Outcome::kLast:
         Schedule(world_, alarm_).make_ready(name.slot.slot, work.request().priority);
-        ring_all(world_);
-        return true;
+        for (int r = 0; r < size_; ++r) {
+          if (r != rank_) world_.rank(r).bell.ring();
+        }
+        return world_.slots[name.slot.slot].direct ? Ready::kAlone : Ready::kTogether;
     }
   }
 }
@@ -89,7 +93,7 @@ Pending::Completed Pending::complete(std::uint32_t slot) {
   table_.complete(slot);
   if (!name.queue.empty()) {
     name.queue.front()->since = Clock::now();
-    start(name);
+    if (start(name) != Ready::kNot) world_.rank(rank_).bell.ring();
   } else if (names_.size() > kSlots) {
     names_.erase(found);  // bounds the memory of programs that never use a name twice
   }
@@ -111,7 +115,9 @@ void Pending::retry_slots() {
   while (!waiting_for_slot_.empty()) {
     const auto found = names_.find(waiting_for_slot_.front());
     try {
-      if (!announce(found->second)) return;
+      const auto ready = announce(found->second);
+      if (!ready) return;
+      if (*ready != Ready::kNot) world_.rank(rank_).bell.ring();
     } catch (const WorldLost&) {
       return;
     }

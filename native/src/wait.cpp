@@ -91,6 +91,7 @@ void request_short_slice() {
 bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
   if (poll(policy, [&] { return reached(target); })) return true;
   failure.check();
+  if (!policy.sleeps) return false;
   // Sequentially consistent, see post().
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
@@ -102,7 +103,7 @@ bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failu
 
 void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
                        const Failure& failure) {
-  if (poll(policy, [&] { return value() != seen; }) || failure.is_set()) return;
+  if (poll(policy, [&] { return value() != seen; }) || failure.is_set() || !policy.sleeps) return;
   sleepers_.fetch_add(1, std::memory_order_seq_cst);  // As in wait_slow().
   if (value_.load(std::memory_order_seq_cst) == seen) futex_wait(value_, seen, limit);
   sleepers_.fetch_sub(1, std::memory_order_relaxed);  // As in wait_slow().

@@ -27,8 +27,11 @@ class Pending {
  public:
   Pending(World& world, Alarm& alarm, const Messages& messages);
 
-  // Queues the request; it is announced once those under its name that came before are over.
-  void add(std::shared_ptr<Work> work);
+  // Queues the request; it is announced once those under its name that came before are over. Says whether that made it
+  // ready, this rank being the last: kAlone when this rank can carry it out by itself. Every bell but this rank's own
+  // has been rung then.
+  enum class Ready { kNot, kTogether, kAlone };
+  Ready add(std::shared_ptr<Work> work);
 
   // The request that this rank has in flight on a slot. For the thread that carries out the schedule, without a lock:
   // it learns of the slot from the announcement.
@@ -67,8 +70,8 @@ class Pending {
     std::deque<std::shared_ptr<Work>> queue;
   };
 
-  void start(Name& name);
-  bool announce(Name& name);
+  Ready start(Name& name);
+  std::optional<Ready> announce(Name& name);
   bool is_announced(const Name& name) const;
   void check_left(std::uint32_t slot, const Request& request);
   std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout);

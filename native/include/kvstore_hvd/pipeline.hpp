@@ -39,6 +39,9 @@ class Pipeline {
   // there is nothing under way and nothing to begin. Throws WorldLost.
   bool advance(const WaitPolicy& policy);
 
+  // Whether something is under way or could begin.
+  bool has_work() const { return fetched_ != collected_ || schedule_.available(static_cast<std::uint32_t>(fetched_)); }
+
  private:
   // The stages. Each waits before it touches anything; false: the others are not there yet, ask again.
   bool fill(const Entry& entry, std::uint64_t index);

@@ -17,6 +17,7 @@ inline constexpr std::chrono::milliseconds kMaxSleep{100};
 struct WaitPolicy {
   std::chrono::nanoseconds spin{0};  // busy, only sensible while every rank has a core of its own
   int yields = 0;                    // sched_yield() calls after that; given up early when one costs a time slice
+  bool sleeps = true;                // false: gives up then, for a thread that has other things to do
 
   // The policy of a thread of the engine, for `ranks` ranks on this machine's cores: it shares a core with
   // computations.
