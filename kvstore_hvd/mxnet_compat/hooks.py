@@ -212,6 +212,10 @@ def _patch_trainer(mxnet: Any) -> None:
                 {id(param): str(name) for name, param in params.items()} if hasattr(params, "items") else {}
             )
             original(self, params, *args, **kwargs)
+            # Before the first forward pass rather than at the first step, if there is a store already: a graph that
+            # was recorded before gradients move leaves its gradients in the old ones.
+            if _is_ours(self._kvstore_params["kvstore"]):
+                _move_gradients(self._params)
 
         return init
 
