@@ -2,7 +2,11 @@
 
 MXNet allocates a parameter's gradients itself. Here they are replaced by arrays of an arena: as they are made, when
 there is a world by then (see the wrapper of ``Parameter._init_grad``); otherwise as a Trainer is made or, at the
-latest and after MXNet has replaced them (``cast``), before the next exchange.
+latest, before the next exchange.
+
+A graph compiled with ``hybridize(static_alloc=True, static_shape=True)`` keeps the gradient arrays of its first
+backward pass for good: whatever replaces them later is never written to. So once a program has such graphs, gradients
+that a backward pass may have written stay where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, stype_of
 
-__all__ = ["NewArray", "move_to_arena"]
+__all__ = ["NewArray", "look_at", "move_to_arena", "note_graph"]
 
 #: (shape, dtype) -> NDArrayHandle of an array in this worker's arena, of unspecified content; 0 when it is full.
 NewArray = Callable[["tuple[int, ...]", str], int]
@@ -25,6 +29,9 @@ _DTYPES = ("float16", "float32", "float64")
 _SEEN = "_kvstore_hvd_grad"
 # Why a parameter's gradients stay where they are; for reports.
 WHY = "_kvstore_hvd_why_staged"
+
+# Whether this process has compiled a graph that keeps its gradient arrays.
+_static_graphs = False
 
 
 class _Seen:
@@ -42,7 +49,21 @@ class _Seen:
         return (_Seen, ())
 
 
-def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray) -> None:
+def note_graph(flags: Iterable[tuple[str, Any]]) -> None:
+    """Take note of the flags of a graph that MXNet compiles."""
+    global _static_graphs
+    if any(name == "static_shape" and str(value) in ("True", "1") for name, value in flags):
+        _static_graphs = True
+
+
+def look_at(parameters: Iterable[Any]) -> None:
+    """Take note of gradients that somebody else is about to use."""
+    for parameter in parameters:
+        if parameter._grad is not None and _SEEN not in parameter.__dict__:
+            parameter.__dict__[_SEEN] = _Seen(parameter._grad)
+
+
+def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray, unused: bool = False) -> None:
     """Give parameters gradients in the arena, with the values that the present ones have.
 
     Those that cannot have them (on several devices, sparse, of an integer type, not initialised) are left alone; they
@@ -55,6 +76,8 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray)
         Stands for the arena; when it is another one than before, gradients move again.
     new_array : callable
         See `NewArray`.
+    unused : bool
+        Whether the gradients are new, so that certainly no graph knows them.
     """
     for parameter in parameters:
         gradients = parameter._grad
@@ -63,7 +86,10 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray)
         seen = parameter.__dict__.get(_SEEN)
         if seen is not None and seen.gradients is gradients and seen.arena() is arena:
             continue
-        why = _move(parameter, new_array)
+        if _static_graphs and not unused and (seen is not None or any(d._fresh_grad for d in parameter._data)):
+            why = "a static graph may have its gradient"
+        else:
+            why = _move(parameter, new_array)
         parameter.__dict__[_SEEN] = _Seen(parameter._grad, arena)
         parameter.__dict__[WHY] = why
         if why:
