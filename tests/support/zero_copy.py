@@ -39,7 +39,10 @@ def are_in_arena(net: Any) -> list[bool]:
 
 
 def bytes_in_place() -> int:
-    """Return how many bytes of this worker were reduced without staging memory, in this world."""
+    """Return how many bytes of this worker were reduced without staging memory, in this world. Waits for all of it."""
+    import mxnet as mx
+
+    mx.nd.waitall()
     return 0 if engine.current().is_alone else engine.current().communicator().bytes_in_place
 
 
