@@ -42,6 +42,7 @@ class Engine:
         self._closed = ""  # why there is no world any more
         self._remedy = ""
         self._forked = False
+        self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
         self._namespaces = itertools.count()
 
     # -- Joining and leaving ----------------------------------------------------------------------------------------
@@ -140,6 +141,9 @@ class Engine:
             if config().simd != "auto" and not native.set_simd_target(config().simd):
                 log.once("simd", logging.WARNING, "this CPU has no %s; using %s", config().simd, native.simd_target())
             self._communicator = ShmCommunicator(world)
+            self._arenas = [arena for arena in self._arenas if arena.used]
+            if self._communicator.arena is not None:
+                self._arenas.append(self._communicator.arena)
             _register_fork_handlers()
             if self._watchdog is None:
                 limit_s = config().exit_timeout_s
@@ -215,7 +219,8 @@ class Engine:
 
     def adapter_for_gradients(self) -> native.MXNetAdapter | None:
         """The adapter whose arena gradients may live in, or None: one worker, no world yet, or switched off."""
-        if self._communicator is None or not config().zero_copy:
+        communicator = self._communicator
+        if communicator is None or communicator.arena is None or not config().zero_copy:
             return None
         return self.mxnet_adapter()
 
@@ -280,9 +285,11 @@ class Engine:
         """Let go of the world; the child may not talk to the other workers."""
         self._lock = threading.RLock()
         self._watchdog = None
+        arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
+        for arena in arenas:
+            arena.after_fork_in_child()
         if self._communicator is None:
             return
-        self._communicator.after_fork_in_child()
         if self._adapter is not None:
             self._adapter.after_fork_in_child()
         self._communicator = self._adapter = self._deferred = None

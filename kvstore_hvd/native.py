@@ -138,8 +138,18 @@ class Arena:
         """Bytes that arrays occupy."""
         return int(self.impl.used)
 
+    def contains(self, address: int) -> bool:
+        """Whether the address lies in it."""
+        return bool(self.impl.contains(address))
+
     def after_fork_in_child(self) -> None:
-        """Give a forked child memory of its own, with the parent's content."""
+        """Give a forked child memory of its own, with the parent's content; once.
+
+        Raises
+        ------
+        RuntimeError
+            The system has none; any access would end the child.
+        """
         self.impl.after_fork_in_child()
 
 
@@ -234,6 +244,11 @@ class Engine:
         """The latched failure of the world, or None."""
         failure = self.impl.health()
         return None if failure is None else exception_for(*failure)
+
+    @property
+    def bytes_in_place(self) -> int:
+        """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
+        return int(self.impl.bytes_in_place)
 
     def shutdown(self, reason: str = "") -> None:
         """Leave the world: after the pending requests, or at once and with a reason that the others read."""

@@ -96,8 +96,15 @@ class Communicator(ABC):
     def shutdown(self, reason: str = "") -> None:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
 
-    def after_fork_in_child(self) -> None:
-        """Replace, in a forked child, memory that it would share with the parent by memory of its own."""
+    @property
+    def arena(self) -> native.Arena | None:
+        """Memory for arrays that the other workers of the host reduce in place; None where there is none."""
+        return None
+
+    @property
+    def bytes_in_place(self) -> int:
+        """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
+        return 0
 
     @abstractmethod
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:

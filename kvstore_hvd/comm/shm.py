@@ -57,7 +57,6 @@ class ShmCommunicator(Communicator):
             True,
             topology.host,
         )
-
         self._arena = native.Arena(self._segment, topology.rank)
 
     def submit(self, request: Request) -> native.Work:
@@ -88,9 +87,15 @@ class ShmCommunicator(Communicator):
         """See `Communicator.mxnet_adapter`."""
         return native.MXNetAdapter(self._engine, library_path, naive, self._arena)
 
-    def after_fork_in_child(self) -> None:
-        """See `Communicator.after_fork_in_child`."""
-        self._arena.after_fork_in_child()
+    @property
+    def arena(self) -> native.Arena | None:
+        """See `Communicator.arena`."""
+        return self._arena if self._arena.capacity else None
+
+    @property
+    def bytes_in_place(self) -> int:
+        """See `Communicator.bytes_in_place`."""
+        return self._engine.bytes_in_place
 
 
 def _arena_bytes(size: int) -> int:

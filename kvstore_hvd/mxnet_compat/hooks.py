@@ -14,6 +14,7 @@ Every change is a thin wrapper around the original, and is made once however oft
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -212,6 +213,10 @@ def _patch_trainer(mxnet: Any) -> None:
                 {id(param): str(name) for name, param in params.items()} if hasattr(params, "items") else {}
             )
             original(self, params, *args, **kwargs)
+            # Before the first forward pass rather than at the first step, if there is a store already: a graph that
+            # was recorded before gradients move leaves its gradients in the old ones.
+            if _is_ours(self._kvstore_params["kvstore"]):
+                _move_gradients(self._params)
 
         return init
 
@@ -219,6 +224,8 @@ def _patch_trainer(mxnet: Any) -> None:
         def init_kvstore(self: Any) -> None:
             original(self)
             kv = self._kvstore
+            if not _is_ours(kv):
+                gradients.look_at(self._params)
             if _is_ours(kv):
                 if hasattr(kv, "_set_key_labels"):
                     kv._set_key_labels(_labels(self))
@@ -243,9 +250,23 @@ def _patch_gradients(mxnet: Any) -> None:
     def allocating(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_grad(self: Any) -> None:
             original(self)
-            _move_gradients([self])
+            _move_gradients([self], unused=True)
 
         return init_grad
+
+    def casting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def cast(self: Any, dtype: Any) -> None:
+            original(self, dtype)
+            _move_gradients([self], unused=True)
+
+        return cast
+
+    def compiling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, sym: Any, flags: Any = (), *args: Any, **kwargs: Any) -> None:
+            gradients.note_graph(flags)
+            original(self, sym, flags, *args, **kwargs)
+
+        return init
 
     def exchanging(original: Callable[..., Any]) -> Callable[..., Any]:
         def allreduce_grads(self: Any) -> None:
@@ -256,13 +277,18 @@ def _patch_gradients(mxnet: Any) -> None:
         return allreduce_grads
 
     _wrap(mxnet.gluon.Parameter, "_init_grad", allocating)
+    _wrap(mxnet.gluon.Parameter, "cast", casting)
+    cached_op = mxnet.ndarray.CachedOp
+    if not hasattr(cached_op.__init__, _WRAPPED) and any(type(each) is cached_op for each in gc.get_objects()):
+        gradients.note_graph([("static_shape", True)])  # compiled before we were asked; perhaps without that flag
+    _wrap(cached_op, "__init__", compiling)
     _wrap(mxnet.gluon.Trainer, "_allreduce_grads", exchanging)
 
 
-def _move_gradients(parameters: Iterable[Any]) -> None:
+def _move_gradients(parameters: Iterable[Any], unused: bool = False) -> None:
     arena = _arena()
     if arena is not None:
-        gradients.move_to_arena(parameters, arena, arena.new_array)
+        gradients.move_to_arena(parameters, arena, arena.new_array, unused)
 
 
 def _labels(trainer: Any) -> dict[int, str]:

@@ -114,6 +114,7 @@ void bind_engine(py::module_& module) {
            py::arg("host") = "")
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
+      .def_property_readonly("bytes_in_place", &Engine::bytes_in_place)
       .def("submit", &Engine::submit, py::arg("request"), py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("request"))
       .def(

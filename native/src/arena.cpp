@@ -39,6 +39,9 @@ void* Arena::allocate(std::size_t bytes) {
   if (available > size) free_.emplace(offset + size, available - size);
   allocated_.emplace(offset, size);
   used_ += size;
+  if (offset + size > extent_.load(std::memory_order_relaxed)) {
+    extent_.store(offset + size, std::memory_order_relaxed);
+  }
   return base_ + offset;
 }
 
@@ -77,10 +80,21 @@ std::size_t Arena::used() const {
 
 void Arena::after_fork_in_child() {
   if (capacity_ == 0) return;
-  void* own = mmap(base_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment_->fd(),
-                   place_in_segment_);
-  if (own == MAP_FAILED)
-    throw std::system_error(errno, std::generic_category(), "copying the arena for a forked child");
+  // Memory of its own for what was ever in use only: where the system does not overcommit, all of it would be charged.
+  constexpr std::size_t kPage = 4096;
+  const std::size_t extent = (extent_.load(std::memory_order_relaxed) + kPage - 1) / kPage * kPage;
+  void* own = extent == 0 ? base_
+                          : mmap(base_, extent, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+                                 segment_->fd(), place_in_segment_);
+  const int error = errno;
+  // An access that goes wrong ends the child; one to memory that is still shared would change the parent's arrays.
+  const std::size_t kept = own == MAP_FAILED ? 0 : extent;
+  if (kept < capacity_) {
+    mmap(base_ + kept, capacity_ - kept, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  }
+  if (own == MAP_FAILED) {
+    throw std::system_error(error, std::generic_category(), "copying the arena for a forked child");
+  }
 }
 
 }  // namespace kvstore_hvd

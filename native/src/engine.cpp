@@ -446,6 +446,7 @@ const Status& Engine::wait(const Work& work) {
 }
 void Engine::abort(const std::string& text) { impl_->abort(text); }
 Status Engine::health() const { return impl_->health(); }
+std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
 void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }
 
 }  // namespace kvstore_hvd

@@ -213,6 +213,12 @@ bool Pipeline::collect(const Entry& entry, std::uint64_t index) {
     for_each_in(entry, Range{0, own.begin}, take);
     for_each_in(entry, Range{own.end, entry.staged_bytes}, take);
   }
+  if (entry.algorithm == Algorithm::kDirect) {
+    std::uint64_t bytes = 0;
+    for (std::uint32_t i = 0; i < entry.n_pieces; ++i) bytes += entry.pieces[i].bytes;
+    // Before the caller learns that its operation is done, and may look.
+    bytes_in_place_.fetch_add(bytes, std::memory_order_relaxed);
+  }
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
     if (entry.algorithm != Algorithm::kFail) {

@@ -6,6 +6,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -34,8 +35,9 @@ class Arena {
   std::size_t capacity() const { return capacity_; }
   std::size_t used() const;
 
-  // In a forked child: gives it memory of its own in place of the parent's. Its content is the parent's at the first
-  // access to a page, or later as long as the child only reads. Throws std::system_error.
+  // In a forked child, once: gives it memory of its own in place of the parent's. Its content is the parent's at the
+  // first access to a page, or later as long as the child only reads. Throws std::system_error; then no access is
+  // possible at all.
   void after_fork_in_child();
 
   static constexpr std::size_t kAlignment = 128;
@@ -48,6 +50,8 @@ class Arena {
   const pid_t owner_;
   mutable std::mutex mutex_;
   std::size_t used_ = 0;
+  // No array ever reached beyond. Relaxed: a child has what its parent's thread saw before the fork.
+  std::atomic<std::size_t> extent_{0};
   std::map<std::size_t, std::size_t> free_;                 // offset to bytes; neighbours are always joined
   std::unordered_map<std::size_t, std::size_t> allocated_;  // offset to bytes
 };

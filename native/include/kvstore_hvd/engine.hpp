@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -59,6 +60,10 @@ class Engine {
 
   // The latched failure of the world, or ok.
   Status health() const;
+
+  // Bytes of this rank's arrays that were reduced where they lie: those of allreduces whose arrays are in every rank's
+  // arena.
+  std::uint64_t bytes_in_place() const;
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -42,6 +43,9 @@ class Pipeline {
   // Whether something is under way or could begin.
   bool has_work() const { return fetched_ != collected_ || schedule_.available(static_cast<std::uint32_t>(fetched_)); }
 
+  // Bytes of this rank's arrays that were reduced where they lie. From any thread.
+  std::uint64_t bytes_in_place() const { return bytes_in_place_.load(std::memory_order_relaxed); }
+
  private:
   // The stages. Each waits before it touches anything; false: the others are not there yet, ask again.
   bool fill(const Entry& entry, std::uint64_t index);
@@ -64,6 +68,7 @@ class Pipeline {
   // Entries so far: collected_ <= reduced_ <= filled_ <= fetched_ <= collected_ + kStages. In 64 bits, since the place
   // in the window is taken modulo a number that does not divide 2^32; flags count modulo 2^32.
   std::uint64_t fetched_ = 0, filled_ = 0, reduced_ = 0, collected_ = 0;
+  std::atomic<std::uint64_t> bytes_in_place_{0};  // Relaxed: publishes nothing.
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;
 };

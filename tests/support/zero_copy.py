@@ -1,0 +1,79 @@
+"""What tests of gradients in shared memory ask the engine and MXNet."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore_hvd import config, engine
+from support.gluon import parameters
+
+
+def address(array: Any) -> int:
+    """Return where the array's elements lie. Waits for them."""
+    import mxnet as mx
+
+    array.wait_to_read()
+    pointer = ctypes.c_void_p()
+    mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
+    return pointer.value or 0
+
+
+def arena() -> Any:
+    """Return the arena of this worker's world, or None."""
+    return None if engine.current().is_alone else engine.current().communicator().arena
+
+
+def lies_in_arena(array: Any) -> bool:
+    """Whether the array lies in the arena of the present world."""
+    present = arena()
+    return present is not None and present.contains(address(array))
+
+
+def are_in_arena(net: Any) -> list[bool]:
+    """For each gradient of the net, whether it lies in the arena."""
+    return [lies_in_arena(g) for p in parameters(net) if p.grad_req != "null" for g in p.list_grad()]
+
+
+def bytes_in_place() -> int:
+    """Return how many bytes of this worker were reduced without staging memory, in this world. Waits for all of it."""
+    import mxnet as mx
+
+    mx.nd.waitall()
+    return 0 if engine.current().is_alone else engine.current().communicator().bytes_in_place
+
+
+def gradient_bytes(net: Any) -> int:
+    """Return the bytes of all gradients of a net on one device."""
+    import numpy as np
+
+    return sum(
+        int(np.prod(p.shape)) * np.dtype(p.list_grad()[0].dtype).itemsize
+        for p in {id(p): p for p in parameters(net)}.values()  # tied ones have several names in MXNet 2
+        if p.grad_req != "null"
+    )
+
+
+@contextlib.contextmanager
+def settings(**variables: str) -> Iterator[None]:
+    """Change variables of the environment, and have the configuration read again, before and after."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    config.reload()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        config.reload()
+
+
+def zero_copy(on: bool) -> contextlib.AbstractContextManager[None]:
+    """Turn zero copy on or off for gradients that are made or moved inside."""
+    return settings(KVHVD_ZERO_COPY="1" if on else "0")
