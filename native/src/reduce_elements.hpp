@@ -143,6 +143,39 @@ struct Float16 : FloatArithmetic<float, Isa::kVectorBytes> {
   static Raw narrow(Reg reg) { return Isa::narrow_half(Float16::canonical(reg)); }
 };
 
+template <int kBytes>
+Floats<kBytes> extended(Floats<kBytes / 2> few) {
+  Floats<kBytes> all = {};
+  __builtin_memcpy(&all, &few, sizeof(few));
+  return all;
+}
+
+// float32 that is reduced as float16: rounded in registers, so that it costs no more memory traffic than float32.
+template <class Isa>
+struct Float32AsHalf : FloatArithmetic<float, Isa::kVectorBytes> {
+  using Element = float;
+  using Reg = Floats<Isa::kVectorBytes>;
+  using Raw = Reg;
+  static Reg widen(Raw raw) { return Isa::widen_half(Isa::narrow_half(raw)); }
+  static Raw narrow(Reg reg) { return widen(Float32AsHalf::canonical(reg)); }
+};
+
+// The same of float64, computed in vectors of half the width.
+template <class Isa>
+struct Float64AsHalf : FloatArithmetic<float, Isa::kVectorBytes / 2> {
+  using Element = double;
+  using Reg = Floats<Isa::kVectorBytes / 2>;
+  using Raw = Vector<double, Isa::kVectorBytes>;
+  static Reg widen(Raw raw) { return rounded(__builtin_convertvector(raw, Reg)); }
+  static Raw narrow(Reg reg) { return __builtin_convertvector(rounded(Float64AsHalf::canonical(reg)), Raw); }
+
+ private:
+  static Reg rounded(Reg reg) {
+    const auto all = Isa::widen_half(Isa::narrow_half(extended<Isa::kVectorBytes>(reg)));
+    return load<Reg>(reinterpret_cast<const char*>(&all));
+  }
+};
+
 template <class Isa>
 struct BFloat16 : FloatArithmetic<float, Isa::kVectorBytes> {
   using Element = std::uint16_t;
