@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore_hvd import engine, log, mxnet_compat
 from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
-from kvstore_hvd.compression import Compression, parse_compression
+from kvstore_hvd.compression import parse_compression
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
 from kvstore_hvd.operations import Operations
@@ -57,7 +57,7 @@ class StoreMethods:
         self._namespace = self._engine.next_namespace()
         self._names: dict[str, str] = {}
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
-        self._compression = Compression()
+        self._as_half = False  # see set_gradient_compression()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
         self._usage = Usage()
         self._count = self._usage.add
@@ -155,7 +155,7 @@ class StoreMethods:
         if out is None and self._push_in_place(key, value, priority):
             return
         with self._engine.submitting():
-            self._operations.pushpull(*self._check("pushpull", key, value, out), priority, self._compression)
+            self._operations.pushpull(*self._check("pushpull", key, value, out), priority, self._as_half)
 
     def barrier(self) -> None:
         """Wait until every worker has called it. Does not wait for pending operations on arrays.
@@ -189,7 +189,7 @@ class StoreMethods:
             call, groups = self._check("push", key, value)
             for group in groups:
                 group.outs = [buffer_like(group.values[0])]
-            self._operations.pushpull(call, groups, priority, self._compression)
+            self._operations.pushpull(call, groups, priority, self._as_half)
             for group in groups:
                 self._stored[str(group.key)] = group.outs[0]
 
@@ -258,21 +258,22 @@ class StoreMethods:
         raise NotImplementedError(call.message(None, fact, fix))
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Choose how gradients travel from now on; all workers must choose the same.
+        """Choose how gradients are summed from now on; all workers must choose the same.
 
         Parameters
         ----------
         compression_params : dict
-            ``{'type': 'fp16'}``: float32 and float64 travel as float16, are summed in float32, rounded once, and cast
-            back; values and sums beyond 65504 become infinite. ``{'type': 'none'}``: as they are. Applies to
-            `pushpull` and `push`; with one worker nothing travels.
+            ``{'type': 'fp16'}``: every value of float32 and float64 is rounded to float16; they are summed in float32,
+            and the sum is rounded once; values and sums beyond 65504 become infinite. Workers share memory, in which
+            arrays stay as they are, so it is no faster than ``{'type': 'none'}``: no rounding. Applies to `pushpull`
+            and `push`; with one worker nothing is rounded.
 
         Raises
         ------
         TypeError, InvalidRequestError
             The parameters are wrong.
         """
-        self._compression = parse_compression(compression_params)
+        self._as_half = parse_compression(compression_params)
 
     # -- State ------------------------------------------------------------------------------------------------------
 
@@ -282,8 +283,8 @@ class StoreMethods:
         Returns
         -------
         dict
-            ``'workers'``: their number; ``'operations'``: how many of each kind; ``'bytes'``: of this worker's arrays
-            on the wire; ``'keys'``: the last two for each key, under the parameter's name where it is known, and for
+            ``'workers'``: their number; ``'operations'``: how many of each kind; ``'bytes'``: of this worker's arrays;
+            ``'keys'``: the last two for each key, under the parameter's name where it is known, and for
             all keys after the first 10,000 together.
         """
         return {"workers": self.num_workers, **self._usage.report(self._names)}
@@ -329,7 +330,6 @@ class StoreMethods:
         adapter = self._engine.current_adapter
         if (
             adapter is None
-            or self._compression.is_active
             or type(key) not in (int, str)
             or type(priority) is not int
             or not -(2**31) <= priority < 2**31
@@ -341,7 +341,7 @@ class StoreMethods:
             if len(self._wire_names) >= MAX_KEYS:
                 self._wire_names.clear()
             names = self._wire_names[key] = (wire_name(self._namespace, key), self._call("pushpull").label(key))
-        bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority)
+        bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._as_half)
         if bytes_summed is None:
             return False
         self._count("pushpull", key, bytes_summed)

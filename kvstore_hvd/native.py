@@ -184,10 +184,12 @@ def request(
     postscale: float = 1.0,
     root: int = 0,
     priority: int = 0,
+    as_half: bool = False,
 ) -> Any:
     """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
 
-    The addresses must stay valid until it is done. For the parameters see `comm.base.Request`.
+    The addresses must stay valid until it is done. For the parameters see `comm.base.Request`; `as_half`: float32 and
+    float64 are reduced as if they had been cast to float16, and the result is cast back.
     """
     return _native().Request(
         COLLECTIVES[collective],
@@ -203,6 +205,7 @@ def request(
         postscale,
         root,
         priority,
+        as_half,
     )
 
 
@@ -270,9 +273,9 @@ class MXNetAdapter:
         # Called for every array of every step: bound once.
         self.is_plain: Callable[[int], bool] = self.impl.is_plain
         self.chunk_id: Callable[[int], int] = self.impl.chunk_id
-        #: (name, label, array, priority) -> bytes: the sum of one array in place; None, and nothing done, when the case
-        #: needs a closer look.
-        self.pushpull_in_place: Callable[[str, str, int, int], int | None] = self.impl.pushpull_in_place
+        #: (name, label, array, priority, as_half) -> bytes: the sum of one array in place; None, and nothing done, when
+        #: the case needs a closer look.
+        self.pushpull_in_place: Callable[[str, str, int, int, bool], int | None] = self.impl.pushpull_in_place
 
     def pushpull(
         self,
@@ -284,13 +287,14 @@ class MXNetAdapter:
         prescale: float,
         postscale: float,
         priority: int,
+        as_half: bool = False,
     ) -> None:
         """Reduce `inputs` with those of the other workers into each of `outputs`; asynchronous.
 
-        Operations of one name take part in the order of the calls.
+        Operations of one name take part in the order of the calls. For `as_half` see `request`.
         """
         try:
-            self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority)
+            self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half)
         except _native().NativeError as error:
             _translate(error)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, unique
-from kvstore_hvd.compression import Compression
 from kvstore_hvd.engine import Engine
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
@@ -34,7 +33,7 @@ class Operations:
     namespace : str
         What the names of the store's operations begin with; of no other store.
     count : callable
-        Told of every operation: its kind, its key, and the bytes of this worker's array on the wire.
+        Told of every operation: its kind, its key, and the bytes of this worker's array.
     """
 
     def __init__(self, world: Engine, namespace: str, count: Callable[[str, Key, int], None]) -> None:
@@ -63,8 +62,10 @@ class Operations:
             copies += self._broadcast(call, group, placement, priority)
         _start(copies)
 
-    def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, compression: Compression) -> None:
+    def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, as_half: bool) -> None:
         """Sum the values of each group over the group and all workers, into all outs of the group.
+
+        For `as_half` see `native.request`.
 
         Raises
         ------
@@ -74,10 +75,10 @@ class Operations:
         priority = priority_of(call, priority)
         placement = Placement(self._world, groups)
         # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
-        reductions = [self._prepare(call, group, placement, compression) for group in groups]
+        reductions = [self._prepare(call, group, placement) for group in groups]
         for reduction in reductions:
             if reduction.inputs:
-                self._submit(call, reduction, priority)
+                self._submit(call, reduction, priority, as_half)
         for reduction in reductions:
             _start(reduction.copies)
 
@@ -108,22 +109,20 @@ class Operations:
         )
         return [(wire, array) for array in outs if array is not wire and not (is_root and array is value)]
 
-    def _prepare(self, call: Call, group: Group, placement: Placement, compression: Compression) -> _Reduction:
+    def _prepare(self, call: Call, group: Group, placement: Placement) -> _Reduction:
         """Decide which arrays take part themselves and which through a copy, and start the copies of inputs."""
         outs = unique(group.outs)
         dtype = mxnet_compat.dtype_name(group.values[0])
+        self._count(call.operation, group.key, bytes_of(group.values[0], dtype))
         if self._world.is_alone:
-            self._count(call.operation, group.key, bytes_of(group.values[0], dtype))
             source = group.values[0]
             if len(group.values) > 1 or placement.is_aliased(source):
                 source = local_sum(group.values)
             return _Reduction(group.key, copies=[(source, array) for array in outs if array is not source])
-        dtype = compression.wire_dtype(dtype)
-        self._count(call.operation, group.key, bytes_of(group.values[0], dtype))
         stand_ins: dict[int, Any] = {}
         for value in unique(group.values):
             if not placement.is_direct(value, dtype):
-                stand_ins[id(value)] = buffer_like(value, dtype)
+                stand_ins[id(value)] = buffer_like(value)
                 copy(value, stand_ins[id(value)])
         inputs = [stand_ins.get(id(value), value) for value in group.values]
         outputs = [array for array in outs if placement.is_direct(array, dtype)]
@@ -133,7 +132,7 @@ class Operations:
             outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype)]
         return _Reduction(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
 
-    def _submit(self, call: Call, reduction: _Reduction, priority: int) -> None:
+    def _submit(self, call: Call, reduction: _Reduction, priority: int, as_half: bool) -> None:
         self._world.mxnet_adapter().pushpull(
             wire_name(self._namespace, reduction.key),
             call.label(reduction.key),
@@ -143,6 +142,7 @@ class Operations:
             1.0,
             1.0,
             priority,
+            as_half,
         )
 
 

@@ -17,7 +17,7 @@ __all__ = ["Placement"]
 class Placement:
     """Decides, for the arrays of one call, which may be handed to the engine themselves.
 
-    An array goes through a copy when it is on another device or has another dtype than the wire, when the adapter
+    An array goes through a copy when it is on another device or has another dtype than the sum, when the adapter
     cannot reach its memory, and when another array or key of the call shares it, so that all is read before anything is
     written.
     """
@@ -42,7 +42,7 @@ class Placement:
         return id(array) in self._aliased
 
     def is_direct(self, array: Any, dtype: str) -> bool:
-        """Whether the engine may work on the array itself, with `dtype` on the wire; the same answer each time."""
+        """Whether the engine may work on the array itself, in a sum of `dtype`; the same answer each time."""
         place = (id(array), dtype)
         if place not in self._direct:
             self._direct[place] = self._is_direct(array, dtype)

@@ -24,13 +24,13 @@ class _Counts:
 
 
 class Usage:
-    """Counts operations and their bytes on the wire, for each of the first `MAX_KEYS` keys, and for all the others."""
+    """Counts operations and their arrays' bytes, for each of the first `MAX_KEYS` keys, and for all the others."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Counts] = {}
         self._others = _Counts()
 
-    def add(self, operation: str, key: Key, bytes_on_wire: int) -> None:
+    def add(self, operation: str, key: Key, array_bytes: int) -> None:
         """Count one operation. The keys 3 and '3' are the same."""
         counts = self._counts.get(str(key))
         if counts is None:
@@ -38,7 +38,7 @@ class Usage:
             if counts is not self._others:
                 self._counts[str(key)] = counts
         counts.operations[operation] = counts.operations.get(operation, 0) + 1
-        counts.bytes += bytes_on_wire
+        counts.bytes += array_bytes
 
     def report(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Totals, and counts by key.

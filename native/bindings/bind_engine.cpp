@@ -25,7 +25,7 @@ std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
 
 Request make_request(int collective, std::string name, std::string label, const std::vector<Address>& inputs,
                      const std::vector<Address>& outputs, std::size_t count, std::vector<std::int64_t> shape, int dtype,
-                     int op, double prescale, double postscale, int root, int priority) {
+                     int op, double prescale, double postscale, int root, int priority, bool as_half) {
   if (collective < 0 || collective > 1) throw py::value_error("unknown collective " + std::to_string(collective));
   if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
   if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
@@ -43,6 +43,7 @@ Request make_request(int collective, std::string name, std::string label, const 
   request.postscale = postscale;
   request.root = root;
   request.priority = priority;
+  request.as_half = as_half;
   return request;
 }
 
@@ -98,7 +99,8 @@ void bind_engine(py::module_& module) {
                       "A collective operation on raw addresses; may be submitted any number of times.")
       .def(py::init(&make_request), py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"),
            py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
-           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0);
+           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
+           py::arg("as_half") = false);
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(

@@ -56,20 +56,20 @@ void bind_mxnet(py::module_& module) {
           "pushpull",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label,
              const std::vector<Address>& inputs, const std::vector<Address>& outputs, int op, double prescale,
-             double postscale, int priority) {
+             double postscale, int priority, bool as_half) {
             if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
             const py::gil_scoped_release release;
             check(adapter.pushpull(name, label, handles(inputs), handles(outputs), static_cast<ReduceOp>(op), prescale,
-                                   postscale, priority));
+                                   postscale, priority, as_half));
           },
           py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("op") = 0,
-          py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0)
+          py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0, py::arg("as_half") = false)
       .def(
           "pushpull_in_place",
-          [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int priority) {
-            return adapter.pushpull_in_place(name, label, handle(array), priority);
-          },
-          py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"), WithoutGil())
+          [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int priority,
+             bool as_half) { return adapter.pushpull_in_place(name, label, handle(array), priority, as_half); },
+          py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"), py::arg("as_half") = false,
+          WithoutGil())
       .def(
           "pushpull_all_in_place",
           [](MXNetAdapter& adapter, const Step& step) { return adapter.pushpull_all_in_place(step.operations); },

@@ -43,7 +43,7 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
 
 Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                               const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale,
-                              int priority) {
+                              int priority, bool as_half) {
   Request request;
   request.collective = Collective::kAllreduce;
   request.name = name;
@@ -51,16 +51,17 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   request.op = op;
   request.prescale = prescale;
   request.postscale = postscale;
+  request.as_half = as_half;
   request.priority = priority;
   return push(std::move(request), inputs, outputs);
 }
 
 std::optional<std::size_t> MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label,
-                                                           Handle array, int priority) {
+                                                           Handle array, int priority, bool as_half) {
   if (naive_ || array == nullptr || process_id() != owner_ || !api_->is_reachable(array)) return std::nullopt;
   const std::size_t bytes = api_->bytes_of(array);
   if (bytes == 0 || !unread_->empty() || !engine_->health().ok()) return std::nullopt;
-  if (!pushpull(name, label, {array}, {array}, ReduceOp::kSum, 1.0, 1.0, priority).ok()) return std::nullopt;
+  if (!pushpull(name, label, {array}, {array}, ReduceOp::kSum, 1.0, 1.0, priority, as_half).ok()) return std::nullopt;
   return bytes;
 }
 

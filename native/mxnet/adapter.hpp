@@ -42,13 +42,14 @@ class MXNetAdapter {
   // submitted.
   // Operations of one name take part in the order of the calls, whichever of their arrays are ready first.
   Status pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
-                  const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority);
+                  const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority,
+                  bool as_half);
 
   // The common case in one call: `array` summed in place. Returns its bytes. Does nothing, and returns nothing, when
   // there is anything about the case that needs a closer look: an array without elements, sparse, not on the CPU or of
   // another dtype; NaiveEngine; a lost world, or an error that nobody has read.
   std::optional<std::size_t> pushpull_in_place(const std::string& name, const std::string& label, Handle array,
-                                               int priority);
+                                               int priority, bool as_half);
 
   // pushpull_in_place for all of a step's arrays. Returns how many it has done: less than all when the next one needs a
   // closer look.

@@ -31,6 +31,8 @@ const std::vector<Aspect>& aspects() {
       {"dtype", "use the same dtype on every rank.", [](const Signature& s) { return std::string(name_of(s.dtype)); }},
       {"shape", "build the same network on every rank.", [](const Signature& s) { return describe_shape(s); }},
       {"reduce op", "pass the same op on every rank.", [](const Signature& s) { return std::string(name_of(s.op)); }},
+      {"gradient compression", "call set_gradient_compression with the same type on every rank.",
+       [](const Signature& s) { return std::string(s.as_half != 0 ? "fp16" : "none"); }},
       {"root", "pass the same root on every rank.", [](const Signature& s) { return std::to_string(s.root); }},
       {"prescale", "pass the same prescale factor on every rank.",
        [](const Signature& s) { return number(s.prescale); }},

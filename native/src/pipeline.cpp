@@ -89,8 +89,8 @@ void Pipeline::sum_devices(const Entry& entry) {
     std::vector<const void*> local;
     for (const void* input : request.inputs) local.push_back(static_cast<const char*>(input) + piece.offset);
     void* sum = result_of(request) + piece.offset;
-    reduce(Reduction{request.dtype, request.op}, local.data(), static_cast<int>(local.size()), &sum, 1,
-           piece.bytes / size_of(request.dtype));
+    reduce(Reduction{request.dtype, request.op, 1.0, 1.0, request.as_half}, local.data(),
+           static_cast<int>(local.size()), &sum, 1, piece.bytes / size_of(request.dtype));
   }
 }
 
@@ -154,7 +154,7 @@ void Pipeline::reduce_range(const Entry& entry, std::uint64_t index, std::uint64
       inputs_[r] = r == rank_ ? source_of(request) + piece.offset + offset : staged;
       outputs_[r] = r == rank_ ? result_of(request) + piece.offset + offset : staged;
     }
-    Reduction reduction{request.dtype, request.op, request.prescale, request.postscale};
+    Reduction reduction{request.dtype, request.op, request.prescale, request.postscale, request.as_half};
     if (request.op == ReduceOp::kAverage) reduction.postscale /= world_.size;
     void* const* outputs = to_all ? outputs_.data() : &outputs_[rank_];
     reduce(reduction, inputs_.data(), static_cast<int>(world_.size), outputs,

@@ -99,7 +99,8 @@ class DefaultFloatEnvironment {
 void reduce(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs, int n_outputs,
             std::size_t count) {
   if (n_inputs < 1 || n_outputs < 1 || count == 0) return;
-  if (n_inputs == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0) {
+  const bool as_half = reduction.as_half && can_be_half(reduction.dtype, reduction.op);
+  if (n_inputs == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0 && !as_half) {
     for (int i = 0; i < n_outputs; ++i) {
       if (outputs[i] != inputs[0]) std::memcpy(outputs[i], inputs[0], count * size_of(reduction.dtype));
     }

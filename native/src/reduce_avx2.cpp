@@ -20,6 +20,9 @@ struct Avx2 : CopiedTails {
   static H narrow_half(F value) {
     return bit_cast<H>(_mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
   }
+  static Floats<16> through_half(Floats<16> value) {
+    return bit_cast<Floats<16>>(_mm_cvtph_ps(_mm_cvtps_ph(bit_cast<__m128>(value), _MM_FROUND_TO_NEAREST_INT)));
+  }
   static W words_of(H halves) { return bit_cast<W>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(halves))); }
   static H low_halves(W words) {
     const auto all = bit_cast<__m256i>(words);

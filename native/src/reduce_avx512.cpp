@@ -23,6 +23,9 @@ struct Avx512 {
   static H narrow_half(F value) {
     return bit_cast<H>(_mm512_maskz_cvtps_ph(kAll, bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
   }
+  static Floats<32> through_half(Floats<32> value) {
+    return bit_cast<Floats<32>>(_mm256_cvtph_ps(_mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT)));
+  }
   static W words_of(H halves) { return bit_cast<W>(_mm512_maskz_cvtepu16_epi32(kAll, bit_cast<__m256i>(halves))); }
   static H low_halves(W words) { return bit_cast<H>(_mm512_maskz_cvtepi32_epi16(kAll, bit_cast<__m512i>(words))); }
 

@@ -7,6 +7,7 @@
 //   static constexpr int kVectorBytes;
 //   static Floats<kVectorBytes> widen_half(Halves<kVectorBytes>);       float16 bits to float32, exact
 //   static Halves<kVectorBytes> narrow_half(Floats<kVectorBytes>);      to nearest even; a NaN is the canonical one
+//   static Floats<kVectorBytes / 2> through_half(Floats<kVectorBytes / 2>);              narrowed and widened again
 //   static Words<kVectorBytes> words_of(Halves<kVectorBytes>);          zero-extended
 //   static Halves<kVectorBytes> low_halves(Words<kVectorBytes>);        of words below 65536
 //   template <typename Raw> static Raw load_partial(const char*, std::size_t bytes);      0 < bytes < sizeof(Raw)
@@ -141,6 +142,26 @@ struct Float16 : FloatArithmetic<float, Isa::kVectorBytes> {
   using Raw = Halves<Isa::kVectorBytes>;
   static Reg widen(Raw raw) { return Isa::widen_half(raw); }
   static Raw narrow(Reg reg) { return Isa::narrow_half(Float16::canonical(reg)); }
+};
+
+// float32 that is reduced as float16: rounded in registers, so that it costs no more memory traffic than float32.
+template <class Isa>
+struct Float32AsHalf : FloatArithmetic<float, Isa::kVectorBytes> {
+  using Element = float;
+  using Reg = Floats<Isa::kVectorBytes>;
+  using Raw = Reg;
+  static Reg widen(Raw raw) { return Isa::widen_half(Isa::narrow_half(raw)); }
+  static Raw narrow(Reg reg) { return widen(Float32AsHalf::canonical(reg)); }
+};
+
+// The same of float64, computed in vectors of half the width.
+template <class Isa>
+struct Float64AsHalf : FloatArithmetic<float, Isa::kVectorBytes / 2> {
+  using Element = double;
+  using Reg = Floats<Isa::kVectorBytes / 2>;
+  using Raw = Vector<double, Isa::kVectorBytes>;
+  static Reg widen(Raw raw) { return Isa::through_half(__builtin_convertvector(raw, Reg)); }
+  static Raw narrow(Reg reg) { return __builtin_convertvector(Isa::through_half(Float64AsHalf::canonical(reg)), Raw); }
 };
 
 template <class Isa>

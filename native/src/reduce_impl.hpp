@@ -182,9 +182,29 @@ void reduce_type(const Reduction& reduction, const void* const* inputs, int n_in
   }
 }
 
+// Sums as half. Always scaled, and float64 with one kernel for all numbers of arrays: memory is the limit, and every
+// further kernel makes the library larger. Returns false when the reduction is none of these.
+template <class Isa>
+bool sum_as_half(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs,
+                 int n_outputs, std::size_t count) {
+  if (!reduction.as_half || (reduction.op != ReduceOp::kSum && reduction.op != ReduceOp::kAverage)) return false;
+  const ManyArrays arrays(inputs, n_inputs, outputs, n_outputs);
+  if (reduction.dtype == DType::kFloat64) {
+    reduce_arrays<Isa, Float64AsHalf<Isa>, Sum, true>(reduction, arrays, count);
+    return true;
+  }
+  if (reduction.dtype != DType::kFloat32) return false;
+  using Type = Float32AsHalf<Isa>;
+  if (!sum_few<Isa, Type, true>(reduction, inputs, n_inputs, outputs, n_outputs, count)) {
+    reduce_arrays<Isa, Type, Sum, true>(reduction, arrays, count);
+  }
+  return true;
+}
+
 template <class Isa>
 void reduce_with(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs,
                  int n_outputs, std::size_t count) {
+  if (sum_as_half<Isa>(reduction, inputs, n_inputs, outputs, n_outputs, count)) return;
   const bool scaled = reduction.prescale != 1.0 || reduction.postscale != 1.0;
   const auto as = [&](auto type) {
     using Type = decltype(type);

@@ -41,6 +41,11 @@ struct Baseline : CopiedTails {
     result = magnitude > 0x7f800000 ? I{} + 0x7e00 : result;    // NaN
     return low_halves(bit_cast<W>(result | sign));
   }
+
+  static Floats<8> through_half(Floats<8> value) {
+    const F rounded = widen_half(narrow_half(F{value[0], value[1], 0, 0}));
+    return Floats<8>{rounded[0], rounded[1]};
+  }
 };
 
 }  // namespace

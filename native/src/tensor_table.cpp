@@ -40,7 +40,7 @@ Signature signature_of(const Request& request) {
   }
   signature.dtype = request.dtype;
   signature.count = request.count;
-  signature.dims = static_cast<std::int32_t>(request.shape.size());
+  signature.dims = static_cast<std::uint16_t>(request.shape.size());
   const std::size_t dims = std::min<std::size_t>(request.shape.size(), kMaxDims);
   std::copy_n(request.shape.begin(), dims, signature.shape);
   const std::size_t rest = request.shape.size() - dims;
@@ -52,6 +52,7 @@ Signature signature_of(const Request& request) {
     signature.root = request.root;
   } else {
     signature.op = request.op;
+    signature.as_half = request.as_half && can_be_half(request.dtype, request.op);
     signature.prescale = request.prescale;
     signature.postscale = request.postscale;
   }

@@ -135,12 +135,37 @@ const bool schedules = testing::add("seeded schedules in and out of arenas give 
   }
 });
 
+unsigned char byte_of(int rank, std::size_t i) {
+  return static_cast<unsigned char>((i * 7 + static_cast<std::size_t>(rank) * 13) % 64);
+}
+
+// Runs the request on bytes that differ from rank to rank, in place at `data`, and compares with one reduction.
+void check_against_reduction(Engine& engine, int rank, Request request, unsigned char* data) {
+  const std::size_t bytes = request.count * size_of(request.dtype);
+  for (std::size_t i = 0; i < bytes; ++i) data[i] = byte_of(rank, i);
+  request.inputs = {data};
+  request.outputs = {data};
+  const Status status = engine.run(request);
+  check(status.ok(), status.text());
+
+  std::vector<std::vector<unsigned char>> all(static_cast<std::size_t>(engine.size()));
+  std::vector<const void*> inputs;
+  for (int r = 0; r < engine.size(); ++r) {
+    all[r].resize(bytes);
+    for (std::size_t i = 0; i < bytes; ++i) all[r][i] = byte_of(r, i);
+    inputs.push_back(all[r].data());
+  }
+  std::vector<unsigned char> expected(bytes);
+  void* output = expected.data();
+  const double postscale = request.op == ReduceOp::kAverage ? 1.0 / engine.size() : 1.0;
+  reduce(Reduction{request.dtype, request.op, request.prescale, postscale, request.as_half}, inputs.data(),
+         engine.size(), &output, 1, request.count);
+  check(std::memcmp(data, expected.data(), bytes) == 0, "wrong " + request.name);
+}
+
 const bool every_type = testing::add("every dtype and op in arenas equals one reduction over all ranks' arrays", [] {
   constexpr std::size_t kCount = 50021;
   for (const int size : {2, 3}) {
-    const auto byte_of = [](int rank, std::size_t i) {
-      return static_cast<unsigned char>((i * 7 + static_cast<std::size_t>(rank) * 13) % 64);
-    };
     with_world(
         size,
         [&](Engine& engine, int rank) {
@@ -154,27 +179,14 @@ const bool every_type = testing::add("every dtype and op in arenas equals one re
               request.count = kCount;
               request.shape = {kCount};
               request.prescale = o == 0 ? 0.5 : 1.0;
-              const std::size_t bytes = kCount * size_of(request.dtype);
-              auto* data = static_cast<unsigned char*>(arena.allocate(bytes));
-              for (std::size_t i = 0; i < bytes; ++i) data[i] = byte_of(rank, i);
-              request.inputs = {data};
-              request.outputs = {data};
-              const Status status = engine.run(request);
-              check(status.ok(), status.text());
-
-              std::vector<std::vector<unsigned char>> all(static_cast<std::size_t>(size));
-              std::vector<const void*> inputs;
-              for (int r = 0; r < size; ++r) {
-                all[r].resize(bytes);
-                for (std::size_t i = 0; i < bytes; ++i) all[r][i] = byte_of(r, i);
-                inputs.push_back(all[r].data());
+              auto* data = static_cast<unsigned char*>(arena.allocate(kCount * size_of(request.dtype)));
+              check_against_reduction(engine, rank, request, data);
+              if (can_be_half(request.dtype, request.op)) {
+                request.as_half = true;
+                check_against_reduction(engine, rank, request, data);
+                std::vector<unsigned char> elsewhere(kCount * size_of(request.dtype));
+                check_against_reduction(engine, rank, request, elsewhere.data());
               }
-              std::vector<unsigned char> expected(bytes);
-              void* output = expected.data();
-              const double postscale = request.op == ReduceOp::kAverage ? 1.0 / size : 1.0;
-              reduce(Reduction{request.dtype, request.op, request.prescale, postscale}, inputs.data(), size, &output, 1,
-                     kCount);
-              check(std::memcmp(data, expected.data(), bytes) == 0, "wrong " + request.name);
               arena.free(data);
             }
           }

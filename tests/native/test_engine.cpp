@@ -206,6 +206,9 @@ const bool mismatches =
            [](Request& r) { r.op = ReduceOp::kMax; }},
           {"ranks disagree on operation.\n  allreduce: ranks 0-1, 3    broadcast: rank 2",
            [](Request& r) { r.collective = Collective::kBroadcast; }},
+          {"ranks disagree on gradient compression.\n  none: ranks 0-1, 3    fp16: rank 2\n  Nothing was reduced. "
+           "Fix: call set_gradient_compression with the same type on every rank.",
+           [](Request& r) { r.as_half = true; }},
           {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.5: rank 2", [](Request& r) { r.prescale = 0.5; }},
           {"ranks disagree on postscale.\n  1: ranks 0-1, 3    0.25: rank 2", [](Request& r) { r.postscale = 0.25; }},
       };

@@ -149,7 +149,13 @@ Bytes expected(const Reduction& reduction, const std::vector<Bytes>& inputs) {
   return result;
 }
 
+template <typename T>
+Bytes expected_as_half(Reduction reduction, const std::vector<Bytes>& inputs);
+
 Bytes expected(const Reduction& reduction, const std::vector<Bytes>& inputs) {
+  const bool as_half = reduction.as_half && (reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage);
+  if (as_half && reduction.dtype == DType::kFloat32) return expected_as_half<float>(reduction, inputs);
+  if (as_half && reduction.dtype == DType::kFloat64) return expected_as_half<double>(reduction, inputs);
   switch (reduction.dtype) {
     case DType::kFloat16:
       return expected<Half>(reduction, inputs);
@@ -169,6 +175,31 @@ Bytes expected(const Reduction& reduction, const std::vector<Bytes>& inputs) {
       return expected<std::int64_t>(reduction, inputs);
   }
   return {};
+}
+
+// The inputs cast to float16, reduced, and the result cast back.
+template <typename T>
+Bytes expected_as_half(Reduction reduction, const std::vector<Bytes>& inputs) {
+  std::vector<Bytes> halves;
+  for (const Bytes& input : inputs) {
+    halves.emplace_back(input.size() / sizeof(T) * sizeof(Half));
+    for (std::size_t i = 0; i < input.size() / sizeof(T); ++i) {
+      T value;
+      std::memcpy(&value, input.data() + i * sizeof(T), sizeof(T));
+      const std::uint16_t half = encode(static_cast<float>(value), 5, 10);
+      std::memcpy(halves.back().data() + i * sizeof(Half), &half, sizeof(Half));
+    }
+  }
+  reduction.dtype = DType::kFloat16;
+  const Bytes sums = expected(reduction, halves);
+  Bytes result(inputs[0].size());
+  for (std::size_t i = 0; i < result.size() / sizeof(T); ++i) {
+    Half half;
+    std::memcpy(&half, sums.data() + i * sizeof(Half), sizeof(Half));
+    const T value = widen(half);
+    std::memcpy(result.data() + i * sizeof(T), &value, sizeof(T));
+  }
+  return result;
 }
 
 // ---- Data ----
@@ -263,8 +294,8 @@ const std::vector<std::string>& targets() {
 
 std::string describe(const Reduction& reduction, std::size_t n_inputs, std::size_t count) {
   return std::string(simd_target()) + " " + name_of(reduction.op) + " of " + std::to_string(n_inputs) + " " +
-         name_of(reduction.dtype) + "[" + std::to_string(count) + "] scaled by " + std::to_string(reduction.prescale) +
-         ", " + std::to_string(reduction.postscale);
+         name_of(reduction.dtype) + (reduction.as_half ? " as half[" : "[") + std::to_string(count) + "] scaled by " +
+         std::to_string(reduction.prescale) + ", " + std::to_string(reduction.postscale);
 }
 
 // Reduces the first `count` elements of `sources` and compares every output, and every input that is none.
@@ -328,7 +359,7 @@ void check_reduction(const Reduction& reduction, const std::vector<Bytes>& sourc
 constexpr std::size_t kCounts[] = {0, 1, 7, 15, 16, 17, 63, 64, 65, 1000, 4099};
 constexpr std::size_t kLongest = 4099;
 
-void check_product_of_all(DType dtype) {
+void check_product_of_all(DType dtype, bool as_half = false) {
   struct Scales {
     double prescale;
     double postscale;
@@ -338,7 +369,7 @@ void check_product_of_all(DType dtype) {
       const auto seed = static_cast<std::uint64_t>(1000 * op + n_inputs);
       const std::vector<Bytes> sources = random_arrays(dtype, n_inputs, kLongest, seed);
       for (const Scales scales : {Scales{1.0, 1.0}, Scales{1.0, 1.0 / 3.0}, Scales{-1.7, 1.0}, Scales{0.3, 7.1}}) {
-        const Reduction reduction{dtype, static_cast<ReduceOp>(op), scales.prescale, scales.postscale};
+        const Reduction reduction{dtype, static_cast<ReduceOp>(op), scales.prescale, scales.postscale, as_half};
         const Bytes result = expected(reduction, sources);
         for (const std::string& target : targets()) {
           set_simd_target(target);
@@ -360,6 +391,7 @@ const bool products_registered = [] {
   for (int dtype = 0; dtype < kDTypes; ++dtype) {
     const auto type = static_cast<DType>(dtype);
     testing::add(std::string("everything: ") + name_of(type), [type] { check_product_of_all(type); });
+    testing::add(std::string("everything as half: ") + name_of(type), [type] { check_product_of_all(type, true); });
   }
   return true;
 }();
@@ -405,6 +437,46 @@ const bool patterns_registered = testing::add("every 16-bit pattern", [] {
     }
   }
   set_simd_target("auto");
+});
+
+template <typename T>
+Bytes bytes_of(const std::vector<T>& values) {
+  Bytes bytes(values.size() * sizeof(T));
+  std::memcpy(bytes.data(), values.data(), bytes.size());
+  return bytes;
+}
+
+// Every float16, what lies half-way to the next, and the neighbours of both; as doubles also what only float32 rounds
+// to half-way.
+template <typename T>
+void check_roundings(DType dtype) {
+  std::vector<T> values;
+  for (unsigned bits = 0; bits < 65536; ++bits) {
+    const auto value = static_cast<T>(decode(bits, 5, 10));
+    const T tie = std::isinf(value) ? value : (value + static_cast<T>(decode(bits + 1, 5, 10))) / 2;
+    for (const T exact : {value, tie}) {
+      for (const T towards : {-1e9, 1e9}) values.push_back(std::nextafter(exact, towards));
+      values.push_back(exact);
+      values.push_back(exact * (1 + std::numeric_limits<float>::epsilon() / 4));
+    }
+  }
+  for (const T most : {65519.996, 65520.0, -65519.996, -65520.0, 1e38}) values.push_back(most);
+  const Bytes all = bytes_of(values);
+  std::mt19937_64 random(11);
+  const Reduction reduction{dtype, ReduceOp::kSum, 1.0, 1.0, true};
+  for (const Bytes& other : {bytes_of(std::vector<T>(values.size(), 0)), random_array(dtype, values.size(), random)}) {
+    const Bytes result = expected(reduction, {all, other});
+    for (const std::string& target : targets()) {
+      set_simd_target(target);
+      check_reduction(reduction, {all, other}, result, values.size(), 0, Outputs::kAllInputs);
+    }
+  }
+  set_simd_target("auto");
+}
+
+const bool roundings_registered = testing::add("as half: every rounding", [] {
+  check_roundings<float>(DType::kFloat32);
+  check_roundings<double>(DType::kFloat64);
 });
 
 template <typename T>

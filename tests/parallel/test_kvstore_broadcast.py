@@ -124,23 +124,69 @@ def test_push_then_pull(kv, kind, rank, size):
     assert values[0].asnumpy().tolist() == [rank + 1.0] * 2
 
 
-def test_half_on_the_wire(kv, kind, rank, size):
-    """`set_gradient_compression({'type': 'fp16'})`: cast to float16 on the wire, summed in float32, cast back."""
+def summed_as_half(contributions, dtype):
+    """Cast to float16 (float64 by way of float32), summed in float32 in this order, rounded once, cast back."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        halves = [each.astype("float32").astype("float16").astype("float32") for each in contributions]
+        total = sum(halves[1:], halves[0]).astype("float16").astype(dtype)
+    total[np.isnan(total)] = np.nan  # infinities of both signs; NumPy's sign of it depends on the machine
+    return total
+
+
+def of_every_magnitude(rank, count, dtype, seed=0):
+    """Values that are too small for float16, denormal, half-way between two, ordinary, and too large."""
+    rng = np.random.default_rng([seed, rank])
+    exponents = rng.integers(-28, 18, count)
+    return (rng.integers(-4096, 4097, count) / 4096 * 2.0**exponents).astype(dtype)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 300_001])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sum_as_half(kv, kind, rank, size, dtype, count):
+    """`set_gradient_compression({'type': 'fp16'})`: the bits of a sum of float16, in place, elsewhere and cast."""
     kv.set_gradient_compression({"type": "fp16"})
-    mine = contribution(rank, (1000,), "float32")
-    x, out = make(kind, mine), make(kind, np.zeros(1000, "float64"))
-    kv.pushpull("x", x, out=out)
-    halves = [contribution(r, (1000,), "float32").astype("float16").astype("float32") for r in range(size)]
-    expected = sum(halves[1:], halves[0]).astype("float16").astype("float64")
-    # One worker sends nothing, so nothing is rounded.
-    assert_same_bits(out.asnumpy(), expected if size > 1 else mine.astype("float64"))
+    mine = of_every_magnitude(rank, count, dtype)
+    expected = summed_as_half([of_every_magnitude(r, count, dtype) for r in range(size)], dtype)
+    if size == 1:
+        expected = mine  # one worker rounds nothing
+    x, out, cast = make(kind, mine), make(kind, np.zeros(count, dtype)), make(kind, np.zeros(count, "float16"))
+    kv.pushpull("to outs", x, out=[out, cast])
     assert_same_bits(x.asnumpy(), mine)
+    assert_same_bits(out.asnumpy(), expected)
+    if size > 1:
+        assert_same_bits(cast.asnumpy(), expected.astype("float16"))
+    kv.pushpull("in place", x)
+    assert_same_bits(x.asnumpy(), expected)
+
+
+def test_devices_are_summed_as_half(kv, kind, rank, size):
+    """The sum over a worker's devices is rounded too, before it meets the others'."""
+    kv.set_gradient_compression({"type": "fp16"})
+    if size == 1:
+        pytest.skip("one worker rounds nothing")
+    of_ranks = [
+        summed_as_half([of_every_magnitude(r, 5000, "float32", seed=d) for d in range(2)], "float32")
+        for r in range(size)
+    ]
+    values = [make(kind, of_every_magnitude(rank, 5000, "float32", seed=d), mx.cpu(d)) for d in range(2)]
+    kv.pushpull("x", values)
+    for value in values:
+        assert_same_bits(value.asnumpy(), summed_as_half(of_ranks, "float32"))
+
+
+def test_limits_of_half(kv, kind, size):
+    """A sum beyond 65504 is infinite; other dtypes are left alone, and so is everything after `none`."""
+    kv.set_gradient_compression({"type": "fp16"})
     big = make(kind, np.full(1, 60000.0, "float32"))
     kv.pushpull("big", big)
     assert big.asnumpy()[0] == (np.inf if size > 1 else np.float32(60000))
     exact = make(kind, np.full(1, 2**24 + 1, "int32"))
     kv.pushpull("exact", exact)
     assert exact.asnumpy()[0] == size * (2**24 + 1)
+    kv.set_gradient_compression({"type": "none"})
+    big = make(kind, np.full(1, 60000.0, "float32"))
+    kv.pushpull("big", big)
+    assert big.asnumpy()[0] == size * 60000
 
 
 def test_who_takes_part(kv, world):

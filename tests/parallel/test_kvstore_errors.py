@@ -73,6 +73,21 @@ def test_dtypes_differ(kv, rank, size):
     assert x.asnumpy().tolist() == [rank] * 5
 
 
+def test_compression_differs(kv, rank, size):
+    """One worker has set another gradient compression."""
+    several(size)
+    if last(rank, size):
+        kv.set_gradient_compression({"type": "fp16"})
+    x = mx.nd.full(5, rank)
+    kv.pushpull("w", x)
+    with pytest.raises(MismatchError, match="'w': ranks disagree on gradient compression") as caught:
+        x.asnumpy()
+    assert f"none: {others(size)}    fp16: rank {size - 1}" in str(caught.value)
+    assert "Fix: call set_gradient_compression with the same type on every rank." in str(caught.value)
+    kv.set_gradient_compression({"type": "none"})
+    assert x.asnumpy().tolist() == [rank] * 5
+
+
 def test_operations_differ(kv, rank, size):
     """Operation disagrees: one broadcasts, the others reduce."""
     several(size)

@@ -31,6 +31,7 @@ class Submitted:
     outputs: list[int]
     priority: int
     dtype: str
+    as_half: bool = False
 
 
 class FakeAdapter:
@@ -60,19 +61,20 @@ class FakeAdapter:
         prescale: float,
         postscale: float,
         priority: int,
+        as_half: bool,
     ) -> None:
         """Write size times the sum of the inputs to every output."""
         assert (op, prescale, postscale) == (native.OPS["sum"], 1.0, 1.0)
         sources = [_array(handle).asnumpy() for handle in inputs]
         dtype = str(sources[0].dtype)
-        self.operations.append(Submitted("allreduce", name, label, inputs, outputs, priority, dtype))
+        self.operations.append(Submitted("allreduce", name, label, inputs, outputs, priority, dtype, as_half))
         total = sum(sources) * self._size
         for handle in outputs:
             target = _array(handle)
             assert str(target.asnumpy().dtype) == dtype, "inputs and outputs differ in dtype"
             target[:] = total
 
-    def pushpull_in_place(self, name: str, label: str, array: int, priority: int) -> int | None:
+    def pushpull_in_place(self, name: str, label: str, array: int, priority: int, as_half: bool) -> int | None:
         """Every case needs a closer look: unit tests are about what the store does then."""
         return None
 

@@ -161,16 +161,20 @@ def test_broadcast_leaves_the_value_of_another_rank_alone(array):
         assert x.asnumpy().tolist() == [1, 2]
 
 
-def test_fp16_travels_as_fp16(fake, kv, array):
+def test_fp16_is_left_to_the_engine(fake, kv, array):
     kv.set_gradient_compression({"type": "fp16"})
-    for dtype, wire in (("float32", "float16"), ("float64", "float16"), ("int32", "int32"), ("float16", "float16")):
+    for dtype in ("float32", "float64", "int32", "float16"):
         x = array([1, 2], dtype)
         kv.pushpull(dtype, x)
-        assert fake.adapter.operations[-1].dtype == wire
+        op = fake.adapter.operations[-1]
+        assert (op.dtype, op.inputs, op.outputs, op.as_half) == (dtype, handles(x), handles(x), True)
         assert str(x.asnumpy().dtype) == dtype
         assert x.asnumpy().tolist() == [SIZE, 2 * SIZE]
     kv.broadcast("w", array([1.0001]))
-    assert fake.adapter.operations[-1].dtype == "float32"
+    assert not fake.adapter.operations[-1].as_half
+    kv.set_gradient_compression({"type": "none"})
+    kv.pushpull("float32", array([1, 2]))
+    assert not fake.adapter.operations[-1].as_half
 
 
 @pytest.mark.parametrize(

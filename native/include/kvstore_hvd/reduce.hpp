@@ -20,6 +20,9 @@ struct Reduction {
   // the type, NaN becomes 0. 1.0 leaves the value alone.
   double prescale = 1.0;
   double postscale = 1.0;
+  // Sums and averages of float32 and float64 only, without effect on others: as if the inputs were cast to float16
+  // (float64 by way of float32; to nearest even, too large to infinity), reduced as float16, and the result cast back.
+  bool as_half = false;
 };
 
 // Reduces `n_inputs` >= 1 arrays of `count` elements, in order, and writes the result to every one of `n_outputs` >= 1
@@ -30,7 +33,7 @@ struct Reduction {
 // thread has set (on x86-64; elsewhere the thread must be in the default modes). min and max are IEEE 754-2019
 // `minimum` and `maximum`: -0 is less than +0, and a NaN input gives NaN. Which NaN an operation returns depends on
 // compiler and CPU, so every NaN result is the canonical one: positive, quiet, no payload. Only a single input that is
-// not scaled is copied bit by bit.
+// neither scaled nor taken as half is copied bit by bit.
 void reduce(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs, int n_outputs,
             std::size_t count);
 

@@ -31,6 +31,7 @@ struct Request {
   ReduceOp op = ReduceOp::kSum;  // kAverage divides by the number of ranks
   double prescale = 1.0;
   double postscale = 1.0;
+  bool as_half = false;       // allreduce only: see Reduction
   int root = 0;               // broadcast only
   std::int32_t priority = 0;  // higher runs first; that of the last rank to submit decides
   // Non-empty: this rank cannot take part because its input failed; every rank gets kInputFailed with this text. Only

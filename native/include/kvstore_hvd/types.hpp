@@ -24,6 +24,11 @@ inline constexpr int kDTypes = 8;
 enum class ReduceOp : std::uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
 inline constexpr int kReduceOps = 5;
 
+// Whether Reduction::as_half has an effect.
+constexpr bool can_be_half(DType type, ReduceOp op) {
+  return (type == DType::kFloat32 || type == DType::kFloat64) && (op == ReduceOp::kSum || op == ReduceOp::kAverage);
+}
+
 enum class Collective : std::uint8_t { kAllreduce = 0, kBroadcast = 1 };
 
 constexpr std::size_t size_of(DType type) {

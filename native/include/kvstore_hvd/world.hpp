@@ -43,7 +43,9 @@ struct Signature {
   double prescale;
   double postscale;
   std::uint64_t count;
-  std::int32_t dims;
+  std::uint16_t dims;
+  std::uint8_t as_half;
+  std::uint8_t reserved;
   std::uint32_t more_dims;  // a hash of the dimensions beyond kMaxDims
   std::int64_t shape[kMaxDims];
 };
