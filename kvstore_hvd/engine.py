@@ -78,15 +78,37 @@ class Engine:
 
         Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
         the other workers that need this one, with the reason in their text.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world was lost while this worker waited for its operations.
+        KVHvdError
+            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
         """
         with self._lock:
-            if self._world is None or self._closed:
-                return
-            self._closed = f"this worker left the world{': ' + reason if reason else ''}."
-            self._remedy = "call kvstore_hvd.reset() on every worker to meet again."
-            self._leaving, self._communicator = self._communicator, None
-            if self._leaving is None:
-                return
+            # A world that is lost already has told so, by the operation that failed.
+            was_lost = self._communicator is not None and self._communicator.health() is not None
+            unread = self._leave(reason)
+            if unread is not None and was_lost:
+                _log_unread(unread)
+            elif unread is not None:
+                raise unread
+
+    def _leave(self, reason: str) -> Exception | None:
+        """Leave the world; returns the error of an operation whose result nobody has read, unless there is a reason.
+
+        MXNet raises an error once, and then hands out what the array happens to hold: whoever gets this is the last
+        one to hear of it.
+        """
+        if self._world is None or self._closed:
+            return None
+        self._closed = f"this worker left the world{': ' + reason if reason else ''}."
+        self._remedy = "call kvstore_hvd.reset() on every worker to meet again."
+        self._leaving, self._communicator = self._communicator, None
+        if self._leaving is None:
+            return None
+        try:
             if not reason:
                 self._drain()
             self._leaving.shutdown(reason)
@@ -94,9 +116,14 @@ class Engine:
             # if this worker ends early: something may be wrong with MXNet itself.
             if not reason:
                 self._drain()
+        finally:  # Ctrl-C may interrupt the waits
             self._adapter = None
             self._leaving = None
-            log.logger.debug("left the world")
+        log.logger.debug("left the world")
+        if reason:
+            return None
+        unread, self._deferred = self._deferred, None
+        return unread
 
     def reset(self) -> Topology:
         """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
@@ -111,7 +138,7 @@ class Engine:
         with self._lock:
             if self._world is None:
                 return self.init()
-            self.shutdown("reset() was called")
+            self._leave("reset() was called")
             self._drain()  # the errors of what was pending belong to the old world
             self._rejoin()
             return self.topology
@@ -305,9 +332,9 @@ class Engine:
             self._watchdog.leaving()
         reason = early_end()
         try:
-            self.shutdown(reason)
-            if self._deferred is not None and not reason:
-                log.logger.error("an operation failed, and its result was never read:\n%s", self._deferred)
+            unread = self._leave(reason)
+            if unread is not None:
+                _log_unread(unread)
         except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
             log.logger.warning("could not leave the world in good order: %s", error)
         finally:
@@ -322,6 +349,10 @@ class Engine:
             mxnet_compat.waitall()
         except Exception as error:  # noqa: BLE001 - whatever an operation failed with
             self._deferred = error
+
+
+def _log_unread(error: Exception) -> None:
+    log.logger.error("an operation failed, and its result was never read:\n%s", error)
 
 
 _current = Engine()

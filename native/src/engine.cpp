@@ -355,25 +355,21 @@ class Engine::Impl {
       if (const auto death = liveness_.poll(busy ? kBusyTick : kIdleTick)) {
         alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, death->rank) + " " + death->how);
       }
-      if (busy && !world_.failure.is_set()) {
-        check_left();
-        check_deadlines();
-        retry_slots();
-      }
+      if (busy && !world_.failure.is_set()) look_after_pending();
       if (world_.failure.is_set()) drive_until([this] { return idle(); }, kBusyTick, policy_);
     }
   }
 
-  void retry_slots() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    pending_.retry_slots();
-  }
-
-  void check_deadlines() {
+  void look_after_pending() {
     std::string fact;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      // Whoever has the lock may wait in a critical section for a rank that has just died there, and this thread is the
+      // one that would notice: it tries again at the next tick.
+      const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+      if (!lock.owns_lock()) return;
+      pending_.check_left();
       fact = pending_.describe_overdue(options_.timeout);
+      pending_.retry_slots();
     }
     if (!fact.empty()) alarm_.raise(ErrorCode::kTimeout, fact);
   }

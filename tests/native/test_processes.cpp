@@ -108,6 +108,34 @@ const bool lock_holder = testing::add("a rank that stops while it holds a lock i
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
 });
 
+const bool dead_holder = testing::add("a rank that dies while it holds a lock is noticed before the deadline", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  const pid_t victim = spawn(
+      *segment, 1,
+      [&](Engine& engine) {
+        Alarm alarm(segment->world(), 1, std::chrono::seconds(1));
+        if (!barrier(engine).ok()) return 1;
+        segment->world().table_lock.lock(alarm);
+        if (!barrier(engine).ok()) return 2;  // its slot is known: this needs no lock
+        usleep(400000);                       // some looks of the survivor's watcher
+        kill(getpid(), SIGKILL);
+        return 3;
+      },
+      std::chrono::seconds(60));
+  const pid_t survivor = spawn(
+      *segment, 0,
+      [](Engine& engine) {
+        if (!barrier(engine).ok() || !barrier(engine).ok()) return 1;
+        std::vector<float> data(10);
+        return engine.run(allreduce("x", data)).code() == ErrorCode::kPeerLost ? 0 : 2;
+      },
+      std::chrono::seconds(60));
+  wait_for(victim);
+  const int status = wait_for(survivor);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+});
+
 const bool forked = testing::add("a forked child is inert, and its parent goes on", [] {
   if (thread_sanitizer()) return;
   const auto segment = Segment::create(2);

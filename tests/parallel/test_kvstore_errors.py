@@ -223,6 +223,23 @@ def test_lost_world_is_latched_until_reset(world, rank, size):
     assert x.asnumpy().tolist() == [size * size] * 3
 
 
+def test_shutdown_raises_what_nobody_has_read(world, rank, size):
+    """An operation that failed while `shutdown` waited is not lost: its array would look as if all were well."""
+    if size < 2:
+        pytest.skip("needs another rank")
+    kv = mx.kv.create("horovod")
+    x = mx.nd.ones(3 if rank == 0 else 4)
+    kv.pushpull("x", x)
+    with pytest.raises(MismatchError, match="'x': ranks disagree on shape"):
+        kvstore_hvd.shutdown()
+    assert not kvstore_hvd.is_initialized()
+    kvstore_hvd.shutdown()  # says it once
+    kvstore_hvd.init()
+    y = mx.nd.ones(3)
+    kv.pushpull("y", y)
+    assert y.asnumpy().tolist() == [size] * 3
+
+
 def test_shutdown_and_start_again(world, rank, size):
     """After `shutdown` operations raise ShutdownError; `init` meets the others in a fresh world."""
     kv = mx.kv.create("horovod")
