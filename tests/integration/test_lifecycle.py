@@ -14,8 +14,8 @@ WORKER = Path(__file__).resolve().parents[1] / "support" / "lifecycle_worker.py"
 LIMIT_S = 90
 
 
-def run(program: str, ranks: int, **variables: str) -> str:
-    """Run the program under kvhvdrun; returns what it printed."""
+def run(program: str, ranks: int, code: int = 0, **variables: str) -> str:
+    """Run the program under kvhvdrun, which must end with the code; returns what it printed."""
     result = subprocess.run(
         kvhvdrun().command(ranks, [sys.executable, str(WORKER), program]),
         stdin=subprocess.DEVNULL,
@@ -25,7 +25,7 @@ def run(program: str, ranks: int, **variables: str) -> str:
         timeout=LIMIT_S,
         env={**environment(), **variables},
     )
-    assert result.returncode == 0, result.stdout
+    assert result.returncode == code, result.stdout
     return result.stdout
 
 
@@ -44,3 +44,10 @@ def test_a_forked_child_can_neither_join_nor_reset(ranks: int) -> None:
     output = run("forked_child", ranks)
     for rank in range(ranks):
         assert f"rank {rank} refused 3 total {ranks}" in output, output
+
+
+def test_a_worker_whose_last_operation_failed_does_not_end_in_good_order() -> None:
+    """The error that nobody has read is logged at exit, and the exit code tells of it."""
+    output = run("pending_at_exit", 2, code=1)
+    assert "its result was never read" in output, output
+    assert "left before it submitted" in output, output

@@ -1,4 +1,4 @@
-"""One rank of a short program: ``lifecycle_worker.py late_reset | forked_child``; prints what it saw."""
+"""One rank of a short program: ``lifecycle_worker.py late_reset | forked_child | pending_at_exit``; prints what it saw."""
 
 from __future__ import annotations
 
@@ -45,5 +45,16 @@ def forked_child() -> None:
     print(f"rank {topology.rank} refused {os.WEXITSTATUS(status)} total {total:g}", flush=True)
 
 
+def pending_at_exit() -> None:
+    """Rank 1 leaves without an operation that the others have submitted; nobody reads what became of it."""
+    import mxnet as mx
+
+    store = mx.kv.create("horovod")
+    store.barrier()
+    if store.rank != 1:
+        store.pushpull("lost", mx.nd.ones((3,)))
+
+
 if __name__ == "__main__":
-    {"late_reset": late_reset, "forked_child": forked_child}[sys.argv[1]]()
+    programs = {"late_reset": late_reset, "forked_child": forked_child, "pending_at_exit": pending_at_exit}
+    programs[sys.argv[1]]()
