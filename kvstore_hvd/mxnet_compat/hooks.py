@@ -69,9 +69,7 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
     _patch_gradients(mxnet)
 
 
-def install_hooks_on_import(
-    store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None
-) -> None:
+def install_hooks_on_import(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:
     """`install_hooks` now when MXNet is imported, otherwise as soon as it is. Does not import it."""
     if sys.modules.get("mxnet") is not None:
         importlib.import_module("mxnet")  # waits when another thread is still importing it

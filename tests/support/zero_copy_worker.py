@@ -12,6 +12,7 @@ import zlib
 from typing import Any
 
 import kvstore_hvd
+
 import mxnet as mx  # isort: skip
 
 from support.zero_copy import are_in_arena
