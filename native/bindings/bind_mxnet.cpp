@@ -19,9 +19,6 @@ namespace {
 using mxnet::MXNetAdapter;
 // An NDArrayHandle as Python has it: `array.handle.value`.
 using Address = std::uintptr_t;
-struct Step {
-  std::vector<MXNetAdapter::InPlace> operations;
-};
 
 mxnet::Handle handle(Address address) { return reinterpret_cast<mxnet::Handle>(address); }
 
@@ -40,15 +37,6 @@ void check(const Status& status) {
 
 void bind_mxnet(py::module_& module) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<Step>(module, "Step", "The gradients of one step; may be given to the adapter any number of times.")
-      .def(py::init<>())
-      .def(
-          "append",
-          [](Step& step, std::string name, std::string label, Address array, int priority) {
-            step.operations.push_back({std::move(name), std::move(label), handle(array), priority});
-          },
-          py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"))
-      .def("__len__", [](const Step& step) { return step.operations.size(); });
   py::class_<MXNetAdapter>(module, "MXNetAdapter", "Collective operations on MXNet arrays, through MXNet's engine.")
       .def(py::init<std::shared_ptr<Engine>, const std::string&, bool, std::shared_ptr<Arena>>(), py::arg("engine"),
            py::arg("library_path"), py::arg("naive") = false, py::arg("arena").none(true) = nullptr)
@@ -70,10 +58,6 @@ void bind_mxnet(py::module_& module) {
              bool as_half) { return adapter.pushpull_in_place(name, label, handle(array), priority, as_half); },
           py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"), py::arg("as_half") = false,
           WithoutGil())
-      .def(
-          "pushpull_all_in_place",
-          [](MXNetAdapter& adapter, const Step& step) { return adapter.pushpull_all_in_place(step.operations); },
-          py::arg("step"), WithoutGil())
       .def(
           "broadcast",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int root,

@@ -65,15 +65,6 @@ std::optional<std::size_t> MXNetAdapter::pushpull_in_place(const std::string& na
   return bytes;
 }
 
-std::size_t MXNetAdapter::pushpull_all_in_place(const std::vector<InPlace>& operations) {
-  std::size_t done = 0;
-  for (const InPlace& operation : operations) {
-    if (!pushpull_in_place(operation.name, operation.label, operation.array, operation.priority)) break;
-    ++done;
-  }
-  return done;
-}
-
 Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,
                                int priority) {
   Request request;

@@ -51,15 +51,6 @@ class MXNetAdapter {
   std::optional<std::size_t> pushpull_in_place(const std::string& name, const std::string& label, Handle array,
                                                int priority, bool as_half);
 
-  // pushpull_in_place for all of a step's arrays. Returns how many it has done: less than all when the next one needs a
-  // closer look.
-  struct InPlace {
-    std::string name, label;
-    Handle array;
-    int priority;
-  };
-  std::size_t pushpull_all_in_place(const std::vector<InPlace>& operations);
-
   // Overwrites `array` with the root's, in place. Otherwise like pushpull.
   Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority);
 
