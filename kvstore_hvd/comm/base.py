@@ -96,7 +96,16 @@ class Communicator(ABC):
     def shutdown(self, reason: str = "") -> None:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
 
-    def after_fork_in_child(self) -> None:
+    def report(self) -> dict[str, native.Statistics]:
+        """What was measured of the operations, by their names: none of this kind of world."""
+        return {}
+
+    @property
+    def arena(self) -> native.Arena | None:
+        """This worker's memory for arrays that the others sum in place, if there is any."""
+        return None
+
+    def after_fork_in_child(self) -> None:  # noqa: B027 - nothing to do where no memory is shared
         """Replace, in a forked child, memory that it would share with the parent by memory of its own."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, stype_of
 
-__all__ = ["NewArray", "move_to_arena"]
+__all__ = ["NewArray", "move_to_arena", "why_staged"]
 
 #: (shape, dtype) -> NDArrayHandle of an array in this worker's arena, of unspecified content; 0 when it takes none.
 NewArray = Callable[["tuple[int, ...]", str], int]
@@ -21,10 +21,10 @@ NewArray = Callable[["tuple[int, ...]", str], int]
 # The list of arrays that we have looked at last: MXNet makes a new one whenever it replaces them.
 _SEEN = "_kvstore_hvd_grad"
 # Why a parameter's gradients stay where they are; for reports.
-WHY = "_kvstore_hvd_why_staged"
+_WHY = "_kvstore_hvd_why_staged"
 
 
-def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray) -> None:
+def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray) -> bool:
     """Give parameters gradients in the arena, with the values that the present ones have.
 
     Those that cannot have them (on several devices, sparse, of an integer type, not initialised) are left alone; they
@@ -37,7 +37,13 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray)
         Stands for the arena; when it is another one than before, gradients move again.
     new_array : callable
         See `NewArray`.
+
+    Returns
+    -------
+    bool
+        Whether any was looked at: `why_staged` may say something else than before.
     """
+    any_looked_at = False
     for parameter in parameters:
         gradients = parameter._grad
         if gradients is None:
@@ -47,7 +53,15 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray)
             continue
         why = _move(parameter, new_array)
         parameter.__dict__[_SEEN] = (parameter._grad, arena)
-        parameter.__dict__[WHY] = why
+        parameter.__dict__[_WHY] = why
+        any_looked_at = True
+    return any_looked_at
+
+
+def why_staged(parameter: Any) -> str | None:
+    """Why a parameter's gradients are exchanged through staging memory; '' if they are not, None if nobody knows."""
+    why: str | None = parameter.__dict__.get(_WHY)
+    return why
 
 
 def _move(parameter: Any, new_array: NewArray) -> str:

@@ -59,7 +59,7 @@ class Engine::Impl {
         pending_(world_, alarm_, messages_),
         pipeline_(
             world_, alarm_, [this](std::uint32_t slot) -> const Request& { return pending_.request_on(slot); },
-            [this](std::uint32_t slot) { complete(slot); }),
+            [this](const Entry& entry) { pending_.scheduled(entry); }, [this](std::uint32_t slot) { complete(slot); }),
         liveness_(world_, rank, options_.host, options_.watch_peers) {
     communication_ = std::thread([this] { communicate(); });
     try {
@@ -129,6 +129,12 @@ class Engine::Impl {
   Status health() {
     if (forked()) return Messages::forked();
     return world_.failure.is_set() ? messages_.lost() : Status();
+  }
+
+  std::vector<NamedStatistics> report() {
+    if (forked()) return {};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pending_.report();
   }
 
   void shutdown(const std::string& reason) {
@@ -408,6 +414,7 @@ const Status& Engine::wait(const Work& work) {
   return work.status();
 }
 void Engine::abort(const std::string& text) { impl_->abort(text); }
+std::vector<NamedStatistics> Engine::report() const { return impl_->report(); }
 Status Engine::health() const { return impl_->health(); }
 void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }
 

@@ -5,9 +5,11 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/segment.hpp"
+#include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/status.hpp"
 #include "kvstore_hvd/work.hpp"
 
@@ -59,6 +61,9 @@ class Engine {
 
   // The latched failure of the world, or ok.
   Status health() const;
+
+  // What this rank has measured of its operations, as Pending::report(); empty in a forked child.
+  std::vector<NamedStatistics> report() const;
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and
