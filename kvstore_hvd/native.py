@@ -162,6 +162,8 @@ class Statistics:
         Of the last one: ``'one-shot'``, ``'two-shot'``, ``'direct'``, ``'broadcast'``, ``'failed'``.
     total, last : Times
         Over all operations, and of the last one.
+    submitted : float
+        When the last one was submitted, on the clock of ``time.monotonic()``.
     """
 
     operations: int
@@ -169,6 +171,7 @@ class Statistics:
     algorithm: str
     total: Times
     last: Times
+    submitted: float
 
 
 class Segment:
@@ -326,8 +329,8 @@ class Engine:
         The engine remembers some 8192 names; under ``''`` is the sum over those that it had to forget.
         """
         return {
-            name: Statistics(operations, bytes_reduced, algorithm, Times(*total), Times(*last))
-            for name, operations, bytes_reduced, algorithm, total, last in self.impl.report()
+            name: Statistics(operations, bytes_reduced, algorithm, Times(*total), Times(*last), submitted)
+            for name, operations, bytes_reduced, algorithm, total, last, submitted in self.impl.report()
         }
 
     def shutdown(self, reason: str = "") -> None:

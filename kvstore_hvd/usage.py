@@ -31,11 +31,11 @@ class Measured:
             name: {"mean": getattr(of.total, name) / count * 1e3, "last": getattr(of.last, name) * 1e3}
             for name in _TIMES
         }
-        return {"algorithm": of.algorithm, "staged": self.staged, "ms": ms}
+        return {"algorithm": of.algorithm, "staged": self.staged, "submitted": of.submitted, "ms": ms}
 
 
 _NO_TIME = native.Times(0.0, 0.0, 0.0)
-_UNKNOWN = Measured(native.Statistics(0, 0, "", _NO_TIME, _NO_TIME), "")
+_UNKNOWN = Measured(native.Statistics(0, 0, "", _NO_TIME, _NO_TIME, 0.0), "")
 
 
 class Report(dict[str, Any]):

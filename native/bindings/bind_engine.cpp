@@ -116,8 +116,9 @@ py::list report(const Engine& engine) {
   }
   py::list result;
   for (const auto& [name, one] : all) {
-    result.append(
-        py::make_tuple(name, one.operations, one.bytes, name_of(one.algorithm), seconds(one.total), seconds(one.last)));
+    result.append(py::make_tuple(name, one.operations, one.bytes, name_of(one.algorithm), seconds(one.total),
+                                 seconds(one.last),
+                                 std::chrono::duration<double>(one.submitted.time_since_epoch()).count()));
   }
   return result;
 }

@@ -19,6 +19,7 @@ void Statistics::add(const Work& work, Clock::time_point completed) {
   const bool failed = work.algorithm == Algorithm::kFail;
   if (!failed) bytes += work.request().count * size_of(work.request().dtype);
   algorithm = work.algorithm;
+  submitted = work.submitted;
   last = Times{work.scheduled - work.submitted, completed - work.scheduled, {}};
   total.queued += last.queued;
   total.reducing += last.reducing;
@@ -28,6 +29,7 @@ void Statistics::add(const Statistics& other) {
   operations += other.operations;
   bytes += other.bytes;
   algorithm = other.algorithm;
+  submitted = other.submitted;
   last = other.last;
   total.queued += other.total.queued;
   total.reducing += other.total.reducing;

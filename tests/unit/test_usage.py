@@ -13,6 +13,7 @@ from kvstore_hvd.usage import OTHER_KEYS, Measured, Report, Usage
 NOTHING: dict[str, Any] = {
     "algorithm": "",
     "staged": "",
+    "submitted": 0.0,
     "ms": {name: {"mean": 0.0, "last": 0.0} for name in ("queued", "reducing", "exposed")},
 }
 
@@ -60,7 +61,7 @@ def test_times_are_means_and_totals_in_milliseconds() -> None:
     counted = Usage()
     for _ in range(4):
         counted.add("pushpull", 0, 4)
-    statistics = Statistics(4, 16, "two-shot", Times(1.0, 2.0, 0.5), Times(0.25, 1.0, 0.0))
+    statistics = Statistics(4, 16, "two-shot", Times(1.0, 2.0, 0.5), Times(0.25, 1.0, 0.0), 77.0)
     report = counted.report({"0": "weight"}, {"0": Measured(statistics, "3 devices")}.get)
     assert report["ms"] == {"queued": 1000.0, "reducing": 2000.0, "exposed": 500.0}
     assert report["keys"]["weight"] == {
@@ -68,6 +69,7 @@ def test_times_are_means_and_totals_in_milliseconds() -> None:
         "bytes": 16,
         "algorithm": "two-shot",
         "staged": "3 devices",
+        "submitted": 77.0,
         "ms": {
             "queued": {"mean": 250.0, "last": 250.0},
             "reducing": {"mean": 500.0, "last": 1000.0},
@@ -80,7 +82,7 @@ def test_a_report_prints_as_a_table() -> None:
     counted = Usage()
     counted.add("pushpull", 0, 3 << 20)
     counted.add("broadcast", "loss", 4)
-    statistics = Statistics(1, 3 << 20, "two-shot", Times(0.001, 0.002, 0.0), Times(0.001, 0.002, 0.0))
+    statistics = Statistics(1, 3 << 20, "two-shot", Times(0.001, 0.002, 0.0), Times(0.001, 0.002, 0.0), 0.0)
     entries = counted.report({"0": "weight"}, {"0": Measured(statistics, "3 devices")}.get)
     report = Report({"workers": 2, "arena": {"used": 1 << 20, "capacity": 8 << 20}, **entries})
     assert str(report).splitlines() == [

@@ -24,7 +24,8 @@ struct Statistics {
   std::uint64_t bytes = 0;                 // of one rank's array, over all operations
   Algorithm algorithm = Algorithm::kFail;  // of the last one
   Times total, last;
-  std::uint32_t round = 0;  // of the last submission; see Rounds
+  std::chrono::steady_clock::time_point submitted;  // the last one
+  std::uint32_t round = 0;                          // of the last submission; see Rounds
 
   void add(const Work& work, std::chrono::steady_clock::time_point completed);
   // What `other` counted and measured, too.
