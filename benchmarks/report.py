@@ -95,7 +95,8 @@ def _bars(
     width = 0.8 / len(groups)
     for number, (group, values) in enumerate(groups.items()):
         places = [place + (number - (len(groups) - 1) / 2) * width for place in range(len(names))]
-        axes.bar_label(axes.bar(places, values, width, label=group), fmt="%.3g", fontsize=7)
+        shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
+        axes.bar_label(axes.bar(places, values, width, label=group), shown, fontsize=7)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel(label)
     if log:
