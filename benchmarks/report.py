@@ -169,8 +169,8 @@ def timeline(figure: Any, results: Mapping[str, Any]) -> str:
         if step["bars"]:
             last = max(bar["submitted"] for bar in step["bars"])
             end = max(bar["complete"] for bar in step["bars"])
-            axes.axvspan(last, max(last, end), color="tab:red", alpha=0.15, label="exposed")
-        axes.axvspan(step["begin"], step["end"], color="tab:green", alpha=0.07, label="step")
+            axes.axvspan(last, max(last, end), color="tab:red", alpha=0.15, zorder=0, label="exposed")
+        axes.axvspan(step["begin"], step["end"], color="tab:green", alpha=0.07, zorder=0, label="step")
         axes.set_yticks(range(len(step["bars"])), [bar["name"] for bar in step["bars"]], fontsize=6)
         axes.invert_yaxis()
         axes.set_title(f"rank {rank}", fontsize=9)
