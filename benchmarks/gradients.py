@@ -63,7 +63,9 @@ def make_trainer(shapes: Sequence[tuple[int, ...]], store: Any) -> Any:
     """Return a Trainer of parameters of these shapes."""
     import mxnet as mx
 
-    params = {f"layer{number}": mx.gluon.Parameter(f"layer{number}", shape=shape) for number, shape in enumerate(shapes)}
+    params = {
+        f"layer{number}": mx.gluon.Parameter(f"layer{number}", shape=shape) for number, shape in enumerate(shapes)
+    }
     for param in params.values():
         param.initialize()
     trainer = mx.gluon.Trainer(params, "sgd", kvstore=store)

@@ -23,6 +23,8 @@ __all__ = [
     "arguments_of_launches",
     "kvhvdrun",
     "load_mpi",
+    "load_samples",
+    "prepare_gate",
     "save_samples",
     "start_launches",
     "this_python",
@@ -119,8 +121,7 @@ def _find_launcher(python: Path) -> _Launcher:
 
 
 def _start_ranks(launcher: _Launcher, count: int, program: Sequence[str], folder: Path) -> list[Any]:
-    gate = folder / "gate"
-    gate.write_bytes(bytes(mmap.PAGESIZE * (1 + count * 64 // mmap.PAGESIZE)))
+    prepare_gate(folder, count)
     # One compute thread for each rank's share of the cores, as kvhvdrun does.
     share = max(1, len(os.sched_getaffinity(0)) // count)
     try:
@@ -135,7 +136,7 @@ def _start_ranks(launcher: _Launcher, count: int, program: Sequence[str], folder
         raise SystemExit(f"{launcher.name}: the ranks did not end within {_TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         raise SystemExit(f"{launcher.name}: the ranks ended with code {done.returncode}")
-    return [json.loads(_saved(folder, rank).read_text()) for rank in range(count)]
+    return [load_samples(folder, rank) for rank in range(count)]
 
 
 def _saved(folder: Path, rank: int) -> Path:
@@ -145,6 +146,16 @@ def _saved(folder: Path, rank: int) -> Path:
 def save_samples(folder: Path, rank: int, samples: Any) -> None:
     """Leave what a rank measured, as JSON, for the process that started it."""
     _saved(folder, rank).write_text(json.dumps(samples))
+
+
+def load_samples(folder: Path, rank: int) -> Any:
+    """Return what a rank left."""
+    return json.loads(_saved(folder, rank).read_text())
+
+
+def prepare_gate(folder: Path, count: int) -> None:
+    """Make the file of a `Gate` for `count` ranks."""
+    (folder / "gate").write_bytes(bytes(mmap.PAGESIZE * (1 + count * 64 // mmap.PAGESIZE)))
 
 
 def load_mpi(wanted: bool) -> Any:
@@ -173,7 +184,7 @@ class Gate:
     Parameters
     ----------
     folder : Path
-        As `start_launches` prepared it.
+        As `prepare_gate` left it; `start_launches` does that.
     rank, size : int
         This process, and how many there are.
     """

@@ -199,6 +199,12 @@ class Config:
         "KVHVD_ARENA_MIB",
         doc="MiB of address space for a worker's gradients in shared memory; 0: as much as the machine has memory.",
     )
+    thresholds: str = _knob(
+        _text,
+        "",
+        "KVHVD_THRESHOLDS",
+        doc="Sizes in bytes at which the engine changes its way, NAME=BYTES,...: what benchmarks/tune.py prints.",
+    )
     numpy_shim: bool = _knob(
         _flag, True, "KVHVD_NUMPY_SHIM", doc="1: add the NumPy names that MXNet needs and newer NumPy lacks."
     )

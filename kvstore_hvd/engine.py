@@ -244,6 +244,17 @@ class Engine:
         """The adapter, if it is in use already and no error waits to be raised. For callers in a hurry."""
         return self._adapter if self._deferred is None else None
 
+    def report(self) -> dict[str, native.Statistics]:
+        """What was measured of this worker's operations since it joined its world, by their names."""
+        communicator = self._communicator
+        return {} if communicator is None else communicator.report()
+
+    @property
+    def arena(self) -> native.Arena | None:
+        """Where gradients live that the other workers sum in place; None when there is no such memory."""
+        communicator = self._communicator
+        return None if communicator is None else communicator.arena
+
     def adapter_for_gradients(self) -> native.MXNetAdapter | None:
         """The adapter whose arena gradients may live in, or None: one worker, no world yet, or switched off."""
         communicator = self._communicator

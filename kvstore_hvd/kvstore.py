@@ -11,13 +11,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore_hvd import engine, log, mxnet_compat
+from kvstore_hvd import engine, log, mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.compression import parse_compression
+from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
 from kvstore_hvd.operations import Operations
-from kvstore_hvd.usage import Usage
+from kvstore_hvd.usage import Measured, Report, Usage
 
 __all__ = ["StoreMethods", "make_store_class"]
 
@@ -59,6 +60,7 @@ class StoreMethods:
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
         self._as_half = False  # see set_gradient_compression()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
+        self._staged_reasons: dict[str, str] = {}  # by str(key), of gradients of Trainers
         self._usage = Usage()
         self._count = self._usage.add
         self._operations = Operations(self._engine, self._namespace, self._count)
@@ -277,17 +279,38 @@ class StoreMethods:
 
     # -- State ------------------------------------------------------------------------------------------------------
 
-    def report(self) -> dict[str, Any]:
-        """What this store has done so far.
+    def report(self) -> Report:
+        """What this store has done so far, and how long it took on this worker. Ends a round, see below.
 
         Returns
         -------
-        dict
-            ``'workers'``: their number; ``'operations'``: how many of each kind; ``'bytes'``: of this worker's arrays;
-            ``'keys'``: the last two for each key, under the parameter's name where it is known, and for
-            all keys after the first 10,000 together.
+        Report
+            A dict that prints as a table.
+
+            - ``'workers'``: their number.
+            - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays on the wire.
+            - ``'arena'``: ``'used'`` and ``'capacity'`` in bytes of the memory for gradients that workers sum in place;
+              of all stores of this worker.
+            - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
+            - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
+              what the engine measured since the workers met: ``'algorithm'`` of the last operation ('one-shot',
+              'two-shot', 'direct', 'broadcast', 'failed', or '' when it knows nothing); ``'staged'``: why arrays are
+              copied through staging memory ('' when they are not); ``'submitted'``: when the last operation was, on the
+              clock of ``time.monotonic()``; ``'ms'``: of each of the three times ``'mean'`` and ``'last'``. Keys after
+              the first 10,000 are counted together.
+
+            *queued*: from when the array is ready until all workers have theirs ready and the first chunk is
+            scheduled. *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation
+            of this worker's hid. A round is a row of operations in which no key comes twice: in training, a step. An
+            operation is exposed from the last submission of its round until it is complete (or the next round
+            begins); one that completes before that last submission is not exposed at all. The exposed times of a
+            round overlap: the communication that a step waits for is their maximum, not their sum.
         """
-        return {"workers": self.num_workers, **self._usage.report(self._names)}
+        memory = self._engine.arena
+        arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}
+        measured = self._engine.report()
+        keys = self._usage.report(self._names, lambda key: self._measured(key, measured))
+        return Report({"workers": self.num_workers, "arena": arena, **keys})
 
     def reset(self) -> None:
         """Meet the same workers in a fresh world, after this one was lost; every worker must call it.
@@ -306,7 +329,26 @@ class StoreMethods:
         self._names.update((str(key), name) for key, name in names.items())
         self._wire_names.clear()
 
+    def _set_staged_reasons(self, reasons: Mapping[Any, str]) -> None:
+        """Say why keys go through staging memory ('': they do not). Called by the Trainer hook."""
+        self._staged_reasons.update((str(key), why) for key, why in reasons.items())
+
     # -- How it works -----------------------------------------------------------------------------------------------
+
+    def _measured(self, key: str, measured: Mapping[str, native.Statistics]) -> Measured | None:
+        statistics = measured.get(wire_name(self._namespace, key))
+        if statistics is None:
+            return None
+        staged = ""
+        if statistics.algorithm in ("one-shot", "two-shot"):
+            own = self._staged_reasons.get(key)
+            if not config().zero_copy:
+                staged = "KVHVD_ZERO_COPY=0"
+            elif own is None:
+                staged = "not a Trainer's gradient"
+            else:
+                staged = own or "staged by another worker"
+        return Measured(statistics, staged)
 
     def _call(self, operation: str) -> Call:
         topology = self._engine.topology

@@ -36,7 +36,7 @@ _failed = False
 
 
 def end_as_failed() -> None:
-    """Have the process end with code 1, for an exit handler: Python itself would end with 0 whatever a handler finds."""
+    """Have the process end with code 1, for an exit handler: Python would end with 0 whatever a handler finds."""
     global _failed
     _failed = True
 

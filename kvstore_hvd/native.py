@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -18,11 +19,15 @@ __all__ = [
     "Engine",
     "MXNetAdapter",
     "Segment",
+    "Statistics",
+    "Threshold",
+    "Times",
     "Work",
     "abi",
     "exception_for",
     "set_simd_target",
     "simd_target",
+    "thresholds",
 ]
 
 # The codes are part of the shared-memory protocol: native/include/kvstore_hvd/types.hpp.
@@ -94,6 +99,81 @@ def set_simd_target(target: str) -> bool:
     return bool(_native().set_simd_target(target))
 
 
+@dataclass(frozen=True)
+class Threshold:
+    """A size in bytes at which the engine changes its way: a multiple of `unit` from `least` to `most`."""
+
+    value: int
+    unit: int
+    least: int
+    most: int
+
+
+def thresholds(changes: str = "") -> dict[str, Threshold]:
+    """All thresholds by name (``native/include/kvstore_hvd/thresholds.hpp`` says what they mean).
+
+    Parameters
+    ----------
+    changes : str
+        What differs from the defaults: ``'one_shot=4096,direct_chunk=2097152'``.
+
+    Raises
+    ------
+    ValueError
+        A name does not exist, or a value is not allowed.
+    """
+    return {name: Threshold(*numbers) for name, *numbers in _native().thresholds(changes)}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on this worker.
+
+    Parameters
+    ----------
+    queued : float
+        From the submission (with MXNet: when the array is ready) until all workers have submitted the operation and
+        its first chunk is scheduled.
+    reducing : float
+        From then on until it is complete.
+    exposed : float
+        The part of both that nothing else of this worker was hidden behind. A round is a row of submissions in which
+        no name comes twice: in training, a step. An operation is exposed from the last submission of its round (its
+        own, if that is the last) until it is complete or the next round begins, whichever comes first; what completes
+        before that last submission is not exposed at all.
+    """
+
+    queued: float
+    reducing: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a worker measured of the operations under one name.
+
+    Parameters
+    ----------
+    operations : int
+        Completed ones, failed ones included.
+    bytes : int
+        Of this worker's array, over all operations that did not fail.
+    algorithm : str
+        Of the last one: ``'one-shot'``, ``'two-shot'``, ``'direct'``, ``'broadcast'``, ``'failed'``.
+    total, last : Times
+        Over all operations, and of the last one.
+    submitted : float
+        When the last one was submitted, on the clock of ``time.monotonic()``.
+    """
+
+    operations: int
+    bytes: int
+    algorithm: str
+    total: Times
+    last: Times
+    submitted: float
+
+
 class Segment:
     """The shared memory of one world of workers on one host."""
 
@@ -101,15 +181,23 @@ class Segment:
         self.impl = impl
 
     @classmethod
-    def create(cls, size: int, arena_bytes: int = 0) -> Segment:
+    def create(cls, size: int, arena_bytes: int = 0, thresholds: str = "") -> Segment:
         """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
+
+        Parameters
+        ----------
+        size, arena_bytes : int
+        thresholds : str
+            What differs from the defaults, see `thresholds`; decides for all workers.
 
         Raises
         ------
         OSError
             The system has no memory left for it.
+        ValueError
+            As `thresholds`.
         """
-        return cls(_native().Segment.create(size, arena_bytes))
+        return cls(_native().Segment.create(size, arena_bytes, thresholds))
 
     @classmethod
     def attach(cls, fd: int) -> Segment:
@@ -252,6 +340,16 @@ class Engine:
     def bytes_in_place(self) -> int:
         """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
         return int(self.impl.bytes_in_place)
+
+    def report(self) -> dict[str, Statistics]:
+        """What was measured, by the operations' names; ends a round (see `Times`).
+
+        The engine remembers some 8192 names; under ``''`` is the sum over those that it had to forget.
+        """
+        return {
+            name: Statistics(operations, bytes_reduced, algorithm, Times(*total), Times(*last), submitted)
+            for name, operations, bytes_reduced, algorithm, total, last, submitted in self.impl.report()
+        }
 
     def shutdown(self, reason: str = "") -> None:
         """Leave the world: after the pending requests, or at once and with a reason that the others read."""

@@ -106,6 +106,10 @@ class Communicator(ABC):
         """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
         return 0
 
+    def report(self) -> dict[str, native.Statistics]:
+        """What was measured of the operations, by their names: none of this kind of world."""
+        return {}
+
     @abstractmethod
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """The adapter that submits arrays of the MXNet at `library_path`; `naive`: that MXNet runs NaiveEngine."""

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore_hvd import log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import KVHvdError
+from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.rendezvous import share_segment
 from kvstore_hvd.topology import World
 
@@ -32,14 +32,17 @@ class ShmCommunicator(Communicator):
     ------
     LaunchError
         Workers did not appear in time, or run another build of this package.
+    ConfigError
+        KVHVD_THRESHOLDS is wrong.
     """
 
     def __init__(self, world: World) -> None:
         topology = world.topology
+        changes = _thresholds()
         created: list[native.Segment] = []
 
         def create() -> int:
-            created.append(native.Segment.create(topology.size, _arena_bytes(topology.size)))
+            created.append(native.Segment.create(topology.size, _arena_bytes(topology.size), changes))
             return created[0].fd
 
         fd = share_segment(world, create, version=native.abi())
@@ -83,6 +86,10 @@ class ShmCommunicator(Communicator):
         """See `Communicator.shutdown`."""
         self._engine.shutdown(reason)
 
+    def report(self) -> dict[str, native.Statistics]:
+        """See `Communicator.report`."""
+        return self._engine.report()
+
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """See `Communicator.mxnet_adapter`."""
         return native.MXNetAdapter(self._engine, library_path, naive, self._arena)
@@ -96,6 +103,20 @@ class ShmCommunicator(Communicator):
     def bytes_in_place(self) -> int:
         """See `Communicator.bytes_in_place`."""
         return self._engine.bytes_in_place
+
+
+def _thresholds() -> str:
+    """The user's, checked on every worker although those of the one that creates the segment count."""
+    changes = config().thresholds
+    try:
+        native.thresholds(changes)
+    except ValueError as error:
+        details = [f"KVHVD_THRESHOLDS: {error}"]
+        fix = "correct or unset it; benchmarks/tune.py finds values for this machine."
+        raise ConfigError(
+            message("the environment has a setting that kvstore_hvd cannot use.", details=details, fix=fix)
+        ) from None
+    return changes
 
 
 def _arena_bytes(size: int) -> int:

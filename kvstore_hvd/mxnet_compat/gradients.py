@@ -20,7 +20,7 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, stype_of
 
-__all__ = ["NewArray", "look_at", "move_to_arena", "note_graph"]
+__all__ = ["NewArray", "look_at", "move_to_arena", "note_graph", "why_staged"]
 
 #: (shape, dtype) -> NDArrayHandle of an array in this worker's arena, of unspecified content; 0 when it is full.
 NewArray = Callable[["tuple[int, ...]", str], int]
@@ -28,7 +28,7 @@ NewArray = Callable[["tuple[int, ...]", str], int]
 _DTYPES = ("float16", "float32", "float64")
 _SEEN = "_kvstore_hvd_grad"
 # Why a parameter's gradients stay where they are; for reports.
-WHY = "_kvstore_hvd_why_staged"
+_WHY = "_kvstore_hvd_why_staged"
 
 # Whether this process has compiled a graph that keeps its gradient arrays.
 _static_graphs = False
@@ -63,7 +63,7 @@ def look_at(parameters: Iterable[Any]) -> None:
             parameter.__dict__[_SEEN] = _Seen(parameter._grad)
 
 
-def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray, unused: bool = False) -> None:
+def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray, unused: bool = False) -> bool:
     """Give parameters gradients in the arena, with the values that the present ones have.
 
     Those that cannot have them (on several devices, sparse, of an integer type, not initialised) are left alone; they
@@ -78,7 +78,13 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray,
         See `NewArray`.
     unused : bool
         Whether the gradients are new, so that certainly no graph knows them.
+
+    Returns
+    -------
+    bool
+        Whether any was looked at: `why_staged` may say something else than before.
     """
+    any_looked_at = False
     for parameter in parameters:
         gradients = parameter._grad
         if gradients is None:
@@ -91,9 +97,15 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray,
         else:
             why = _move(parameter, new_array)
         parameter.__dict__[_SEEN] = _Seen(parameter._grad, arena)
-        parameter.__dict__[WHY] = why
-        if why:
-            log.logger.debug("the gradient of %s goes through staging memory: %s", parameter.name, why)
+        parameter.__dict__[_WHY] = why
+        any_looked_at = True
+    return any_looked_at
+
+
+def why_staged(parameter: Any) -> str | None:
+    """Why a parameter's gradients are exchanged through staging memory; '' if they are not, None if nobody knows."""
+    why: str | None = parameter.__dict__.get(_WHY)
+    return why
 
 
 def _move(parameter: Any, new_array: NewArray) -> str:

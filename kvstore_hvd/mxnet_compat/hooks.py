@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Optional
 
+from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
 from kvstore_hvd.mxnet_compat import engine_errors, gradients, numpy_shim
@@ -36,6 +37,8 @@ Arena = Callable[[], Any]
 
 _TAG = "kvstore_hvd.hooks"
 _WRAPPED = "_kvstore_hvd_wraps"
+# Of a Trainer: why which of its gradients are staged, as its store and the log were told.
+_TOLD = "_kvstore_hvd_told"
 # MXNet is one per process, and so is what was done to it.
 _world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None
@@ -268,8 +271,8 @@ def _patch_gradients(mxnet: Any) -> None:
 
     def exchanging(original: Callable[..., Any]) -> Callable[..., Any]:
         def allreduce_grads(self: Any) -> None:
-            if _is_ours(self._kvstore):
-                _move_gradients(self._params)
+            if _is_ours(self._kvstore) and (_move_gradients(self._params) or not hasattr(self, _TOLD)):
+                _tell_staged(self)
             original(self)
 
         return allreduce_grads
@@ -283,17 +286,35 @@ def _patch_gradients(mxnet: Any) -> None:
     _wrap(mxnet.gluon.Trainer, "_allreduce_grads", exchanging)
 
 
-def _move_gradients(parameters: Iterable[Any], unused: bool = False) -> None:
+def _move_gradients(parameters: Iterable[Any], unused: bool = False) -> bool:
     arena = _arena()
-    if arena is not None:
-        gradients.move_to_arena(parameters, arena, arena.new_array, unused)
+    return arena is not None and gradients.move_to_arena(parameters, arena, arena.new_array, unused)
+
+
+def _tell_staged(trainer: Any) -> None:
+    """Tell a Trainer's store which gradients are not summed in place, and why; and the log, once for each."""
+    labels, told = _labels(trainer), getattr(trainer, _TOLD, {})
+    reasons = {}
+    for param in trainer._params:
+        key, why = _key(trainer, param), gradients.why_staged(param)
+        if why is None:
+            continue
+        reasons[key] = why
+        if why and told.get(key) != why:
+            log.logger.debug("the gradient of '%s' (key %s) goes through staging memory: %s", labels[key], key, why)
+    if hasattr(trainer._kvstore, "_set_staged_reasons"):
+        trainer._kvstore._set_staged_reasons(reasons)
+    setattr(trainer, _TOLD, reasons)
 
 
 def _labels(trainer: Any) -> dict[int, str]:
     """Names of a Trainer's parameters by the keys that it uses for them on the store."""
     names: dict[int, str] = getattr(trainer, "_kvstore_hvd_names", {})
-    labels = {}
-    for param in trainer._params:
-        identity = param._uuid if hasattr(param, "_uuid") else param.name  # MXNet 2, MXNet 1
-        labels[trainer._param2idx[identity]] = names.get(id(param), param.name)
-    return labels
+    return {_key(trainer, param): names.get(id(param), param.name) for param in trainer._params}
+
+
+def _key(trainer: Any, param: Any) -> int:
+    """What a Trainer calls a parameter on its store."""
+    identity = param._uuid if hasattr(param, "_uuid") else param.name  # MXNet 2, MXNet 1
+    key: int = trainer._param2idx[identity]
+    return key

@@ -87,6 +87,43 @@ void run(Engine& engine, const Request& request) {
   wait(engine, *work, done);
 }
 
+const char* name_of(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kFail:
+      return "failed";
+    case Algorithm::kOneShot:
+      return "one-shot";
+    case Algorithm::kTwoShot:
+      return "two-shot";
+    case Algorithm::kBroadcast:
+      return "broadcast";
+    case Algorithm::kDirect:
+      return "direct";
+  }
+  return "";
+}
+
+// Seconds: queued, reducing, exposed.
+py::tuple seconds(const Times& times) {
+  const auto of = [](std::chrono::nanoseconds duration) { return std::chrono::duration<double>(duration).count(); };
+  return py::make_tuple(of(times.queued), of(times.reducing), of(times.exposed));
+}
+
+py::list report(const Engine& engine) {
+  std::vector<NamedStatistics> all;
+  {
+    const py::gil_scoped_release release;
+    all = engine.report();
+  }
+  py::list result;
+  for (const auto& [name, one] : all) {
+    result.append(py::make_tuple(name, one.operations, one.bytes, name_of(one.algorithm), seconds(one.total),
+                                 seconds(one.last),
+                                 std::chrono::duration<double>(one.submitted.time_since_epoch()).count()));
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -123,6 +160,7 @@ void bind_engine(py::module_& module) {
           "wait", [](Engine& engine, const Work& work) { wait(engine, work); }, py::arg("work"))
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("health", [](const Engine& engine) { return outcome(engine.health()); })
+      .def("report", &report)
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
 }
 

@@ -8,7 +8,12 @@ namespace kvstore_hvd {
 
 void bind_segment(py::module_& module) {
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment", "The shared memory of one world on one host.")
-      .def_static("create", &Segment::create, py::arg("size"), py::arg("arena_bytes") = 0)
+      .def_static(
+          "create",
+          [](int size, std::size_t arena_bytes, const std::string& thresholds) {
+            return Segment::create(size, arena_bytes, parse_thresholds(thresholds));
+          },
+          py::arg("size"), py::arg("arena_bytes") = 0, py::arg("thresholds") = "")
       .def_static("attach", &Segment::attach, py::arg("fd"))
       .def_property_readonly("fd", &Segment::fd)
       .def_property_readonly("size", &Segment::size);
@@ -22,6 +27,15 @@ void bind_segment(py::module_& module) {
       .def_property_readonly("capacity", &Arena::capacity)
       .def_property_readonly("used", &Arena::used)
       .def("after_fork_in_child", &Arena::after_fork_in_child);
+  // Name, value with `text`, unit, least, most. Raises ValueError.
+  module.def("thresholds", [](const std::string& text) {
+    const Thresholds thresholds = parse_thresholds(text);
+    py::list all;
+    for (const ThresholdInfo& info : threshold_infos()) {
+      all.append(py::make_tuple(info.name, thresholds.*info.field, info.unit, info.least, info.most));
+    }
+    return all;
+  });
   module.def("abi", &Segment::abi, "What must be equal for two builds to share a segment.");
 }
 

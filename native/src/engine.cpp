@@ -65,7 +65,7 @@ class Engine::Impl {
         pending_(world_, alarm_, messages_),
         pipeline_(
             world_, alarm_, [this](std::uint32_t slot) -> const Request& { return pending_.request_on(slot); },
-            [this](std::uint32_t slot) { complete(slot); }),
+            [this](const Entry& entry) { pending_.scheduled(entry); }, [this](std::uint32_t slot) { complete(slot); }),
         liveness_(world_, rank, options_.host, options_.watch_peers) {
     communication_ = std::thread([this] { communicate(); });
     try {
@@ -174,6 +174,12 @@ class Engine::Impl {
   Status health() {
     if (forked()) return Messages::forked();
     return world_.failure.is_set() ? messages_.lost() : Status();
+  }
+
+  std::vector<NamedStatistics> report() {
+    if (forked()) return {};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pending_.report();
   }
 
   void shutdown(const std::string& reason) {
@@ -441,6 +447,7 @@ const Status& Engine::wait(const Work& work) {
   return work.status();
 }
 void Engine::abort(const std::string& text) { impl_->abort(text); }
+std::vector<NamedStatistics> Engine::report() const { return impl_->report(); }
 Status Engine::health() const { return impl_->health(); }
 std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
 void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }

@@ -30,6 +30,7 @@ Pending::Pending(World& world, Alarm& alarm, const Messages& messages)
 
 Pending::Ready Pending::add(std::shared_ptr<Work> work) {
   Name& name = names_[work->request().name];
+  rounds_.submitted(name.statistics, *work);
   name.queue.push_back(std::move(work));
   count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
   return name.queue.size() == 1 ? start(name) : Ready::kNot;
@@ -82,6 +83,17 @@ bool Pending::is_announced(const Name& name) const {
   return !name.queue.empty() && name.slot.slot != kNoSlot && in_flight_[name.slot.slot] == name.queue.front().get();
 }
 
+void Pending::scheduled(const Entry& entry) const {
+  Clock::time_point now;
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    if (entry.pieces[i].offset != 0) continue;  // not the first chunk
+    if (now == Clock::time_point()) now = Clock::now();
+    Work& work = *in_flight_[entry.pieces[i].slot];
+    work.scheduled = now;
+    work.algorithm = entry.algorithm;
+  }
+}
+
 Pending::Completed Pending::complete(std::uint32_t slot) {
   const Request& request = in_flight_[slot]->request();
   Status status = messages_.disagreement(request, world_.slots[slot]);
@@ -91,11 +103,19 @@ Pending::Completed Pending::complete(std::uint32_t slot) {
   name.queue.pop_front();
   in_flight_[slot] = nullptr;
   table_.complete(slot);
-  if (!name.queue.empty()) {
-    name.queue.front()->since = Clock::now();
-    if (start(name) != Ready::kNot) world_.rank(rank_).bell.ring();
-  } else if (names_.size() > kSlots) {
-    names_.erase(found);  // bounds the memory of programs that never use a name twice
+  const auto now = Clock::now();
+  name.statistics.add(*work, now);
+  if (name.queue.empty() && names_.size() > kSlots) {
+    // Bounds the memory of programs that never use a name twice.
+    forgotten_.add(name.statistics);
+    rounds_.completed(forgotten_, *work, now);
+    names_.erase(found);
+  } else {
+    rounds_.completed(name.statistics, *work, now);
+    if (!name.queue.empty()) {
+      name.queue.front()->since = now;
+      if (start(name) != Ready::kNot) world_.rank(rank_).bell.ring();
+    }
   }
   retry_slots();
   return {std::move(work), std::move(status)};
@@ -105,8 +125,9 @@ std::deque<std::shared_ptr<Work>> Pending::take_all() {
   std::deque<std::shared_ptr<Work>> all;
   for (auto& [text, name] : names_) {
     for (auto& work : name.queue) all.push_back(std::move(work));
+    name.queue.clear();
   }
-  names_.clear();
+  rounds_.forget();
   waiting_for_slot_.clear();
   return all;
 }
@@ -150,6 +171,16 @@ std::string Pending::describe_overdue(std::chrono::nanoseconds timeout) {
     if (!name.queue.empty() && now - name.queue.front()->since >= timeout) return describe_timeout(name, timeout);
   }
   return "";
+}
+
+std::vector<NamedStatistics> Pending::report() {
+  rounds_.end(Clock::now());
+  std::vector<NamedStatistics> all;
+  for (const auto& [text, name] : names_) {
+    if (name.statistics.operations > 0) all.push_back(NamedStatistics{text, name.statistics});
+  }
+  if (forgotten_.operations > 0) all.push_back(NamedStatistics{"", forgotten_});
+  return all;
 }
 
 std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout) {

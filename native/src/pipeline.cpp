@@ -43,11 +43,12 @@ char* result_of(const Request& request) { return static_cast<char*>(request.outp
 }  // namespace
 
 Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-                   std::function<void(std::uint32_t)> finished)
+                   std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished)
     : world_(world),
       rank_(alarm.rank()),
       schedule_(world, alarm),
       request_of_(std::move(request_of)),
+      scheduled_(std::move(scheduled)),
       finished_(std::move(finished)),
       inputs_(world.size),
       outputs_(world.size) {}
@@ -56,6 +57,7 @@ bool Pipeline::advance(const WaitPolicy& policy) {
   policy_ = policy;
   if (fetched_ == filled_ && filled_ - collected_ < kStages &&
       schedule_.fetch(static_cast<std::uint32_t>(fetched_), entry(fetched_))) {
+    scheduled_(entry(fetched_));
     ++fetched_;
   }
   if (fetched_ == collected_) return false;

@@ -20,26 +20,22 @@ bool heap_less(const Ready& a, const Ready& b) { return runs_before(b, a); }
 
 }  // namespace
 
-ChunkPlan plan_chunk(Collective collective, bool direct, std::uint64_t tensor_bytes, std::uint32_t ranks,
-                     std::uint32_t stage_bytes) {
-  constexpr std::uint64_t kOneShot = 2048;    // up to here one synchronisation costs less than halving the bytes
-  constexpr std::uint64_t kLarge = 16 << 20;  // from here on the memory, not the latency, is the limit
-  constexpr std::uint64_t kMinChunk = 64 << 10;
+ChunkPlan plan_chunk(const Thresholds& thresholds, Collective collective, bool direct, std::uint64_t tensor_bytes,
+                     std::uint32_t ranks, std::uint32_t stage_bytes) {
   constexpr std::uint64_t kMinSlice = 4096;
-  constexpr std::uint64_t kDirectChunk = 1 << 20;  // what a tensor of higher priority may have to wait for
-  constexpr std::uint64_t kMaxPart = 256 << 10;
-  constexpr std::uint64_t kMinPart = 8 << 10;  // less is done sooner than divided
   if (collective == Collective::kBroadcast)
-    return {Algorithm::kBroadcast, std::min<std::uint64_t>(stage_bytes, 262144)};
+    return {Algorithm::kBroadcast, std::min<std::uint64_t>(stage_bytes, thresholds.broadcast_chunk)};
   if (direct) {
-    const std::uint64_t chunk = std::min(tensor_bytes, kDirectChunk);
-    return {Algorithm::kDirect, kDirectChunk, std::clamp(round_up(chunk / ranks, kMinSlice), kMinPart, kMaxPart)};
+    const std::uint64_t chunk = std::min<std::uint64_t>(tensor_bytes, thresholds.direct_chunk);
+    const std::uint64_t share = round_up(chunk / ranks, kMinSlice);
+    return {Algorithm::kDirect, thresholds.direct_chunk,
+            std::clamp<std::uint64_t>(share, thresholds.min_part, thresholds.max_part)};
   }
-  if (tensor_bytes <= kOneShot) return {Algorithm::kOneShot, kOneShot};
+  if (tensor_bytes <= thresholds.one_shot) return {Algorithm::kOneShot, stage_bytes};
   // Four chunks keep the three stages of the pipeline busy; small tensors are cut no finer than a slice worth its
   // synchronisation.
-  const std::uint64_t largest = tensor_bytes >= kLarge ? 128 << 10 : 64 << 10;
-  const std::uint64_t smallest = round_up(kMinChunk / ranks, kMinSlice);
+  const std::uint64_t largest = tensor_bytes >= thresholds.large ? thresholds.max_slice_large : thresholds.max_slice;
+  const std::uint64_t smallest = std::min(round_up(thresholds.min_chunk / ranks, kMinSlice), largest);
   const std::uint64_t slice = std::clamp(round_up(tensor_bytes / ranks / 4, kMinSlice), smallest, largest);
   // Both are multiples of kAlignment, so no element is cut.
   return {Algorithm::kTwoShot, std::min<std::uint64_t>(slice * ranks, stage_bytes)};
@@ -106,7 +102,8 @@ void Schedule::decide(Entry& entry) {
   } else {
     const Signature& agreed = slot.agreed;
     const bool direct = slot.direct != 0;
-    const ChunkPlan plan = plan_chunk(agreed.collective, direct, slot.bytes, world_.size, world_.stage_bytes);
+    const ChunkPlan plan =
+        plan_chunk(world_.thresholds, agreed.collective, direct, slot.bytes, world_.size, world_.stage_bytes);
     entry.root = agreed.root;
     add(first, std::min(plan.bytes, slot.bytes - slot.scheduled));
     // Whole small tensors that come next anyway ride along with the end of this one.
@@ -120,7 +117,8 @@ void Schedule::decide(Entry& entry) {
       }
       add(next, rest);
     }
-    const ChunkPlan fused = plan_chunk(agreed.collective, direct, entry.staged_bytes, world_.size, world_.stage_bytes);
+    const ChunkPlan fused =
+        plan_chunk(world_.thresholds, agreed.collective, direct, entry.staged_bytes, world_.size, world_.stage_bytes);
     entry.algorithm = fused.algorithm;
     entry.part_bytes = static_cast<std::uint32_t>(fused.part);
     if (direct) {

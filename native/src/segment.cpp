@@ -17,7 +17,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303034;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303035;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -74,7 +74,7 @@ std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
   return std::shared_ptr<Segment>(new Segment(fd, static_cast<World*>(memory), bytes));
 }
 
-std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes) {
+std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, const Thresholds& thresholds) {
   if (size < 1 || size > kMaxRanks) {
     throw std::invalid_argument("a world has 1 to " + std::to_string(kMaxRanks) + " ranks on a host, not " +
                                 std::to_string(size));
@@ -101,6 +101,7 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes) {
   world.arena_bytes = arena_bytes;
   world.arenas_offset = layout.arenas;
   world.arena_stride = layout.arena_stride;
+  world.thresholds = thresholds;
   world.magic = kMagic;
   return segment;
 }

@@ -79,10 +79,48 @@ const bool whole_elements = testing::add("no chunk cuts an element, whatever the
     for (const std::uint64_t bytes : {0ULL, 1ULL, 2048ULL, 2049ULL, 65536ULL, 1000003ULL, 1ULL << 24, 1ULL << 33}) {
       for (const auto collective : {Collective::kAllreduce, Collective::kBroadcast}) {
         for (const bool direct : {false, true}) {
-          const ChunkPlan plan = plan_chunk(collective, direct, bytes, ranks, 1 << 20);
+          const ChunkPlan plan = plan_chunk(Thresholds(), collective, direct, bytes, ranks, 1 << 20);
           check(plan.bytes > 0 && plan.bytes % 64 == 0 && plan.bytes <= 1 << 20,
                 std::to_string(plan.bytes) + " bytes for " + std::to_string(ranks) + " ranks");
           check(plan.part % 64 == 0 && (plan.algorithm == Algorithm::kDirect) == (plan.part > 0), "parts");
+        }
+      }
+    }
+  }
+});
+
+const bool settings = testing::add("thresholds can be set by name, and wrong settings are refused", [] {
+  const Thresholds changed = parse_thresholds(" one_shot=128 , direct_chunk=8192,");
+  check(changed.one_shot == 128 && changed.direct_chunk == 8192, "set");
+  check(changed.large == Thresholds().large && parse_thresholds("").one_shot == Thresholds().one_shot, "left alone");
+  for (const char* wrong :
+       {"one_shot", "one_shoot=128", "one_shot=", "one_shot=-64", "one_shot=65", "one_shot=1e3", "one_shot=128x",
+        "direct_chunk=0", "min_part=1048576", "one_shot=99999999999999999999", "one_shot=128,,"}) {
+    check(throws<std::invalid_argument>([&] { static_cast<void>(parse_thresholds(wrong)); }), wrong);
+  }
+  for (const ThresholdInfo& info : threshold_infos()) {
+    const std::uint32_t value = Thresholds().*info.field;
+    check(value >= info.least && value <= info.most && value % info.unit == 0, std::string("default of ") + info.name);
+  }
+});
+
+// Any setting gives chunks that the staging memory holds and that cut no element.
+const bool extremes = testing::add("plans are sound for the least and the greatest thresholds", [] {
+  for (const ThresholdInfo& info : threshold_infos()) {
+    for (const std::uint32_t value : {info.least, info.most}) {
+      Thresholds thresholds;
+      thresholds.*info.field = value;
+      if (thresholds.min_part > thresholds.max_part) continue;
+      for (const std::uint32_t ranks : {1U, 2U, 3U, 7U, 8U, 64U, 256U}) {
+        const std::uint32_t stage = std::min(ranks * (128U << 10), 1U << 20);
+        for (std::uint64_t bytes = 1; bytes < std::uint64_t{1} << 34; bytes = bytes * 3 + 1) {
+          const ChunkPlan staged = plan_chunk(thresholds, Collective::kAllreduce, false, bytes, ranks, stage);
+          const bool cut = bytes > staged.bytes;
+          check(staged.bytes > 0 && staged.bytes <= stage && staged.bytes % 64 == 0,
+                std::string("chunk, ") + info.name);
+          check(!cut || staged.algorithm == Algorithm::kTwoShot, std::string("one-shot in pieces, ") + info.name);
+          const ChunkPlan direct = plan_chunk(thresholds, Collective::kAllreduce, true, bytes, ranks, stage);
+          check(direct.part > 0 && direct.part % 64 == 0 && direct.bytes % 64 == 0, std::string("part, ") + info.name);
         }
       }
     }

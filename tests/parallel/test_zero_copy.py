@@ -17,7 +17,7 @@ import kvstore_hvd
 from kvstore_hvd import log
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.mxnet_compat import gradients as gradients_module
-from kvstore_hvd.mxnet_compat.gradients import WHY
+from kvstore_hvd.mxnet_compat.gradients import why_staged
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import array, gradients, is_mxnet_2, mlp, parameters, weights
 from support.zero_copy import (
@@ -521,7 +521,7 @@ def test_several_devices_stay_staged(rank, size):
     assert both(run) == 0
     assert not any(are_in_arena(run.net))
     if size > 1:
-        assert {p.__dict__[WHY] for p in parameters(run.net)} == {"2 devices"}
+        assert {why_staged(p) for p in parameters(run.net)} == {"2 devices"}
 
 
 def test_other_device_stays_staged(rank, size):
@@ -550,7 +550,7 @@ def test_integers_stay_staged(rank, size, dtype):
     assert_same_bits(param.grad().asnumpy(), np.full(5, sum(range(1, size + 1)), dtype))
     assert bytes_in_place() == before
     if size > 1:
-        assert param.__dict__[WHY] == dtype
+        assert why_staged(param) == dtype
 
 
 @pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no sparse gradients in Gluon")

@@ -1,4 +1,4 @@
-"""One rank of a short program: ``lifecycle_worker.py late_reset | forked_child | pending_at_exit``; prints what it saw."""
+"""One rank of a short program, ``late_reset``, ``forked_child`` or ``pending_at_exit``; prints what it saw."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/segment.hpp"
+#include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/status.hpp"
 #include "kvstore_hvd/work.hpp"
 
@@ -64,6 +66,9 @@ class Engine {
   // Bytes of this rank's arrays that were reduced where they lie: those of allreduces whose arrays are in every rank's
   // arena.
   std::uint64_t bytes_in_place() const;
+
+  // What this rank has measured of its operations, as Pending::report(); empty in a forked child.
+  std::vector<NamedStatistics> report() const;
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and

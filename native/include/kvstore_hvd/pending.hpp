@@ -15,6 +15,7 @@
 
 #include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/messages.hpp"
+#include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/tensor_table.hpp"
 #include "kvstore_hvd/work.hpp"
 #include "kvstore_hvd/world.hpp"
@@ -36,6 +37,9 @@ class Pending {
   // The request that this rank has in flight on a slot. For the thread that carries out the schedule, without a lock:
   // it learns of the slot from the announcement.
   const Request& request_on(std::uint32_t slot) const { return in_flight_[slot]->request(); }
+
+  // The entry is part of the schedule, and nothing of it is done yet. As request_on().
+  void scheduled(const Entry& entry) const;
 
   // The operation on `slot` is over on this rank: hands out its work and how it ended, and goes on with the next of its
   // name.
@@ -63,11 +67,16 @@ class Pending {
   // What to blame when a request has waited for `timeout`: empty when none has.
   std::string describe_overdue(std::chrono::nanoseconds timeout);
 
+  // By name; under the empty name what was measured under names that are forgotten (all but about kSlots, those that
+  // are not in use). Ends a round, see Rounds.
+  std::vector<NamedStatistics> report();
+
  private:
   // The first request of a name is announced, or waits for a free slot.
   struct Name {
     SlotHandle slot;
     std::deque<std::shared_ptr<Work>> queue;
+    Statistics statistics;
   };
 
   Ready start(Name& name);
@@ -82,6 +91,8 @@ class Pending {
   const int rank_, size_;
   TensorTable table_;
   std::unordered_map<std::string, Name> names_;
+  Statistics forgotten_;
+  Rounds rounds_;
   std::deque<std::string> waiting_for_slot_;
   // By slot. Written before the announcement, which publishes it to the thread that carries out the schedule.
   std::vector<Work*> in_flight_;

@@ -32,9 +32,10 @@ namespace kvstore_hvd {
 class Pipeline {
  public:
   // `request_of` finds this rank's request for a slot that it announced; `finished` is told when all bytes of a slot's
-  // operation are done on this rank (or when it failed: ask the slot).
+  // operation are done on this rank (or when it failed: ask the slot); `scheduled` is told of every entry, before
+  // anything of it is done.
   Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-           std::function<void(std::uint32_t)> finished);
+           std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished);
 
   // Does the next piece of work, or waits for about kMaxSleep for the ranks that it depends on. Returns false when
   // there is nothing under way and nothing to begin. Throws WorldLost.
@@ -62,6 +63,7 @@ class Pipeline {
   Schedule schedule_;
   WaitPolicy policy_;  // of the thread that drives at the moment
   std::function<const Request&(std::uint32_t)> request_of_;
+  std::function<void(const Entry&)> scheduled_;
   std::function<void(std::uint32_t)> finished_;
 
   std::array<Entry, kStages> window_;

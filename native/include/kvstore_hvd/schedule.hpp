@@ -37,13 +37,13 @@ class Schedule {
   Alarm& alarm_;
 };
 
-// How a chunk is cut from a tensor: by size and number of ranks. Measured; see docs/architecture.md.
+// How a chunk is cut from a tensor: by size and number of ranks. See docs/architecture.md.
 struct ChunkPlan {
   Algorithm algorithm;
   std::uint64_t bytes;
   std::uint64_t part = 0;  // kDirect: bytes claimed at a time
 };
-ChunkPlan plan_chunk(Collective collective, bool direct, std::uint64_t tensor_bytes, std::uint32_t ranks,
-                     std::uint32_t stage_bytes);
+ChunkPlan plan_chunk(const Thresholds& thresholds, Collective collective, bool direct, std::uint64_t tensor_bytes,
+                     std::uint32_t ranks, std::uint32_t stage_bytes);
 
 }  // namespace kvstore_hvd

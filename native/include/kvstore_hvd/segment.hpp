@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "kvstore_hvd/thresholds.hpp"
+
 namespace kvstore_hvd {
 
 struct World;
@@ -13,7 +15,7 @@ class Segment {
  public:
   // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp), each with an arena of `arena_bytes` of
   // address space; memory is taken when it is first written to. Throws std::invalid_argument, std::system_error.
-  static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0);
+  static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0, const Thresholds& thresholds = {});
 
   // The segment behind `fd`, which is duplicated. Throws std::invalid_argument when it is not one of this build.
   static std::shared_ptr<Segment> attach(int fd);

@@ -7,12 +7,14 @@
 
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/status.hpp"
+#include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
 
 class Work {
  public:
-  explicit Work(Request request) : since(std::chrono::steady_clock::now()), request_(std::move(request)) {}
+  explicit Work(Request request)
+      : submitted(std::chrono::steady_clock::now()), since(submitted), request_(std::move(request)) {}
 
   const Request& request() const { return request_; }
 
@@ -30,8 +32,13 @@ class Work {
     done_.store(true, std::memory_order_release);
   }
 
-  // When it was submitted, or became the first of its name; the engine's.
-  std::chrono::steady_clock::time_point since;
+  // The engine's.
+  const std::chrono::steady_clock::time_point submitted;
+  std::chrono::steady_clock::time_point since;  // when it was submitted, or became the first of its name
+  std::uint32_t round = 0;                      // see Rounds
+  // Written by the thread that carries out the schedule, which also completes the work.
+  std::chrono::steady_clock::time_point scheduled;  // its first chunk
+  Algorithm algorithm = Algorithm::kFail;
 
  private:
   const Request request_;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kvstore_hvd/failure.hpp"
+#include "kvstore_hvd/thresholds.hpp"
 #include "kvstore_hvd/types.hpp"
 #include "kvstore_hvd/wait.hpp"
 
@@ -132,6 +133,7 @@ struct World {
   std::uint64_t total_bytes;
   std::uint64_t ranks_offset, announcements_offset, digests_offset, staging_offset, staging_stride;
   std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
+  Thresholds thresholds;
 
   Failure failure;
   std::atomic<std::uint32_t> left;  // ranks that left in good order

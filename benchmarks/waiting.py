@@ -1,0 +1,164 @@
+"""Time one small allreduce with idle cores and beside a busy compute thread in every rank, ours and MPI's.
+
+    python benchmarks/waiting.py -np 2 4
+
+What is measured is how ranks wait for one another: 4 B have nothing to move. With idle cores the question is how soon a
+rank notices that another has come; with more ranks than cores, or computations beside it, how soon it gets a core at
+all, and how long it keeps one that it does not need.
+
+The busy thread computes without Python's lock. Methods take turns, in a new order in each repetition, idle and busy
+rows in turn. Every operation is timed by itself and counts as its slowest rank; shown are medians over all operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from common import Samples, describe, joined, median_ratio, ratio_text, slowest, summary, table, time_text, write
+from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_launches, versions
+
+SCRIPT = Path(__file__).resolve()
+METHODS = ("MPI", "raw", "pushpull")
+STATES = ("idle", "busy")
+# Operations of a row: before the clock is read, and with it.
+WARM_UP = 10
+IN_A_ROW = {"idle": 200, "busy": 40}
+
+
+# -- As a rank ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """Compute on another thread of this process, all the time."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        # About 30 ms each, in which Python's lock is free.
+        while not stop.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 50_000)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def row(run: Callable[[], object], count: int) -> list[float]:
+    """Return the seconds of each of `count` operations."""
+    for _ in range(WARM_UP):
+        run()
+    times = []
+    for _ in range(count):
+        start = perf_counter()
+        run()
+        times.append(perf_counter() - start)
+    return times
+
+
+def be_a_rank(options: argparse.Namespace) -> None:
+    """Measure, and leave the samples in the folder."""
+    mpi = load_mpi(options.mpi)
+    from methods import Methods, topology, zeros
+
+    place = topology()
+    gate = Gate(options.folder, place.rank, place.size)
+    methods = Methods(mpi)
+    array = zeros((1,))
+    actions = methods.on(array, "waiting")
+    samples: Samples = {f"{method}, {state}": [] for state in STATES for method in METHODS if method in actions}
+    order = [method for method in METHODS if method in actions]
+    shuffle = random.Random(0).shuffle  # the same order on all ranks
+    for repetition in range(-1, options.repetitions):
+        shuffle(order)
+        for method in order:
+            for state in STATES:
+                gate.wait()
+                if state == "busy":
+                    with busy_thread():
+                        times = row(actions[method], IN_A_ROW[state])
+                else:
+                    times = row(actions[method], IN_A_ROW[state])
+                if repetition >= 0:
+                    samples[f"{method}, {state}"] += times
+    gate.wait()
+    methods.close()
+    save_samples(options.folder, place.rank, {"samples": samples, "versions": versions(mpi)})
+
+
+# -- As the one that starts them ----------------------------------------------------------------------------------
+
+
+def evaluate(samples: Samples) -> dict[str, Any]:
+    """Return statistics of each method and state, and ratios to MPI."""
+    ratios = {}
+    for state in STATES:
+        for ours in ("raw", "pushpull"):
+            if f"MPI, {state}" in samples:
+                ratios[f"{ours}/MPI, {state}"] = median_ratio(samples[f"{ours}, {state}"], samples[f"MPI, {state}"])
+    return {"seconds": {name: summary(values) for name, values in samples.items()}, "ratios": ratios}
+
+
+def show(results: dict[str, Any], launches: Sequence[dict[str, Any]], mpi: str) -> str:
+    """Return the table of one MPI and number of ranks."""
+    rows = []
+    for name, times in results["seconds"].items():
+        method, _, state = name.partition(", ")
+        rows.append(
+            [
+                name.replace("MPI", mpi),
+                *(time_text(times[what]) for what in ("min", "median", "max")),
+                ratio_text(results["ratios"].get(f"{method}/MPI, {state}", float("nan"))),
+                " ".join(time_text(launch["seconds"][name]["median"]) for launch in launches),
+            ]
+        )
+    return table(["us", "min", "median", "max", f"/{mpi}", "medians of launches"], rows)
+
+
+def main() -> None:
+    """Run as the starter, or as one of the ranks that it starts."""
+    options = parse_arguments()
+    if options.folder is not None:
+        be_a_rank(options)
+        return
+    run = describe()
+    results: dict[str, Any] = {}
+    text = []
+    for ranks in options.ranks:
+        told = argparse.Namespace(**{**vars(options), "ranks": ranks})
+        saved = start_launches(SCRIPT, told, ["--repetitions", str(options.repetitions)])
+        run["versions"] = {name: launches[-1][0]["versions"] for name, launches in saved.items()}
+        of_ranks = results[str(ranks)] = {}
+        for name, started in saved.items():
+            samples = [slowest([rank["samples"] for rank in launch]) for launch in started]
+            launches = [evaluate(launch) for launch in samples]
+            everything = evaluate(joined(samples))
+            of_ranks[name] = {"all": everything, "launches": launches}
+            head = f"{ranks} ranks on {run['cores']} cores, 4 B, {name}, {options.launches} launches"
+            text.append(f"{head}\n{show(everything, launches, name)}\n")
+    write(options.json, run, {"by_ranks": results}, "\n".join(text))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = arguments_of_launches(SCRIPT, "Time one small allreduce, idle and beside busy threads, beside MPI.")
+    for action in parser._actions:
+        if action.dest == "ranks":
+            action.nargs, action.default = "+", [2, 4]
+    parser.add_argument("--repetitions", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

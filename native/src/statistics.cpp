@@ -1,0 +1,67 @@
+#include "kvstore_hvd/statistics.hpp"
+
+#include <algorithm>
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void expose(Statistics& statistics, Clock::time_point from, Clock::time_point until) {
+  statistics.last.exposed = std::max(until - from, Clock::duration::zero());
+  statistics.total.exposed += statistics.last.exposed;
+}
+
+}  // namespace
+
+void Statistics::add(const Work& work, Clock::time_point completed) {
+  ++operations;
+  const bool failed = work.algorithm == Algorithm::kFail;
+  if (!failed) bytes += work.request().count * size_of(work.request().dtype);
+  algorithm = work.algorithm;
+  submitted = work.submitted;
+  last = Times{work.scheduled - work.submitted, completed - work.scheduled, {}};
+  total.queued += last.queued;
+  total.reducing += last.reducing;
+}
+
+void Statistics::add(const Statistics& other) {
+  operations += other.operations;
+  bytes += other.bytes;
+  algorithm = other.algorithm;
+  submitted = other.submitted;
+  last = other.last;
+  total.queued += other.total.queued;
+  total.reducing += other.total.reducing;
+  total.exposed += other.total.exposed;
+}
+
+void Rounds::submitted(Statistics& statistics, Work& work) {
+  if (statistics.round == round_) {
+    end(work.submitted);
+  } else {
+    completed_.clear();
+  }
+  statistics.round = work.round = round_;
+  last_submission_ = work.submitted;
+}
+
+void Rounds::completed(Statistics& statistics, const Work& work, Clock::time_point when) {
+  if (work.round == round_) {
+    completed_.push_back(Completed{&statistics, work.submitted, when});
+  } else if (work.round + 1 == round_) {
+    expose(statistics, std::max(work.submitted, before_), std::min(when, ended_));
+  }
+}
+
+void Rounds::end(Clock::time_point when) {
+  for (const Completed& one : completed_) {
+    expose(*one.statistics, std::max(one.submitted, last_submission_), one.completed);
+  }
+  completed_.clear();
+  before_ = last_submission_;
+  ended_ = when;
+  ++round_;
+}
+
+}  // namespace kvstore_hvd

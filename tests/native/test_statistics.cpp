@@ -1,0 +1,101 @@
+// What is measured of operations: rounds and exposed times by hand-made times, then a world that counts.
+#include <algorithm>
+#include <string>
+
+#include "check.hpp"
+#include "kvstore_hvd/statistics.hpp"
+#include "ranks.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using std::chrono::hours;
+using testing::check;
+using testing::check_equal;
+
+// Submissions take their times from the clock, completions are said to be hours later: nothing in between matters.
+long hours_of(std::chrono::nanoseconds duration) {
+  return std::chrono::duration_cast<hours>(duration + std::chrono::minutes(30)).count();
+}
+
+const bool exposed = testing::add("what completes after the last submission of a round is exposed", [] {
+  Rounds rounds;
+  Statistics first, second, third;
+  Work a{Request()}, b{Request()}, c{Request()};
+  rounds.submitted(first, a);
+  rounds.completed(first, a, a.submitted + hours(7));
+  rounds.submitted(second, b);  // whatever `first` took, the rank was still computing
+  rounds.submitted(third, c);
+  rounds.completed(third, c, c.submitted + hours(2));
+  rounds.completed(second, b, c.submitted + hours(3));
+  check_equal(hours_of(second.last.exposed), 0, "unknown as long as more may come");
+  Work again{Request()};
+  rounds.submitted(first, again);
+  check_equal(hours_of(first.last.exposed), 0, "the first was hidden");
+  check_equal(hours_of(third.last.exposed), 2, "the third");
+  check_equal(hours_of(second.last.exposed), 3, "the second, from the submission of the third on");
+  check_equal(hours_of(second.total.exposed), 3, "total");
+});
+
+const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {
+  Rounds rounds;
+  Statistics slow;
+  Work a{Request()}, b{Request()};
+  rounds.submitted(slow, a);
+  rounds.end(a.submitted + hours(4));
+  rounds.submitted(slow, b);
+  rounds.completed(slow, a, a.submitted + hours(9));
+  check_equal(hours_of(slow.last.exposed), 4, "until the end of its round");
+  rounds.completed(slow, b, b.submitted + hours(1));
+  rounds.end(b.submitted + hours(1));
+  check_equal(hours_of(slow.total.exposed), 5, "total");
+});
+
+const bool counted = testing::add("the engine reports operations, bytes, algorithms and times by name", [] {
+  constexpr int kRounds = 20;
+  with_world(2, [](Engine& engine, int rank) {
+    std::vector<float> small(10), large(100000), unlike(rank == 0 ? 3 : 4);
+    for (int i = 0; i < kRounds; ++i) {
+      const auto first = engine.submit(allreduce("small", small));
+      const auto second = engine.submit(allreduce("large", large));
+      engine.wait(*first);
+      engine.wait(*second);
+    }
+    check(!engine.run(allreduce("unlike", unlike)).ok(), "shapes differ");
+    std::vector<NamedStatistics> all = engine.report();
+    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
+    if (!check(all.size() == 3, "three names")) return;
+    const auto& [large_name, of_large] = all[0];
+    const auto& [small_name, of_small] = all[1];
+    check(large_name == "large" && small_name == "small" && all[2].name == "unlike", "names");
+    check(of_large.operations == kRounds && of_large.bytes == kRounds * large.size() * sizeof(float), "large");
+    check(of_small.operations == kRounds && of_small.bytes == kRounds * small.size() * sizeof(float), "small");
+    check(of_large.algorithm == Algorithm::kTwoShot, "algorithm of the large one");
+    check(all[2].statistics.algorithm == Algorithm::kFail && all[2].statistics.bytes == 0, "failed");
+    for (const auto& [name, one] : all) {
+      for (const Times& times : {one.total, one.last}) {
+        check(times.queued.count() >= 0 && times.reducing.count() >= 0 && times.exposed.count() >= 0, name);
+        check(times.exposed <= times.queued + times.reducing, name + " exposed for longer than it took");
+      }
+      check(one.last.reducing <= one.total.reducing, name);
+    }
+  });
+});
+
+const bool bounded = testing::add("names that are used once are counted together when there are too many", [] {
+  with_world(1, [](Engine& engine, int) {
+    std::vector<float> data(1);
+    const int names = kSlots + 1000;
+    for (int i = 0; i < names; ++i) check(engine.run(allreduce("once" + std::to_string(i), data)).ok(), "run");
+    std::uint64_t operations = 0;
+    const auto all = engine.report();
+    for (const auto& [name, one] : all) operations += one.operations;
+    check_equal(operations, static_cast<std::uint64_t>(names), "none is lost");
+    check(all.size() <= kSlots + 2, "bounded");
+  });
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }

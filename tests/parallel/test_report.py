@@ -1,0 +1,138 @@
+"""What `report` says after a training: calls, bytes, algorithms, times, and why something is staged."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from kvstore_hvd.config import config
+from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples
+
+mx = pytest.importorskip("mxnet")
+
+STEPS = 3
+TIMES = ("queued", "reducing", "exposed")
+
+
+@pytest.fixture
+def kv(world):
+    return mx.kv.create("horovod")
+
+
+def train(net, steps=STEPS):
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
+    data, label = samples(24)
+    for _ in range(steps):
+        backward(net, [(array(data), array(label))])
+        trainer.step(24)
+    mx.nd.waitall()
+    return trainer
+
+
+def names_of(net):
+    return list(net.collect_params()) if is_mxnet_2() else [param.name for param in parameters(net)]
+
+
+def test_gradients_of_a_training(rank, size):
+    """Every gradient has a label, its calls and bytes, its algorithm, and times that fit together."""
+    net = mlp()
+    trainer = train(net)
+    report = trainer._kvstore.report()
+    assert report["workers"] == size
+    assert sorted(report["keys"]) == sorted(names_of(net))
+    direct = config().zero_copy
+    for param, name in zip(parameters(net), names_of(net)):
+        entry = report["keys"][name]
+        assert entry["operations"]["pushpull"] == STEPS
+        assert entry["bytes"] == (STEPS + entry["operations"].get("broadcast", 0)) * 4 * int(np.prod(param.shape))
+        if size == 1:
+            assert entry["algorithm"] == ""
+        elif direct:
+            assert (entry["algorithm"], entry["staged"]) == ("direct", "")
+        else:
+            assert (entry["algorithm"], entry["staged"]) == ("one-shot", "KVHVD_ZERO_COPY=0")
+        for which in ("mean", "last"):
+            queued, reducing, exposed = (entry["ms"][time][which] for time in TIMES)
+            assert queued >= 0 and reducing >= 0
+            assert 0 <= exposed <= (queued + reducing) * (1 + 1e-9)
+            assert (reducing > 0) == (size > 1)
+    for time in TIMES:
+        calls = {name: sum(entry["operations"].values()) for name, entry in report["keys"].items()}
+        total = sum(report["keys"][name]["ms"][time]["mean"] * count for name, count in calls.items())
+        assert report["ms"][time] == pytest.approx(total)
+
+
+def test_the_arena_has_the_gradients(rank, size):
+    """What the arena holds covers the gradients that are in it; with one worker, or switched off, there is none."""
+    net = mlp()
+    arena = train(net)._kvstore.report()["arena"]
+    if size == 1 or not config().zero_copy:
+        assert arena == {"used": 0, "capacity": 0}
+    else:
+        needed = sum(4 * int(np.prod(param.shape)) for param in parameters(net))
+        assert needed <= arena["used"] <= arena["capacity"]
+
+
+def test_the_report_prints_as_a_table(rank, size):
+    """One line of totals, one head, one line for each key."""
+    net = mlp()
+    lines = str(train(net)._kvstore.report()).splitlines()
+    assert lines[0].startswith(f"{size} workers; ")
+    assert len(lines) == 2 + len(parameters(net))
+    for name in names_of(net):
+        assert any(line.startswith(name + " ") for line in lines[2:])
+
+
+def test_why_gradients_are_staged(rank, size, caplog):
+    """Gradients on two devices are staged; the report says why, and the log does once for each."""
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    nn = mx.gluon.nn
+    net = network(nn.Dense(3, in_units=8), contexts=contexts)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
+    data, label = samples(24)
+    logger = logging.getLogger("kvstore_hvd")
+    logger.addHandler(caplog.handler)
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        for _ in range(STEPS):
+            backward(net, [(array(data, where), array(label, where)) for where in contexts])
+            trainer.step(24)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(before)
+    if size == 1:
+        return
+    mx.nd.waitall()
+    entries = trainer._kvstore.report()["keys"]
+    why = "2 devices" if config().zero_copy else "KVHVD_ZERO_COPY=0"
+    assert {name: entry["staged"] for name, entry in entries.items()} == dict.fromkeys(names_of(net), why)
+    told = [text for record in caplog.records if "staging memory" in (text := record.getMessage())]
+    if config().zero_copy:
+        expected = [
+            f"the gradient of '{name}' (key {key}) goes through staging memory: 2 devices"
+            for key, name in enumerate(sorted(names_of(net)))  # as a Trainer sorts them
+        ]
+        assert sorted(set(told)) == sorted(expected)
+        assert len(told) <= 2 * len(expected)  # a logger may hand a record to several handlers
+
+
+def test_other_arrays_are_staged(kv, rank, size):
+    """What no Trainer owns is staged."""
+    value = mx.nd.ones((1000,))
+    kv.pushpull("mine", value)
+    value.wait_to_read()
+    mx.nd.waitall()
+    entry = kv.report()["keys"]["mine"]
+    if size > 1:
+        expected = "not a Trainer's gradient" if config().zero_copy else "KVHVD_ZERO_COPY=0"
+        assert (entry["algorithm"], entry["staged"]) == ("two-shot", expected)
+
+
+def test_a_store_that_did_nothing(kv, rank, size):
+    """There is a report before anything was done, and it prints."""
+    report = kv.report()
+    assert (report["operations"], report["bytes"], report["keys"]) == ({}, 0, {})
+    assert str(report)
