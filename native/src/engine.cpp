@@ -297,10 +297,10 @@ class Engine::Impl {
     const auto end = Clock::now() + limit;
     std::unique_lock<std::mutex> lock(mutex_);
     ++waiters_;
-    for (;;) {
+    for (bool waited = false;; waited = true) {
       lock.unlock();
       if (done()) break;
-      if (Clock::now() >= end) break;
+      if (waited && Clock::now() >= end) break;
       lock.lock();
       if (driven_) {
         if (!done()) changed_.wait_for(lock, kMaxSleep);
