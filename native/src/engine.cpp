@@ -350,7 +350,8 @@ class Engine::Impl {
         const std::lock_guard<std::mutex> lock(mutex_);
         stop_driving();
       }
-      bell.wait_change(seen, policy_, kIdleTick, world_.failure);
+      // Without spinning: it would take the core from whoever submits the next operation.
+      bell.wait_change(seen, WaitPolicy{}, kIdleTick, world_.failure);
     }
   }
 
