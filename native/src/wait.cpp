@@ -24,6 +24,8 @@ constexpr std::chrono::microseconds kCallersSpin{100};
 constexpr std::chrono::microseconds kLongYield{50};
 constexpr std::chrono::microseconds kSlice{100};
 constexpr int kYields = 3;
+// So many waits do without yielding then: while the core is busy, every first yield would cost a slice.
+constexpr int kWaitsWithoutYields = 1000;
 constexpr int kPausesPerClock = 8;
 
 void pause() {
@@ -46,11 +48,18 @@ bool poll(const WaitPolicy& policy, const Done& done) {
       }
     } while (Clock::now() < end);
   }
+  thread_local int waits_without_yields = 0;
+  if (policy.yields > 0 && waits_without_yields > 0) {
+    --waits_without_yields;
+    return done();
+  }
   for (int i = 0; i < policy.yields; ++i) {
     const auto start = Clock::now();
     sched_yield();
+    const bool long_yield = Clock::now() - start > kLongYield;
+    if (long_yield) waits_without_yields = kWaitsWithoutYields;
     if (done()) return true;
-    if (Clock::now() - start > kLongYield) break;
+    if (long_yield) break;
   }
   return done();
 }
