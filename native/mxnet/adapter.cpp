@@ -100,11 +100,11 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
   try {
     auto operation = std::make_shared<Operation>(api_, engine_, unread_, turns_, std::move(request), prefix,
                                                  copy_all(*api_, inputs), copy_all(*api_, outputs), naive_);
+    // While another operation waits for its arrays, this one will probably wait for its own. The first to wait, in a
+    // training, is the one whose gradient is ready last: it may as well wait behind computation.
+    const Place place = turns_->all_used() ? Place::kHere : Place::kCommunication;
     operation->take_turn();
-    // Relaxed: a hint. No operation holds the turns: they are the first of a step.
-    const bool here = arrays_ready_.load(std::memory_order_relaxed) || turns_.use_count() == 1;
-    api_->push(operation, std::move(unique), here ? Place::kHere : Place::kCommunication, priority, kOperationName);
-    if (here) arrays_ready_.store(operation->started_in_push(), std::memory_order_relaxed);
+    api_->push(operation, std::move(unique), place, priority, kOperationName);
     return naive_ ? operation->status() : Status();
   } catch (const Error& error) {
     return Status(ErrorCode::kInvalid, prefix + "MXNet refused the operation: " + error.what());

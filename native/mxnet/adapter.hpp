@@ -4,7 +4,6 @@
 
 #include <sys/types.h>
 
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -81,10 +80,6 @@ class MXNetAdapter {
   std::shared_ptr<Turns> turns_;
   const bool naive_;
   const pid_t owner_;
-  // Whether arrays have lately been ready when they were pushed. Then starting an operation on the caller's thread
-  // saves waking another one; tried anew at the first operation of a step, which in a training is the one whose
-  // gradient is ready last.
-  std::atomic<bool> arrays_ready_{true};
 };
 
 }  // namespace kvstore_hvd::mxnet

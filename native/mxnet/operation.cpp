@@ -55,7 +55,6 @@ Operation::Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engin
 
 void Operation::start(const Completion& completion) noexcept {
   completion_ = completion;
-  if (std::this_thread::get_id() == pusher_) started_in_push_ = true;
   Request request;
   try {
     request = describe_arrays();
@@ -88,7 +87,7 @@ void Operation::submit(Request request) {
                                                   "  Fix: call init() before communicating again."));
   } else if (naive_) {
     static_cast<void>(engine->run(std::move(request)));
-  } else if (started_in_push_) {
+  } else if (std::this_thread::get_id() == pusher_) {
     engine->submit_and_linger(std::move(request));
   } else {
     engine->submit(std::move(request));  // this thread may have computations to do

@@ -30,9 +30,6 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
   void start(const Completion& completion) noexcept override;
   void skipped() noexcept override;
 
-  // After the push, on the thread that pushed: whether start() was called meanwhile, on this thread.
-  bool started_in_push() const { return started_in_push_; }
-
   // Naive only, after the push: how the operation ended.
   const Status& status() const { return status_; }
 
@@ -53,7 +50,6 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
   std::vector<Array> outputs_;
   const bool naive_;
   const std::thread::id pusher_ = std::this_thread::get_id();
-  bool started_in_push_ = false;  // written and read on the pushing thread only
   std::uint64_t turn_ = 0;
 
   std::vector<View> views_;  // of inputs_, then of outputs_

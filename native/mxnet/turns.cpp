@@ -6,6 +6,7 @@ namespace kvstore_hvd::mxnet {
 
 std::uint64_t Turns::take(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  ++unused_;
   return rows_[name].taken++;
 }
 
@@ -23,6 +24,7 @@ void Turns::use(const std::string& name, std::uint64_t turn, std::function<void(
     step();
     lock.lock();
     ++row.used;
+    --unused_;
     const auto next = row.early.find(row.used);
     if (next == row.early.end()) break;
     step = std::move(next->second);
@@ -31,6 +33,11 @@ void Turns::use(const std::string& name, std::uint64_t turn, std::function<void(
   // Bounds the memory of programs that never use a name twice. No turn of the row is left that a row that starts anew
   // could mistake for one of its own.
   if (row.used == row.taken && rows_.size() > kKeptNames) rows_.erase(rows_.find(key));
+}
+
+bool Turns::all_used() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return unused_ == 0;
 }
 
 std::size_t Turns::names() const {

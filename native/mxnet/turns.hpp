@@ -22,6 +22,9 @@ class Turns {
   // of them. `step` must not block.
   void use(const std::string& name, std::uint64_t turn, std::function<void()> step);
 
+  // Whether every turn taken has been used: no operation waits for its arrays.
+  bool all_used() const;
+
   // How many names are remembered: those with turns not used yet, and up to kKeptNames others.
   std::size_t names() const;
 
@@ -36,6 +39,7 @@ class Turns {
   };
 
   mutable std::mutex mutex_;
+  std::size_t unused_ = 0;  // turns
   std::unordered_map<std::string, Row> rows_;
 };
 

@@ -31,7 +31,7 @@ constexpr std::size_t kLingerBytes = 64 << 10;
 constexpr std::chrono::microseconds kInlineTime{200};
 constexpr std::size_t kInlineBytes = 4 << 20;
 constexpr int kLingerCredit = 4;
-constexpr unsigned kLingerRetry = 64;
+constexpr unsigned kLingerRetry = 8;
 
 std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
 
@@ -159,8 +159,8 @@ class Engine::Impl {
     if (linger) {
       const bool done =
           work->done() || drive_until([&] { return work->done(); }, kLinger, WaitPolicy{kLinger, 0, false});
-      // Relaxed: a hint. A failure costs more than a success gains.
-      linger_credit_.store(done ? kLingerCredit : linger_credit_.load(std::memory_order_relaxed) - 2,
+      // Relaxed: a hint. One rank that was interrupted once is no reason to give up.
+      linger_credit_.store(done ? kLingerCredit : linger_credit_.load(std::memory_order_relaxed) - 1,
                            std::memory_order_relaxed);
     }
     return work;

@@ -24,8 +24,10 @@ constexpr std::chrono::microseconds kCallersSpin{100};
 constexpr std::chrono::microseconds kLongYield{50};
 constexpr std::chrono::microseconds kSlice{100};
 constexpr int kYields = 3;
-// So many waits do without yielding then: while the core is busy, every first yield would cost a slice.
-constexpr int kWaitsWithoutYields = 1000;
+// One that took this long has met a thread that computes: so many waits then do without, each of whose first yields
+// would cost another slice.
+constexpr std::chrono::microseconds kSliceYield{1500};
+constexpr int kWaitsWithoutYields = 100;
 constexpr int kPausesPerClock = 8;
 
 void pause() {
@@ -56,10 +58,10 @@ bool poll(const WaitPolicy& policy, const Done& done) {
   for (int i = 0; i < policy.yields; ++i) {
     const auto start = Clock::now();
     sched_yield();
-    const bool long_yield = Clock::now() - start > kLongYield;
-    if (long_yield) waits_without_yields = kWaitsWithoutYields;
+    const auto yielded = Clock::now() - start;
+    if (yielded > kSliceYield) waits_without_yields = kWaitsWithoutYields;
     if (done()) return true;
-    if (long_yield) break;
+    if (yielded > kLongYield) break;
   }
   return done();
 }
