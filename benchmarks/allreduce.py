@@ -4,8 +4,9 @@
     python benchmarks/allreduce.py -np 2 --python OTHER-ENVIRONMENT/bin/python     # that has the other MPI
 
 Starts its ranks itself, with the mpirun beside the Python that runs it (or kvhvdrun, then without MPI's column). All
-methods work on the same memory, in the same processes, one after the other in every repetition and in another order in
-each. Before each the buffer is rewritten, as a backward pass would. A repetition counts as its slowest rank.
+methods work in the same processes, one after the other in every repetition and in another order in each, and on the
+same memory, except those 'in arena': their array lies where gradients of Gluon's parameters do. Before each the buffer
+is rewritten, as a backward pass would. A repetition counts as its slowest rank.
 
 Up to 256 KiB a sample is a row of rewriting and reducing, less a row of rewriting alone; above, the ranks meet at a
 barrier before every operation. Every method is also timed in a world of one rank ('call'): that part of a small
@@ -41,7 +42,7 @@ SIZES = tuple(4 << shift for shift in range(0, 27, 2))
 ROW_UP_TO = 256 << 10
 # Untimed operations before a row: the method before it has left other data in the caches, and threads awake.
 WARM_UP = 5
-METHODS = ("memcpy", "scale", "MPI", "raw", "pushpull")
+METHODS = ("memcpy", "scale", "MPI", "raw", "pushpull", "raw, in arena", "pushpull, in arena")
 
 
 # -- As a rank ----------------------------------------------------------------------------------------------------
@@ -88,18 +89,27 @@ def one_by_one(rewrite: Callable[[], object], run: Callable[[], object], count: 
 def measure(size: int, methods: Any, gate: Gate, rank: int, ranks: int) -> Samples:
     """Return the samples of every method at one size, in seconds."""
     import numpy as np
-    from methods import memory_of, zeros
+    from methods import IN_ARENA, memory_of, zeros
 
     array = zeros((size // 4,))
     memory = memory_of(array)
     other = np.ones_like(memory)
     name = f"allreduce/{size}"
     summing = methods.on(array, name)
+    in_arena = methods.arena_zeros((size // 4,))
+    of_arena = memory_of(in_arena)
+    for method, run in methods.on(in_arena, name + IN_ARENA).items():
+        if method != "MPI":
+            summing[method + IN_ARENA] = run
+
+    def memory_for(method: str) -> Any:
+        return of_arena if method.endswith(IN_ARENA) else memory
+
     for method, run in summing.items():
-        memory[:] = rank + 1
+        memory_for(method)[:] = rank + 1
         run()
-        if not (memory == ranks * (ranks + 1) / 2).all():
-            raise RuntimeError(f"rank {rank}: {method} of {size} bytes gives a wrong sum: {memory[:4]}")
+        if not (memory_for(method) == ranks * (ranks + 1) / 2).all():
+            raise RuntimeError(f"rank {rank}: {method} of {size} bytes gives a wrong sum: {memory_for(method)[:4]}")
     actions = {**methods.floors(memory, other), **summing}
     if size <= ROW_UP_TO:
         actions.update(methods.alone(array, name))
@@ -111,10 +121,10 @@ def measure(size: int, methods: Any, gate: Gate, rank: int, ranks: int) -> Sampl
         shuffle(order)
         for method in order:
             gate.wait()
-            run = actions[method]
+            run, fill = actions[method], memory_for(method).fill
 
-            def rewrite() -> None:
-                memory.fill(0.0)
+            def rewrite(fill: Callable[[float], object] = fill) -> None:
+                fill(0.0)
 
             seconds = row(rewrite, run, inner) if size <= ROW_UP_TO else one_by_one(rewrite, run, inner, gate)
             if repetition >= 0:

@@ -14,7 +14,9 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat, native
 
-__all__ = ["Methods", "memory_of", "topology", "zeros"]
+__all__ = ["IN_ARENA", "Methods", "memory_of", "topology", "zeros"]
+
+IN_ARENA = ", in arena"
 
 Action = Callable[[], object]
 _SUM = native.OPS["sum"]
@@ -56,6 +58,13 @@ class Methods:
     def close(self) -> None:
         """Leave the worlds of one."""
         self._alone.shutdown()
+
+    def arena_zeros(self, shape: Sequence[int]) -> Any:
+        """Return a float32 array of MXNet in this worker's arena, where gradients of parameters lie."""
+        handle = engine.current().mxnet_adapter().new_array(tuple(shape), "float32")
+        array = mx.nd.NDArray(handle=ctypes.c_void_p(handle))
+        array[:] = 0
+        return array
 
     def on(self, array: Any, name: str) -> dict[str, Action]:
         """Return the methods for one array of MXNet; each sums it in place and returns when the sum is there."""
