@@ -260,6 +260,8 @@ class Engine:
         communicator = self._communicator
         if communicator is None or communicator.arena is None or not config().zero_copy:
             return None
+        if communicator.health() is not None:
+            return None  # a rank that lags behind may still write to what the lost world's arena would hand out again
         return self.mxnet_adapter()
 
     @contextlib.contextmanager
@@ -323,17 +325,17 @@ class Engine:
         """Let go of the world; the child may not talk to the other workers."""
         self._lock = threading.RLock()
         self._watchdog = None
+        if self._communicator is not None:
+            if self._adapter is not None:
+                self._adapter.after_fork_in_child()
+            self._communicator = self._adapter = self._deferred = None
+            self._forked = True
+            self._closed = "this process is a forked child of a worker."
+            self._remedy = "use stores in the worker itself only."
         arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
-        for arena in arenas:
-            arena.after_fork_in_child()
-        if self._communicator is None:
-            return
-        if self._adapter is not None:
-            self._adapter.after_fork_in_child()
-        self._communicator = self._adapter = self._deferred = None
-        self._forked = True
-        self._closed = "this process is a forked child of a worker."
-        self._remedy = "use stores in the worker itself only."
+        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            for arena in arenas:
+                stack.callback(arena.after_fork_in_child)
 
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""

@@ -20,7 +20,7 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, stype_of
 
-__all__ = ["NewArray", "look_at", "move_to_arena", "note_graph", "why_staged"]
+__all__ = ["NewArray", "look_at", "move_to_arena", "note_early_graphs", "note_graph", "why_staged"]
 
 #: (shape, dtype) -> NDArrayHandle of an array in this worker's arena, of unspecified content; 0 when it is full.
 NewArray = Callable[["tuple[int, ...]", str], int]
@@ -32,6 +32,8 @@ _WHY = "_kvstore_hvd_why_staged"
 
 # Whether this process has compiled a graph that keeps its gradient arrays.
 _static_graphs = False
+# Whether that was before we could see whose gradients it uses.
+_early_graphs = False
 
 
 class _Seen:
@@ -54,6 +56,12 @@ def note_graph(flags: Iterable[tuple[str, Any]]) -> None:
     global _static_graphs
     if any(name == "static_shape" and str(value) in ("True", "1") for name, value in flags):
         _static_graphs = True
+
+
+def note_early_graphs() -> None:
+    """Take note that there are graphs of which nobody knows the flags."""
+    global _static_graphs, _early_graphs
+    _static_graphs = _early_graphs = True
 
 
 def look_at(parameters: Iterable[Any]) -> None:
@@ -92,7 +100,8 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray,
         seen = parameter.__dict__.get(_SEEN)
         if seen is not None and seen.gradients is gradients and seen.arena() is arena:
             continue
-        if _static_graphs and not unused and (seen is not None or any(d._fresh_grad for d in parameter._data)):
+        used = _early_graphs or seen is not None or any(d._fresh_grad for d in parameter._data)
+        if _static_graphs and used and not unused:
             why = "a static graph may have its gradient"
         else:
             why = _move(parameter, new_array)

@@ -281,8 +281,11 @@ def _patch_gradients(mxnet: Any) -> None:
     _wrap(mxnet.gluon.Parameter, "cast", casting)
     cached_op = mxnet.ndarray.CachedOp
     if not hasattr(cached_op.__init__, _WRAPPED) and any(type(each) is cached_op for each in gc.get_objects()):
-        gradients.note_graph([("static_shape", True)])  # compiled before we were asked; perhaps without that flag
-    _wrap(cached_op, "__init__", compiling)
+        gradients.note_early_graphs()
+    try:
+        _wrap(cached_op, "__init__", compiling)
+    except TypeError:  # a class of Cython's
+        gradients.note_early_graphs()
     _wrap(mxnet.gluon.Trainer, "_allreduce_grads", exchanging)
 
 

@@ -1,6 +1,7 @@
 #include "kvstore_hvd/arena.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -50,6 +51,7 @@ void Arena::free(void* memory) {
   if (process_id() != owner_) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = allocated_.find(static_cast<std::size_t>(static_cast<char*>(memory) - base_));
+  if (found == allocated_.end()) return;
   auto [offset, size] = *found;
   allocated_.erase(found);
   used_ -= size;
@@ -81,8 +83,8 @@ std::size_t Arena::used() const {
 void Arena::after_fork_in_child() {
   if (capacity_ == 0) return;
   // Memory of its own for what was ever in use only: where the system does not overcommit, all of it would be charged.
-  constexpr std::size_t kPage = 4096;
-  const std::size_t extent = (extent_.load(std::memory_order_relaxed) + kPage - 1) / kPage * kPage;
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t extent = (extent_.load(std::memory_order_relaxed) + page - 1) / page * page;
   void* own = extent == 0 ? base_
                           : mmap(base_, extent, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
                                  segment_->fd(), place_in_segment_);

@@ -119,8 +119,8 @@ class Engine::Impl {
     return work;
   }
 
-  // Carries out what has just become ready, as far as that needs no waiting for other ranks. Returns false when another
-  // thread is at it.
+  // Carries out what has just become ready, for about kInlineTime at most, and without going to sleep for a part that
+  // another rank has claimed. Returns false when another thread is at it.
   bool drive_inline(const Work& work) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -128,7 +128,8 @@ class Engine::Impl {
       driven_ = true;
     }
     const auto end = Clock::now() + kInlineTime;
-    const WaitPolicy impatient{std::chrono::nanoseconds(0), 0, false};
+    WaitPolicy impatient = policy_;
+    impatient.sleeps = false;
     while (!work.done() && drive(impatient) && Clock::now() < end) {
     }
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -303,7 +304,7 @@ class Engine::Impl {
       if (waited && Clock::now() >= end) break;
       lock.lock();
       if (driven_) {
-        if (!done()) changed_.wait_for(lock, kMaxSleep);
+        if (!done()) changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
         continue;
       }
       driven_ = true;

@@ -122,7 +122,10 @@ void Schedule::decide(Entry& entry) {
     entry.algorithm = fused.algorithm;
     entry.part_bytes = static_cast<std::uint32_t>(fused.part);
     if (direct) {
-      Claims& claims = world_.claims[world_.head.load(std::memory_order_relaxed) % kEntries];
+      const std::uint32_t index = world_.head.load(std::memory_order_relaxed);  // as above: under the lock
+      Claims& claims = world_.claims[index % kEntries];
+      // Not reached, however long ago it was last posted: that is done for direct entries only, and the count wraps.
+      claims.finished.post(index);
       // Relaxed, both: published with the entry. No rank is still busy with the entry that used them before.
       claims.next.store(0, std::memory_order_relaxed);
       claims.done.store(0, std::memory_order_relaxed);

@@ -25,6 +25,9 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kMaxSlice = std::size_t{128} << 10;
 constexpr std::size_t kMaxStage = std::size_t{1} << 20;
 
+// Of this machine, which ranks that share memory have in common.
+std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 struct Layout {
@@ -41,7 +44,7 @@ struct Layout {
     stride = round_up(stage * kStages, kHugePage) + kPage;
     arenas = round_up(staging + size * stride, kHugePage);
     // The same for arenas, whose sizes are often powers of two.
-    arena_stride = arena_bytes == 0 ? 0 : round_up(arena_bytes, kHugePage) + kHugePage + kPage;
+    arena_stride = arena_bytes == 0 ? 0 : round_up(arena_bytes, kHugePage) + kHugePage + page_size();
     total = round_up(arenas + size * arena_stride, kHugePage);
   }
 };
@@ -79,7 +82,7 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
     throw std::invalid_argument("a world has 1 to " + std::to_string(kMaxRanks) + " ranks on a host, not " +
                                 std::to_string(size));
   }
-  arena_bytes = round_up(arena_bytes, kPage);
+  arena_bytes = round_up(arena_bytes, page_size());
   const Layout layout(static_cast<std::size_t>(size), arena_bytes);
   Descriptor fd(memfd_create("kvstore_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) fail("creating the shared segment");

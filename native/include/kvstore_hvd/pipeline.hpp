@@ -37,8 +37,8 @@ class Pipeline {
   Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
            std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished);
 
-  // Does the next piece of work, or waits for about kMaxSleep for the ranks that it depends on. Returns false when
-  // there is nothing under way and nothing to begin. Throws WorldLost.
+  // Does the next piece of work, or waits for the ranks that it depends on, as the policy says but no longer than
+  // kMaxSleep. Returns false when there is nothing under way and nothing to begin. Throws WorldLost.
   bool advance(const WaitPolicy& policy);
 
   // Whether something is under way or could begin.
