@@ -25,6 +25,7 @@ __all__ = [
     "Work",
     "abi",
     "exception_for",
+    "has_pidfds",
     "set_simd_target",
     "simd_target",
     "thresholds",
@@ -172,6 +173,11 @@ class Statistics:
     total: Times
     last: Times
     submitted: float
+
+
+def has_pidfds() -> bool:
+    """Whether this system tells at once that another worker died, and how."""
+    return bool(_native().has_pidfds())
 
 
 class Segment:

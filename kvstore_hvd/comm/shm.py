@@ -61,6 +61,9 @@ class ShmCommunicator(Communicator):
             topology.host,
         )
         self._arena = native.Arena(self._segment, topology.rank)
+        if not native.has_pidfds():
+            text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
+            log.once("pidfds", logging.WARNING, text)
 
     def submit(self, request: Request) -> native.Work:
         """See `Communicator.submit`."""

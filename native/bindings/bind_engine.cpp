@@ -5,6 +5,7 @@
 #include "bind.hpp"
 #include "errors.hpp"
 #include "kvstore_hvd/engine.hpp"
+#include "kvstore_hvd/liveness.hpp"
 
 namespace py = pybind11;
 
@@ -127,6 +128,7 @@ py::list report(const Engine& engine) {
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  module.def("has_pidfds", &Liveness::has_pidfds, "Whether the deaths of other processes are noticed at once.");
   py::class_<Work, std::shared_ptr<Work>>(module, "Work", "The handle of a submitted request.")
       .def_property_readonly("done", &Work::done)
       .def_property_readonly("error",

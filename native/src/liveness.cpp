@@ -143,6 +143,12 @@ void Liveness::interrupt() {
   [[maybe_unused]] const auto written = write(wake_fd_, &one, sizeof(one));
 }
 
+bool Liveness::has_pidfds() {
+  const int own = static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0));
+  if (own >= 0) close(own);
+  return own >= 0;
+}
+
 void Liveness::open_new_peers() {
   all_joined_ = true;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {

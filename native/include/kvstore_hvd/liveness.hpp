@@ -31,6 +31,9 @@ class Liveness {
   // Ends a poll() under way, or the next one.
   void interrupt();
 
+  // Whether this system has pidfds. Without, the process table is looked at instead, now and then.
+  static bool has_pidfds();
+
  private:
   struct Peer {
     int pidfd = -1;
