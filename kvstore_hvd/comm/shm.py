@@ -127,8 +127,12 @@ def _arena_bytes(size: int) -> int:
         return 0
     # Address space, not memory: what nobody writes to does not exist.
     wanted = config().arena_mib << 20 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    available = _ADDRESS_SPACE if limit == resource.RLIM_INFINITY else limit // 4
+    available = _ADDRESS_SPACE
+    # The arenas are mapped, and count as a file.
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            available = min(available, limit // 4)
     if wanted > available // size:
         log.once("arena", logging.INFO, "gradients of at most %d MiB are shared in place", available // size >> 20)
     return min(wanted, available // size)

@@ -19,11 +19,11 @@ TESTS = Path(__file__).resolve().parents[1]
 LIMIT_S = 90
 
 
-def run(program: str, ranks: int, *, limit_kib: int | None = None, code: int = 0, **variables: str) -> str:
+def run(program: str, ranks: int, *, limit: str = "", code: int = 0, **variables: str) -> str:
     """Run the program under kvhvdrun; checks its exit code and returns what it printed."""
     command = kvhvdrun().command(ranks, [sys.executable, str(TESTS / "support" / "zero_copy_worker.py"), program])
-    if limit_kib is not None:
-        command = ["bash", "-c", f'ulimit -v {limit_kib} && exec "$@"', "bash", *command]
+    if limit:
+        command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", *command]
     inherited = environment()
     path = ":".join(filter(None, [str(TESTS), inherited.get("PYTHONPATH")]))
     result = subprocess.run(
@@ -68,9 +68,10 @@ def test_other_ways_to_run(variables: dict[str, str]) -> None:
     assert weights(output, 2) == weights(run("train", 2), 2)
 
 
-def test_limited_address_space() -> None:
-    """Under `ulimit -v` the arena takes a part of what there is."""
-    output = run("train", 2, limit_kib=8 << 20)
+@pytest.mark.parametrize("limit", ["-v 8388608", "-f 4194304"])
+def test_limited_address_space_and_file_size(limit: str) -> None:
+    """Under `ulimit` (in KiB) the arena takes a part of what there is."""
+    output = run("train", 2, limit=limit)
     assert output.count("inside 4 of 4") == 2, output
     assert weights(output, 2) == weights(run("train", 2), 2)
 
