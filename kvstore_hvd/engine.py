@@ -22,7 +22,7 @@ from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.shm import ShmCommunicator
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ShutdownError, message
-from kvstore_hvd.leaving import ExitWatchdog, early_end, end_as_failed
+from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.topology import Topology, World
 
 __all__ = ["Engine", "current", "register_exit_handler"]
@@ -348,7 +348,7 @@ class Engine:
             unread = self._leave(reason)
             if unread is not None:
                 _log_unread(unread)
-                end_as_failed()
+                native.end_as_failed()
         except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
             log.logger.warning("could not leave the world in good order: %s", error)
         finally:

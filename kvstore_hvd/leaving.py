@@ -1,9 +1,7 @@
-"""How a process ends: why, within what time, and with which code."""
+"""How a process ends: why, and within what time."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
 import sys
 import threading
@@ -11,7 +9,7 @@ from collections.abc import Callable
 
 from kvstore_hvd import log
 
-__all__ = ["ExitWatchdog", "early_end", "end_as_failed"]
+__all__ = ["ExitWatchdog", "early_end"]
 
 _MAX_REASON = 500
 
@@ -30,25 +28,6 @@ def early_end() -> str:
         return ""
     text = str(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}{': ' if text else ''}{text}"[:_MAX_REASON]
-
-
-_failed = False
-
-
-def end_as_failed() -> None:
-    """Have the process end with code 1, for an exit handler: Python would end with 0 whatever a handler finds."""
-    global _failed
-    _failed = True
-
-
-# Registered before anything that imports this: so it runs after nearly all other exit handlers.
-@atexit.register
-def _end() -> None:
-    if _failed:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or nobody reads it
-                stream.flush()
-        os._exit(1)
 
 
 # What is left when even a lost world does not let the process go: MXNet itself does not finish.

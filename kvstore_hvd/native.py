@@ -24,6 +24,7 @@ __all__ = [
     "Times",
     "Work",
     "abi",
+    "end_as_failed",
     "exception_for",
     "has_pidfds",
     "set_simd_target",
@@ -178,6 +179,14 @@ class Statistics:
 def has_pidfds() -> bool:
     """Whether this system tells at once that another worker died, and how."""
     return bool(_native().has_pidfds())
+
+
+def end_as_failed() -> None:
+    """Have the process end with code 1 where it would end with 0, for an exit handler.
+
+    Python ends with the program's own code whatever a handler finds, and does not tell handlers the code.
+    """
+    _native().end_as_failed()
 
 
 class Segment:

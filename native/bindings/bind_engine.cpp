@@ -6,6 +6,7 @@
 #include "errors.hpp"
 #include "kvstore_hvd/engine.hpp"
 #include "kvstore_hvd/liveness.hpp"
+#include "kvstore_hvd/process.hpp"
 
 namespace py = pybind11;
 
@@ -129,6 +130,7 @@ py::list report(const Engine& engine) {
 
 void bind_engine(py::module_& module) {
   module.def("has_pidfds", &Liveness::has_pidfds, "Whether the deaths of other processes are noticed at once.");
+  module.def("end_as_failed", &end_as_failed, "Have this process, which ends, end with code 1 instead of 0.");
   py::class_<Work, std::shared_ptr<Work>>(module, "Work", "The handle of a submitted request.")
       .def_property_readonly("done", &Work::done)
       .def_property_readonly("error",

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 
 namespace kvstore_hvd {
 namespace {
@@ -22,5 +24,15 @@ void look() { id.store(getpid(), std::memory_order_relaxed); }
 }  // namespace
 
 pid_t process_id() { return id.load(std::memory_order_relaxed); }
+
+void end_as_failed() {
+  on_exit(
+      [](int code, void*) {
+        if (code != 0) return;
+        std::fflush(nullptr);
+        _exit(1);
+      },
+      nullptr);
+}
 
 }  // namespace kvstore_hvd

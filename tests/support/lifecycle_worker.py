@@ -46,13 +46,18 @@ def forked_child() -> None:
 
 
 def pending_at_exit() -> None:
-    """Rank 1 leaves without an operation that the others have submitted; nobody reads what became of it."""
+    """Rank 1 leaves without an operation that the others have submitted; nobody reads what became of it.
+
+    A second argument is the code that the others end with.
+    """
     import mxnet as mx
 
     store = mx.kv.create("horovod")
     store.barrier()
     if store.rank != 1:
         store.pushpull("lost", mx.nd.ones((3,)))
+        print("submitted")  # not flushed: that is for the end of the process
+        sys.exit(int(sys.argv[2]))
 
 
 if __name__ == "__main__":
