@@ -266,9 +266,9 @@ class StoreMethods:
         ----------
         compression_params : dict
             ``{'type': 'fp16'}``: every value of float32 and float64 is rounded to float16; they are summed in float32,
-            and the sum is rounded once; values and sums beyond 65504 become infinite. Workers share memory, in which
-            arrays stay as they are, so it is no faster than ``{'type': 'none'}``: no rounding. Applies to `pushpull`
-            and `push`; with one worker nothing is rounded.
+            and the sum is rounded once (with several devices, that of each worker too); what is beyond 65504 becomes
+            infinite. Workers share memory, in which arrays stay as they are, so it is no faster than
+            ``{'type': 'none'}``: no rounding. Applies to `pushpull` and `push`; with one worker nothing is rounded.
 
         Raises
         ------
@@ -288,7 +288,7 @@ class StoreMethods:
             A dict that prints as a table.
 
             - ``'workers'``: their number.
-            - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays on the wire.
+            - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays.
             - ``'arena'``: ``'used'`` and ``'capacity'`` in bytes of the memory for gradients that workers sum in place;
               of all stores of this worker.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.

@@ -225,12 +225,12 @@ def _patch_trainer(mxnet: Any) -> None:
         def init_kvstore(self: Any) -> None:
             original(self)
             kv = self._kvstore
-            if not _is_ours(kv):
-                gradients.look_at(self._params)
             if _is_ours(kv):
                 if hasattr(kv, "_set_key_labels"):
                     kv._set_key_labels(_labels(self))
-            elif not getattr(self, "_kvstore_hvd_synchronised", False):
+                return
+            gradients.look_at(self._params)
+            if not getattr(self, "_kvstore_hvd_synchronised", False):
                 try:
                     _check_synchronised(mxnet, self._kvstore_params["kvstore"], kv, type(self).__name__)
                 except UnsynchronisedTrainerError:

@@ -26,12 +26,13 @@ constexpr std::chrono::milliseconds kIdleTick{500};
 // See Engine::submit_and_linger.
 constexpr std::chrono::microseconds kLinger{60};
 constexpr std::size_t kLingerBytes = 64 << 10;
-// For how long a submitting thread carries out what it made ready itself, and up to which size it begins with that:
-// less than waking the communication thread would cost it, or not much more.
-constexpr std::chrono::microseconds kInlineTime{200};
-constexpr std::size_t kInlineBytes = 4 << 20;
+// Failures in a row after which lingering is given up, and how many requests then go by before it is tried again.
 constexpr int kLingerCredit = 4;
 constexpr unsigned kLingerRetry = 8;
+// For how long a submitting thread carries out what it made ready itself, and up to which size it begins with that. It
+// may be a thread that computes: longer, and the computation behind it would be late.
+constexpr std::chrono::microseconds kInlineTime{200};
+constexpr std::size_t kInlineBytes = 4 << 20;
 
 std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
 
