@@ -52,12 +52,12 @@ def test_gradients_of_a_training(rank, size):
         elif direct:
             assert (entry["algorithm"], entry["staged"]) == ("direct", "")
         else:
-            assert (entry["algorithm"], entry["staged"]) == ("one-shot", "KVHVD_ZERO_COPY=0")
+            assert (entry["algorithm"], entry["staged"]) == ("inline", "KVHVD_ZERO_COPY=0")
         for which in ("mean", "last"):
             queued, reducing, exposed = (entry["ms"][time][which] for time in TIMES)
-            assert queued >= 0 and reducing >= 0
+            assert queued >= 0 and reducing >= 0  # whoever comes last reduces small ones before the others can look
             assert 0 <= exposed <= (queued + reducing) * (1 + 1e-9)
-            assert (reducing > 0) == (size > 1)
+            assert (queued + reducing > 0) == (size > 1)
     for time in TIMES:
         calls = {name: sum(entry["operations"].values()) for name, entry in report["keys"].items()}
         total = sum(report["keys"][name]["ms"][time]["mean"] * count for name, count in calls.items())
