@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvstore_hvd
+import kvstore_hvd  # noqa: F401 - registers the store
 
 # isort: split
 import mxnet as mx
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat, native
 
-__all__ = ["IN_ARENA", "Methods", "memory_of", "topology", "zeros"]
+__all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
 
 IN_ARENA = ", in arena"
 
@@ -126,8 +126,3 @@ class Methods:
             multiply(memory, half, memory)
 
         return {"memcpy": copy, "scale": scale}
-
-
-def topology() -> kvstore_hvd.Topology:
-    """Return who this rank is; the first call starts the world."""
-    return kvstore_hvd.topology()
