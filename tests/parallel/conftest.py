@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("support.zero_copy")  # it asserts for the tests, and should say as much as they do
+
 
 @pytest.fixture
 def kv(world: Any) -> Any:
@@ -21,3 +23,11 @@ def kind(request: Any) -> Any:
     import mxnet as mx
 
     return getattr(mx, request.param)
+
+
+@pytest.fixture
+def no_static_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start as a program of its own would: what earlier tests have compiled is gone."""
+    from kvstore_hvd.mxnet_compat import gradients
+
+    monkeypatch.setattr(gradients, "_static_graphs", False)
