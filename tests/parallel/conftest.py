@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,3 +32,14 @@ def no_static_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvstore_hvd.mxnet_compat import gradients
 
     monkeypatch.setattr(gradients, "_static_graphs", False)
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    """Return a world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
+    from support.pair import World, mx
+
+    world = World()
+    yield world
+    world.close()
+    mx.nd.waitall()
