@@ -16,11 +16,6 @@ STEPS = 3
 TIMES = ("queued", "reducing", "exposed")
 
 
-@pytest.fixture
-def kv(world):
-    return mx.kv.create("horovod")
-
-
 def train(net, steps=STEPS):
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
     data, label = samples(24)
