@@ -104,10 +104,9 @@ bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failu
   failure.check();
   if (!policy.sleeps) return false;
   // Sequentially consistent, see post().
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  asleep_.store(1, std::memory_order_seq_cst);
   const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
   if (static_cast<std::int32_t>(seen - target) < 0) futex_wait(value_, seen, kMaxSleep);
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: a wake-up too many does no harm.
   failure.check();
   return reached(target);
 }
@@ -115,9 +114,13 @@ bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failu
 void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
                        const Failure& failure) {
   if (poll(policy, [&] { return value() != seen; }) || failure.is_set() || !policy.sleeps) return;
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);  // As in wait_slow().
+  asleep_.store(1, std::memory_order_seq_cst);  // As in wait_slow().
   if (value_.load(std::memory_order_seq_cst) == seen) futex_wait(value_, seen, limit);
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);  // As in wait_slow().
+}
+
+void Flag::wake_sleepers() {
+  // Sequentially consistent, see post(): whoever is not woken here goes to sleep after this and sees the new value.
+  if (asleep_.exchange(0, std::memory_order_seq_cst) != 0) wake();
 }
 
 void Flag::wake() const { futex_wake_all(value_); }
