@@ -8,10 +8,7 @@
 #include <string>
 
 #include "kvstore_hvd/futex.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "kvstore_hvd/poll.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -28,45 +25,24 @@ constexpr int kYields = 3;
 // would cost another slice.
 constexpr std::chrono::microseconds kSliceYield{1500};
 constexpr int kWaitsWithoutYields = 100;
-constexpr int kPausesPerClock = 8;
 
-void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Calls `done` while spinning and yielding as the policy says; returns whether it became true.
-template <class Done>
-bool poll(const WaitPolicy& policy, const Done& done) {
-  if (policy.spin.count() > 0) {
-    const auto end = Clock::now() + policy.spin;
-    do {
-      for (int i = 0; i < kPausesPerClock; ++i) {
-        if (done()) return true;
-        pause();
-      }
-    } while (Clock::now() < end);
-  }
-  thread_local int waits_without_yields = 0;
-  if (policy.yields > 0 && waits_without_yields > 0) {
-    --waits_without_yields;
-    return done();
-  }
-  for (int i = 0; i < policy.yields; ++i) {
-    const auto start = Clock::now();
-    sched_yield();
-    const auto yielded = Clock::now() - start;
-    if (yielded > kSliceYield) waits_without_yields = kWaitsWithoutYields;
-    if (done()) return true;
-    if (yielded > kLongYield) break;
-  }
-  return done();
-}
+thread_local int waits_without_yields = 0;
 
 }  // namespace
+
+int yields_of(const WaitPolicy& policy) {
+  if (policy.yields == 0 || waits_without_yields == 0) return policy.yields;
+  --waits_without_yields;
+  return 0;
+}
+
+bool yield_once() {
+  const auto start = Clock::now();
+  sched_yield();
+  const auto yielded = Clock::now() - start;
+  if (yielded > kSliceYield) waits_without_yields = kWaitsWithoutYields;
+  return yielded <= kLongYield;
+}
 
 WaitPolicy WaitPolicy::for_ranks(int ranks) {
   // Not the cores of this process's affinity: ranks that are pinned to one core each have one each.
@@ -133,7 +109,7 @@ void SharedLock::lock(Alarm& alarm) {
   };
   bool locked = try_lock();
   for (int i = 0; !locked && i < 64; ++i) {
-    pause();
+    pause_core();
     locked = try_lock();
   }
   const auto end = Clock::now() + alarm.timeout();
