@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvstore_hvd  # noqa: F401 - registers the store
+import kvstore_hvd
 
 # isort: split
 import mxnet as mx
@@ -36,17 +36,6 @@ def memory_of(array: Any) -> Any:
     return np.ctypeslib.as_array((ctypes.c_float * array.size).from_address(pointer.value))
 
 
-def _of_engine(run: Callable[[Any], object], memory: Any, name: str) -> Action:
-    """Return our engine's allreduce of raw memory, in place."""
-    address = memory.ctypes.data
-    request = native.request("allreduce", name, name, [address], [address], [memory.size], "float32")
-
-    def raw() -> None:
-        run(request)
-
-    return raw
-
-
 def _of_mpi(mpi: Any, communicator: Any, memory: Any) -> Action:
     """Return MPI's allreduce of raw memory, in place."""
     allreduce, in_place, spec = communicator.Allreduce, mpi.IN_PLACE, [memory, mpi.FLOAT]
@@ -71,8 +60,6 @@ class Methods:
     def __init__(self, mpi: Any) -> None:
         self.store = mx.kv.create("horovod")
         self._mpi = mpi
-        # One worker alone has no engine: everything is a local copy.
-        self._run = engine.current().communicator()._engine.impl.run  # type: ignore[attr-defined]
         self._alone = native.Engine(native.Segment.create(1), 0, 60.0)
         self._adapter = native.MXNetAdapter(self._alone, mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive())
 
@@ -96,7 +83,7 @@ class Methods:
             pushpull(name, array)
             wait()
 
-        found = {"raw": _of_engine(self._run, memory, name), "pushpull": store}
+        found = {"raw": kvstore_hvd.allreduce_init(memory, name, out=memory), "pushpull": store}
         if self._mpi is not None:
             found["MPI"] = _of_mpi(self._mpi, self._mpi.COMM_WORLD, memory)
         return found
@@ -110,7 +97,9 @@ class Methods:
             pushpull(name, name, [handle], [handle], _SUM, 1.0, 1.0, 0)
             wait()
 
-        found = {"raw (alone)": _of_engine(self._alone.impl.run, memory, name), "pushpull (alone)": store}
+        place = [memory.ctypes.data]
+        request = native.request("allreduce", name, name, place, place, [memory.size], "float32")
+        found = {"raw (alone)": self._alone.prepare(request, memory, memory), "pushpull (alone)": store}
         if self._mpi is not None:
             found["MPI (alone)"] = _of_mpi(self._mpi, self._mpi.COMM_SELF, memory)
         return found

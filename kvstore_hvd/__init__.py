@@ -31,7 +31,7 @@ from kvstore_hvd.errors import (
     UnsynchronisedTrainerError,
 )
 from kvstore_hvd.kvstore import make_store_class
-from kvstore_hvd.numpy_ops import allreduce, barrier, broadcast
+from kvstore_hvd.numpy_ops import allreduce, allreduce_init, barrier, broadcast
 from kvstore_hvd.topology import Topology
 
 __version__ = "0.1.0"
@@ -53,6 +53,7 @@ __all__ = [
     "UnsupportedDtypeError",
     "UnsynchronisedTrainerError",
     "allreduce",
+    "allreduce_init",
     "barrier",
     "broadcast",
     "init",

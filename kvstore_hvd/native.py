@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from kvstore_hvd import errors
 
@@ -73,17 +73,13 @@ def _native() -> Any:
                 "the native extension of kvstore_hvd is missing: this is a source tree that was not built."
                 "\n  Fix: run `pip install .` (or `pip install -e .`) in the source tree."
             ) from None
+        _module.set_error_factory(exception_for)
     return _module
 
 
 def exception_for(code: int, text: str) -> errors.KVHvdError:
     """The exception for a native error code (see ``status.hpp``)."""
     return _EXCEPTIONS.get(code, errors.KVHvdError)(text)
-
-
-def _translate(error: Exception) -> NoReturn:
-    code, text = error.args
-    raise exception_for(code, text) from None
 
 
 def abi() -> str:
@@ -319,10 +315,7 @@ class Engine:
     """
 
     def __init__(self, segment: Segment, rank: int, timeout_s: float, watch_peers: bool = True, host: str = "") -> None:
-        try:
-            self.impl = _native().Engine(segment.impl, rank, timeout_s, watch_peers, host)
-        except _native().NativeError as error:
-            _translate(error)
+        self.impl = _native().Engine(segment.impl, rank, timeout_s, watch_peers, host)
 
     def submit(self, request: Any) -> Work:
         """Submit what `request` made. Never waits."""
@@ -330,17 +323,16 @@ class Engine:
 
     def run(self, request: Any) -> None:
         """Submit and wait in one. Raises what went wrong, as an exception of ``errors``."""
-        try:
-            self.impl.run(request)
-        except _native().NativeError as error:
-            _translate(error)
+        self.impl.run(request)
+
+    def prepare(self, request: Any, result: Any, owner: Any) -> Callable[[], Any]:
+        """A function that runs `request`, any number of times, and returns `result`; it keeps both objects alive."""
+        prepared: Callable[[], Any] = self.impl.prepare(request, result, owner)
+        return prepared
 
     def wait(self, work: Work) -> None:
         """Until `work` is done, bounded by the engine's timeout. Raises what went wrong."""
-        try:
-            self.impl.wait(work.impl)
-        except _native().NativeError as error:
-            _translate(error)
+        self.impl.wait(work.impl)
 
     def abort(self, text: str) -> None:
         """Fail all pending and later requests of all workers with this text."""
@@ -379,10 +371,7 @@ class MXNetAdapter:
     """
 
     def __init__(self, engine: Engine, library_path: str, naive: bool, arena: Arena | None = None) -> None:
-        try:
-            self.impl = _native().MXNetAdapter(engine.impl, library_path, naive, arena.impl if arena else None)
-        except _native().NativeError as error:
-            _translate(error)
+        self.impl = _native().MXNetAdapter(engine.impl, library_path, naive, arena.impl if arena else None)
         # Called for every array of every step: bound once.
         self.is_plain: Callable[[int], bool] = self.impl.is_plain
         self.chunk_id: Callable[[int], int] = self.impl.chunk_id
@@ -406,17 +395,11 @@ class MXNetAdapter:
 
         Operations of one name take part in the order of the calls. For `as_half` see `request`.
         """
-        try:
-            self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half)
-        except _native().NativeError as error:
-            _translate(error)
+        self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half)
 
     def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""
-        try:
-            self.impl.broadcast(name, label, array, root, priority)
-        except _native().NativeError as error:
-            _translate(error)
+        self.impl.broadcast(name, label, array, root, priority)
 
     def new_array(self, shape: tuple[int, ...], dtype: str) -> int:
         """The NDArrayHandle of a new array in the arena, for the caller to own; 0 when it takes none.

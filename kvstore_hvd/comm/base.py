@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, KVHvdError
@@ -78,6 +79,14 @@ class Communicator(ABC):
         ------
         KVHvdError
             As the request failed: a user error changed nothing, a lost world may have.
+        """
+
+    @abstractmethod
+    def prepare(self, request: Request, result: Any, owner: Any) -> Callable[[], Any]:
+        """A function that does the same, any number of times, at the least cost.
+
+        It returns `result`, and keeps that and `owner` alive. Errors of MXNet's arrays that nobody has read are left
+        for others to raise.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import log, native
@@ -72,6 +73,10 @@ class ShmCommunicator(Communicator):
     def run(self, request: Request) -> None:
         """See `Communicator.run`."""
         self._engine.run(_native_request(request))
+
+    def prepare(self, request: Request, result: Any, owner: Any) -> Callable[[], Any]:
+        """See `Communicator.prepare`."""
+        return self._engine.prepare(_native_request(request), result, owner)
 
     def wait(self, work: native.Work) -> None:
         """See `Communicator.wait`."""

@@ -15,6 +15,8 @@ namespace {
 
 // A wait that is longer is cut, to let Python handle its signals.
 constexpr std::chrono::milliseconds kSignalCheck{100};
+// Of all ranks together. So little is over before the GIL could be given up and taken back.
+constexpr std::size_t kQuickBytes = 256 << 10;
 
 using Address = std::uintptr_t;
 
@@ -82,13 +84,48 @@ void wait(Engine& engine, Work& work, bool done = false) {
 void run(Engine& engine, std::shared_ptr<Request> request) {
   std::shared_ptr<Work> work;
   bool done = false;
-  {
+  if (bytes_of(*request) * static_cast<std::size_t>(engine.size()) <= kQuickBytes) {
+    work = engine.submit_to_wait(std::move(request));
+    done = engine.wait_briefly(*work);
+  }
+  if (!done) {
     // The GIL is given up once only where the others are quick.
     const py::gil_scoped_release release;
-    work = engine.submit_to_wait(std::move(request));
+    if (!work) work = engine.submit_to_wait(std::move(request));
     done = engine.wait(*work, kSignalCheck);
   }
   wait(engine, *work, done);
+}
+
+// A request that is run again and again. As a plain function of the interpreter's: for a small operation, what pybind11
+// does for a call would be a good part of it.
+struct Prepared {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Request> request;
+  py::object result, owner;  // with the memory
+};
+
+PyObject* run_prepared(PyObject* self, PyObject*) {
+  try {
+    const auto& prepared = *static_cast<Prepared*>(PyCapsule_GetPointer(self, nullptr));
+    run(*prepared.engine, prepared.request);
+    return py::object(prepared.result).release().ptr();
+  } catch (const NativeError& error) {
+    set_python_error(error.status);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+py::object prepare(std::shared_ptr<Engine> engine, std::shared_ptr<Request> request, py::object result,
+                   py::object owner) {
+  static PyMethodDef definition{"run", run_prepared, METH_NOARGS, nullptr};
+  const py::capsule prepared(new Prepared{std::move(engine), std::move(request), std::move(result), std::move(owner)},
+                             [](void* self) { delete static_cast<Prepared*>(self); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, prepared.ptr()));
 }
 
 const char* name_of(Algorithm algorithm) {
@@ -166,6 +203,8 @@ void bind_engine(py::module_& module) {
           "submit", [](Engine& engine, std::shared_ptr<Request> request) { return engine.submit(std::move(request)); },
           py::arg("request"), py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("request"))
+      .def("prepare", &prepare, py::arg("request"), py::arg("result"), py::arg("owner"),
+           "A function without arguments that runs the request and returns the result.")
       .def(
           "wait", [](Engine& engine, Work& work) { wait(engine, work); }, py::arg("work"))
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())

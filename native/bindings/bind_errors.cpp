@@ -4,17 +4,29 @@
 namespace py = pybind11;
 
 namespace kvstore_hvd {
+namespace {
+
+// What makes an exception of an error's code and text; never freed, since errors may come as the interpreter ends.
+PyObject* factory = nullptr;
+
+}  // namespace
+
+void set_python_error(const Status& status) {
+  try {
+    const py::object error = py::handle(factory)(static_cast<int>(status.code()), status.text());
+    PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+  } catch (py::error_already_set& failure) {
+    failure.restore();
+  }
+}
 
 void bind_errors(py::module_& module) {
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
-  storage.call_once_and_store_result(
-      [&] { return py::object(py::exception<NativeError>(module, "NativeError", PyExc_RuntimeError)); });
+  module.def("set_error_factory", [](const py::function& made) { factory = py::object(made).release().ptr(); });
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const NativeError& error) {
-      const auto arguments = py::make_tuple(static_cast<int>(error.status.code()), error.status.text());
-      PyErr_SetObject(storage.get_stored().ptr(), arguments.ptr());
+      set_python_error(error.status);
     }
   });
 }

@@ -1,5 +1,5 @@
-// How a Status becomes a Python exception: `_native.NativeError(code, text)`, which kvstore_hvd/native.py turns into
-// the classes of kvstore_hvd/errors.py.
+// How a Status becomes a Python exception: by the function that kvstore_hvd/native.py sets, which knows the classes of
+// kvstore_hvd/errors.py.
 #pragma once
 
 #include <exception>
@@ -16,5 +16,8 @@ struct NativeError : std::exception {
 };
 
 [[noreturn]] inline void raise(const Status& status) { throw NativeError(status); }
+
+// For functions that pybind11 does not call.
+void set_python_error(const Status& status);
 
 }  // namespace kvstore_hvd

@@ -29,6 +29,7 @@ constexpr std::chrono::milliseconds kIdleTick{500};
 // See Engine::submit_and_linger.
 constexpr std::chrono::microseconds kLinger{60};
 constexpr std::size_t kLingerBytes = 64 << 10;
+constexpr std::chrono::microseconds kBriefly{5};
 // Failures in a row after which lingering is given up, and how many requests then go by before it is tried again.
 constexpr int kLingerCredit = 4;
 constexpr unsigned kLingerRetry = 8;
@@ -495,6 +496,7 @@ std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> requ
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
   return impl_->wait(work, limit, impl_->callers_policy_);
 }
+bool Engine::wait_briefly(Work& work) { return impl_->wait(work, kBriefly, WaitPolicy{kBriefly, 0, false}); }
 const Status& Engine::wait(Work& work) {
   while (!wait(work, std::chrono::seconds(1))) {
   }

@@ -55,6 +55,8 @@ class Engine {
   // Until `work` is done or `limit` has passed; returns whether it is done. The calling thread helps to carry out
   // collectives meanwhile. One thread at a time for each work.
   bool wait(Work& work, std::chrono::nanoseconds limit);
+  // The same for a few microseconds, without sleeping.
+  bool wait_briefly(Work& work);
   // Bounded by the engine's timeout.
   const Status& wait(Work& work);
 

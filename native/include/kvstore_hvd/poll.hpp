@@ -32,12 +32,14 @@ bool poll(const WaitPolicy& policy, const Done& done) {
   using Clock = std::chrono::steady_clock;
   constexpr int kPausesPerClock = 8;
   if (policy.spin.count() > 0) {
-    const auto end = Clock::now() + policy.spin;
+    // The clock costs as much as the whole wait where the others come at the same time.
+    Clock::time_point end;
     do {
       for (int i = 0; i < kPausesPerClock; ++i) {
         if (done()) return true;
         pause_core();
       }
+      if (end == Clock::time_point()) end = Clock::now() + policy.spin;
     } while (Clock::now() < end);
   }
   const int yields = yields_of(policy);

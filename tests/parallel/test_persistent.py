@@ -1,0 +1,97 @@
+"""Allreduces that are prepared once: the same results and errors as those of a call, again and again."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd.errors import InvalidRequestError, MismatchError, ShutdownError, UnsupportedDtypeError
+from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum
+from support.zero_copy import meet_again
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (10,), (511,), (70_000,)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+def test_sum_again_and_again(rank, size, dtype, shape):
+    """Each call reduces what the array holds then; one that is in place, too."""
+    mine = np.asarray(contribution(rank, shape, dtype), dtype)
+    out = np.empty_like(mine)
+    run = kvstore_hvd.allreduce_init(mine, "x", out=out)
+    expected = np.asarray(expected_sum(size, shape, dtype), dtype)
+    for _ in range(3):
+        out[...] = 0
+        assert run() is out
+        assert_same_bits(out, expected)
+    in_place = kvstore_hvd.allreduce_init(mine, "y", out=mine)
+    assert in_place() is mine
+    assert_same_bits(mine, expected)
+
+
+def test_calls_of_both_kinds_meet(rank, size):
+    """Names match, not the way of calling; scales and operations count."""
+    x = np.full(3, rank + 1.0)
+    total = size * (size + 1) / 2
+    run = kvstore_hvd.allreduce_init(x, "x", "average", prescale=2.0)
+    for step in range(4):
+        here = run() if (rank + step) % 2 else kvstore_hvd.allreduce(x, "x", "average", prescale=2.0)
+        assert here.tolist() == [2 * total / size] * 3
+        assert_equal_on_all_ranks(here, "average")
+
+
+def test_it_keeps_its_arrays(rank, size):
+    """The memory lives as long as the function, and no longer."""
+    x = np.full(5, rank + 1.0)
+    references = sys.getrefcount(x)
+    run = kvstore_hvd.allreduce_init(x, "x")
+    copy = x.copy()
+    del x
+    gc.collect()
+    assert run().tolist() == [size * (size + 1) / 2] * 5
+    y = copy
+    run = kvstore_hvd.allreduce_init(y, "y", out=y)
+    assert sys.getrefcount(y) > references
+    del run
+    gc.collect()
+    assert sys.getrefcount(y) == references + 1  # `copy`
+
+
+def test_arguments_are_checked_at_once(rank, size):
+    """Nothing is submitted when one worker can see that it is wrong."""
+    x = np.zeros(4)
+    with pytest.raises(InvalidRequestError, match="there is no op"):
+        kvstore_hvd.allreduce_init(x, "x", "median")
+    with pytest.raises(InvalidRequestError, match="not C-contiguous"):
+        kvstore_hvd.allreduce_init(np.zeros((4, 4))[:, ::2], "x")
+    with pytest.raises(UnsupportedDtypeError):
+        kvstore_hvd.allreduce_init(np.zeros(4, complex), "x")
+    with pytest.raises(TypeError):
+        kvstore_hvd.allreduce_init([1.0], "x")
+
+
+def test_disagreement(rank, size):
+    """Every worker gets the error, arrays stay as they are, and the world goes on."""
+    x = np.full(3 + (rank == 0), rank + 1.0)
+    run = kvstore_hvd.allreduce_init(x, "x", out=x)
+    if size == 1:
+        return
+    for _ in range(2):
+        with pytest.raises(MismatchError):
+            run()
+        assert (x == rank + 1).all()
+    assert kvstore_hvd.allreduce(np.ones(1), "x")[0] == size
+
+
+def test_reset_ends_it(rank, size):
+    """What was prepared belongs to one world; it says so, and can be prepared anew."""
+    x = np.ones(2)
+    run = kvstore_hvd.allreduce_init(x, "x")
+    run()
+    meet_again()
+    if size > 1:
+        with pytest.raises(ShutdownError):
+            run()
+    assert kvstore_hvd.allreduce_init(x, "x")().tolist() == [size] * 2
