@@ -8,6 +8,8 @@ all, and how long it keeps one that it does not need.
 
 The busy thread computes without Python's lock. Methods take turns, in a new order in each repetition, idle and busy
 rows in turn. Every operation is timed by itself and counts as its slowest rank; shown are medians over all operations.
+At the end the ranks do nothing for a while, and the CPU time that they use is taken: of all threads, the engine's and
+MXNet's.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import hashlib
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +34,7 @@ STATES = ("idle", "busy")
 # Operations of a row: before the clock is read, and with it.
 WARM_UP = 10
 IN_A_ROW = {"idle": 200, "busy": 40}
+NOTHING_S = 10.0
 
 
 # -- As a rank ----------------------------------------------------------------------------------------------------
@@ -67,6 +71,13 @@ def row(run: Callable[[], object], count: int) -> list[float]:
     return times
 
 
+def cpu_of_doing_nothing() -> float:
+    """Return the part of a core that this process uses while its program sleeps."""
+    before, start = time.process_time(), perf_counter()
+    time.sleep(NOTHING_S)
+    return (time.process_time() - before) / (perf_counter() - start)
+
+
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure, and leave the samples in the folder."""
     rank = Rank(options)
@@ -92,7 +103,9 @@ def be_a_rank(options: argparse.Namespace) -> None:
                     samples[f"{method}, {state}"] += times
     rank.gate.wait()
     methods.close()
-    rank.save(samples=samples)
+    nothing = cpu_of_doing_nothing()
+    rank.gate.wait()
+    rank.save(samples=samples, nothing=nothing)
 
 
 # -- As the one that starts them ----------------------------------------------------------------------------------
@@ -138,9 +151,11 @@ def start(options: argparse.Namespace) -> None:
             samples = [slowest([rank["samples"] for rank in launch]) for launch in started]
             launches = [evaluate(launch) for launch in samples]
             everything = evaluate(joined(samples))
-            of_ranks[name] = {"all": everything, "launches": launches}
+            nothing = summary([rank["nothing"] for launch in started for rank in launch])
+            of_ranks[name] = {"all": everything, "launches": launches, "cpu_of_doing_nothing": nothing}
             head = f"{ranks} ranks on {run['cores']} cores, 4 B, {name}, {options.launches} launches"
-            text.append(f"{head}\n{show(everything, launches, name)}\n")
+            idle = " / ".join(f"{nothing[what]:.3%}" for what in ("min", "median", "max"))
+            text.append(f"{head}\n{show(everything, launches, name)}\nCPU of a rank that does nothing: {idle} of a core\n")
     write(options.json, run, {"by_ranks": results}, "\n".join(text))
 
 

@@ -7,7 +7,7 @@ the engine is recorded, to be compared with what should have been asked.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +108,10 @@ class FakeCommunicator(Communicator):
     def run(self, request: Request) -> None:
         """Record the request."""
         self.requests.append(request)
+
+    def prepare(self, request: Request, result: Any, owner: Any) -> Callable[[], Any]:
+        """Not needed by stores."""
+        raise NotImplementedError
 
     def wait(self, work: native.Work) -> None:
         """Not needed by stores."""
