@@ -30,12 +30,15 @@ Pending::Pending(World& world, Alarm& alarm, const Messages& messages)
 
 Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
   Name& name = names_[work->request().name];
-  rounds_.submitted(name.statistics, *work);
+  Work& added = *work;
   name.queue.push_back(std::move(work));
   count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
-  if (name.queue.size() > 1) return Added{};
-  const Ready ready = start(name, watched);
-  return Added{ready, is_announced(name) ? name.slot.slot : kNoSlot};
+  const bool first = name.queue.size() == 1;
+  const Ready ready = first ? start(name, watched) : Ready::kNot;
+  // Only now: the other ranks need not wait for a look at the clock.
+  added.submitted = added.since = Clock::now();
+  rounds_.submitted(name.statistics, added);
+  return Added{ready, first && is_announced(name) ? name.slot.slot : kNoSlot};
 }
 
 Pending::Ready Pending::start(Name& name, bool watched) {

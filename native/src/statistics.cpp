@@ -20,7 +20,9 @@ void Statistics::add(const Work& work, Clock::time_point completed) {
   if (!failed) bytes += work.request().count * size_of(work.request().dtype);
   algorithm = work.algorithm;
   submitted = work.submitted;
-  last = Times{work.scheduled - work.submitted, completed - work.scheduled, {}};
+  // Its first chunk may be scheduled before the rank that announces it has looked at the clock.
+  const auto queued = std::max(work.scheduled - work.submitted, Clock::duration::zero());
+  last = Times{queued, completed - work.scheduled, {}};
   total.queued += last.queued;
   total.reducing += last.reducing;
 }

@@ -10,11 +10,19 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t pack(std::uint32_t version, std::uint32_t announced) {
-  return std::uint64_t{version} << 32 | announced;
+// See Slot::state.
+constexpr std::uint64_t pack(std::uint32_t version, std::uint16_t operations, std::uint16_t announced) {
+  return std::uint64_t{version} << 32 | std::uint64_t{operations} << 16 | announced;
 }
 constexpr std::uint32_t version_of(std::uint64_t state) { return static_cast<std::uint32_t>(state >> 32); }
-constexpr std::uint32_t announced_of(std::uint64_t state) { return static_cast<std::uint32_t>(state); }
+constexpr std::uint16_t operations_of(std::uint64_t state) { return static_cast<std::uint16_t>(state >> 16); }
+constexpr std::uint16_t announced_of(std::uint64_t state) { return static_cast<std::uint16_t>(state); }
+static_assert(kMaxRanks < 1 << 16);
+
+// By the rank itself, the only one to write it.
+void add(std::atomic<std::uint32_t>& count, int change) {
+  count.store(count.load(std::memory_order_relaxed) + static_cast<std::uint32_t>(change), std::memory_order_relaxed);
+}
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo). Finds buckets, where names are then compared byte by byte, and compares
 // signatures: those that differ in one byte never collide, others with a chance of about 2^-64.
@@ -87,16 +95,26 @@ std::optional<std::uint32_t> TensorTable::take_slot() {
     const std::uint32_t candidate = world_.clock_hand;
     world_.clock_hand = (world_.clock_hand + 1) % kSlots;
     Slot& slot = world_.slots[candidate];
-    std::uint64_t state = slot.state.load(std::memory_order_seq_cst);
-    // Sequentially consistent, all three. Once `outstanding` is zero nobody reads the slot's agreement any more. An
-    // announcement that comes after this look raises `outstanding` before it touches `state`, so either we see it here,
-    // or its compare-and-swap sees the version raised below.
-    if (announced_of(state) != 0 || slot.outstanding.load(std::memory_order_seq_cst) != 0) continue;
-    if (!slot.state.compare_exchange_strong(state, pack(version_of(state) + 1, 0), std::memory_order_seq_cst)) continue;
+    // Acquire, both: a rank counts an announcement before it goes into `state`, so those that `state` knows of are seen
+    // to be under way; and what a completed operation read of the slot was read before it changes hands.
+    std::uint64_t state = slot.state.load(std::memory_order_acquire);
+    if (announced_of(state) != 0 || is_busy(candidate)) continue;
+    // Fails when anything was announced since, even if it is complete: the operations count.
+    const std::uint64_t taken = pack(version_of(state) + 1, 0, 0);
+    if (!slot.state.compare_exchange_strong(state, taken, std::memory_order_acq_rel)) continue;
     unlink(candidate);
     return candidate;
   }
   return std::nullopt;
+}
+
+bool TensorTable::is_busy(std::uint32_t slot) const {
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    const Mark& mark = world_.mark(slot, r);
+    const std::uint32_t completed = mark.completed.load(std::memory_order_acquire);
+    if (mark.announced.load(std::memory_order_relaxed) != completed) return true;
+  }
+  return false;
 }
 
 void TensorTable::unlink(std::uint32_t slot) {
@@ -106,22 +124,13 @@ void TensorTable::unlink(std::uint32_t slot) {
 }
 
 bool TensorTable::is_current(const SlotHandle& handle) const {
-  // Sequentially consistent, as everywhere on `state`.
-  return version_of(world_.slots[handle.slot].state.load(std::memory_order_seq_cst)) == handle.version;
+  const std::atomic<std::uint64_t>& state = world_.slots[handle.slot].state;
+  __builtin_prefetch(&state, 1);  // announce() is about to write to it: it need not be fetched twice
+  return version_of(state.load(std::memory_order_relaxed)) == handle.version;  // Relaxed: announce() looks again
 }
 
 TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Request& request, bool watched) {
   Slot& slot = world_.slots[handle.slot];
-  // Sequentially consistent, as are the operations on `state` below: see take_slot().
-  slot.outstanding.fetch_add(1, std::memory_order_seq_cst);
-  std::uint64_t state = slot.state.load(std::memory_order_seq_cst);
-  if (version_of(state) != handle.version) {
-    slot.outstanding.fetch_sub(1, std::memory_order_seq_cst);
-    return Outcome::kStale;
-  }
-
-  // From here on the slot cannot change hands: `outstanding` is not zero. (It may have changed hands just before the
-  // load above, which the version told; or its taker is about to fail on `state`, once ours is in.)
   const Signature signature = signature_of(request);
   Announcement& announcement = world_.announcement(handle.slot, rank_);
   Mark& own = world_.mark(handle.slot, rank_);
@@ -136,22 +145,20 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
     std::memcpy(announcement.note, note.data(), note.size());
     announcement.note[note.size()] = '\0';
   }
-  own.generation.fetch_add(1, std::memory_order_relaxed);  // Relaxed: see Mark.
+  add(own.announced, 1);
 
-  for (;;) {
-    const bool last = announced_of(state) + 1 == world_.size;
-    const std::uint64_t next = pack(handle.version, last ? 0 : announced_of(state) + 1);
-    // Sequentially consistent; in particular release (publishes the announcement) and acquire (the last rank sees the
-    // announcements of all others).
-    if (slot.state.compare_exchange_weak(state, next, std::memory_order_seq_cst)) {
+  // Acquire: that the slot is still this name's says that nobody else reads what was written above.
+  std::uint64_t state = slot.state.load(std::memory_order_acquire);
+  while (version_of(state) == handle.version) {
+    const bool last = announced_of(state) + 1U == world_.size;
+    const std::uint64_t next = last ? pack(handle.version, operations_of(state) + 1, 0) : state + 1;
+    // Release: publishes the announcement. Acquire: the last rank sees the announcements of all others.
+    if (slot.state.compare_exchange_weak(state, next, std::memory_order_acq_rel)) {
       return last ? decide(handle.slot, request) : Outcome::kWaiting;
     }
-    if (version_of(state) != handle.version) {
-      own.generation.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: see Mark.
-      slot.outstanding.fetch_sub(1, std::memory_order_seq_cst);
-      return Outcome::kStale;
-    }
   }
+  add(own.announced, -1);
+  return Outcome::kStale;
 }
 
 std::uint64_t TensorTable::place_of(const Request& request) const {
@@ -219,13 +226,15 @@ void TensorTable::agree(std::uint32_t index) {
 }
 
 void TensorTable::complete(std::uint32_t slot) {
-  // Sequentially consistent (release): what this rank read of the slot is read before a new name takes it.
-  world_.slots[slot].outstanding.fetch_sub(1, std::memory_order_seq_cst);
+  Mark& own = world_.mark(slot, rank_);
+  // Release: what this rank read of the slot is read before a new name takes it.
+  own.completed.store(own.completed.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
 bool TensorTable::announced_by(std::uint32_t slot, int other) {
-  const auto generation = [&](int r) { return world_.mark(slot, r).generation.load(std::memory_order_relaxed); };
-  return static_cast<std::int32_t>(generation(other) - generation(rank_)) >= 0;
+  // Relaxed: for error messages, and for ranks that left, where `presence` orders it.
+  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  return static_cast<std::int32_t>(announced(other) - announced(rank_)) >= 0;
 }
 
 }  // namespace kvstore_hvd

@@ -50,6 +50,7 @@ class TensorTable {
 
  private:
   std::optional<std::uint32_t> take_slot();
+  bool is_busy(std::uint32_t slot) const;
   void unlink(std::uint32_t slot);
   Outcome decide(std::uint32_t slot, const Request& request);
   bool all_announced_the_same(std::uint32_t slot) const;

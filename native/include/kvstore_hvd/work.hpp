@@ -14,8 +14,7 @@ namespace kvstore_hvd {
 
 class Work {
  public:
-  explicit Work(std::shared_ptr<const Request> request)
-      : submitted(std::chrono::steady_clock::now()), since(submitted), request_(std::move(request)) {}
+  explicit Work(std::shared_ptr<const Request> request) : request_(std::move(request)) {}
 
   const Request& request() const { return *request_; }
 
@@ -34,7 +33,7 @@ class Work {
   }
 
   // The engine's.
-  const std::chrono::steady_clock::time_point submitted;
+  std::chrono::steady_clock::time_point submitted;
   std::chrono::steady_clock::time_point since;  // when it was submitted, or became the first of its name
   std::uint32_t round = 0;                      // see Rounds
   // The slot whose mark tells the thread that waits for this, see InlineReduction; and what the bell was at before.

@@ -71,27 +71,24 @@ struct alignas(64) Mark {
   std::uint64_t digest;  // of the signature announced last
   // Where the rank's array lies: bytes from the start of its arena, or kNoPlace when it is elsewhere.
   std::uint64_t place;
-  // How often the rank has announced. Relaxed: read for error messages, and for ranks that left, where `presence`
-  // orders it.
-  std::atomic<std::uint32_t> generation;
+  // How many operations the rank has announced and how many of them it has completed; see TensorTable::take_slot().
+  std::atomic<std::uint32_t> announced, completed;
   // How the rank learns that another one has carried out its operation, see InlineReduction.
   enum Watch : std::uint32_t { kInbox, kWatched, kDone };
   std::atomic<std::uint32_t> watch;
-  char payload[40];  // see World::payload()
+  char payload[32];  // see World::payload()
 };
 static_assert(sizeof(Mark) == 64);
 
-// One tensor. `generation` counts its operations: a rank's n-th request under a name is matched with the n-th of all
-// others.
+// One tensor. A rank's n-th request under a name is matched with the n-th of all others.
 struct Slot {
-  // High half: version, raised when the slot is given to another name. Low half: how many ranks have announced the
-  // operation under way; back to 0 when the last one does.
+  // From the highest bits down: 32 bits of version, raised when the slot is given to another name; 16 bits that count
+  // operations; 16 bits that say how many ranks have announced the one under way, back to 0 when the last one does.
   std::atomic<std::uint64_t> state;
-  std::atomic<std::uint32_t> outstanding;  // announcements, over all ranks, that are not completed
-  std::uint32_t next_in_bucket;            // under table_lock
-  std::uint64_t hash;                      // under table_lock
-  std::uint32_t name_length;               // under table_lock
-  char name[kMaxName];                     // under table_lock
+  std::uint32_t next_in_bucket;  // under table_lock
+  std::uint64_t hash;            // under table_lock
+  std::uint32_t name_length;     // under table_lock
+  char name[kMaxName];           // under table_lock
 
   // What is to be done, written by the last rank to announce before it makes the slot ready, read by whoever schedules
   // and executes it. Stable until every rank has completed it.
