@@ -175,11 +175,10 @@ std::uint64_t TensorTable::place_of(const Request& request) const {
 }
 
 TensorTable::Outcome TensorTable::decide(std::uint32_t index, const Request& request) {
-  if (all_announced_the_same(index) && inline_.carry_out(index, request)) {
-    Slot& slot = world_.slots[index];
-    if (slot.error != 0) slot.error = 0;  // of the operation before; otherwise the line stays in all caches
-    return Outcome::kDone;
-  }
+  Slot& slot = world_.slots[index];
+  // That of the operation before, before anybody learns that this one is done; otherwise the line stays in all caches.
+  if (slot.error != 0) slot.error = 0;
+  if (all_announced_the_same(index) && inline_.carry_out(index, request)) return Outcome::kDone;
   agree(index);
   return Outcome::kLast;
 }
@@ -202,7 +201,6 @@ void TensorTable::agree(std::uint32_t index) {
   for (int r = 0; r < static_cast<int>(world_.size); ++r) {
     if (world_.mark(index, r).place == kNoPlace) slot.direct = 0;
   }
-  slot.error = static_cast<std::uint32_t>(ErrorCode::kOk);
   if (all_announced_the_same(index)) return;
 
   ErrorCode code = ErrorCode::kMismatch;
