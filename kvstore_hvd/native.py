@@ -411,6 +411,23 @@ class MXNetAdapter:
         except _native().NativeError as error:
             _translate(error)
 
+    def prepare(self, arrays: Sequence[tuple[str, str, int, int]]) -> Any:
+        """What `pushpull_step` takes, any number of times: (name, label, array, priority) of each array.
+
+        It keeps the arrays' memory. None when there is anything about an array that needs a closer look.
+        """
+        return self.impl.prepare(arrays)
+
+    def pushpull_step(self, prepared: Any, as_half: bool) -> None:
+        """Sum each array in place, as `pushpull` does one after the other; asynchronous.
+
+        Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
+        """
+        try:
+            self.impl.pushpull_step(prepared, as_half)
+        except _native().NativeError as error:
+            _translate(error)
+
     def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""
         try:

@@ -1,0 +1,31 @@
+#include "mxnet/step.hpp"
+
+#include <utility>
+
+#include "mxnet/group_operation.hpp"
+
+namespace kvstore_hvd::mxnet {
+
+void Step::add(Gradient gradient, std::size_t bytes) {
+  const void* chunk = Api::chunk_of(gradient.array.get());
+  const bool is_small = bytes <= kSmall;
+  // Two gradients in the same memory are two operations, which MXNet carries out one after the other.
+  const bool joins = is_small && !chunks_.empty() && chunks_.size() < kGroupSize && bytes_ + bytes <= kGroupBytes &&
+                     chunks_.count(chunk) == 0;
+  if (!joins) {
+    groups_.push_back(std::make_shared<Group>());
+    chunks_.clear();
+    bytes_ = 0;
+  }
+  groups_.back()->push_back(std::move(gradient));
+  if (is_small) chunks_.insert(chunk);
+  bytes_ += bytes;
+}
+
+void Step::push(const Links& links, const std::string& world, bool as_half) const {
+  for (const std::shared_ptr<Group>& group : groups_) {
+    GroupOperation::push(std::make_shared<GroupOperation>(links, group, world, as_half));
+  }
+}
+
+}  // namespace kvstore_hvd::mxnet
