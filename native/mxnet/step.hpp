@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "kvstore_hvd/engine.hpp"
@@ -44,16 +43,14 @@ class Step {
   // those after it were not handed over then.
   void push(const Links& links, const std::string& world, bool as_half) const;
 
-  // A group waits for the last of its gradients: so it takes small ones only, and few of them.
-  static constexpr std::size_t kSmall = 0;
-  static constexpr std::size_t kGroupBytes = 256 << 10;
-  static constexpr std::size_t kGroupSize = 32;
+  // A group waits for the last of its gradients: so it takes only those of up to kSmall bytes, and kMost of them, of
+  // neighbouring parameters.
+  static constexpr std::size_t kSmall = 16 << 10;
+  static constexpr std::size_t kMost = 8;
 
  private:
   std::vector<std::shared_ptr<Group>> groups_;
-  // Of the last group, if it takes more.
-  std::unordered_set<const void*> chunks_;
-  std::size_t bytes_ = 0;
+  std::vector<const void*> chunks_;  // of the last group, if its gradients are small
 };
 
 }  // namespace kvstore_hvd::mxnet
