@@ -35,7 +35,7 @@ from common import (
     time_text,
     write,
 )
-from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_launches, versions
+from ranks import Gate, Rank, arguments_of_launches, start_launches, start_or_be_a_rank
 
 SCRIPT = Path(__file__).resolve()
 SIZES = tuple(4 << shift for shift in range(0, 27, 2))
@@ -134,18 +134,16 @@ def measure(size: int, methods: Any, gate: Gate, rank: int, ranks: int) -> Sampl
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure all sizes and leave the samples in the folder."""
-    mpi = load_mpi(options.mpi)
-    from methods import Methods, topology
+    rank = Rank(options)
+    from methods import Methods
 
-    place = topology()
-    gate = Gate(options.folder, place.rank, place.size)
-    methods = Methods(mpi)
+    methods = Methods(rank.mpi)
     results = {}
     for size in options.sizes:
-        results[str(size)] = measure(size, methods, gate, place.rank, place.size)
-        gate.wait()
+        results[str(size)] = measure(size, methods, rank.gate, rank.rank, rank.size)
+        rank.gate.wait()
     methods.close()
-    save_samples(options.folder, place.rank, {"samples": results, "versions": versions(mpi)})
+    rank.save(samples=results)
 
 
 # -- As the one that starts them ----------------------------------------------------------------------------------
@@ -194,12 +192,8 @@ def show(entries: Sequence[dict[str, Any]], mpi: str) -> str:
     return f"{table(head, rows)}\n\n{table(['us, min - max', *names], ranges)}"
 
 
-def main() -> None:
-    """Run as the starter, or as one of the ranks that it starts."""
-    options = parse_arguments()
-    if options.folder is not None:
-        be_a_rank(options)
-        return
+def start(options: argparse.Namespace) -> None:
+    """Start the ranks, and show and write what they found."""
     run = describe()
     saved = start_launches(SCRIPT, options, ["--sizes", *map(str, options.sizes)])
     run["versions"] = {name: launches[-1][0]["versions"] for name, launches in saved.items()}
@@ -221,4 +215,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    start_or_be_a_rank(parse_arguments(), start, be_a_rank)

@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 from common import Samples, describe, joined, median_ratio, ratio_text, slowest, summary, table, write
-from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_launches, versions
+from ranks import Rank, arguments_of_launches, start_launches, start_or_be_a_rank
 
 SCRIPT = Path(__file__).resolve()
 MPI_METHOD = "MPI, per tensor"
@@ -139,18 +139,16 @@ def make_methods(
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure, and leave the samples in the folder."""
-    mpi = load_mpi(options.mpi)
-    from methods import Methods, memory_of, topology, zeros
+    rank = Rank(options)
+    from methods import Methods, memory_of, zeros
 
-    place = topology()
-    gate = Gate(options.folder, place.rank, place.size)
     shapes = shapes_of_resnet50(options.biases)
     arrays = [zeros(shape) for shape in shapes]
     memories = [memory_of(array) for array in arrays]
-    methods = Methods(mpi)
+    methods = Methods(rank.mpi)
     trainer = make_trainer(shapes, methods.store)
     gradients = [memory_of(param.list_grad()[0]) for param in trainer._params]
-    actions = make_methods(methods, trainer, arrays, memories, mpi)
+    actions = make_methods(methods, trainer, arrays, memories, rank.mpi)
     samples: Samples = {method: [] for method in actions}
     samples.update({f"{method}{FIRST_LAYER}": [] for method in actions if method.startswith(OURS)})
     order = list(actions)
@@ -160,22 +158,20 @@ def be_a_rank(options: argparse.Namespace) -> None:
         for method in order:
             used = gradients if method == "Trainer" else memories
             for memory in used:
-                memory.fill(place.rank + 1)
-            gate.wait()
+                memory.fill(rank.rank + 1)
+            rank.gate.wait()
             start = perf_counter()
             first = actions[method]()
             seconds = perf_counter() - start
             if repetition < 0 and method != "memcpy of all":
-                _check(method, used, place.size)
+                _check(method, used, rank.size)
             if repetition >= 0:
                 samples[method].append(seconds)
                 if method.startswith(OURS):
                     samples[method + FIRST_LAYER].append(first)
-    gate.wait()
+    rank.gate.wait()
     methods.close()
-    total = sum(memory.size for memory in memories)
-    saved = {"samples": samples, "versions": versions(mpi), "tensors": len(shapes), "elements": total}
-    save_samples(options.folder, place.rank, saved)
+    rank.save(samples=samples, tensors=len(shapes), elements=sum(memory.size for memory in memories))
 
 
 def _check(method: str, memories: Sequence[Any], ranks: int) -> None:
@@ -206,12 +202,8 @@ def show(samples: Samples, launches: Sequence[Samples], mpi: str) -> str:
     return table(["ms", "min", "median", "max", "/memcpy", f"/{mpi}", "medians of launches"], rows)
 
 
-def main() -> None:
-    """Run as the starter, or as one of the ranks that it starts."""
-    options = parse_arguments()
-    if options.folder is not None:
-        be_a_rank(options)
-        return
+def start(options: argparse.Namespace) -> None:
+    """Start the ranks, and show and write what they found."""
     run = describe()
     arguments = ["--repetitions", str(options.repetitions), *["--biases"] * options.biases]
     saved = start_launches(SCRIPT, options, arguments)
@@ -247,4 +239,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    start_or_be_a_rank(parse_arguments(), start, be_a_rank)

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvstore_hvd
+import kvstore_hvd  # noqa: F401 - registers the store
 
 # isort: split
 import mxnet as mx
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat, native
 
-__all__ = ["IN_ARENA", "Methods", "memory_of", "topology", "zeros"]
+__all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
 
 IN_ARENA = ", in arena"
 
@@ -34,6 +34,27 @@ def memory_of(array: Any) -> Any:
     mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
     assert pointer.value is not None
     return np.ctypeslib.as_array((ctypes.c_float * array.size).from_address(pointer.value))
+
+
+def _of_engine(run: Callable[[Any], object], memory: Any, name: str) -> Action:
+    """Return our engine's allreduce of raw memory, in place."""
+    address = memory.ctypes.data
+    request = native.request("allreduce", name, name, [address], [address], [memory.size], "float32")
+
+    def raw() -> None:
+        run(request)
+
+    return raw
+
+
+def _of_mpi(mpi: Any, communicator: Any, memory: Any) -> Action:
+    """Return MPI's allreduce of raw memory, in place."""
+    allreduce, in_place, spec = communicator.Allreduce, mpi.IN_PLACE, [memory, mpi.FLOAT]
+
+    def in_mpi() -> None:
+        allreduce(in_place, spec)
+
+    return in_mpi
 
 
 class Methods:
@@ -69,49 +90,29 @@ class Methods:
     def on(self, array: Any, name: str) -> dict[str, Action]:
         """Return the methods for one array of MXNet; each sums it in place and returns when the sum is there."""
         memory = memory_of(array)
-        address = memory.ctypes.data
-        request = native.request("allreduce", name, name, [address], [address], [memory.size], "float32")
-        run, pushpull, wait = self._run, self.store.pushpull, array.wait_to_read
-
-        def raw() -> None:
-            run(request)
+        pushpull, wait = self.store.pushpull, array.wait_to_read
 
         def store() -> None:
             pushpull(name, array)
             wait()
 
-        found: dict[str, Action] = {"raw": raw, "pushpull": store}
+        found = {"raw": _of_engine(self._run, memory, name), "pushpull": store}
         if self._mpi is not None:
-            allreduce, in_place, spec = self._mpi.COMM_WORLD.Allreduce, self._mpi.IN_PLACE, [memory, self._mpi.FLOAT]
-
-            def mpi() -> None:
-                allreduce(in_place, spec)
-
-            found["MPI"] = mpi
+            found["MPI"] = _of_mpi(self._mpi, self._mpi.COMM_WORLD, memory)
         return found
 
     def alone(self, array: Any, name: str) -> dict[str, Action]:
         """Return the same methods in a world of one, named with '(alone)'."""
-        memory = memory_of(array)
-        address, handle = memory.ctypes.data, mxnet_compat.handle_of(array)
-        request = native.request("allreduce", name, name, [address], [address], [memory.size], "float32")
-        run, pushpull, wait = self._alone.impl.run, self._adapter.pushpull, array.wait_to_read
-
-        def raw() -> None:
-            run(request)
+        memory, handle = memory_of(array), mxnet_compat.handle_of(array)
+        pushpull, wait = self._adapter.pushpull, array.wait_to_read
 
         def store() -> None:
             pushpull(name, name, [handle], [handle], _SUM, 1.0, 1.0, 0)
             wait()
 
-        found: dict[str, Action] = {"raw (alone)": raw, "pushpull (alone)": store}
+        found = {"raw (alone)": _of_engine(self._alone.impl.run, memory, name), "pushpull (alone)": store}
         if self._mpi is not None:
-            allreduce, in_place, spec = self._mpi.COMM_SELF.Allreduce, self._mpi.IN_PLACE, [memory, self._mpi.FLOAT]
-
-            def mpi() -> None:
-                allreduce(in_place, spec)
-
-            found["MPI (alone)"] = mpi
+            found["MPI (alone)"] = _of_mpi(self._mpi, self._mpi.COMM_SELF, memory)
         return found
 
     def floors(self, memory: Any, other: Any) -> dict[str, Action]:
@@ -126,8 +127,3 @@ class Methods:
             multiply(memory, half, memory)
 
         return {"memcpy": copy, "scale": scale}
-
-
-def topology() -> kvstore_hvd.Topology:
-    """Return who this rank is; the first call starts the world."""
-    return kvstore_hvd.topology()

@@ -13,25 +13,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "TIMEOUT_S",
     "Gate",
+    "Rank",
     "arguments_of_launches",
+    "environment_of_ranks",
     "kvhvdrun",
-    "load_mpi",
     "load_samples",
     "prepare_gate",
     "save_samples",
     "start_launches",
+    "start_or_be_a_rank",
     "this_python",
     "versions",
 ]
 
-_TIMEOUT_S = 600.0  # of one launch
+TIMEOUT_S = 600.0  # of one launch
 _KVHVDRUN = "import sys; from kvstore_hvd.launch import main; sys.exit(main())"
 # Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results. All
 # for Open MPI; MPICH needs none and takes no notice.
@@ -58,6 +61,15 @@ class _Launcher:
 def kvhvdrun(python: Path) -> tuple[str, ...]:
     """Return the command of kvhvdrun under a Python interpreter, installed there or not."""
     return (str(python), "-c", _KVHVDRUN)
+
+
+def start_or_be_a_rank(
+    options: argparse.Namespace,
+    start: Callable[[argparse.Namespace], None],
+    be_a_rank: Callable[[argparse.Namespace], None],
+) -> None:
+    """Run as one of the ranks, which are told their folder, or as the one that starts them."""
+    (start if options.folder is None else be_a_rank)(options)
 
 
 def arguments_of_launches(script: Path, description: str) -> argparse.ArgumentParser:
@@ -122,21 +134,24 @@ def _find_launcher(python: Path) -> _Launcher:
 
 def _start_ranks(launcher: _Launcher, count: int, program: Sequence[str], folder: Path) -> list[Any]:
     prepare_gate(folder, count)
-    # One compute thread for each rank's share of the cores, as kvhvdrun does.
-    share = max(1, len(os.sched_getaffinity(0)) // count)
     try:
         done = subprocess.run(
             [*launcher.prefix, "-np", str(count), str(launcher.python), *program, "--folder", str(folder)],
-            env={"OMP_NUM_THREADS": str(share), **os.environ, **launcher.environment},
-            timeout=_TIMEOUT_S,
+            env={**environment_of_ranks(count), **launcher.environment},
+            timeout=TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"{launcher.name}: the ranks did not end within {_TIMEOUT_S:g} s") from None
+        raise SystemExit(f"{launcher.name}: the ranks did not end within {TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         raise SystemExit(f"{launcher.name}: the ranks ended with code {done.returncode}")
     return [load_samples(folder, rank) for rank in range(count)]
+
+
+def environment_of_ranks(count: int) -> dict[str, str]:
+    """Return the variables of ranks: one compute thread for each core of a rank's share, as with kvhvdrun."""
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)), **os.environ}
 
 
 def _saved(folder: Path, rank: int) -> Path:
@@ -156,11 +171,6 @@ def load_samples(folder: Path, rank: int) -> Any:
 def prepare_gate(folder: Path, count: int) -> None:
     """Make the file of a `Gate` for `count` ranks."""
     (folder / "gate").write_bytes(bytes(mmap.PAGESIZE * (1 + count * 64 // mmap.PAGESIZE)))
-
-
-def load_mpi(wanted: bool) -> Any:
-    """Return ``mpi4py.MPI``, or None. Before MXNet: what MPI loads must be the library that started this process."""
-    return importlib.import_module("mpi4py.MPI") if wanted else None
 
 
 def versions(mpi: Any = None) -> dict[str, str]:
@@ -226,6 +236,37 @@ class Gate:
             os.sched_yield()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {other // self._STEP} did not come to the gate")
+
+
+class Rank:
+    """This process as one of the ranks that `start_launches` has started; making it starts our world.
+
+    Attributes
+    ----------
+    mpi : module or None
+        ``mpi4py.MPI`` where mpirun has started the ranks.
+    rank, size : int
+        Who this is, and of how many.
+    gate : Gate
+        Where the ranks meet.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        # Before MXNet: what MPI loads must be the library that started this process.
+        self.mpi: Any = importlib.import_module("mpi4py.MPI") if options.mpi else None
+        import kvstore_hvd
+
+        # isort: split
+        import mxnet  # noqa: F401 - before the world starts, as in most programs
+
+        place = kvstore_hvd.topology()
+        self.rank, self.size = place.rank, place.size
+        self.gate = Gate(options.folder, self.rank, self.size)
+        self._folder: Path = options.folder
+
+    def save(self, **found: Any) -> None:
+        """Leave what was found, and the versions it was found with, for the process that started this one."""
+        save_samples(self._folder, self.rank, {**found, "versions": versions(self.mpi)})
 
 
 def this_python() -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import describe, table, write
-from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_launches, versions
+from ranks import Rank, arguments_of_launches, start_launches, start_or_be_a_rank
 from train import NETWORKS, prepare
 
 SCRIPT = Path(__file__).resolve()
@@ -24,29 +24,23 @@ _STEPS = 20  # before the one that counts
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """Train, and leave the times of the last step in the folder."""
-    mpi = load_mpi(options.mpi)
-    import kvstore_hvd
-
-    # isort: split
+    rank = Rank(options)
     import mxnet as mx
 
-    place = kvstore_hvd.topology()
-    gate = Gate(options.folder, place.rank, place.size)
     store = mx.kv.create("horovod")
     trainer, step = prepare(options.network, options.batch_size, store)
     for _ in range(_STEPS):
         step()
     mx.nd.waitall()
-    gate.wait()
+    rank.gate.wait()
     begin = time.monotonic()
     step()
     mx.nd.waitall()
     end = time.monotonic()
     report = store.report()
     del trainer
-    saved = {"begin": begin, "end": end, "keys": report["keys"], "versions": versions(mpi)}
-    gate.wait()
-    save_samples(options.folder, place.rank, saved)
+    rank.gate.wait()
+    rank.save(begin=begin, end=end, keys=report["keys"])
 
 
 def timeline_of(rank: Mapping[str, Any], begin: float) -> dict[str, Any]:
@@ -84,16 +78,8 @@ def show(step: Mapping[str, Any]) -> str:
     return f"{table(['ms', 'algorithm', 'bytes', *times], rows)}\n{told}"
 
 
-def main() -> None:
-    """Run as the starter, or as one of the ranks that it starts."""
-    parser = arguments_of_launches(SCRIPT, "Record one training step for report.py.")
-    parser.set_defaults(launches=1)
-    parser.add_argument("--network", choices=NETWORKS, default="CNN")
-    parser.add_argument("--batch-size", type=int, default=32)
-    options = parser.parse_args()
-    if options.folder is not None:
-        be_a_rank(options)
-        return
+def start(options: argparse.Namespace) -> None:
+    """Start the ranks, and show and write what they found."""
     run = describe()
     arguments = ["--network", options.network, "--batch-size", str(options.batch_size)]
     name, launches = next(iter(start_launches(SCRIPT, options, arguments).items()))
@@ -105,5 +91,14 @@ def main() -> None:
     write(options.json, run, {"ranks": options.ranks, "network": options.network, "steps": steps}, text)
 
 
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = arguments_of_launches(SCRIPT, "Record one training step for report.py.")
+    parser.set_defaults(launches=1)
+    parser.add_argument("--network", choices=NETWORKS, default="CNN")
+    parser.add_argument("--batch-size", type=int, default=32)
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    main()
+    start_or_be_a_rank(parse_arguments(), start, be_a_rank)

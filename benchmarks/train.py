@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import describe, median_ratio, ratio_text, summary, table, write
-from ranks import kvhvdrun, this_python, versions
+from ranks import kvhvdrun, start_or_be_a_rank, this_python, versions
 
 MODES = ("no store", "ours", "dist_sync")
 NETWORKS = ("CNN", "MLP", "LSTM")
@@ -36,6 +36,11 @@ SEGMENT_TIMEOUT_S = 120.0
 
 # Imported first, the package makes plain `import mxnet` work; with these roles it then serves until all workers left.
 _SERVE = "import kvstore_hvd, mxnet"
+
+
+def socket_in(folder: str) -> str:
+    """Return the address where workers find the one that starts them."""
+    return str(Path(folder) / "socket")
 
 
 class Channel:
@@ -78,7 +83,7 @@ def be_a_worker(options: argparse.Namespace) -> None:
 
     trainer, step = prepare(options.network, options.batch_size, make_store(options.mode))
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(options.address)
+    connection.connect(socket_in(options.folder))
     channel = Channel(connection)
     channel.send({"group": options.group, "index": index, "versions": versions()})
     while steps := channel.receive():
@@ -241,14 +246,13 @@ def measure(network: str, options: argparse.Namespace, groups: Sequence[Group]) 
     environment = {**os.environ, "OMP_NUM_THREADS": str(share)}
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        address = str(Path(folder) / "socket")
-        listener.bind(address)
+        listener.bind(socket_in(folder))
         listener.listen(64)
         listener.settimeout(START_TIMEOUT_S)
         by_name = {group.name: group for group in groups}
         try:
             for group in groups:
-                group.start([*command, "--address", address], environment)
+                group.start([*command, "--folder", folder], environment)
             for _ in range(sum(group.workers for group in groups)):
                 connection, _ = listener.accept()
                 connection.settimeout(SEGMENT_TIMEOUT_S)
@@ -298,12 +302,8 @@ def show(groups: Sequence[Group]) -> str:
     return table(["images/s", "min", "median", "max", "/no store", "/1 worker"], rows)
 
 
-def main() -> None:
-    """Run as the starter, or as one of the workers that it starts."""
-    options = parse_arguments()
-    if options.address is not None:
-        be_a_worker(options)
-        return
+def start(options: argparse.Namespace) -> None:
+    """Start the workers, and show and write what they found."""
     run = describe()
     results: dict[str, Any] = {"batch_size": options.batch_size, "networks": {}}
     text = [f"batches of {options.batch_size} for each worker, {options.rounds} rounds\n"]
@@ -331,7 +331,7 @@ def parse_arguments() -> argparse.Namespace:
     results = Path(__file__).resolve().parent / "results" / "train.json"
     parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
     for name, kind in (
-        ("address", str),
+        ("folder", str),
         ("group", str),
         ("mode", str),
         ("network", str),
@@ -344,4 +344,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    start_or_be_a_rank(parse_arguments(), start, be_a_worker)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -32,13 +31,21 @@ from typing import Any
 
 import numpy as np
 from common import Samples, describe, size_text, slowest, table, write
-from ranks import Gate, load_samples, prepare_gate, save_samples, this_python
+from ranks import (
+    TIMEOUT_S,
+    Gate,
+    environment_of_ranks,
+    load_samples,
+    prepare_gate,
+    save_samples,
+    start_or_be_a_rank,
+    this_python,
+)
 
 from kvstore_hvd import native
 
 SCRIPT = Path(__file__).resolve()
 KI, MI = 1 << 10, 1 << 20
-_TIMEOUT_S = 600.0  # of one launch
 _ROW_S = 2e-3  # what a sample should take at least
 
 
@@ -136,22 +143,21 @@ def launch(options: argparse.Namespace, name: str, values: Sequence[int], chosen
     with tempfile.TemporaryDirectory(prefix="benchmark-") as text:
         folder = Path(text)
         prepare_gate(folder, options.ranks)
-        share = max(1, len(os.sched_getaffinity(0)) // options.ranks)
         command = [str(this_python()), str(SCRIPT), "-np", str(options.ranks), "--only", name, "--folder", text]
         command += ["--repetitions", str(options.repetitions), "--fds", *map(str, fds)]
         ranks = [
             subprocess.Popen(
                 [*command, "--rank", str(rank)],
-                env={"OMP_NUM_THREADS": str(share), **os.environ},
+                env=environment_of_ranks(options.ranks),
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
             )
             for rank in range(options.ranks)
         ]
         try:
-            codes = [process.wait(_TIMEOUT_S) for process in ranks]
+            codes = [process.wait(TIMEOUT_S) for process in ranks]
         except subprocess.TimeoutExpired:
-            raise SystemExit(f"{name}: the ranks did not end within {_TIMEOUT_S:g} s") from None
+            raise SystemExit(f"{name}: the ranks did not end within {TIMEOUT_S:g} s") from None
         finally:
             for process in ranks:
                 process.kill()
@@ -209,12 +215,8 @@ def show(name: str, found: Mapping[str, Any]) -> str:
     return table([name, *sizes, "relative", "of each launch"], rows)
 
 
-def main() -> None:
-    """Run as the starter, or as one of the ranks that it starts."""
-    options = parse_arguments()
-    if options.folder is not None:
-        be_a_rank(options)
-        return
+def start(options: argparse.Namespace) -> None:
+    """Start the ranks, and show and write what they found."""
     run = describe()
     chosen: dict[str, int] = {}
     results, text = {}, [f"{options.ranks} ranks, {options.launches} launches\n"]
@@ -245,4 +247,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    start_or_be_a_rank(parse_arguments(), start, be_a_rank)

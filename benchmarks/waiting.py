@@ -23,7 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from common import Samples, describe, joined, median_ratio, ratio_text, slowest, summary, table, time_text, write
-from ranks import Gate, arguments_of_launches, load_mpi, save_samples, start_launches, versions
+from ranks import Rank, arguments_of_launches, start_launches, start_or_be_a_rank
 
 SCRIPT = Path(__file__).resolve()
 METHODS = ("MPI", "raw", "pushpull")
@@ -69,12 +69,10 @@ def row(run: Callable[[], object], count: int) -> list[float]:
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure, and leave the samples in the folder."""
-    mpi = load_mpi(options.mpi)
-    from methods import Methods, topology, zeros
+    rank = Rank(options)
+    from methods import Methods, zeros
 
-    place = topology()
-    gate = Gate(options.folder, place.rank, place.size)
-    methods = Methods(mpi)
+    methods = Methods(rank.mpi)
     array = zeros((1,))
     actions = methods.on(array, "waiting")
     samples: Samples = {f"{method}, {state}": [] for state in STATES for method in METHODS if method in actions}
@@ -84,7 +82,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
         shuffle(order)
         for method in order:
             for state in STATES:
-                gate.wait()
+                rank.gate.wait()
                 if state == "busy":
                     with busy_thread():
                         times = row(actions[method], IN_A_ROW[state])
@@ -92,9 +90,9 @@ def be_a_rank(options: argparse.Namespace) -> None:
                     times = row(actions[method], IN_A_ROW[state])
                 if repetition >= 0:
                     samples[f"{method}, {state}"] += times
-    gate.wait()
+    rank.gate.wait()
     methods.close()
-    save_samples(options.folder, place.rank, {"samples": samples, "versions": versions(mpi)})
+    rank.save(samples=samples)
 
 
 # -- As the one that starts them ----------------------------------------------------------------------------------
@@ -126,12 +124,8 @@ def show(results: dict[str, Any], launches: Sequence[dict[str, Any]], mpi: str) 
     return table(["us", "min", "median", "max", f"/{mpi}", "medians of launches"], rows)
 
 
-def main() -> None:
-    """Run as the starter, or as one of the ranks that it starts."""
-    options = parse_arguments()
-    if options.folder is not None:
-        be_a_rank(options)
-        return
+def start(options: argparse.Namespace) -> None:
+    """Start the ranks, and show and write what they found."""
     run = describe()
     results: dict[str, Any] = {}
     text = []
@@ -161,4 +155,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    start_or_be_a_rank(parse_arguments(), start, be_a_rank)

@@ -294,8 +294,8 @@ class StoreMethods:
               of all stores of this worker.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
-              what the engine measured since the workers met: ``'algorithm'`` of the last operation ('one-shot',
-              'two-shot', 'direct', 'broadcast', 'failed', or '' when it knows nothing); ``'staged'``: why arrays are
+              what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
+              'one-shot', 'two-shot', 'direct', 'broadcast', 'failed', or '' when it knows nothing); ``'staged'``: why arrays are
               copied through staging memory ('' when they are not); ``'submitted'``: when the last operation was, on the
               clock of ``time.monotonic()``; ``'ms'``: of each of the three times ``'mean'`` and ``'last'``. Keys after
               the first 10,000 are counted together.
@@ -341,7 +341,7 @@ class StoreMethods:
         if statistics is None:
             return None
         staged = ""
-        if statistics.algorithm in ("one-shot", "two-shot"):
+        if statistics.algorithm in ("inline", "one-shot", "two-shot"):
             own = self._staged_reasons.get(key)
             if not config().zero_copy:
                 staged = "KVHVD_ZERO_COPY=0"

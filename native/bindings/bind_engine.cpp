@@ -25,13 +25,15 @@ std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
   return result;
 }
 
-Request make_request(int collective, std::string name, std::string label, const std::vector<Address>& inputs,
-                     const std::vector<Address>& outputs, std::size_t count, std::vector<std::int64_t> shape, int dtype,
-                     int op, double prescale, double postscale, int root, int priority, bool as_half) {
+std::shared_ptr<Request> make_request(int collective, std::string name, std::string label,
+                                      const std::vector<Address>& inputs, const std::vector<Address>& outputs,
+                                      std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
+                                      double prescale, double postscale, int root, int priority, bool as_half) {
   if (collective < 0 || collective > 1) throw py::value_error("unknown collective " + std::to_string(collective));
   if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
   if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
-  Request request;
+  auto made = std::make_shared<Request>();
+  Request& request = *made;
   request.collective = static_cast<Collective>(collective);
   request.name = std::move(name);
   request.label = std::move(label);
@@ -46,7 +48,7 @@ Request make_request(int collective, std::string name, std::string label, const 
   request.root = root;
   request.priority = priority;
   request.as_half = as_half;
-  return request;
+  return made;
 }
 
 using Outcome = std::optional<std::pair<int, std::string>>;
@@ -77,13 +79,13 @@ void wait(Engine& engine, const Work& work, bool done = false) {
   if (!work.status().ok()) raise(work.status());
 }
 
-void run(Engine& engine, const Request& request) {
+void run(Engine& engine, std::shared_ptr<Request> request) {
   std::shared_ptr<Work> work;
   bool done = false;
   {
     // The GIL is given up once only where the others are quick.
     const py::gil_scoped_release release;
-    work = engine.submit_to_wait(request);
+    work = engine.submit_to_wait(std::move(request));
     done = engine.wait(*work, kSignalCheck);
   }
   wait(engine, *work, done);
@@ -101,6 +103,8 @@ const char* name_of(Algorithm algorithm) {
       return "broadcast";
     case Algorithm::kDirect:
       return "direct";
+    case Algorithm::kInline:
+      return "inline";
   }
   return "";
 }
@@ -136,8 +140,8 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("error",
                              [](const Work& work) { return work.done() ? outcome(work.status()) : Outcome(); });
 
-  py::class_<Request>(module, "Request",
-                      "A collective operation on raw addresses; may be submitted any number of times.")
+  py::class_<Request, std::shared_ptr<Request>>(
+      module, "Request", "A collective operation on raw addresses; may be submitted any number of times.")
       .def(py::init(&make_request), py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"),
            py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
@@ -158,7 +162,9 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
       .def_property_readonly("bytes_in_place", &Engine::bytes_in_place)
-      .def("submit", &Engine::submit, py::arg("request"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "submit", [](Engine& engine, std::shared_ptr<Request> request) { return engine.submit(std::move(request)); },
+          py::arg("request"), py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("request"))
       .def(
           "wait", [](Engine& engine, const Work& work) { wait(engine, work); }, py::arg("work"))

@@ -34,8 +34,6 @@ constexpr unsigned kLingerRetry = 8;
 constexpr std::chrono::microseconds kInlineTime{200};
 constexpr std::size_t kInlineBytes = 4 << 20;
 
-std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
-
 // What is wrong with the arguments of a request, empty when nothing is.
 std::string fault_of(const Request& request, int size) {
   if (request.inputs.empty() || request.outputs.empty()) return "inputs and outputs must not be empty";
@@ -81,9 +79,15 @@ class Engine::Impl {
 
   bool forked() const { return process_id() != owner_; }
 
-  std::shared_ptr<Work> submit(Request request, bool caller_waits) {
+  std::shared_ptr<Work> submit(std::shared_ptr<const Request> request, bool caller_waits) {
     // What only this rank can see to be wrong is announced all the same, or the others would wait for it.
-    if (request.input_failure.empty()) request.input_failure = fault_of(request, size_);
+    if (request->input_failure.empty()) {
+      if (std::string fault = fault_of(*request, size_); !fault.empty()) {
+        auto faulty = std::make_shared<Request>(*request);
+        faulty->input_failure = std::move(fault);
+        request = std::move(faulty);
+      }
+    }
     auto work = std::make_shared<Work>(std::move(request));
     if (forked()) {
       work->finish(Messages::forked());
@@ -94,29 +98,44 @@ class Engine::Impl {
       work->finish(messages_.invalid(work->request(), limits + std::to_string(work->request().name.size())));
       return work;
     }
-    bool wake_communication = false, driven = false;
-    Pending::Ready ready = Pending::Ready::kNot;
-    Status refused;
+    bool refused = false, wake_communication = false, driven = false;
+    Pending::Added added{Pending::Ready::kNot, kNoSlot};
+    Status status;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (left_ || world_.failure.is_set()) {
-        refused = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
-      } else {
+      refused = left_ || world_.failure.is_set();
+      if (!refused) {
         callers_drive_ = caller_waits;
-        ready = pending_.add(work);
-        const bool undriven = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
-        if (undriven) wake_communication = unpark_ = true;
+        added = pending_.add(work);
         driven = driven_;
       }
+      if (refused) {
+        status = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
+      } else if (added.ready == Pending::Ready::kDone) {
+        work->scheduled = work->submitted;
+        pipeline_.take(added.slot);
+        status = pending_.complete(added.slot).status;
+      } else if (parked_ && !driven_ && (!caller_waits || world_.failure.is_set())) {
+        wake_communication = unpark_ = true;
+      }
     }
-    if (!refused.ok()) work->finish(std::move(refused));
-    if (ready == Pending::Ready::kAlone && !caller_waits && bytes_of(work->request()) <= kInlineBytes) {
+    if (refused) {
+      work->finish(std::move(status));
+      return work;
+    }
+    if (added.ready == Pending::Ready::kDone) {
+      work->finish(std::move(status));
+      settle(1);
+      if (driven) world_.rank(rank_).bell.ring();  // it may be this that the driver waits for
+      return work;
+    }
+    if (added.ready == Pending::Ready::kAlone && !caller_waits && bytes_of(work->request()) <= kInlineBytes) {
       if (drive_inline(*work)) return work;
       driven = true;
     }
     if (wake_communication) parked_changed_.notify_one();
     // Who drives may be asleep, and a caller that waits drives if no one does.
-    if (ready != Pending::Ready::kNot && (driven || !caller_waits)) world_.rank(rank_).bell.ring();
+    if (added.ready != Pending::Ready::kNot && (driven || !caller_waits)) world_.rank(rank_).bell.ring();
     return work;
   }
 
@@ -155,8 +174,8 @@ class Engine::Impl {
     return work.done() || forked() || drive_until([&] { return work.done(); }, limit, callers_policy_);
   }
 
-  std::shared_ptr<Work> submit_and_linger(Request request) {
-    const bool linger = !forked() && is_worth_lingering(request);
+  std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request) {
+    const bool linger = !forked() && is_worth_lingering(*request);
     auto work = submit(std::move(request), linger);
     if (linger) {
       const bool done =
@@ -438,11 +457,15 @@ Engine::~Engine() {
 int Engine::rank() const { return impl_->rank_; }
 int Engine::size() const { return impl_->size_; }
 const std::shared_ptr<Segment>& Engine::segment() const { return impl_->segment_; }
-std::shared_ptr<Work> Engine::submit(Request request) { return impl_->submit(std::move(request), false); }
-std::shared_ptr<Work> Engine::submit_and_linger(Request request) {
+std::shared_ptr<Work> Engine::submit(std::shared_ptr<const Request> request) {
+  return impl_->submit(std::move(request), false);
+}
+std::shared_ptr<Work> Engine::submit_and_linger(std::shared_ptr<const Request> request) {
   return impl_->submit_and_linger(std::move(request));
 }
-std::shared_ptr<Work> Engine::submit_to_wait(Request request) { return impl_->submit(std::move(request), true); }
+std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> request) {
+  return impl_->submit(std::move(request), true);
+}
 bool Engine::wait(const Work& work, std::chrono::nanoseconds limit) { return impl_->wait(work, limit); }
 const Status& Engine::wait(const Work& work) {
   while (!impl_->wait(work, std::chrono::seconds(1))) {

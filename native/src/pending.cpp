@@ -26,14 +26,15 @@ Pending::Pending(World& world, Alarm& alarm, const Messages& messages)
       rank_(alarm.rank()),
       size_(static_cast<int>(world.size)),
       table_(world, alarm),
-      in_flight_(kSlots, nullptr) {}
+      in_flight_(kSlots) {}
 
-Pending::Ready Pending::add(std::shared_ptr<Work> work) {
+Pending::Added Pending::add(std::shared_ptr<Work> work) {
   Name& name = names_[work->request().name];
   rounds_.submitted(name.statistics, *work);
   name.queue.push_back(std::move(work));
   count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
-  return name.queue.size() == 1 ? start(name) : Ready::kNot;
+  const Ready ready = name.queue.size() == 1 ? start(name) : Ready::kNot;
+  return Added{ready, name.slot.slot};
 }
 
 Pending::Ready Pending::start(Name& name) {
@@ -60,10 +61,10 @@ std::optional<Pending::Ready> Pending::announce(Name& name) {
       name.slot = SlotHandle{};
       continue;
     }
-    in_flight_[name.slot.slot] = &work;
+    in_flight_[name.slot.slot] = InFlight{&work, &name};
     switch (table_.announce(name.slot, work.request())) {
       case TensorTable::Outcome::kStale:
-        in_flight_[name.slot.slot] = nullptr;
+        in_flight_[name.slot.slot] = InFlight{};
         name.slot = SlotHandle{};
         continue;
       case TensorTable::Outcome::kWaiting:
@@ -75,12 +76,20 @@ std::optional<Pending::Ready> Pending::announce(Name& name) {
           if (r != rank_) world_.rank(r).bell.ring();
         }
         return world_.slots[name.slot.slot].direct ? Ready::kAlone : Ready::kTogether;
+      case TensorTable::Outcome::kDone:
+        for (int r = 0; r < size_; ++r) {
+          if (r == rank_) continue;
+          world_.rank(r).inbox.put(name.slot.slot);
+          world_.rank(r).bell.ring();
+        }
+        return Ready::kDone;
     }
   }
 }
 
 bool Pending::is_announced(const Name& name) const {
-  return !name.queue.empty() && name.slot.slot != kNoSlot && in_flight_[name.slot.slot] == name.queue.front().get();
+  return !name.queue.empty() && name.slot.slot != kNoSlot &&
+         in_flight_[name.slot.slot].work == name.queue.front().get();
 }
 
 void Pending::scheduled(const Entry& entry) const {
@@ -88,37 +97,44 @@ void Pending::scheduled(const Entry& entry) const {
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     if (entry.pieces[i].offset != 0) continue;  // not the first chunk
     if (now == Clock::time_point()) now = Clock::now();
-    Work& work = *in_flight_[entry.pieces[i].slot];
+    Work& work = *in_flight_[entry.pieces[i].slot].work;
     work.scheduled = now;
     work.algorithm = entry.algorithm;
   }
 }
 
 Pending::Completed Pending::complete(std::uint32_t slot) {
-  const Request& request = in_flight_[slot]->request();
-  Status status = messages_.disagreement(request, world_.slots[slot]);
-  const auto found = names_.find(request.name);
-  Name& name = found->second;
+  Name& name = *in_flight_[slot].name;
+  in_flight_[slot] = InFlight{};
   std::shared_ptr<Work> work = std::move(name.queue.front());
   name.queue.pop_front();
-  in_flight_[slot] = nullptr;
-  table_.complete(slot);
+  Status status = messages_.disagreement(work->request(), world_.slots[slot]);
   const auto now = Clock::now();
+  if (work->algorithm == Algorithm::kInline) {                          // never scheduled
+    if (work->scheduled == Clock::time_point()) work->scheduled = now;  // another rank has carried it out
+    if (world_.mark(slot, rank_).place != kNoPlace) work->algorithm = Algorithm::kDirect;
+  }
+  table_.complete(slot);
   name.statistics.add(*work, now);
   if (name.queue.empty() && names_.size() > kSlots) {
     // Bounds the memory of programs that never use a name twice.
     forgotten_.add(name.statistics);
     rounds_.completed(forgotten_, *work, now);
-    names_.erase(found);
+    names_.erase(work->request().name);
   } else {
     rounds_.completed(name.statistics, *work, now);
     if (!name.queue.empty()) {
       name.queue.front()->since = now;
-      if (start(name) != Ready::kNot) world_.rank(rank_).bell.ring();
+      tell_driver(name, start(name));
     }
   }
   retry_slots();
   return {std::move(work), std::move(status)};
+}
+
+void Pending::tell_driver(const Name& name, Ready ready) {
+  if (ready == Ready::kDone) world_.rank(rank_).inbox.put(name.slot.slot);
+  if (ready != Ready::kNot) world_.rank(rank_).bell.ring();
 }
 
 std::deque<std::shared_ptr<Work>> Pending::take_all() {
@@ -138,7 +154,7 @@ void Pending::retry_slots() {
     try {
       const auto ready = announce(found->second);
       if (!ready) return;
-      if (*ready != Ready::kNot) world_.rank(rank_).bell.ring();
+      tell_driver(found->second, *ready);
     } catch (const WorldLost&) {
       return;
     }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "kvstore_hvd/inline_reduction.hpp"
 #include "kvstore_hvd/reduce.hpp"
 
 namespace kvstore_hvd {
@@ -55,6 +56,12 @@ Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std:
 
 bool Pipeline::advance(const WaitPolicy& policy) {
   policy_ = policy;
+  if (const auto slot = world_.rank(rank_).inbox.get(taken_)) {
+    ++taken_;
+    take(*slot);
+    finished_(*slot);
+    return true;
+  }
   if (fetched_ == filled_ && filled_ - collected_ < kStages &&
       schedule_.fetch(static_cast<std::uint32_t>(fetched_), entry(fetched_))) {
     scheduled_(entry(fetched_));
@@ -75,6 +82,14 @@ bool Pipeline::advance(const WaitPolicy& policy) {
   return true;
 }
 
+void Pipeline::take(std::uint32_t slot) {
+  const Request& request = request_of_(slot);
+  // Before the caller learns that its operation is done, and may look.
+  if (InlineReduction::take(world_, rank_, slot, request)) {
+    bytes_in_place_.fetch_add(bytes_of(request), std::memory_order_relaxed);
+  }
+}
+
 bool Pipeline::wait_all(Flag RankState::* flag, std::uint64_t target) const {
   for (int r = 0; r < static_cast<int>(world_.size); ++r) {
     if (r == rank_) continue;
@@ -91,8 +106,8 @@ void Pipeline::sum_devices(const Entry& entry) {
     std::vector<const void*> local;
     for (const void* input : request.inputs) local.push_back(static_cast<const char*>(input) + piece.offset);
     void* sum = result_of(request) + piece.offset;
-    reduce(Reduction{request.dtype, request.op, 1.0, 1.0, request.as_half}, local.data(),
-           static_cast<int>(local.size()), &sum, 1, piece.bytes / size_of(request.dtype));
+    reduce(local_reduction_of(request), local.data(), static_cast<int>(local.size()), &sum, 1,
+           piece.bytes / size_of(request.dtype));
   }
 }
 
@@ -110,6 +125,7 @@ bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
   switch (entry.algorithm) {
     case Algorithm::kFail:
     case Algorithm::kDirect:
+    case Algorithm::kInline:
       break;
     case Algorithm::kOneShot:
       for_each_in(entry, all, stage);
@@ -151,15 +167,13 @@ void Pipeline::reduce_range(const Entry& entry, std::uint64_t index, std::uint64
   for_each_in(entry, Range{begin, end}, [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     const Request& request = request_of_(piece.slot);
     for (int r = 0; r < static_cast<int>(world_.size); ++r) {
-      char* staged = direct ? world_.arena(r) + world_.announcement(piece.slot, r).place + piece.offset + offset
+      char* staged = direct ? world_.arena(r) + world_.mark(piece.slot, r).place + piece.offset + offset
                             : world_.staging(r, index) + piece.staged + offset;
       inputs_[r] = r == rank_ ? source_of(request) + piece.offset + offset : staged;
       outputs_[r] = r == rank_ ? result_of(request) + piece.offset + offset : staged;
     }
-    Reduction reduction{request.dtype, request.op, request.prescale, request.postscale, request.as_half};
-    if (request.op == ReduceOp::kAverage) reduction.postscale /= world_.size;
     void* const* outputs = to_all ? outputs_.data() : &outputs_[rank_];
-    reduce(reduction, inputs_.data(), static_cast<int>(world_.size), outputs,
+    reduce(reduction_of(request, world_.size), inputs_.data(), static_cast<int>(world_.size), outputs,
            to_all ? static_cast<int>(world_.size) : 1, bytes / size_of(request.dtype));
   });
 }
@@ -167,6 +181,7 @@ void Pipeline::reduce_range(const Entry& entry, std::uint64_t index, std::uint64
 bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
   switch (entry.algorithm) {
     case Algorithm::kFail:
+    case Algorithm::kInline:
       break;
     case Algorithm::kOneShot:
       if (!wait_all(&RankState::filled, index + 1)) return false;

@@ -17,7 +17,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303035;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303036;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -31,13 +31,14 @@ std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE))
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 struct Layout {
-  std::size_t ranks, announcements, digests, staging, stride, stage, arenas, arena_stride, total;
+  std::size_t ranks, announcements, marks, payloads, staging, stride, stage, arenas, arena_stride, total;
 
   Layout(std::size_t size, std::size_t arena_bytes) {
     ranks = round_up(sizeof(World), kPage);
     announcements = round_up(ranks + size * sizeof(RankState), kPage);
-    digests = round_up(announcements + size * kSlots * sizeof(Announcement), kPage);
-    staging = round_up(digests + size * kSlots * sizeof(World::Digest), kHugePage);
+    marks = round_up(announcements + size * kSlots * sizeof(Announcement), kPage);
+    payloads = round_up(marks + size * kSlots * sizeof(Mark), kPage);
+    staging = round_up(payloads + size * kSlots * kPayloadStride, kHugePage);
     stage = round_up(std::min(size * kMaxSlice, kMaxStage), kPage);
     // Ranks' staging memories start on different 2 MiB pages, never a power of two apart: accesses to equal offsets of
     // memories exactly 2^k apart evict one another from the cache.
@@ -98,7 +99,8 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.total_bytes = layout.total;
   world.ranks_offset = layout.ranks;
   world.announcements_offset = layout.announcements;
-  world.digests_offset = layout.digests;
+  world.marks_offset = layout.marks;
+  world.payloads_offset = layout.payloads;
   world.staging_offset = layout.staging;
   world.staging_stride = layout.stride;
   world.arena_bytes = arena_bytes;

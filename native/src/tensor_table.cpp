@@ -123,23 +123,20 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
   // From here on the slot cannot change hands: `outstanding` is not zero. (It may have changed hands just before the
   // load above, which the version told; or its taker is about to fail on `state`, once ours is in.)
   const Signature signature = signature_of(request);
-  const std::uint64_t digest = hash_bytes(&signature, sizeof(signature));
   Announcement& announcement = world_.announcement(handle.slot, rank_);
-  World::Digest& own = world_.digest(handle.slot, rank_);
-  const bool changed =
-      own.signature != digest || std::memcmp(&announcement.signature, &signature, sizeof(signature)) != 0;
-  if (changed) {
+  Mark& own = world_.mark(handle.slot, rank_);
+  if (std::memcmp(&announcement.signature, &signature, sizeof(signature)) != 0) {
     announcement.signature = signature;
-    own.signature = digest;
+    own.digest = hash_bytes(&signature, sizeof(signature));
   }
-  const std::uint64_t place = place_of(request);
-  if (announcement.place != place) announcement.place = place;
+  own.place = place_of(request);
+  inline_.stage(handle.slot, request);
   if (signature.failed) {
     const std::string_view note = utf8_prefix(request.input_failure, sizeof(announcement.note) - 1);
     std::memcpy(announcement.note, note.data(), note.size());
     announcement.note[note.size()] = '\0';
   }
-  own.generation.fetch_add(1, std::memory_order_relaxed);  // Relaxed: see Digest.
+  own.generation.fetch_add(1, std::memory_order_relaxed);  // Relaxed: see Mark.
 
   for (;;) {
     const bool last = announced_of(state) + 1 == world_.size;
@@ -147,12 +144,10 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
     // Sequentially consistent; in particular release (publishes the announcement) and acquire (the last rank sees the
     // announcements of all others).
     if (slot.state.compare_exchange_weak(state, next, std::memory_order_seq_cst)) {
-      if (!last) return Outcome::kWaiting;
-      agree(handle.slot);
-      return Outcome::kLast;
+      return last ? decide(handle.slot, request) : Outcome::kWaiting;
     }
     if (version_of(state) != handle.version) {
-      own.generation.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: see Digest.
+      own.generation.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: see Mark.
       slot.outstanding.fetch_sub(1, std::memory_order_seq_cst);
       return Outcome::kStale;
     }
@@ -172,6 +167,25 @@ std::uint64_t TensorTable::place_of(const Request& request) const {
   return inside ? array - arena : kNoPlace;
 }
 
+TensorTable::Outcome TensorTable::decide(std::uint32_t index, const Request& request) {
+  if (all_announced_the_same(index) && inline_.carry_out(index, request)) {
+    Slot& slot = world_.slots[index];
+    if (slot.error != 0) slot.error = 0;  // of the operation before; otherwise the line stays in all caches
+    return Outcome::kDone;
+  }
+  agree(index);
+  return Outcome::kLast;
+}
+
+bool TensorTable::all_announced_the_same(std::uint32_t slot) const {
+  if (world_.announcement(slot, rank_).signature.failed) return false;
+  const std::uint64_t digest = world_.mark(slot, rank_).digest;
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (world_.mark(slot, r).digest != digest) return false;
+  }
+  return true;
+}
+
 void TensorTable::agree(std::uint32_t index) {
   Slot& slot = world_.slots[index];
   slot.agreed = world_.announcement(index, rank_).signature;
@@ -179,14 +193,10 @@ void TensorTable::agree(std::uint32_t index) {
   slot.scheduled = 0;
   slot.direct = slot.bytes > 0;
   for (int r = 0; r < static_cast<int>(world_.size); ++r) {
-    if (world_.announcement(index, r).place == kNoPlace) slot.direct = 0;
+    if (world_.mark(index, r).place == kNoPlace) slot.direct = 0;
   }
   slot.error = static_cast<std::uint32_t>(ErrorCode::kOk);
-
-  const std::uint64_t digest = world_.digest(index, rank_).signature;
-  bool same = slot.agreed.failed == 0;
-  for (int r = 0; same && r < static_cast<int>(world_.size); ++r) same = world_.digest(index, r).signature == digest;
-  if (same) return;
+  if (all_announced_the_same(index)) return;
 
   ErrorCode code = ErrorCode::kMismatch;
   std::string text;
@@ -214,7 +224,7 @@ void TensorTable::complete(std::uint32_t slot) {
 }
 
 bool TensorTable::announced_by(std::uint32_t slot, int other) {
-  const auto generation = [&](int r) { return world_.digest(slot, r).generation.load(std::memory_order_relaxed); };
+  const auto generation = [&](int r) { return world_.mark(slot, r).generation.load(std::memory_order_relaxed); };
   return static_cast<std::int32_t>(generation(other) - generation(rank_)) >= 0;
 }
 

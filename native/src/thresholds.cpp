@@ -47,6 +47,8 @@ void set(Thresholds& thresholds, std::string_view setting) {
 
 const std::vector<ThresholdInfo>& threshold_infos() {
   static const std::vector<ThresholdInfo> infos = {
+      {"inlined", &Thresholds::inlined, 64, 0, kMaxInline},
+      {"inlined_direct", &Thresholds::inlined_direct, 64, 0, kMost},
       {"one_shot", &Thresholds::one_shot, 64, 0, kMostStaged},
       {"large", &Thresholds::large, kPage, 0, kMost},
       {"min_chunk", &Thresholds::min_chunk, kPage, kPage, kMost},

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -57,6 +58,15 @@ inline float sum_in_rank_order(int size, std::size_t element, std::uint32_t seed
   float sum = value_of(0, element, seed);
   for (int rank = 1; rank < size; ++rank) sum += value_of(rank, element, seed);
   return sum;
+}
+
+// Whether every element has the bits of what is expected for it.
+inline bool same_bits(const std::vector<float>& data, const std::function<float(std::size_t)>& expected) {
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    const float value = expected(i);
+    if (std::memcmp(&value, &data[i], sizeof(value)) != 0) return false;
+  }
+  return true;
 }
 
 inline Request allreduce(const std::string& name, std::vector<float>& data, int priority = 0) {

@@ -102,7 +102,8 @@ void run_schedule(Engine& engine, Arena& arena, int rank, std::uint32_t seed) {
     request.count = arrays[t]->count();
     request.shape = {static_cast<std::int64_t>(request.count)};
     request.priority = static_cast<int>(own() % 5);
-    works[t] = own() % 8 == 0 ? engine.submit_to_wait(std::move(request)) : engine.submit(std::move(request));
+    works[t] = own() % 8 == 0 ? engine.submit_to_wait(std::make_shared<Request>(std::move(request)))
+                              : engine.submit(std::move(request));
   }
   std::shuffle(order.begin(), order.end(), own);
   for (const int t : order) {

@@ -1,8 +1,7 @@
-// The engine end to end, with ranks as threads.
+// The engine end to end, with ranks as threads: results, whatever the order of requests, and names, waits and
+// callbacks.
 #include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <mutex>
 #include <random>
 #include <string>
 
@@ -16,16 +15,6 @@ namespace {
 using testing::check;
 
 const std::vector<int> kSizes{1, 2, 3, 4, 7};
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-bool same_bits(const std::vector<float>& data, const std::function<float(std::size_t)>& expected) {
-  for (std::size_t i = 0; i < data.size(); ++i) {
-    const float value = expected(i);
-    if (std::memcmp(&value, &data[i], sizeof(value)) != 0) return false;
-  }
-  return true;
-}
 
 const bool sums = testing::add("allreduce equals the rank-ordered sum bit by bit, at any size", [] {
   for (const int size : kSizes) {
@@ -190,152 +179,6 @@ const bool many_names =
       });
     });
 
-const bool mismatches =
-    testing::add("a disagreement fails that operation on every rank, changes nothing, and the world goes on", [] {
-      struct Case {
-        const char* text;
-        std::function<void(Request&)> change;
-      };
-      const std::vector<Case> cases{
-          {"ranks disagree on shape.\n  (64,): ranks 0-1, 3    (8, 8): rank 2\n  Nothing was reduced. "
-           "Fix: build the same network on every rank.",
-           [](Request& r) { r.shape = {8, 8}; }},
-          {"ranks disagree on dtype.\n  float32: ranks 0-1, 3    int32: rank 2",
-           [](Request& r) { r.dtype = DType::kInt32; }},
-          {"ranks disagree on reduce op.\n  sum: ranks 0-1, 3    max: rank 2",
-           [](Request& r) { r.op = ReduceOp::kMax; }},
-          {"ranks disagree on operation.\n  allreduce: ranks 0-1, 3    broadcast: rank 2",
-           [](Request& r) { r.collective = Collective::kBroadcast; }},
-          {"ranks disagree on gradient compression.\n  none: ranks 0-1, 3    fp16: rank 2\n  Nothing was reduced. "
-           "Fix: call set_gradient_compression with the same type on every rank.",
-           [](Request& r) { r.as_half = true; }},
-          {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.5: rank 2", [](Request& r) { r.prescale = 0.5; }},
-          {"ranks disagree on postscale.\n  1: ranks 0-1, 3    0.25: rank 2", [](Request& r) { r.postscale = 0.25; }},
-      };
-      with_world(4, [&](Engine& engine, int rank) {
-        for (const Case& one : cases) {
-          auto data = values_of(rank, 64);
-          Request request = allreduce("tensor", data);
-          if (rank == 2) one.change(request);
-          const Status status = engine.run(std::move(request));
-          check(status.code() == ErrorCode::kMismatch, "no mismatch: " + status.text());
-          const std::string operation = rank == 2 && contains(one.text, "operation") ? "broadcast" : "allreduce";
-          check(status.text().rfind("[rank " + std::to_string(rank) + "/4] " + operation + " 'tensor': " + one.text,
-                                    0) == 0,
-                status.text());
-          check(same_bits(data, [&](std::size_t i) { return value_of(rank, i); }), "an array was changed");
-        }
-        auto data = values_of(rank, 64);
-        check(engine.run(allreduce("tensor", data)).ok(), "the name works again");
-        check(engine.health().ok(), "the world is healthy");
-        auto other = values_of(rank, 32);
-        check(engine.run(allreduce("tensor", other)).ok(), "a new shape is fine when all ranks have it");
-      });
-    });
-
-const bool roots = testing::add("ranks that disagree on the root are told so", [] {
-  with_world(2, [&](Engine& engine, int rank) {
-    auto data = values_of(rank, 9);
-    Request request = allreduce("b", data);
-    request.collective = Collective::kBroadcast;
-    request.root = rank;
-    const Status status = engine.run(std::move(request));
-    check(contains(status.text(), "broadcast 'b': ranks disagree on root.\n  0: rank 0    1: rank 1"), status.text());
-  });
-});
-
-const bool input_failures = testing::add("a rank whose input failed releases the others with its reason", [] {
-  with_world(3, [&](Engine& engine, int rank) {
-    auto data = values_of(rank, 9);
-    Request request = allreduce("w", data);
-    if (rank == 1) request.input_failure = "the operation that computes the gradient failed";
-    const Status status = engine.run(std::move(request));
-    check(status.code() == ErrorCode::kInputFailed, status.text());
-    check(contains(status.text(), "rank 1: the operation that computes the gradient failed"), status.text());
-    check(barrier(engine).ok(), "the world goes on");
-  });
-});
-
-const bool invalid = testing::add("wrong requests fail, and nobody waits for them", [] {
-  with_world(1, [&](Engine& engine, int) {
-    auto data = values_of(0, 3);
-    Request nameless = allreduce("x", data);
-    nameless.name.clear();
-    check(engine.run(std::move(nameless)).code() == ErrorCode::kInvalid, "empty name");
-    Request rootless = allreduce("x", data);
-    rootless.collective = Collective::kBroadcast;
-    rootless.root = 5;
-    check(engine.run(std::move(rootless)).code() == ErrorCode::kInputFailed, "foreign root");
-    Request inputless = allreduce("x", data);
-    inputless.inputs.clear();
-    check(engine.run(std::move(inputless)).code() == ErrorCode::kInputFailed, "no input");
-  });
-});
-
-const bool abortion = testing::add("an abort fails what is pending and all that follows, on every rank", [] {
-  with_world(3, [&](Engine& engine, int rank) {
-    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
-    auto data = values_of(rank, 1000);
-    if (rank == 1) {
-      engine.abort("rank 1 gave up");
-    } else {
-      const Status status = engine.run(allreduce("never", data));
-      check(status.code() == ErrorCode::kTransport && contains(status.text(), "rank 1 gave up"), status.text());
-    }
-    const Status later = engine.run(allreduce("later", data));
-    check(later.code() == ErrorCode::kTransport, later.text());
-    check(engine.health().code() == ErrorCode::kTransport, "latched");
-  });
-});
-
-const bool leaving = testing::add("a rank that left is named by those who still need it, and by nobody else", [] {
-  with_world(3, [&](Engine& engine, int rank) {
-    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
-    if (rank == 2) {
-      engine.shutdown();
-      return;
-    }
-    auto data = values_of(rank, 10);
-    const Status status = engine.run(allreduce("gone", data));
-    check(status.code() == ErrorCode::kPeerLost, status.text());
-    check(contains(status.text(), "left before it submitted allreduce 'gone'"), status.text());
-  });
-});
-
-const bool early_end = testing::add("a rank that ends early gives its reason to the others", [] {
-  with_world(2, [&](Engine& engine, int rank) {
-    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
-    if (rank == 1) {
-      engine.shutdown("ValueError: no such file");
-      return;
-    }
-    auto data = values_of(rank, 10);
-    const Status status = engine.run(allreduce("x", data));
-    check(status.code() == ErrorCode::kPeerLost, status.text());
-    check(contains(status.text(), "rank 1 (testhost, pid ") && contains(status.text(), "ValueError: no such file"),
-          status.text());
-  });
-});
-
-const bool timeout = testing::add("a rank that never submits is named at the deadline", [] {
-  std::atomic<int> ready{0};
-  with_world(
-      3,
-      [&](Engine& engine, int rank) {
-        static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
-        if (rank == 1) {
-          while (engine.health().ok()) std::this_thread::yield();
-          return;
-        }
-        auto data = values_of(rank, 10);
-        const Status status = engine.run(allreduce("late", data));
-        check(status.code() == ErrorCode::kTimeout, status.text());
-        check(contains(status.text(), "in allreduce 'late' for rank 1, which did not submit it"), status.text());
-        check(contains(status.text(), "KVHVD_TIMEOUT"), status.text());
-      },
-      std::chrono::milliseconds(300));
-});
-
 const bool stale_handles = testing::add("a name whose slot was given away does not disturb the tensor that has it", [] {
   if (thread_sanitizer()) return;  // thousands of names
   with_world(2, [&](Engine& engine, int rank) {
@@ -366,32 +209,6 @@ const bool opposite_orders = testing::add("more names than slots, in opposite or
   });
 });
 
-const bool queued_deadlines = testing::add("a request that queues behind others of its name has its own deadline", [] {
-  with_world(
-      2,
-      [&](Engine& engine, int rank) {
-        std::vector<std::vector<float>> data(8, std::vector<float>(1));
-        std::vector<std::shared_ptr<Work>> works;
-        for (auto& one : data) {
-          if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(150));
-          works.push_back(engine.submit(allreduce("same", one)));
-        }
-        for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
-      },
-      std::chrono::milliseconds(600));
-});
-
-const bool many_dimensions = testing::add("shapes are compared beyond the dimensions that are printed", [] {
-  with_world(2, [&](Engine& engine, int rank) {
-    auto data = values_of(rank, 6);
-    Request request = allreduce("x", data);
-    request.shape.assign(14, 1);
-    request.shape[12] = rank == 0 ? 2 : 3;
-    request.shape[13] = rank == 0 ? 3 : 2;
-    check(engine.run(std::move(request)).code() == ErrorCode::kMismatch, "different shapes");
-  });
-});
-
 const bool bounded_waits = testing::add("a bounded wait returns although another rank does not come", [] {
   with_world(2, [&](Engine& engine, int rank) {
     auto data = values_of(rank, 10);
@@ -406,23 +223,6 @@ const bool bounded_waits = testing::add("a bounded wait returns although another
     }
   });
 });
-
-const bool leaving_with_work =
-    testing::add("a rank that cannot finish its work leaves with an error for everybody", [] {
-      with_world(
-          2,
-          [&](Engine& engine, int rank) {
-            auto data = values_of(rank, 10);
-            if (rank == 1) {
-              const auto work = engine.submit(allreduce("alone", data));
-              engine.shutdown();
-              check(work->done() && work->status().latches(), "failed");
-            } else {
-              while (engine.health().ok()) std::this_thread::yield();
-            }
-          },
-          std::chrono::milliseconds(300));
-    });
 
 const bool callbacks = testing::add("on_done is called exactly once, also for what fails", [] {
   with_world(2, [&](Engine& engine, int rank) {

@@ -23,6 +23,9 @@ bool throws(const std::function<void()>& body) {
   return false;
 }
 
+// So that nothing is too small for a schedule.
+Thresholds all_scheduled() { return parse_thresholds("inlined=0,inlined_direct=0"); }
+
 // Announces `name` on every rank of the world and makes it ready; `direct`: as if it lay in the ranks' arenas.
 std::uint32_t make_ready(World& world, const std::string& name, std::size_t count, int priority, bool direct = false) {
   std::vector<float> data(count);
@@ -44,7 +47,7 @@ std::uint32_t make_ready(World& world, const std::string& name, std::size_t coun
 }
 
 const bool priority = testing::add("the highest priority goes first, and overtakes at the next chunk", [] {
-  const auto segment = Segment::create(2);
+  const auto segment = Segment::create(2, 0, all_scheduled());
   World& world = segment->world();
   Alarm alarm(world, 0, std::chrono::seconds(10));
   Schedule schedule(world, alarm);
@@ -78,7 +81,7 @@ const bool priority = testing::add("the highest priority goes first, and overtak
 // finished counts entries modulo 2^32, and staged entries do not touch it: what a direct entry of long ago left there
 // must not pass for the end of the one that uses it now, or its result would be handed out half reduced.
 const bool stale_claims = testing::add("claims that were last used 2^31 entries ago do not look finished", [] {
-  const auto segment = Segment::create(2);
+  const auto segment = Segment::create(2, 0, all_scheduled());
   World& world = segment->world();
   Alarm alarm(world, 0, std::chrono::seconds(10));
   Schedule schedule(world, alarm);
@@ -145,7 +148,7 @@ const bool extremes = testing::add("plans are sound for the least and the greate
 });
 
 const bool fairness = testing::add("equal priorities keep the order of arrival", [] {
-  const auto segment = Segment::create(1);
+  const auto segment = Segment::create(1, 0, all_scheduled());
   World& world = segment->world();
   std::vector<std::uint32_t> slots;
   for (int i = 0; i < 5; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 100000, 0));
@@ -161,25 +164,23 @@ const bool fairness = testing::add("equal priorities keep the order of arrival",
 
 const bool fusion =
     testing::add("small tensors are fused into one entry, in the order of priority, on separate cache lines", [] {
-      const auto segment = Segment::create(2);
+      const auto segment = Segment::create(2, 0, all_scheduled());
       World& world = segment->world();
       std::vector<std::uint32_t> slots;
       for (int i = 0; i < 10; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 10, -i));
-      const std::uint32_t empty = make_ready(world, "empty", 0, -100);
       Alarm alarm(world, 0, std::chrono::seconds(10));
       Schedule schedule(world, alarm);
       Entry entry;
-      check(schedule.fetch(0, entry) && entry.n_pieces == 11, "one entry for all");
+      check(schedule.fetch(0, entry) && entry.n_pieces == 10, "one entry for all");
       for (std::uint32_t p = 0; p < 10; ++p) {
         check(entry.pieces[p].slot == slots[p] && entry.pieces[p].staged == p * 64 && entry.pieces[p].bytes == 40,
               "piece");
       }
-      check(entry.pieces[10].slot == empty && entry.pieces[10].bytes == 0, "an empty tensor takes part");
       check(!schedule.fetch(1, entry), "nothing is left");
     });
 
 const bool versions = testing::add("a slot that changed hands tells those who remember it", [] {
-  const auto segment = Segment::create(1);
+  const auto segment = Segment::create(1, 0, all_scheduled());
   World& world = segment->world();
   Alarm alarm(world, 0, std::chrono::seconds(10));
   TensorTable table(world, alarm);
@@ -196,7 +197,7 @@ const bool versions = testing::add("a slot that changed hands tells those who re
 });
 
 const bool busy = testing::add("when every slot is busy there is none", [] {
-  const auto segment = Segment::create(2);
+  const auto segment = Segment::create(2, 0, all_scheduled());
   World& world = segment->world();
   Alarm alarm(world, 0, std::chrono::seconds(10));
   TensorTable table(world, alarm);
@@ -210,10 +211,10 @@ const bool busy = testing::add("when every slot is busy there is none", [] {
 });
 
 const bool segments = testing::add("a segment of another build, or no segment, is refused", [] {
-  const auto segment = Segment::create(3);
+  const auto segment = Segment::create(3, 0, all_scheduled());
   check(Segment::attach(segment->fd())->size() == 3, "attach");
   for (const int size : {0, -1, kMaxRanks + 1}) {
-    check(throws<std::invalid_argument>([&] { static_cast<void>(Segment::create(size)); }), "size");
+    check(throws<std::invalid_argument>([&] { static_cast<void>(Segment::create(size, 0, all_scheduled())); }), "size");
   }
   check(throws<std::exception>([] { static_cast<void>(Segment::attach(-1)); }), "no descriptor");
   segment->world().magic ^= 1;

@@ -18,10 +18,12 @@ long hours_of(std::chrono::nanoseconds duration) {
   return std::chrono::duration_cast<hours>(duration + std::chrono::minutes(30)).count();
 }
 
+std::shared_ptr<const Request> any_request() { return std::make_shared<Request>(); }
+
 const bool exposed = testing::add("what completes after the last submission of a round is exposed", [] {
   Rounds rounds;
   Statistics first, second, third;
-  Work a{Request()}, b{Request()}, c{Request()};
+  Work a(any_request()), b(any_request()), c(any_request());
   rounds.submitted(first, a);
   rounds.completed(first, a, a.submitted + hours(7));
   rounds.submitted(second, b);  // whatever `first` took, the rank was still computing
@@ -29,7 +31,7 @@ const bool exposed = testing::add("what completes after the last submission of a
   rounds.completed(third, c, c.submitted + hours(2));
   rounds.completed(second, b, c.submitted + hours(3));
   check_equal(hours_of(second.last.exposed), 0, "unknown as long as more may come");
-  Work again{Request()};
+  Work again(any_request());
   rounds.submitted(first, again);
   check_equal(hours_of(first.last.exposed), 0, "the first was hidden");
   check_equal(hours_of(third.last.exposed), 2, "the third");
@@ -40,7 +42,7 @@ const bool exposed = testing::add("what completes after the last submission of a
 const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {
   Rounds rounds;
   Statistics slow;
-  Work a{Request()}, b{Request()};
+  Work a(any_request()), b(any_request());
   rounds.submitted(slow, a);
   rounds.end(a.submitted + hours(4));
   rounds.submitted(slow, b);

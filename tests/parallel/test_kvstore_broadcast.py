@@ -5,23 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.arrays import DTYPES, assert_same_bits, contribution
+from support.arrays import DTYPES, assert_same_bits, contribution, make
 
 mx = pytest.importorskip("mxnet")
-
-
-@pytest.fixture
-def kv(world):
-    return mx.kv.create("horovod")
-
-
-@pytest.fixture(params=["nd", "np"])
-def kind(request):
-    return getattr(mx, request.param)
-
-
-def make(kind, values, ctx=None):
-    return kind.array(values, dtype=values.dtype, ctx=ctx or mx.cpu())
 
 
 @pytest.mark.parametrize("shape", [(1,), (17, 5), (256, 257), (1_200_001,)], ids=str)

@@ -17,6 +17,7 @@ from support.arrays import (
     assert_same_bits,
     contribution,
     expected_sum,
+    make,
     ordered_sum,
 )
 
@@ -27,20 +28,6 @@ asynchronous = pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine is not 
 
 # One element, fewer than ranks, odd, beyond every small-message path, and beyond one chunk of the pipeline.
 SHAPES = [(1,), (3,), (17, 5), (1023,), (256, 257), (1_200_001,)]
-
-
-@pytest.fixture
-def kv(world):
-    return mx.kv.create("horovod")
-
-
-@pytest.fixture(params=["nd", "np"])
-def kind(request):
-    return getattr(mx, request.param)
-
-
-def make(kind, values, ctx=None):
-    return kind.array(values, dtype=values.dtype, ctx=ctx or mx.cpu())
 
 
 def array_of(like, values):

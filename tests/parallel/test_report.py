@@ -16,11 +16,6 @@ STEPS = 3
 TIMES = ("queued", "reducing", "exposed")
 
 
-@pytest.fixture
-def kv(world):
-    return mx.kv.create("horovod")
-
-
 def train(net, steps=STEPS):
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
     data, label = samples(24)
@@ -52,12 +47,12 @@ def test_gradients_of_a_training(rank, size):
         elif direct:
             assert (entry["algorithm"], entry["staged"]) == ("direct", "")
         else:
-            assert (entry["algorithm"], entry["staged"]) == ("one-shot", "KVHVD_ZERO_COPY=0")
+            assert (entry["algorithm"], entry["staged"]) == ("inline", "KVHVD_ZERO_COPY=0")
         for which in ("mean", "last"):
             queued, reducing, exposed = (entry["ms"][time][which] for time in TIMES)
-            assert queued >= 0 and reducing >= 0
+            assert queued >= 0 and reducing >= 0  # whoever comes last reduces small ones before the others can look
             assert 0 <= exposed <= (queued + reducing) * (1 + 1e-9)
-            assert (reducing > 0) == (size > 1)
+            assert (queued + reducing > 0) == (size > 1)
     for time in TIMES:
         calls = {name: sum(entry["operations"].values()) for name, entry in report["keys"].items()}
         total = sum(report["keys"][name]["ms"][time]["mean"] * count for name, count in calls.items())

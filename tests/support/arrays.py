@@ -25,6 +25,13 @@ def contribution(rank: int, shape: tuple[int, ...], dtype: str, seed: object = 0
     return generator.integers(info.min, info.max, shape, dtype=np.dtype(dtype), endpoint=True)
 
 
+def make(kind: Any, values: Array, ctx: Any = None) -> Any:
+    """Return an MXNet array of these values and their dtype; `kind` is ``mx.nd`` or ``mx.np``."""
+    import mxnet as mx
+
+    return kind.array(values, dtype=values.dtype, ctx=ctx or mx.cpu())
+
+
 def ordered_sum(parts: list[Array]) -> Array:
     """Return the sum in the order given, as the engine promises it: halves are summed in float32 and rounded once."""
     dtype = parts[0].dtype

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from support.arrays import make
+
 Array = Any  # numpy.ndarray of any dtype
 
 
@@ -21,8 +23,7 @@ def array(values: Array, ctx: Any = None) -> Any:
     """Return an array of the class that Gluon takes."""
     import mxnet as mx
 
-    module = mx.np if is_mxnet_2() else mx.nd
-    return module.array(values, dtype=values.dtype, ctx=ctx or mx.cpu())
+    return make(mx.np if is_mxnet_2() else mx.nd, values, ctx)
 
 
 def network(*layers: Any, contexts: Sequence[Any] = (), seed: int = 0, hybridize: bool = False) -> Any:

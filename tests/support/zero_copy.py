@@ -1,14 +1,19 @@
-"""What tests of gradients in shared memory ask the engine and MXNet."""
+"""What tests of gradients in shared memory ask the engine and MXNet, and how they compare with staged ones."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
+import kvstore_hvd
 from kvstore_hvd import config, engine
+from kvstore_hvd.errors import HorovodInternalError
+from support.arrays import Array, assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import parameters
 
 
@@ -48,8 +53,6 @@ def bytes_in_place() -> int:
 
 def gradient_bytes(net: Any) -> int:
     """Return the bytes of all gradients of a net on one device."""
-    import numpy as np
-
     return sum(
         int(np.prod(p.shape)) * np.dtype(p.list_grad()[0].dtype).itemsize
         for p in {id(p): p for p in parameters(net)}.values()  # tied ones have several names in MXNet 2
@@ -77,3 +80,35 @@ def settings(**variables: str) -> Iterator[None]:
 def zero_copy(on: bool) -> contextlib.AbstractContextManager[None]:
     """Turn zero copy on or off for gradients that are made or moved inside."""
     return settings(KVHVD_ZERO_COPY="1" if on else "0")
+
+
+def both(run: Callable[[], list[Array]], own: bool = False) -> int:
+    """Run a training staged and in place; fails unless the bits are the same. Returns the bytes reduced in place.
+
+    What `run` returns must be equal on all workers as well, unless it has values of each worker's `own`.
+    """
+    with zero_copy(False):
+        before = bytes_in_place()
+        staged = run()
+        assert bytes_in_place() == before
+    before = bytes_in_place()
+    direct = run()
+    reduced = bytes_in_place() - before
+    assert len(staged) == len(direct)
+    for one, other in zip(staged, direct):
+        assert np.isfinite(one).all()
+        assert_same_bits(other, one)
+    for i, value in enumerate([] if own else direct):
+        assert_equal_on_all_ranks(value, f"value {i}")
+    return reduced
+
+
+def meet_again() -> None:
+    """Leave the world, and meet in a fresh one, when everybody is done with the present one."""
+    import mxnet as mx
+
+    mx.nd.waitall()
+    # Whoever is through has left already, and the world is lost to the others.
+    with contextlib.suppress(HorovodInternalError):
+        kvstore_hvd.barrier()
+    kvstore_hvd.reset()

@@ -38,15 +38,19 @@ class Engine {
   int size() const;
   const std::shared_ptr<Segment>& segment() const;
 
-  // Never sleeps for another rank. When this rank is the last, and all arrays lie in arenas, it may take about 0.2 ms
-  // to carry the request out. A request that is wrong, or submitted after a failure, is completed with its error before
-  // submit returns.
-  std::shared_ptr<Work> submit(Request request);
+  // Never sleeps for another rank. When this rank is the last, and the request is small or all arrays lie in arenas, it
+  // may take about 0.2 ms to carry the request out. A request that is wrong, or submitted after a failure, is completed
+  // with its error before submit returns.
+  std::shared_ptr<Work> submit(std::shared_ptr<const Request> request);
+  std::shared_ptr<Work> submit(Request request) { return submit(std::make_shared<Request>(std::move(request))); }
 
   // Like submit, for a thread that may stay a few microseconds longer: where small tensors of all ranks have lately
   // come at the same time, it waits up to 60 us for the others and completes the request itself. That saves waking the
   // communication thread, which takes about as long on some machines.
-  std::shared_ptr<Work> submit_and_linger(Request request);
+  std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request);
+  std::shared_ptr<Work> submit_and_linger(Request request) {
+    return submit_and_linger(std::make_shared<Request>(std::move(request)));
+  }
 
   // Until `work` is done or `limit` has passed; returns whether it is done. The calling thread helps to carry out
   // collectives meanwhile.
@@ -55,8 +59,8 @@ class Engine {
   const Status& wait(const Work& work);
 
   // Like submit, for a caller that waits at once: the communication thread is left asleep, which is the fastest way.
-  std::shared_ptr<Work> submit_to_wait(Request request);
-  Status run(Request request) { return wait(*submit_to_wait(std::move(request))); }
+  std::shared_ptr<Work> submit_to_wait(std::shared_ptr<const Request> request);
+  Status run(Request request) { return wait(*submit_to_wait(std::make_shared<Request>(std::move(request)))); }
 
   // Fails all pending and later requests of all ranks of the world with kTransport and this text.
   void abort(const std::string& text);
@@ -64,8 +68,8 @@ class Engine {
   // The latched failure of the world, or ok.
   Status health() const;
 
-  // Bytes of this rank's arrays that were reduced where they lie: those of allreduces whose arrays are in every rank's
-  // arena.
+  // Bytes of this rank's arrays that were reduced where they lie: those in its arena, if they are
+  // small or those of all ranks are in arenas.
   std::uint64_t bytes_in_place() const;
 
   // What this rank has measured of its operations, as Pending::report(); empty in a forked child.

@@ -29,14 +29,18 @@ class Pending {
   Pending(World& world, Alarm& alarm, const Messages& messages);
 
   // Queues the request; it is announced once those under its name that came before are over. Says whether that made it
-  // ready, this rank being the last: kAlone when this rank can carry it out by itself. Every bell but this rank's own
-  // has been rung then.
-  enum class Ready { kNot, kTogether, kAlone };
-  Ready add(std::shared_ptr<Work> work);
+  // ready, this rank being the last: kAlone when this rank can carry it out by itself, kDone when it has (its result
+  // can be taken). Every bell but this rank's own has been rung then.
+  enum class Ready { kNot, kTogether, kAlone, kDone };
+  struct Added {
+    Ready ready;
+    std::uint32_t slot;  // unless kNot
+  };
+  Added add(std::shared_ptr<Work> work);
 
   // The request that this rank has in flight on a slot. For the thread that carries out the schedule, without a lock:
   // it learns of the slot from the announcement.
-  const Request& request_on(std::uint32_t slot) const { return in_flight_[slot]->request(); }
+  const Request& request_on(std::uint32_t slot) const { return in_flight_[slot].work->request(); }
 
   // The entry is part of the schedule, and nothing of it is done yet. As request_on().
   void scheduled(const Entry& entry) const;
@@ -80,6 +84,8 @@ class Pending {
   };
 
   Ready start(Name& name);
+  // What became ready is for the driver to go on with.
+  void tell_driver(const Name& name, Ready ready);
   std::optional<Ready> announce(Name& name);
   bool is_announced(const Name& name) const;
   void check_left(std::uint32_t slot, const Request& request);
@@ -95,7 +101,11 @@ class Pending {
   Rounds rounds_;
   std::deque<std::string> waiting_for_slot_;
   // By slot. Written before the announcement, which publishes it to the thread that carries out the schedule.
-  std::vector<Work*> in_flight_;
+  struct InFlight {
+    Work* work = nullptr;
+    Name* name = nullptr;
+  };
+  std::vector<InFlight> in_flight_;
   std::atomic<std::size_t> count_{0};
 };
 

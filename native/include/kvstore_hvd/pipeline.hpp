@@ -42,7 +42,13 @@ class Pipeline {
   bool advance(const WaitPolicy& policy);
 
   // Whether something is under way or could begin.
-  bool has_work() const { return fetched_ != collected_ || schedule_.available(static_cast<std::uint32_t>(fetched_)); }
+  bool has_work() const {
+    return fetched_ != collected_ || schedule_.available(static_cast<std::uint32_t>(fetched_)) ||
+           world_.rank(rank_).inbox.get(taken_).has_value();
+  }
+
+  // Hands the result of what was carried out inline to this rank's request on the slot. From any thread.
+  void take(std::uint32_t slot);
 
   // Bytes of this rank's arrays that were reduced where they lie. From any thread.
   std::uint64_t bytes_in_place() const { return bytes_in_place_.load(std::memory_order_relaxed); }
@@ -70,6 +76,7 @@ class Pipeline {
   // Entries so far: collected_ <= reduced_ <= filled_ <= fetched_ <= collected_ + kStages. In 64 bits, since the place
   // in the window is taken modulo a number that does not divide 2^32; flags count modulo 2^32.
   std::uint64_t fetched_ = 0, filled_ = 0, reduced_ = 0, collected_ = 0;
+  std::uint32_t taken_ = 0;                       // from the inbox, modulo 2^32
   std::atomic<std::uint64_t> bytes_in_place_{0};  // Relaxed: publishes nothing.
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;

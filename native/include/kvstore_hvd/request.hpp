@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kvstore_hvd/reduce.hpp"
 #include "kvstore_hvd/status.hpp"
 #include "kvstore_hvd/types.hpp"
 
@@ -41,5 +42,19 @@ struct Request {
   // the request has failed. Must not block and must not call the engine.
   std::function<void(const Status&)> on_done;
 };
+
+inline std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
+
+// How the contributions of all ranks are reduced.
+inline Reduction reduction_of(const Request& request, std::uint32_t ranks) {
+  Reduction reduction{request.dtype, request.op, request.prescale, request.postscale, request.as_half};
+  if (request.op == ReduceOp::kAverage) reduction.postscale /= ranks;
+  return reduction;
+}
+
+// How those of the devices of one rank are, before they meet the others'.
+inline Reduction local_reduction_of(const Request& request) {
+  return Reduction{request.dtype, request.op, 1.0, 1.0, request.as_half};
+}
 
 }  // namespace kvstore_hvd

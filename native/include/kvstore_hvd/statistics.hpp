@@ -13,7 +13,8 @@ namespace kvstore_hvd {
 
 // How long operations took on this rank.
 struct Times {
-  std::chrono::nanoseconds queued{0};  // submitted, until all ranks have submitted it and its first chunk is scheduled
+  // Submitted, until all ranks have submitted it and its first chunk is scheduled (or another rank has reduced it).
+  std::chrono::nanoseconds queued{0};
   std::chrono::nanoseconds reducing{0};  // from then on until it is complete
   std::chrono::nanoseconds exposed{0};   // see Rounds
 };

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "kvstore_hvd/inline_reduction.hpp"
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/world.hpp"
 
@@ -23,7 +24,8 @@ struct SlotHandle {
 
 class TensorTable {
  public:
-  TensorTable(World& world, Alarm& alarm) : world_(world), alarm_(alarm), rank_(alarm.rank()) {}
+  TensorTable(World& world, Alarm& alarm)
+      : world_(world), alarm_(alarm), rank_(alarm.rank()), inline_(world, alarm.rank()) {}
 
   // The slot of `name`, made if there is none; nothing when every slot is busy (try again after a completion). Throws
   // WorldLost.
@@ -32,11 +34,12 @@ class TensorTable {
   // Whether the handle is still that of its name.
   bool is_current(const SlotHandle& handle) const;
 
-  enum class Outcome { kStale, kWaiting, kLast };
+  enum class Outcome { kStale, kWaiting, kLast, kDone };
 
   // Announces this rank's next operation on the slot. kStale: the slot has changed hands, find() it again. kLast: every
   // other rank has announced as well; the slot now says what was agreed, or about what the ranks disagree, and the
-  // caller is the one to make it ready.
+  // caller is the one to make it ready. kDone: so has every other rank, and the operation was carried out; the caller
+  // is the one to tell them.
   Outcome announce(const SlotHandle& handle, const Request& request);
 
   // This rank has completed the operation it announced last.
@@ -48,13 +51,16 @@ class TensorTable {
  private:
   std::optional<std::uint32_t> take_slot();
   void unlink(std::uint32_t slot);
+  Outcome decide(std::uint32_t slot, const Request& request);
+  bool all_announced_the_same(std::uint32_t slot) const;
   void agree(std::uint32_t slot);
-  // See Announcement::place.
+  // See Mark::place.
   std::uint64_t place_of(const Request& request) const;
 
   World& world_;
   Alarm& alarm_;
   int rank_;
+  InlineReduction inline_;
 };
 
 // The signature that `request` announces.

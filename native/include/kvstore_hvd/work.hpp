@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <utility>
 
 #include "kvstore_hvd/request.hpp"
@@ -13,10 +14,10 @@ namespace kvstore_hvd {
 
 class Work {
  public:
-  explicit Work(Request request)
+  explicit Work(std::shared_ptr<const Request> request)
       : submitted(std::chrono::steady_clock::now()), since(submitted), request_(std::move(request)) {}
 
-  const Request& request() const { return request_; }
+  const Request& request() const { return *request_; }
 
   // Acquire: once true, the outputs are written and status() is complete.
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -27,7 +28,7 @@ class Work {
   // and the other ranks are told that this one died.
   void finish(Status status) noexcept {
     status_ = std::move(status);
-    if (request_.on_done) request_.on_done(status_);
+    if (request_->on_done) request_->on_done(status_);
     // Release: publishes the outputs and the status.
     done_.store(true, std::memory_order_release);
   }
@@ -38,10 +39,10 @@ class Work {
   std::uint32_t round = 0;                      // see Rounds
   // Written by the thread that carries out the schedule, which also completes the work.
   std::chrono::steady_clock::time_point scheduled;  // its first chunk
-  Algorithm algorithm = Algorithm::kFail;
+  Algorithm algorithm = Algorithm::kInline;         // that of what is never scheduled
 
  private:
-  const Request request_;
+  const std::shared_ptr<const Request> request_;
   std::atomic<bool> done_{false};
   Status status_;
 };

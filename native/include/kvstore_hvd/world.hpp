@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kvstore_hvd/failure.hpp"
+#include "kvstore_hvd/inbox.hpp"
 #include "kvstore_hvd/thresholds.hpp"
 #include "kvstore_hvd/types.hpp"
 #include "kvstore_hvd/wait.hpp"
@@ -19,15 +20,18 @@ inline constexpr int kPieces = 64;    // tensors fused into one chunk
 inline constexpr int kStages = 3;     // chunks in the pipeline: being filled, reduced, collected
 inline constexpr int kMaxName = 240;  // bytes of a request's name
 inline constexpr int kMaxDims = 12;   // dimensions that are compared and printed one by one
+// From one payload to the next: not a power of two, see Layout.
+inline constexpr std::size_t kPayloadStride = kMaxInline + 64;
 inline constexpr std::uint32_t kNoSlot = 0xffffffff;
 
 enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
 
 // One rank as the others see it. Each flag is written by its rank (the bell by anyone).
 struct RankState {
-  Flag filled;   // entries whose contribution lies in the rank's staging memory
-  Flag reduced;  // entries that the rank has reduced, and whose foreign staging memory it no longer reads
-  Flag bell;     // rung when there may be something to do for the rank
+  Flag filled;          // entries whose contribution lies in the rank's staging memory
+  Flag reduced;         // entries that the rank has reduced, and whose foreign staging memory it no longer reads
+  Flag bell;            // rung when there may be something to do for the rank
+  Inbox<kSlots> inbox;  // slots whose operation another rank has carried out; one operation is under way on each
   std::atomic<Presence> presence;  // Release: publishes the fields below; the others read them after an acquire.
   std::int32_t pid;
   std::uint64_t start_time;  // of the process, in clock ticks since boot: tells a recycled pid
@@ -56,12 +60,24 @@ static_assert((kEntries & (kEntries - 1)) == 0);
 
 inline constexpr std::uint64_t kNoPlace = ~std::uint64_t{0};
 
+// What one rank wants to do with a tensor, in full; the others look at it only when they disagree.
 struct Announcement {
   Signature signature;
-  // Where the rank's array lies: bytes from the start of its arena, or kNoPlace when it is elsewhere.
-  std::uint64_t place;
   char note[224];
 };
+
+// What the last rank to announce needs to know of each of the others, in one cache line.
+struct alignas(64) Mark {
+  std::uint64_t digest;  // of the signature announced last
+  // Where the rank's array lies: bytes from the start of its arena, or kNoPlace when it is elsewhere.
+  std::uint64_t place;
+  // How often the rank has announced. Relaxed: read for error messages, and for ranks that left, where `presence`
+  // orders it.
+  std::atomic<std::uint32_t> generation;
+  std::uint32_t reserved;
+  char payload[40];  // see World::payload()
+};
+static_assert(sizeof(Mark) == 64);
 
 // One tensor. `generation` counts its operations: a rank's n-th request under a name is matched with the n-th of all
 // others.
@@ -99,6 +115,7 @@ enum class Algorithm : std::uint32_t {
   kTwoShot,    // every rank reduces one slice for all: two synchronisations, each byte moves twice
   kBroadcast,  // the root stages, the others copy
   kDirect,     // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
+  kInline,     // never scheduled: the last rank to announce reduces what the announcements carry
 };
 
 // Part of a tensor inside a chunk.
@@ -131,7 +148,7 @@ struct World {
   std::uint32_t size;         // ranks
   std::uint32_t stage_bytes;  // of one rank's staging memory for one chunk
   std::uint64_t total_bytes;
-  std::uint64_t ranks_offset, announcements_offset, digests_offset, staging_offset, staging_stride;
+  std::uint64_t ranks_offset, announcements_offset, marks_offset, payloads_offset, staging_offset, staging_stride;
   std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
   Thresholds thresholds;
 
@@ -159,16 +176,13 @@ struct World {
   Announcement& announcement(std::uint32_t slot, int r) {
     return reinterpret_cast<Announcement*>(base() + announcements_offset)[static_cast<std::size_t>(slot) * size + r];
   }
-  // A digest of each rank's last announcement of a slot, next to one another so that comparing them costs little, and
-  // how often the rank has announced it.
-  struct Digest {
-    std::uint64_t signature;
-    // Relaxed: read for error messages, and for ranks that left, where `presence` orders it.
-    std::atomic<std::uint32_t> generation;
-    std::uint32_t reserved;
-  };
-  Digest& digest(std::uint32_t slot, int r) {
-    return reinterpret_cast<Digest*>(base() + digests_offset)[static_cast<std::size_t>(slot) * size + r];
+  Mark& mark(std::uint32_t slot, int r) {
+    return reinterpret_cast<Mark*>(base() + marks_offset)[static_cast<std::size_t>(slot) * size + r];
+  }
+  // The `bytes` that a rank's announcement carries; a few lie in the line that the others read anyway.
+  char* payload(std::uint32_t slot, int r, std::size_t bytes) {
+    if (bytes <= sizeof(Mark::payload)) return mark(slot, r).payload;
+    return base() + payloads_offset + kPayloadStride * (static_cast<std::size_t>(slot) * size + r);
   }
   // Entries count from 0 and never wrap: 64 bits.
   char* staging(int r, std::uint64_t entry) {

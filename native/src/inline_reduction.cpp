@@ -1,0 +1,47 @@
+#include "kvstore_hvd/inline_reduction.hpp"
+
+#include <cstring>
+
+#include "kvstore_hvd/reduce.hpp"
+
+namespace kvstore_hvd {
+
+void InlineReduction::stage(std::uint32_t slot, const Request& request) {
+  const std::size_t bytes = bytes_of(request);
+  const bool carried = request.collective == Collective::kAllreduce && request.input_failure.empty() &&
+                       bytes <= world_.thresholds.inlined && world_.mark(slot, rank_).place == kNoPlace;
+  if (!carried) return;
+  void* payload = world_.payload(slot, rank_, bytes);
+  if (request.inputs.size() == 1) {
+    std::memcpy(payload, request.inputs[0], bytes);
+  } else {
+    reduce(local_reduction_of(request), request.inputs.data(), static_cast<int>(request.inputs.size()), &payload, 1,
+           request.count);
+  }
+}
+
+bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
+  const std::size_t bytes = bytes_of(request);
+  if (request.collective != Collective::kAllreduce || !request.input_failure.empty()) return false;
+  const bool carried = bytes <= world_.thresholds.inlined;
+  if (!carried && bytes > world_.thresholds.inlined_direct) return false;
+  const int size = static_cast<int>(world_.size);
+  for (int r = 0; r < size; ++r) {
+    const std::uint64_t place = world_.mark(slot, r).place;
+    if (place == kNoPlace && !carried) return false;
+    outputs_[r] = place == kNoPlace ? world_.payload(slot, r, bytes) : world_.arena(r) + place;
+    inputs_[r] = outputs_[r];
+  }
+  reduce(reduction_of(request, world_.size), inputs_.data(), size, outputs_.data(), size, request.count);
+  return true;
+}
+
+bool InlineReduction::take(World& world, int rank, std::uint32_t slot, const Request& request) {
+  if (world.mark(slot, rank).place != kNoPlace) return true;
+  const std::size_t bytes = bytes_of(request);
+  const void* result = world.payload(slot, rank, bytes);
+  for (void* output : request.outputs) std::memcpy(output, result, bytes);
+  return false;
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,63 @@
+// The queue of slots from many ranks to one.
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "kvstore_hvd/inbox.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using testing::check;
+
+const bool order = testing::add("what one writer puts in comes out once, in its order, lap after lap", [] {
+  const auto inbox = std::make_unique<Inbox<4>>();
+  std::uint32_t taken = 0;
+  check(!inbox->get(taken), "empty at first");
+  for (std::uint32_t i = 0; i < 50; ++i) {
+    inbox->put(i % 4);
+    if (i % 3 != 0) inbox->put((i + 1) % 4);
+    check(inbox->get(taken) == i % 4, "first");
+    ++taken;
+    if (i % 3 != 0) check(inbox->get(taken++) == (i + 1) % 4, "second");
+    check(!inbox->get(taken), "empty again");
+  }
+});
+
+const bool writers = testing::add("nothing is lost between writers, and what they wrote before is visible", [] {
+  constexpr std::uint32_t kWriters = 3, kRounds = 20000;
+  const auto inbox = std::make_unique<Inbox<4>>();
+  // As slots are used: a writer's next message waits until its last one was taken.
+  std::vector<std::uint32_t> written(kWriters);
+  std::vector<std::atomic<std::uint32_t>> seen(kWriters);
+  std::vector<std::thread> threads;
+  for (std::uint32_t w = 0; w < kWriters; ++w) {
+    threads.emplace_back([&, w] {
+      for (std::uint32_t round = 1; round <= kRounds; ++round) {
+        written[w] = round;
+        inbox->put(w);
+        while (seen[w].load(std::memory_order_acquire) != round) std::this_thread::yield();
+      }
+    });
+  }
+  bool right = true;
+  for (std::uint32_t taken = 0; taken < kWriters * kRounds;) {
+    const auto writer = inbox->get(taken);
+    if (!writer) {
+      std::this_thread::yield();
+      continue;
+    }
+    ++taken;
+    const std::uint32_t round = seen[*writer].load(std::memory_order_relaxed) + 1;
+    right = right && written[*writer] == round;
+    seen[*writer].store(round, std::memory_order_release);
+  }
+  for (std::thread& thread : threads) thread.join();
+  check(right, "each message once, with what was written before it");
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }

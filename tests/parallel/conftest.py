@@ -1,0 +1,45 @@
+"""Fixtures of the parallel tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("support.zero_copy")  # it asserts for the tests, and should say as much as they do
+
+
+@pytest.fixture
+def kv(world: Any) -> Any:
+    """Return a store of its own for this test."""
+    import mxnet as mx
+
+    return mx.kv.create("horovod")
+
+
+@pytest.fixture(params=["nd", "np"])
+def kind(request: Any) -> Any:
+    """Return the module of one of MXNet's two classes of arrays."""
+    import mxnet as mx
+
+    return getattr(mx, request.param)
+
+
+@pytest.fixture
+def no_static_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start as a program of its own would: what earlier tests have compiled is gone."""
+    from kvstore_hvd.mxnet_compat import gradients
+
+    monkeypatch.setattr(gradients, "_static_graphs", False)
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    """Return a world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
+    from support.pair import World, mx
+
+    world = World()
+    yield world
+    world.close()
+    mx.nd.waitall()

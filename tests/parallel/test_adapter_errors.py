@@ -1,0 +1,144 @@
+"""Errors of operations in MXNet's engine: who raises them, when, how often, and what still works afterwards."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_hvd import errors
+from support.pair import World, mx, ramp, until
+
+
+def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair: World) -> None:
+    array = mx.nd.array(ramp((4,)))
+    pair.pushpull("w", [array], [array])
+    work = pair.submit("w", ramp((5,)))
+    with pytest.raises(errors.MismatchError) as caught:
+        array.wait_to_read()
+    assert isinstance(caught.value, mx.base.MXNetError)
+    assert str(caught.value) == (
+        "[rank 0/2] allreduce 'w': ranks disagree on shape.\n"
+        "  (4,): rank 0    (5,): rank 1\n"
+        "  Nothing was reduced. Fix: build the same network on every rank."
+    )
+    with pytest.raises(errors.MismatchError, match="rank 1/2"):
+        pair.other.wait(work)
+    np.testing.assert_array_equal(array.asnumpy(), ramp((4,)))
+    assert pair.adapter.take_unread_error() is None
+    pair.pushpull("w", [array], [array])
+    pair.other.wait(pair.submit("w", theirs := ramp((4,))))
+    np.testing.assert_array_equal(array.asnumpy(), 2 * ramp((4,)))
+    np.testing.assert_array_equal(theirs, 2 * ramp((4,)))
+
+
+def test_an_error_that_nobody_read_is_given_out_once(pair: World) -> None:
+    arrays = [mx.nd.ones((4,)) for _ in range(3)]
+    for i, array in enumerate(arrays):
+        pair.pushpull(str(i), [array], [array])
+    works = [pair.submit(str(i), ramp((5,))) for i in range(3)]
+    with pytest.raises(errors.MismatchError):
+        arrays[0].wait_to_read()
+    for work in works:
+        with pytest.raises(errors.MismatchError):
+            pair.other.wait(work)
+    error = until(pair.adapter.take_unread_error)
+    assert isinstance(error, errors.MismatchError)
+    assert "'0'" not in str(error)
+    # However many reports there were: afterwards nothing is left to raise.
+    gone = threading.Event()
+    for _ in range(2):
+        gone.wait(0.05)
+        pair.adapter.take_unread_error()
+    for array in arrays:
+        np.testing.assert_array_equal(array.asnumpy(), np.ones(4))
+
+
+def failing_array() -> Any:
+    """Return an array whose producer fails when it runs, not when it is called."""
+    return mx.nd.random.normal(0, -1, (4,))
+
+
+@pytest.mark.parametrize("where", ["input", "output"])
+def test_a_failed_producer_releases_the_other_ranks(pair: World, where: str) -> None:
+    failed, fine = failing_array(), mx.nd.ones((4,))
+    arrays = ([failed], [fine]) if where == "input" else ([fine], [failed])
+    pair.pushpull("w", *arrays)
+    theirs = ramp((4,))
+    with pytest.raises(errors.InputFailedError, match=r"rank 1/2.*\n.*rank 0: an operation that should have produced"):
+        pair.other.wait(pair.submit("w", theirs))
+    np.testing.assert_array_equal(theirs, ramp((4,)))
+    with pytest.raises(mx.base.MXNetError, match="scale"):
+        fine.asnumpy()
+    assert pair.adapter.take_unread_error() is None
+
+
+def test_a_failed_producer_that_nobody_read(pair: World) -> None:
+    failed = failing_array()
+    pair.pushpull("w", [failed], [failed])
+    with pytest.raises(errors.InputFailedError):
+        pair.other.wait(pair.submit("w", ramp((4,))))
+    error = until(pair.adapter.take_unread_error)
+    assert isinstance(error, errors.InputFailedError)
+    assert str(error).startswith("[rank 0/2] allreduce 'w': an operation that should have produced an input failed.\n")
+    assert "scale" in str(error)
+    assert pair.adapter.take_unread_error() is None
+
+
+def overlapping(array: Any) -> list[Any]:
+    return [array[:4], array[1:5]]
+
+
+@pytest.mark.parametrize(
+    ("make", "fact"),
+    [
+        (lambda: [mx.nd.ones((4,)), mx.nd.ones((5,))], "its own arrays differ: float32 x 4 and float32 x 5."),
+        (
+            lambda: [mx.nd.ones((4,)), mx.nd.ones((4,), dtype="float16")],
+            "its own arrays differ: float32 x 4 and float16 x 4.",
+        ),
+        (lambda: [mx.nd.ones((4,), dtype="bool")], "an input has dtype bool, which cannot be reduced."),
+        (lambda: [mx.nd.ones((4, 2)).tostype("row_sparse")], "an input is sparse, empty or not on the CPU."),
+        (lambda: overlapping(mx.nd.ones((8,))), "an output overlaps another array in part."),
+    ],
+    ids=["sizes", "dtypes", "bool", "sparse", "overlap"],
+)
+def test_arrays_that_cannot_be_used_fail_on_every_rank(pair: World, make: Callable[[], list[Any]], fact: str) -> None:
+    arrays = make()
+    pair.pushpull("w", arrays, arrays)
+    with pytest.raises(errors.InputFailedError) as caught:
+        pair.other.wait(pair.submit("w", ramp((4,))))
+    assert f"\n  rank 0: {fact}\n" in str(caught.value)
+    with pytest.raises(errors.InputFailedError) as caught:
+        arrays[0].wait_to_read()
+    assert fact in str(caught.value)
+
+
+def test_a_lost_world_is_raised_by_reads_only() -> None:
+    world = World()
+    array = mx.nd.ones((4,))
+    world.pushpull("w", [array], [array])
+    world.other.abort("the test says so")
+    with pytest.raises(errors.TransportError, match="the test says so"):
+        array.wait_to_read()
+    world.pushpull("w", [array], [array])
+    with pytest.raises(errors.TransportError, match="the test says so"):
+        array.wait_to_read()
+    assert world.adapter.take_unread_error() is None
+    world.close()
+
+
+def test_operations_outlive_the_adapter_and_its_engine() -> None:
+    world = World()
+    array = mx.nd.ones((4,))
+    world.close()
+    world.pushpull("w", [array], [array])
+    with pytest.raises(errors.ShutdownError):
+        array.wait_to_read()
+    del world
+    gc.collect()
+    np.testing.assert_array_equal(array.asnumpy(), np.ones(4))

@@ -1,0 +1,94 @@
+"""Gradients in shared memory: training is as without them, bit by bit, and MXNet notices stale gradients as ever."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.arrays import assert_same_bits
+from support.gluon import gradients, weights
+from support.networks import BATCH, MODES, backward, batch, built, step, trainer_of
+from support.zero_copy import both, gradient_bytes, zero_copy
+
+mx = pytest.importorskip("mxnet")
+
+pytestmark = pytest.mark.usefixtures("no_static_graphs")
+
+# -- The same bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["conv", "norm", "lstm", "tied", "deferred"])
+def test_training_has_the_bits_of_a_staged_one(rank, size, name, mode, grad_req):
+    """Five steps; every gradient of every step is summed in place."""
+    expected = []
+
+    def run():
+        net = built(name, mode, grad_req)
+        trainer = trainer_of(net)
+        values = []
+        for seed in range(5):
+            step(net, trainer, name, seed, rank)
+            values += weights(net) + ([] if grad_req == "add" else gradients(net))
+        expected.append(5 * gradient_bytes(net))
+        return values
+
+    assert both(run, own=name == "conv") == (expected[-1] if size > 1 else 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("mode", MODES)
+def test_floating_dtypes(rank, size, mode, dtype):
+    """Half, single and double precision."""
+    expected = []
+
+    def run():
+        net = built("elementwise", mode, dtype=dtype)
+        trainer = trainer_of(net)
+        for seed in range(3):
+            step(net, trainer, "elementwise", seed, rank, dtype)
+        expected.append(3 * gradient_bytes(net))
+        return weights(net) + gradients(net)
+
+    assert both(run) == (expected[-1] if size > 1 else 0)
+
+
+# -- MXNet's check for stale gradients ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kvstore", ["create", "horovod"])
+def test_stale_gradients_are_noticed_as_without_us(rank, size, kvstore):
+    """A step without a backward pass raises; with ignore_stale_grad it leaves alone what is stale."""
+
+    def run():
+        with zero_copy(False):
+            net = built("dense")
+        trainer = trainer_of(net, kvstore)
+        values = []
+
+        def attempt(**options):
+            try:
+                trainer.step(1, **options)
+                outcome = 0
+            except UserWarning:
+                outcome = 1
+            values.append(np.array([outcome]))
+            values.extend(weights(net))
+
+        attempt()  # before any backward pass
+        backward(net, batch((BATCH, 8), rank))
+        attempt()
+        attempt()  # twice without a backward pass between
+        attempt(ignore_stale_grad=True)
+        backward(net[0], batch((BATCH, 8), rank))  # only half of the parameters
+        attempt(ignore_stale_grad=True)
+        attempt()
+        assert [int(v[0]) for v in values if v.dtype != np.float32] == [1, 0, 1, 0, 0, 1]
+        return values
+
+    with zero_copy(False):
+        staged = run()
+    for one, other in zip(run(), staged):
+        assert_same_bits(one, other)

@@ -1,0 +1,172 @@
+"""Small networks by name, and their training on MXNet 1 and 2 alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from support.gluon import array, is_mxnet_2, parameters
+
+BATCH = 4  # of each worker
+MODES: dict[str, dict[str, bool] | None] = {
+    "plain": None,
+    "hybrid": {},
+    "static": {"static_alloc": True, "static_shape": True},
+}
+
+# -- Networks -----------------------------------------------------------------------------------------------------
+
+
+def sequential(*layers: Any) -> Any:
+    """Return a network of these layers, not initialised."""
+    from mxnet.gluon import nn
+
+    net = nn.HybridSequential()
+    net.add(*layers)
+    return net
+
+
+def _conv() -> Any:
+    from mxnet.gluon import nn
+
+    return sequential(
+        nn.Conv2D(6, 3, padding=1, in_channels=2),
+        nn.BatchNorm(in_channels=6),
+        nn.Activation("relu"),
+        nn.Conv2D(4, 3, in_channels=6, use_bias=False),
+        nn.Flatten(),
+        nn.Dense(3, in_units=4 * 6 * 6),
+    )
+
+
+def _norm() -> Any:
+    from mxnet.gluon import nn
+
+    return sequential(
+        nn.Dense(600, activation="tanh", in_units=8), nn.LayerNorm(in_channels=600), nn.Dense(3, in_units=600)
+    )
+
+
+def _lstm() -> Any:
+    from mxnet.gluon import nn, rnn
+
+    return sequential(rnn.LSTM(12, num_layers=2, input_size=5), nn.Dense(3, flatten=False, in_units=12))
+
+
+def _tied() -> Any:
+    from mxnet.gluon import nn
+
+    first = nn.Dense(8, activation="tanh", in_units=8)
+    if is_mxnet_2():
+        second = nn.Dense(8, activation="tanh", in_units=8).share_parameters(first.collect_params())
+    else:
+        second = nn.Dense(8, activation="tanh", in_units=8, params=first.collect_params())
+    return sequential(first, second, nn.Dense(3, in_units=8))
+
+
+def _deferred() -> Any:
+    from mxnet.gluon import nn
+
+    return sequential(nn.Dense(16, activation="tanh"), nn.Dense(3))
+
+
+def _dense() -> Any:
+    from mxnet.gluon import nn
+
+    return sequential(nn.Dense(16, activation="tanh", in_units=8), nn.Dense(3, in_units=16))
+
+
+def _elementwise() -> Any:
+    """Has operators that MXNet can compute in half precision on a CPU."""
+    from mxnet import gluon
+
+    class Scale(gluon.HybridBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            if is_mxnet_2():
+                self.weight = gluon.Parameter("weight", shape=(8,), init="normal")
+                self.bias = gluon.Parameter("bias", shape=(8,), init="normal")
+            else:
+                self.weight = self.params.get("weight", shape=(8,), init="normal")
+                self.bias = self.params.get("bias", shape=(8,), init="normal")
+
+        def forward(self, x: Any, *args: Any) -> Any:
+            if is_mxnet_2():
+                return x * self.weight.data() + self.bias.data()
+            return super().forward(x, *args)
+
+        def hybrid_forward(self, F: Any, x: Any, weight: Any, bias: Any) -> Any:  # noqa: N803 - MXNet's name
+            return F.broadcast_add(F.broadcast_mul(x, weight), bias)
+
+    if is_mxnet_2():
+        del Scale.hybrid_forward  # MXNet 2 takes either method, not both
+    return sequential(Scale(), Scale())
+
+
+# How to make it, and the shape of a batch.
+NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "conv": (_conv, (BATCH, 2, 8, 8)),
+    "norm": (_norm, (BATCH, 8)),
+    "lstm": (_lstm, (6, BATCH, 5)),
+    "tied": (_tied, (BATCH, 8)),
+    "deferred": (_deferred, (BATCH, 8)),
+    "dense": (_dense, (BATCH, 8)),
+    "elementwise": (_elementwise, (BATCH, 8)),
+}
+
+
+def built(name: str, mode: str = "plain", grad_req: str = "write", dtype: str = "float32", seed: int = 3) -> Any:
+    """Return an initialised network."""
+    import mxnet as mx
+
+    make, _ = NETWORKS[name]
+    net = make()
+    net.cast(dtype)
+    mx.random.seed(seed)
+    net.initialize(mx.init.Normal(0.3))
+    options = MODES[mode]
+    if options is not None:
+        net.hybridize(**options)
+    for param in parameters(net):
+        if param.grad_req != "null":
+            param.grad_req = grad_req
+    return net
+
+
+# -- Training -----------------------------------------------------------------------------------------------------
+
+
+def batch(shape: tuple[int, ...], seed: Any, dtype: str = "float32") -> Any:
+    """Return random data; `seed` is what NumPy takes for one."""
+    return array(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def trainer_of(net: Any, kvstore: Any = "create") -> Any:
+    """Return a Trainer with this store, by default one of its own."""
+    import mxnet as mx
+
+    store = mx.kv.create("horovod") if kvstore == "create" else kvstore
+    return mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store)
+
+
+def backward(net: Any, data: Any) -> None:
+    """Compute gradients of the mean square of what the network makes of `data`."""
+    from mxnet import autograd
+
+    with autograd.record():
+        loss = (net(data) ** 2).mean()
+    loss.backward()
+
+
+def step(net: Any, trainer: Any, name: str, seed: int, rank: int, dtype: str = "float32") -> None:
+    """Train one step on a batch of this worker's own; with grad_req 'add' on the sum of two."""
+    adding = any(param.grad_req == "add" for param in parameters(net))
+    for part in range(2 if adding else 1):
+        backward(net, batch(NETWORKS[name][1], (seed, part, rank), dtype))
+    trainer.step(1)
+    if adding:
+        for param in parameters(net):
+            if param.grad_req != "null":
+                param.grad()[:] = 0  # Parameter.zero_grad() raises in MXNet 2

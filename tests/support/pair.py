@@ -1,0 +1,81 @@
+"""The adapter between MXNet's engine and ours, with a second rank in the same process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_hvd import mxnet_compat, native
+from support.arrays import Array
+
+mxnet_compat.numpy_shim.install()
+mx = pytest.importorskip("mxnet")
+
+from kvstore_hvd.mxnet_compat.engine_errors import register_errors  # noqa: E402
+
+TIMEOUT_S = 30.0
+register_errors(mx)
+
+
+def handles(arrays: list[Any]) -> list[int]:
+    """Return what the adapter knows arrays by."""
+    return [mxnet_compat.handle_of(array) for array in arrays]
+
+
+def until(ask: Callable[[], Any]) -> Any:
+    """Ask until there is an answer: MXNet's threads report an error a little later than it happens."""
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        answer = ask()
+        if answer is not None:
+            return answer
+        time.sleep(0.005)
+    pytest.fail("no answer in time")
+
+
+class World:
+    """Rank 0 is the adapter's, rank 1 works on NumPy arrays."""
+
+    def __init__(self, naive: bool = False) -> None:
+        self.segment = native.Segment.create(2)
+        self.engine = native.Engine(self.segment, 0, TIMEOUT_S, False)
+        self.other = native.Engine(self.segment, 1, TIMEOUT_S, False)
+        self.adapter = native.MXNetAdapter(self.engine, mxnet_compat.libmxnet_path(), naive)
+        self.submitted: list[Array] = []  # must live until their requests are done
+
+    def pushpull(self, name: str, inputs: list[Any], outputs: list[Any], priority: int = 0) -> None:
+        """Have the adapter sum over both ranks."""
+        code = native.OPS["sum"]
+        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), code, 1.0, 1.0, priority)
+
+    def broadcast(self, name: str, array: Any, root: int) -> None:
+        """Have the adapter broadcast, in place."""
+        self.adapter.broadcast(name, repr(name), mxnet_compat.handle_of(array), root, 0)
+
+    def submit(self, name: str, array: Array, root: int = -1) -> native.Work:
+        """Let rank 1 take part, in place; a broadcast when there is a root."""
+        self.submitted.append(array)
+        collective = "allreduce" if root < 0 else "broadcast"
+        place = [array.ctypes.data]
+        dtype = str(array.dtype)
+        return self.other.submit(
+            native.request(collective, name, repr(name), place, place, array.shape, dtype, root=max(root, 0))
+        )
+
+    def close(self) -> None:
+        """Leave, with both ranks at once: neither has to wait for the other."""
+        other = threading.Thread(target=self.other.shutdown)
+        other.start()
+        self.engine.shutdown()
+        other.join()
+
+
+def ramp(shape: tuple[int, ...], dtype: str = "float32", start: int = 1) -> Array:
+    """Return whole numbers below 50 that differ from one element to the next, so that sums are exact."""
+    size = int(np.prod(shape))
+    return (np.arange(start, start + size) % 50).reshape(shape).astype(dtype)

@@ -1,0 +1,36 @@
+"""Fixtures of the unit tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstore_hvd.config import reload
+from kvstore_hvd.mxnet_compat import hooks
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Install the hooks with the fake store, and afterwards put back whatever was there."""
+    from support.fake_store import Fake, World, mx, store_class
+
+    for name in list(os.environ):
+        if name.startswith("KVHVD_") and not name.startswith("KVHVD_TEST_"):
+            monkeypatch.delenv(name)
+    reload()
+    registry = mx.kvstore.KVStoreBase.kv_registry
+    before, state = dict(registry), (hooks._store, hooks._world_size)
+    registry.pop("horovod", None)
+    hooks.install_hooks(store_class, lambda: World.size)
+    yield World
+    registry.clear()
+    registry.update(before)
+    hooks._store, hooks._world_size = state
+    World.size = None
+    Fake.made.clear()
+    Fake.root_value = None
+    monkeypatch.undo()
+    reload()

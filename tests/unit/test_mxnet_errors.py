@@ -1,0 +1,107 @@
+"""Errors on their way through MXNet's engine: they keep their class and text."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore_hvd import errors, mxnet_compat
+from support.fake_store import World, mx
+
+_kept: list[Any] = []
+
+
+class _Complete(ctypes.Structure):
+    """MXNet's CallbackOnComplete."""
+
+    _fields_ = (
+        ("call", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
+        ("engine", ctypes.c_void_p),
+        ("parameter", ctypes.c_void_p),
+    )
+
+
+def fail_in_engine(target: Any, text: str) -> None:
+    """Push an operator that writes `target` and fails with this text, as the native adapter does."""
+    error = ctypes.create_string_buffer(16)  # a std::runtime_error, which is all that a dmlc::Error is
+    construct = ctypes.CDLL("libstdc++.so.6")._ZNSt13runtime_errorC1EPKc
+    construct(error, ctypes.c_char_p(text.encode()))
+
+    def run(*arguments: int) -> None:
+        done = _Complete.from_address(arguments[-2])  # (context, [on_start,] on_complete, parameter)
+        done.call(done.engine, done.parameter, ctypes.addressof(error))
+
+    callback = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * (4 if mxnet_compat.version_number() >= 20000 else 3))(run)
+    _kept.extend([error, callback])
+    handle = ctypes.c_void_p(mxnet_compat.handle_of(target))
+    context = (ctypes.c_int32 * 2)(1, 0)
+    push = mx.base._LIB.MXEnginePushAsyncND
+    mx.base.check_call(
+        push(callback, None, None, context, None, 0, ctypes.byref(handle), 1, None, 0, b"test", ctypes.c_bool(False))
+    )
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "wait_to_read": lambda x: x.wait_to_read(),
+    "asnumpy": lambda x: x.asnumpy(),
+    "downstream": lambda x: (x + 1).asnumpy(),
+    "waitall": lambda x: mx.nd.waitall(),
+}
+CLASSES = [
+    cls
+    for cls in (getattr(errors, name) for name in errors.__all__)
+    if isinstance(cls, type) and issubclass(cls, errors.KVHvdError)
+]
+
+
+@pytest.mark.skipif(mxnet_compat.engine_is_naive(), reason="NaiveEngine drops errors of operators")
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_errors_keep_class_and_text(world: type[World], cls: type[errors.KVHvdError], read: str) -> None:
+    text = errors.message(
+        "ranks disagree on shape.",
+        rank=0,
+        size=4,
+        operation="allreduce",
+        name="dense0_weight",
+        key=3,
+        details=["(256, 784): ranks 0-2", "(128, 784): rank 3", "  indented: deeper"],
+        fix="build the same network: on every rank.",
+    )
+    x = mx.nd.ones((4,))
+    x.wait_to_read()
+    fail_in_engine(x, mxnet_compat.engine_text(cls(text)))
+    with pytest.raises(cls) as caught:
+        READS[read](x)
+    assert isinstance(caught.value, mx.base.MXNetError)
+    assert str(caught.value) == text
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again)) == (cls, text)
+    del x
+    gc.collect()
+    mx.nd.waitall()
+
+
+@pytest.mark.skipif(mxnet_compat.engine_is_naive(), reason="NaiveEngine drops errors of operators")
+def test_errors_of_one_line_and_of_others(world: type[World]) -> None:
+    x = mx.nd.ones((4,))
+    fail_in_engine(x, "ShutdownError: the engine was shut down.")
+    with pytest.raises(errors.ShutdownError, match=r"^the engine was shut down.$"):
+        x.wait_to_read()
+    y = mx.nd.ones((4,))
+    fail_in_engine(y, "SomeoneElsesError: whatever.")
+    with pytest.raises(mx.base.MXNetError, match="whatever") as caught:
+        y.wait_to_read()
+    assert not isinstance(caught.value, errors.KVHvdError)
+
+
+def test_engine_text_names_the_class_of_errors_py() -> None:
+    class Special(errors.PeerLostError):
+        pass
+
+    assert mxnet_compat.engine_text(Special("gone.")) == "PeerLostError: gone."
