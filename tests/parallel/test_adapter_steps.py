@@ -7,8 +7,6 @@ small neighbours into one operation of MXNet; the other rank submits each by its
 from __future__ import annotations
 
 import gc
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,45 +14,24 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat, native
+from support.pair import World, until
 
-mxnet_compat.numpy_shim.install()
 mx = pytest.importorskip("mxnet")
 
-from kvstore_hvd.mxnet_compat.engine_errors import register_errors  # noqa: E402
-
-register_errors(mx)
-
-TIMEOUT_S = 30.0
-SMALL = 12  # elements; more gradients than one operation takes
-MANY = 20
+SMALL = 12  # elements
+MANY = 20  # more gradients than one operation takes
 
 
-class Pair:
-    """Rank 0 is the adapter's, rank 1 works on NumPy arrays."""
-
-    def __init__(self) -> None:
-        self.segment = native.Segment.create(2)
-        self.engine = native.Engine(self.segment, 0, TIMEOUT_S, False)
-        self.other = native.Engine(self.segment, 1, TIMEOUT_S, False)
-        self.adapter = native.MXNetAdapter(self.engine, mxnet_compat.libmxnet_path(), False)
-        self.arrays: list[Any] = []  # must live until their requests are done
+class Pair(World):
+    """Gradients are called g0, g1, ..."""
 
     def prepare(self, arrays: Sequence[Any]) -> Any:
         return self.adapter.prepare(
             [(f"g{i}", f"'g{i}'", mxnet_compat.handle_of(array), -i) for i, array in enumerate(arrays)]
         )
 
-    def submit(self, place: int, array: Any) -> native.Work:
-        """Let rank 1 take part with this array, in place."""
-        self.arrays.append(array)
-        where, name = [array.ctypes.data], f"g{place}"
-        return self.other.submit(native.request("allreduce", name, name, where, where, array.shape, str(array.dtype)))
-
-    def close(self) -> None:
-        other = threading.Thread(target=self.other.shutdown)
-        other.start()
-        self.engine.shutdown()
-        other.join()
+    def take_part(self, place: int, array: Any) -> native.Work:
+        return self.submit(f"g{place}", array)
 
 
 @pytest.fixture
@@ -80,7 +57,7 @@ def test_the_other_rank_may_submit_in_any_order(pair: Pair, order: int, size: in
     step = pair.prepare(ours)
     for repetition in range(2):  # a step may be used again
         pair.adapter.pushpull_step(step, False)
-        works = [pair.submit(place, theirs[place]) for place in range(MANY)[::order]]
+        works = [pair.take_part(place, theirs[place]) for place in range(MANY)[::order]]
         for work in works:
             pair.other.wait(work)
         if repetition == 0:
@@ -97,9 +74,9 @@ def test_each_is_submitted_under_its_own_name(pair: Pair) -> None:
     ours, theirs = gradients(), ones()
     pair.adapter.pushpull_step(pair.prepare(ours), False)
     for place in (5, 0):
-        pair.other.wait(pair.submit(place, theirs[place]))
+        pair.other.wait(pair.take_part(place, theirs[place]))
         assert (theirs[place] == place + 2).all()
-    for work in [pair.submit(place, theirs[place]) for place in range(MANY) if place not in (5, 0)]:
+    for work in [pair.take_part(place, theirs[place]) for place in range(MANY) if place not in (5, 0)]:
         pair.other.wait(work)
     mx.nd.waitall()
     assert all((mine.asnumpy() == place + 2).all() for place, mine in enumerate(ours))
@@ -114,7 +91,7 @@ def test_a_step_is_in_turn_with_single_operations(pair: Pair) -> None:
     pair.adapter.pushpull("g0", "'g0'", [handle], [handle], native.OPS["sum"], 1.0, 1.0, 0)
     pair.adapter.pushpull_step(step, False)
     for factor in (1, 10, 100):
-        pair.other.wait(pair.submit(0, np.full(SMALL, factor, np.float32)))
+        pair.other.wait(pair.take_part(0, np.full(SMALL, factor, np.float32)))
     assert (ours.asnumpy() == 112).all()
 
 
@@ -124,7 +101,7 @@ def test_arrays_and_the_step_may_be_dropped_meanwhile(pair: Pair) -> None:
     pair.adapter.pushpull_step(step, False)
     del ours, step
     gc.collect()
-    for work in [pair.submit(place, array) for place, array in enumerate(theirs)]:
+    for work in [pair.take_part(place, array) for place, array in enumerate(theirs)]:
         pair.other.wait(work)
     assert all((array == place + 2).all() for place, array in enumerate(theirs))
 
@@ -134,7 +111,7 @@ def test_arrays_that_share_memory_are_summed_one_after_the_other(pair: Pair) -> 
     whole = mx.nd.ones((4, 3))
     pair.adapter.pushpull_step(pair.prepare([whole, whole[1:3], whole]), False)
     theirs = [np.full((4, 3), 1, np.float32), np.full((2, 3), 10, np.float32), np.full((4, 3), 100, np.float32)]
-    for work in [pair.submit(place, array) for place, array in enumerate(theirs)]:
+    for work in [pair.take_part(place, array) for place, array in enumerate(theirs)]:
         pair.other.wait(work)
     assert whole.asnumpy()[:, 0].tolist() == [102, 112, 112, 102]
 
@@ -156,7 +133,7 @@ def test_one_that_fails_fails_its_operation_and_is_named(pair: Pair) -> None:
     ours, theirs = gradients(3), ones(3)
     theirs[1] = np.ones(SMALL + 1, np.float32)
     pair.adapter.pushpull_step(pair.prepare(ours), False)
-    works = [pair.submit(place, array) for place, array in enumerate(theirs)]
+    works = [pair.take_part(place, array) for place, array in enumerate(theirs)]
     for place in (0, 2):
         pair.other.wait(works[place])
     with pytest.raises(errors.MismatchError):
@@ -173,8 +150,8 @@ def test_several_that_fail_are_one_error(pair: Pair) -> None:
     pair.adapter.pushpull_step(pair.prepare(ours), False)
     for place in (2, 1):
         with pytest.raises(errors.MismatchError):
-            pair.other.wait(pair.submit(place, np.ones(SMALL + 1, np.float32)))
-    pair.other.wait(pair.submit(0, np.ones(SMALL, np.float32)))
+            pair.other.wait(pair.take_part(place, np.ones(SMALL + 1, np.float32)))
+    pair.other.wait(pair.take_part(0, np.ones(SMALL, np.float32)))
     with pytest.raises(errors.MismatchError, match="'g1'"):
         mx.nd.waitall()
     mx.nd.waitall()
@@ -184,13 +161,10 @@ def test_an_unread_error_is_kept_for_the_next_call(pair: Pair) -> None:
     ours = gradients(3)
     pair.adapter.pushpull_step(pair.prepare(ours), False)
     for place in (0, 2):
-        pair.other.wait(pair.submit(place, np.ones(SMALL, np.float32)))
+        pair.other.wait(pair.take_part(place, np.ones(SMALL, np.float32)))
     with pytest.raises(errors.MismatchError):
-        pair.other.wait(pair.submit(1, np.ones(SMALL + 1, np.float32)))
-    unread, end = None, time.monotonic() + TIMEOUT_S
-    while unread is None and time.monotonic() < end:  # this rank may hear of it a little later than the other
-        time.sleep(0.005)
-        unread = pair.adapter.take_unread_error()
+        pair.other.wait(pair.take_part(1, np.ones(SMALL + 1, np.float32)))
+    unread = until(pair.adapter.take_unread_error)
     assert isinstance(unread, errors.MismatchError)
     assert "'g1'" in str(unread)
     assert pair.adapter.take_unread_error() is None
@@ -206,7 +180,7 @@ def test_a_failed_input_fails_all_of_its_operation(pair: Pair) -> None:
     theirs = [np.ones(SMALL, np.float32), np.ones((3, 3), np.float32), np.ones(SMALL, np.float32)]
     for place, array in enumerate(theirs):
         with pytest.raises(errors.InputFailedError, match="should have produced its input failed"):
-            pair.other.wait(pair.submit(place, array))
+            pair.other.wait(pair.take_part(place, array))
         assert (array == 1).all()
     with pytest.raises(mx.base.MXNetError, match="potrf"):
         square.wait_to_read()
