@@ -425,4 +425,5 @@ class StoreMethods:
         )
 
 
+#: What stores have unless somebody has replaced it.
 _PUSHPULL = StoreMethods.pushpull

@@ -389,6 +389,9 @@ class MXNetAdapter:
         #: (name, label, array, priority, as_half) -> bytes: the sum of one array in place; None, and nothing done, when
         #: the case needs a closer look.
         self.pushpull_in_place: Callable[[str, str, int, int, bool], int | None] = self.impl.pushpull_in_place
+        #: (name, label, array, priority) of each array -> what `pushpull_step` takes, any number of times, and which
+        #: keeps the arrays' memory; None when an array needs a closer look.
+        self.prepare: Callable[[Sequence[tuple[str, str, int, int]]], Any] = self.impl.prepare
 
     def pushpull(
         self,
@@ -411,15 +414,8 @@ class MXNetAdapter:
         except _native().NativeError as error:
             _translate(error)
 
-    def prepare(self, arrays: Sequence[tuple[str, str, int, int]]) -> Any:
-        """What `pushpull_step` takes, any number of times: (name, label, array, priority) of each array.
-
-        It keeps the arrays' memory. None when there is anything about an array that needs a closer look.
-        """
-        return self.impl.prepare(arrays)
-
     def pushpull_step(self, prepared: Any, as_half: bool) -> None:
-        """Sum each array in place, as `pushpull` does one after the other; asynchronous.
+        """Sum each array that was prepared in place, as `pushpull` does one after the other; asynchronous.
 
         Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
         """

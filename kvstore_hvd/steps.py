@@ -15,8 +15,6 @@ from kvstore_hvd.usage import Batch
 
 __all__ = ["Step", "is_plain"]
 
-_UNPREPARED = object()
-
 
 def is_plain(array: Any) -> bool:
     """Whether an array can be one of a `Step`."""
@@ -38,7 +36,7 @@ class Step:
         #: What to count each time.
         self.batch = Batch("pushpull", sizes)
         self._prepared: Any = None
-        self._prepared_for: object = _UNPREPARED
+        self._prepared_for: object = None
 
     def prepared(self, adapter: native.MXNetAdapter, names: Callable[[Key], tuple[str, str]], version: object) -> Any:
         """What `native.MXNetAdapter.pushpull_step` takes; None when an array needs a closer look.

@@ -5,6 +5,7 @@
 - A trainer that would train alone although there are several workers raises UnsynchronisedTrainerError.
 - With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
   of its parameters.
+- A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
 
