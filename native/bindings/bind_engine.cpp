@@ -60,7 +60,7 @@ Outcome outcome(const Status& status) {
 
 // Waits without the GIL. A signal's exception (Ctrl-C) ends the world first: the arrays may be freed as soon as it
 // leaves this function, and the engine must not write into them any more.
-void wait(Engine& engine, const Work& work, bool done = false) {
+void wait(Engine& engine, Work& work, bool done = false) {
   while (!done) {
     {
       const py::gil_scoped_release release;
@@ -167,7 +167,7 @@ void bind_engine(py::module_& module) {
           py::arg("request"), py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("request"))
       .def(
-          "wait", [](Engine& engine, const Work& work) { wait(engine, work); }, py::arg("work"))
+          "wait", [](Engine& engine, Work& work) { wait(engine, work); }, py::arg("work"))
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("health", [](const Engine& engine) { return outcome(engine.health()); })
       .def("report", &report)

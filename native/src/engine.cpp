@@ -5,13 +5,16 @@
 #include <mutex>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 #include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/describe.hpp"
+#include "kvstore_hvd/inline_reduction.hpp"
 #include "kvstore_hvd/liveness.hpp"
 #include "kvstore_hvd/messages.hpp"
 #include "kvstore_hvd/pending.hpp"
 #include "kvstore_hvd/pipeline.hpp"
+#include "kvstore_hvd/poll.hpp"
 #include "kvstore_hvd/process.hpp"
 #include "kvstore_hvd/world.hpp"
 
@@ -99,14 +102,16 @@ class Engine::Impl {
       return work;
     }
     bool refused = false, wake_communication = false, driven = false;
-    Pending::Added added{Pending::Ready::kNot, kNoSlot};
+    Pending::Added added;
     Status status;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       refused = left_ || world_.failure.is_set();
       if (!refused) {
         callers_drive_ = caller_waits;
-        added = pending_.add(work);
+        work->bell_before = world_.rank(rank_).bell.value();
+        added = pending_.add(work, caller_waits);
+        if (caller_waits && added.ready == Pending::Ready::kNot) work->watched_slot = added.slot;
         driven = driven_;
       }
       if (refused) {
@@ -170,16 +175,37 @@ class Engine::Impl {
     }
   }
 
-  bool wait(const Work& work, std::chrono::nanoseconds limit) {
-    return work.done() || forked() || drive_until([&] { return work.done(); }, limit, callers_policy_);
+  bool wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
+    if (work.done() || forked()) return true;
+    if (work.watched_slot != kNoSlot && watch(work, policy)) return true;
+    return drive_until([&] { return work.done(); }, limit, policy);
+  }
+
+  // Looks at the mark of the work's slot until another rank has carried it out, the bell rings, or the policy's time is
+  // over; completes the work in the first case, and otherwise returns false: it will be completed by the driver.
+  bool watch(Work& work, const WaitPolicy& policy) {
+    const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
+    const Flag& bell = world_.rank(rank_).bell;
+    poll(policy, [&] { return InlineReduction::is_done(world_, rank_, slot) || bell.value() != work.bell_before; });
+    if (InlineReduction::give_up(world_, rank_, slot)) return false;
+    Status status;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      // Once it is lost, another thread may have failed the work already.
+      if (world_.failure.is_set()) return false;
+      pipeline_.take(slot);
+      status = pending_.complete(slot).status;
+    }
+    work.finish(std::move(status));
+    settle(1);
+    return true;
   }
 
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request) {
     const bool linger = !forked() && is_worth_lingering(*request);
     auto work = submit(std::move(request), linger);
     if (linger) {
-      const bool done =
-          work->done() || drive_until([&] { return work->done(); }, kLinger, WaitPolicy{kLinger, 0, false});
+      const bool done = wait(*work, kLinger, WaitPolicy{kLinger, 0, false});
       // Relaxed: a hint. One rank that was interrupted once is no reason to give up.
       linger_credit_.store(done ? kLingerCredit : linger_credit_.load(std::memory_order_relaxed) - 1,
                            std::memory_order_relaxed);
@@ -466,9 +492,11 @@ std::shared_ptr<Work> Engine::submit_and_linger(std::shared_ptr<const Request> r
 std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> request) {
   return impl_->submit(std::move(request), true);
 }
-bool Engine::wait(const Work& work, std::chrono::nanoseconds limit) { return impl_->wait(work, limit); }
-const Status& Engine::wait(const Work& work) {
-  while (!impl_->wait(work, std::chrono::seconds(1))) {
+bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
+  return impl_->wait(work, limit, impl_->callers_policy_);
+}
+const Status& Engine::wait(Work& work) {
+  while (!wait(work, std::chrono::seconds(1))) {
   }
   return work.status();
 }

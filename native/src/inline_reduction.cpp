@@ -6,7 +6,9 @@
 
 namespace kvstore_hvd {
 
-void InlineReduction::stage(std::uint32_t slot, const Request& request) {
+void InlineReduction::stage(std::uint32_t slot, const Request& request, bool watched) {
+  // Relaxed: published with the announcement.
+  world_.mark(slot, rank_).watch.store(watched ? Mark::kWatched : Mark::kInbox, std::memory_order_relaxed);
   const std::size_t bytes = bytes_of(request);
   const bool carried = request.collective == Collective::kAllreduce && request.input_failure.empty() &&
                        bytes <= world_.thresholds.inlined && world_.mark(slot, rank_).place == kNoPlace;
@@ -33,7 +35,20 @@ bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
     inputs_[r] = outputs_[r];
   }
   reduce(reduction_of(request, world_.size), inputs_.data(), size, outputs_.data(), size, request.count);
+  for (int r = 0; r < size; ++r) {
+    if (r == rank_) continue;
+    // Release and acquire: publishes the result, and comes before or after give_up().
+    if (world_.mark(slot, r).watch.exchange(Mark::kDone, std::memory_order_acq_rel) == Mark::kWatched) continue;
+    world_.rank(r).inbox.put(slot);
+    world_.rank(r).bell.ring();
+  }
   return true;
+}
+
+bool InlineReduction::give_up(World& world, int rank, std::uint32_t slot) {
+  std::uint32_t watched = Mark::kWatched;
+  // Acquire: when it fails the result is there. Release: as the rank's announcement.
+  return world.mark(slot, rank).watch.compare_exchange_strong(watched, Mark::kInbox, std::memory_order_acq_rel);
 }
 
 bool InlineReduction::take(World& world, int rank, std::uint32_t slot, const Request& request) {

@@ -28,18 +28,19 @@ Pending::Pending(World& world, Alarm& alarm, const Messages& messages)
       table_(world, alarm),
       in_flight_(kSlots) {}
 
-Pending::Added Pending::add(std::shared_ptr<Work> work) {
+Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
   Name& name = names_[work->request().name];
   rounds_.submitted(name.statistics, *work);
   name.queue.push_back(std::move(work));
   count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
-  const Ready ready = name.queue.size() == 1 ? start(name) : Ready::kNot;
-  return Added{ready, name.slot.slot};
+  if (name.queue.size() > 1) return Added{};
+  const Ready ready = start(name, watched);
+  return Added{ready, is_announced(name) ? name.slot.slot : kNoSlot};
 }
 
-Pending::Ready Pending::start(Name& name) {
+Pending::Ready Pending::start(Name& name, bool watched) {
   try {
-    if (const auto ready = announce(name)) return *ready;
+    if (const auto ready = announce(name, watched)) return *ready;
     waiting_for_slot_.push_back(name.queue.front()->request().name);
   } catch (const WorldLost&) {
   }
@@ -47,7 +48,7 @@ Pending::Ready Pending::start(Name& name) {
 }
 
 // Returns nothing, and has done nothing, when the table has no slot to give.
-std::optional<Pending::Ready> Pending::announce(Name& name) {
+std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
   Work& work = *name.queue.front();
   for (;;) {
     if (name.slot.slot == kNoSlot) {
@@ -62,7 +63,7 @@ std::optional<Pending::Ready> Pending::announce(Name& name) {
       continue;
     }
     in_flight_[name.slot.slot] = InFlight{&work, &name};
-    switch (table_.announce(name.slot, work.request())) {
+    switch (table_.announce(name.slot, work.request(), watched)) {
       case TensorTable::Outcome::kStale:
         in_flight_[name.slot.slot] = InFlight{};
         name.slot = SlotHandle{};
@@ -77,11 +78,6 @@ std::optional<Pending::Ready> Pending::announce(Name& name) {
         }
         return world_.slots[name.slot.slot].direct ? Ready::kAlone : Ready::kTogether;
       case TensorTable::Outcome::kDone:
-        for (int r = 0; r < size_; ++r) {
-          if (r == rank_) continue;
-          world_.rank(r).inbox.put(name.slot.slot);
-          world_.rank(r).bell.ring();
-        }
         return Ready::kDone;
     }
   }

@@ -110,7 +110,7 @@ bool TensorTable::is_current(const SlotHandle& handle) const {
   return version_of(world_.slots[handle.slot].state.load(std::memory_order_seq_cst)) == handle.version;
 }
 
-TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Request& request) {
+TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Request& request, bool watched) {
   Slot& slot = world_.slots[handle.slot];
   // Sequentially consistent, as are the operations on `state` below: see take_slot().
   slot.outstanding.fetch_add(1, std::memory_order_seq_cst);
@@ -130,7 +130,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
     own.digest = hash_bytes(&signature, sizeof(signature));
   }
   own.place = place_of(request);
-  inline_.stage(handle.slot, request);
+  inline_.stage(handle.slot, request, watched);
   if (signature.failed) {
     const std::string_view note = utf8_prefix(request.input_failure, sizeof(announcement.note) - 1);
     std::memcpy(announcement.note, note.data(), note.size());

@@ -8,10 +8,7 @@
 #include <string>
 
 #include "kvstore_hvd/futex.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "kvstore_hvd/poll.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -28,45 +25,24 @@ constexpr int kYields = 3;
 // would cost another slice.
 constexpr std::chrono::microseconds kSliceYield{1500};
 constexpr int kWaitsWithoutYields = 100;
-constexpr int kPausesPerClock = 8;
 
-void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Calls `done` while spinning and yielding as the policy says; returns whether it became true.
-template <class Done>
-bool poll(const WaitPolicy& policy, const Done& done) {
-  if (policy.spin.count() > 0) {
-    const auto end = Clock::now() + policy.spin;
-    do {
-      for (int i = 0; i < kPausesPerClock; ++i) {
-        if (done()) return true;
-        pause();
-      }
-    } while (Clock::now() < end);
-  }
-  thread_local int waits_without_yields = 0;
-  if (policy.yields > 0 && waits_without_yields > 0) {
-    --waits_without_yields;
-    return done();
-  }
-  for (int i = 0; i < policy.yields; ++i) {
-    const auto start = Clock::now();
-    sched_yield();
-    const auto yielded = Clock::now() - start;
-    if (yielded > kSliceYield) waits_without_yields = kWaitsWithoutYields;
-    if (done()) return true;
-    if (yielded > kLongYield) break;
-  }
-  return done();
-}
+thread_local int waits_without_yields = 0;
 
 }  // namespace
+
+int yields_of(const WaitPolicy& policy) {
+  if (policy.yields == 0 || waits_without_yields == 0) return policy.yields;
+  --waits_without_yields;
+  return 0;
+}
+
+bool yield_once() {
+  const auto start = Clock::now();
+  sched_yield();
+  const auto yielded = Clock::now() - start;
+  if (yielded > kSliceYield) waits_without_yields = kWaitsWithoutYields;
+  return yielded <= kLongYield;
+}
 
 WaitPolicy WaitPolicy::for_ranks(int ranks) {
   // Not the cores of this process's affinity: ranks that are pinned to one core each have one each.
@@ -104,10 +80,9 @@ bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failu
   failure.check();
   if (!policy.sleeps) return false;
   // Sequentially consistent, see post().
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  asleep_.store(1, std::memory_order_seq_cst);
   const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
   if (static_cast<std::int32_t>(seen - target) < 0) futex_wait(value_, seen, kMaxSleep);
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);  // Relaxed: a wake-up too many does no harm.
   failure.check();
   return reached(target);
 }
@@ -115,9 +90,13 @@ bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failu
 void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
                        const Failure& failure) {
   if (poll(policy, [&] { return value() != seen; }) || failure.is_set() || !policy.sleeps) return;
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);  // As in wait_slow().
+  asleep_.store(1, std::memory_order_seq_cst);  // As in wait_slow().
   if (value_.load(std::memory_order_seq_cst) == seen) futex_wait(value_, seen, limit);
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);  // As in wait_slow().
+}
+
+void Flag::wake_sleepers() {
+  // Sequentially consistent, see post(): whoever is not woken here goes to sleep after this and sees the new value.
+  if (asleep_.exchange(0, std::memory_order_seq_cst) != 0) wake();
 }
 
 void Flag::wake() const { futex_wake_all(value_); }
@@ -130,7 +109,7 @@ void SharedLock::lock(Alarm& alarm) {
   };
   bool locked = try_lock();
   for (int i = 0; !locked && i < 64; ++i) {
-    pause();
+    pause_core();
     locked = try_lock();
   }
   const auto end = Clock::now() + alarm.timeout();

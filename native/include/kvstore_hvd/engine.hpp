@@ -53,10 +53,10 @@ class Engine {
   }
 
   // Until `work` is done or `limit` has passed; returns whether it is done. The calling thread helps to carry out
-  // collectives meanwhile.
-  bool wait(const Work& work, std::chrono::nanoseconds limit);
+  // collectives meanwhile. One thread at a time for each work.
+  bool wait(Work& work, std::chrono::nanoseconds limit);
   // Bounded by the engine's timeout.
-  const Status& wait(const Work& work);
+  const Status& wait(Work& work);
 
   // Like submit, for a caller that waits at once: the communication thread is left asleep, which is the fastest way.
   std::shared_ptr<Work> submit_to_wait(std::shared_ptr<const Request> request);

@@ -33,10 +33,11 @@ class Pending {
   // can be taken). Every bell but this rank's own has been rung then.
   enum class Ready { kNot, kTogether, kAlone, kDone };
   struct Added {
-    Ready ready;
-    std::uint32_t slot;  // unless kNot
+    Ready ready = Ready::kNot;
+    std::uint32_t slot = kNoSlot;  // unless it is not announced
   };
-  Added add(std::shared_ptr<Work> work);
+  // `watched`: if it is announced now, a thread will watch its mark, see InlineReduction.
+  Added add(std::shared_ptr<Work> work, bool watched);
 
   // The request that this rank has in flight on a slot. For the thread that carries out the schedule, without a lock:
   // it learns of the slot from the announcement.
@@ -83,10 +84,10 @@ class Pending {
     Statistics statistics;
   };
 
-  Ready start(Name& name);
+  Ready start(Name& name, bool watched = false);
   // What became ready is for the driver to go on with.
   void tell_driver(const Name& name, Ready ready);
-  std::optional<Ready> announce(Name& name);
+  std::optional<Ready> announce(Name& name, bool watched = false);
   bool is_announced(const Name& name) const;
   void check_left(std::uint32_t slot, const Request& request);
   std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout);

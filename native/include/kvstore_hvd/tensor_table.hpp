@@ -38,9 +38,9 @@ class TensorTable {
 
   // Announces this rank's next operation on the slot. kStale: the slot has changed hands, find() it again. kLast: every
   // other rank has announced as well; the slot now says what was agreed, or about what the ranks disagree, and the
-  // caller is the one to make it ready. kDone: so has every other rank, and the operation was carried out; the caller
-  // is the one to tell them.
-  Outcome announce(const SlotHandle& handle, const Request& request);
+  // caller is the one to make it ready. kDone: so has every other rank, and the operation was carried out. `watched`:
+  // see InlineReduction.
+  Outcome announce(const SlotHandle& handle, const Request& request, bool watched = false);
 
   // This rank has completed the operation it announced last.
   void complete(std::uint32_t slot);

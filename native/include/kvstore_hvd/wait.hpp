@@ -45,13 +45,13 @@ class alignas(128) Flag {
     // Sequentially consistent, with the load below and the pair in wait(): either the waiter sees the new value before
     // it sleeps, or we see the waiter. As a release it publishes what was written before.
     value_.store(value, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
+    if (asleep_.load(std::memory_order_seq_cst) != 0) wake_sleepers();
   }
 
   // Adds one and wakes the sleepers. Any number of writers.
   void ring() {
     value_.fetch_add(1, std::memory_order_seq_cst);  // as in post()
-    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
+    if (asleep_.load(std::memory_order_seq_cst) != 0) wake_sleepers();
   }
 
   // Until reached(target), or for about kMaxSleep; returns whether it is reached. Throws WorldLost when `failure` is
@@ -69,10 +69,12 @@ class alignas(128) Flag {
   void wake() const;
 
  private:
+  // One system call for a row of posts, however long those woken take to look: they say anew that they sleep.
+  void wake_sleepers();
   bool wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure);
 
   std::atomic<std::uint32_t> value_;
-  std::atomic<std::uint32_t> sleepers_;
+  std::atomic<std::uint32_t> asleep_;  // whether somebody may be
 };
 static_assert(sizeof(Flag) == 128);
 

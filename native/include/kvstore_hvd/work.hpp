@@ -37,6 +37,8 @@ class Work {
   const std::chrono::steady_clock::time_point submitted;
   std::chrono::steady_clock::time_point since;  // when it was submitted, or became the first of its name
   std::uint32_t round = 0;                      // see Rounds
+  // The slot whose mark tells the thread that waits for this, see InlineReduction; and what the bell was at before.
+  std::uint32_t watched_slot = kNoSlot, bell_before = 0;
   // Written by the thread that carries out the schedule, which also completes the work.
   std::chrono::steady_clock::time_point scheduled;  // its first chunk
   Algorithm algorithm = Algorithm::kInline;         // that of what is never scheduled

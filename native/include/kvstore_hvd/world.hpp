@@ -74,7 +74,9 @@ struct alignas(64) Mark {
   // How often the rank has announced. Relaxed: read for error messages, and for ranks that left, where `presence`
   // orders it.
   std::atomic<std::uint32_t> generation;
-  std::uint32_t reserved;
+  // How the rank learns that another one has carried out its operation, see InlineReduction.
+  enum Watch : std::uint32_t { kInbox, kWatched, kDone };
+  std::atomic<std::uint32_t> watch;
   char payload[40];  // see World::payload()
 };
 static_assert(sizeof(Mark) == 64);
