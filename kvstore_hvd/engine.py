@@ -240,6 +240,11 @@ class Engine:
         return self._adapter
 
     @property
+    def used_adapter(self) -> native.MXNetAdapter | None:
+        """The adapter, if it is in use already."""
+        return self._adapter
+
+    @property
     def current_adapter(self) -> native.MXNetAdapter | None:
         """The adapter, if it is in use already and no error waits to be raised. For callers in a hurry."""
         return self._adapter if self._deferred is None else None

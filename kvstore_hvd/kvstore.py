@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore_hvd import engine, log, mxnet_compat, native
@@ -18,6 +18,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
 from kvstore_hvd.operations import Operations
+from kvstore_hvd.steps import Step, is_plain
 from kvstore_hvd.usage import Measured, Report, Usage
 
 __all__ = ["StoreMethods", "make_store_class"]
@@ -327,7 +328,7 @@ class StoreMethods:
     def _set_key_labels(self, names: Mapping[Any, str]) -> None:
         """Name keys in messages and reports: a mapping of key to parameter name. Called by the Trainer hook."""
         self._names.update((str(key), name) for key, name in names.items())
-        self._wire_names.clear()
+        self._wire_names = {}
 
     def _set_staged_reasons(self, reasons: Mapping[Any, str]) -> None:
         """Say why keys go through staging memory ('': they do not). Called by the Trainer hook."""
@@ -378,15 +379,41 @@ class StoreMethods:
             or not mxnet_compat.is_ndarray(value)
         ):
             return False
-        names = self._wire_names.get(key)
-        if names is None:
-            if len(self._wire_names) >= MAX_KEYS:
-                self._wire_names.clear()
-            names = self._wire_names[key] = (wire_name(self._namespace, key), self._call("pushpull").label(key))
+        names = self._wire_names.get(key) or self._name(key)
         bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._as_half)
         if bytes_summed is None:
             return False
         self._count("pushpull", key, bytes_summed)
+        return True
+
+    def _name(self, key: Key) -> tuple[str, str]:
+        if len(self._wire_names) >= MAX_KEYS:
+            self._wire_names.clear()
+        names = self._wire_names[key] = (wire_name(self._namespace, key), self._call("pushpull").label(key))
+        return names
+
+    def _make_step(self, gradients: Sequence[tuple[Key, Any, int]]) -> Step | None:
+        """What `_exchange` takes, of (key, array, priority); None if there is none. Called by the Trainer hook."""
+        arrays = [array for _, array, _ in gradients]
+        return Step(gradients) if arrays and all(map(is_plain, arrays)) else None
+
+    def _exchange(self, step: Step) -> bool:
+        """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook.
+
+        Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there is
+        anything unusual about an array or this world.
+        """
+        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self):
+            return False
+        adapter, prepared = self._engine.used_adapter, None
+        if not self._engine.is_alone:
+            prepared = adapter and step.prepared(adapter, self._name, self._wire_names)
+            if prepared is None:
+                return False
+        with self._engine.submitting():
+            self._usage.add_batch(step.batch)
+            if adapter is not None and prepared is not None:
+                adapter.pushpull_step(prepared, self._as_half)
         return True
 
     def _no_servers(self, method: str) -> None:
@@ -396,3 +423,7 @@ class StoreMethods:
             "%s() has no effect: workers of the store 'horovod' update their own weights.",
             method,
         )
+
+
+#: What stores have unless somebody has replaced it.
+_PUSHPULL = StoreMethods.pushpull

@@ -378,6 +378,9 @@ class MXNetAdapter:
         #: (name, label, array, priority, as_half) -> bytes: the sum of one array in place; None, and nothing done, when
         #: the case needs a closer look.
         self.pushpull_in_place: Callable[[str, str, int, int, bool], int | None] = self.impl.pushpull_in_place
+        #: (name, label, array, priority) of each array -> what `pushpull_step` takes, any number of times, and which
+        #: keeps the arrays' memory; None when an array needs a closer look.
+        self.prepare: Callable[[Sequence[tuple[str, str, int, int]]], Any] = self.impl.prepare
 
     def pushpull(
         self,
@@ -396,6 +399,16 @@ class MXNetAdapter:
         Operations of one name take part in the order of the calls. For `as_half` see `request`.
         """
         self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half)
+
+    def pushpull_step(self, prepared: Any, as_half: bool) -> None:
+        """Sum each array that was prepared in place, as `pushpull` does one after the other; asynchronous.
+
+        Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
+        """
+        try:
+            self.impl.pushpull_step(prepared, as_half)
+        except _native().NativeError as error:
+            _translate(error)
 
     def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""

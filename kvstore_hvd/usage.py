@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_hvd import native
 from kvstore_hvd.keys import MAX_KEYS, Key
 
-__all__ = ["OTHER_KEYS", "Measured", "Report", "Usage"]
+__all__ = ["OTHER_KEYS", "Batch", "Measured", "Report", "Usage"]
 
 #: How a report calls all keys beyond the first `MAX_KEYS`.
 OTHER_KEYS = "(other keys)"
 
 _TIMES = ("queued", "reducing", "exposed")
+# Bounds the memory of programs that make ever new ones.
+_MOST_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -84,22 +86,47 @@ class _Counts:
         return {"operations": dict(self.operations), "bytes": self.bytes}
 
 
+@dataclass
+class Batch:
+    """Operations that are counted together, time after time: of one kind, and the bytes of each key's array."""
+
+    operation: str
+    sizes: Sequence[tuple[Key, int]]
+    times: int = 0  # not yet added to the counts of the keys
+
+
 class Usage:
     """Counts operations and their arrays' bytes, for each of the first `MAX_KEYS` keys, and for all the others."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Counts] = {}
         self._others = _Counts()
+        self._batches: list[Batch] = []  # those with times
 
-    def add(self, operation: str, key: Key, array_bytes: int) -> None:
-        """Count one operation. The keys 3 and '3' are the same."""
+    def add(self, operation: str, key: Key, array_bytes: int, times: int = 1) -> None:
+        """Count one operation, or several alike. The keys 3 and '3' are the same."""
         counts = self._counts.get(str(key))
         if counts is None:
             counts = _Counts() if len(self._counts) < MAX_KEYS else self._others
             if counts is not self._others:
                 self._counts[str(key)] = counts
-        counts.operations[operation] = counts.operations.get(operation, 0) + 1
-        counts.bytes += array_bytes
+        counts.operations[operation] = counts.operations.get(operation, 0) + times
+        counts.bytes += array_bytes * times
+
+    def add_batch(self, batch: Batch) -> None:
+        """Count all operations of a batch once."""
+        if batch.times == 0:
+            if len(self._batches) >= _MOST_BATCHES:
+                self._settle()
+            self._batches.append(batch)
+        batch.times += 1
+
+    def _settle(self) -> None:
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            times, batch.times = batch.times, 0
+            for key, array_bytes in batch.sizes:
+                self.add(batch.operation, key, array_bytes, times)
 
     def report(self, names: Mapping[str, str], measured: Callable[[str], Measured | None]) -> dict[str, Any]:
         """Totals, and counts by key; the entries are described in `StoreMethods.report`.
@@ -111,6 +138,7 @@ class Usage:
         measured : callable
             What the engine knows of a key, given as ``str(key)``; None when it knows nothing.
         """
+        self._settle()
         everything = [*self._counts.values(), self._others]
         operations: dict[str, int] = {}
         for counts in everything:

@@ -5,6 +5,7 @@
 - A trainer that would train alone although there are several workers raises UnsynchronisedTrainerError.
 - With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
   of its parameters.
+- A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
 
@@ -23,7 +24,7 @@ from typing import Any, NoReturn, Optional
 from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
-from kvstore_hvd.mxnet_compat import engine_errors, gradients, numpy_shim
+from kvstore_hvd.mxnet_compat import engine_errors, gradients, numpy_shim, trainer_steps
 
 __all__ = ["ALIAS", "NAME", "install_hooks", "install_hooks_on_import", "register_store"]
 
@@ -39,6 +40,8 @@ _TAG = "kvstore_hvd.hooks"
 _WRAPPED = "_kvstore_hvd_wraps"
 # Of a Trainer: why which of its gradients are staged, as its store and the log were told.
 _TOLD = "_kvstore_hvd_told"
+# Of a Trainer: what it exchanges in each step.
+_COLLECTED = "_kvstore_hvd_collected"
 # MXNet is one per process, and so is what was done to it.
 _world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None
@@ -270,10 +273,11 @@ def _patch_gradients(mxnet: Any) -> None:
         return init
 
     def exchanging(original: Callable[..., Any]) -> Callable[..., Any]:
+        is_stock = original.__module__ == mxnet.gluon.Trainer.__module__
+
         def allreduce_grads(self: Any) -> None:
-            if _is_ours(self._kvstore) and (_move_gradients(self._params) or not hasattr(self, _TOLD)):
-                _tell_staged(self)
-            original(self)
+            if not (_is_ours(self._kvstore) and _exchange(self, is_stock)):
+                original(self)
 
         return allreduce_grads
 
@@ -292,6 +296,20 @@ def _patch_gradients(mxnet: Any) -> None:
 def _move_gradients(parameters: Iterable[Any], unused: bool = False) -> bool:
     arena = _arena()
     return arena is not None and gradients.move_to_arena(parameters, arena, arena.new_array, unused)
+
+
+def _exchange(trainer: Any, in_one_call: bool) -> bool:
+    """Exchange a Trainer's gradients, if it can be done in one call; in any case see to it where they are."""
+    arena = _arena()
+    collected = vars(trainer).get(_COLLECTED)
+    if collected is None or not collected.is_current(trainer, arena):
+        if _move_gradients(trainer._params) or not hasattr(trainer, _TOLD):
+            _tell_staged(trainer)
+        collected = None
+        if in_one_call and hasattr(trainer._kvstore, "_exchange"):
+            collected = trainer_steps.collect(trainer, arena, trainer._kvstore._make_step)
+        setattr(trainer, _COLLECTED, collected)
+    return collected is not None and bool(trainer._kvstore._exchange(collected.step))
 
 
 def _tell_staged(trainer: Any) -> None:

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@ namespace kvstore_hvd {
 namespace {
 
 using mxnet::MXNetAdapter;
+using mxnet::Step;
 // An NDArrayHandle as Python has it: `array.handle.value`.
 using Address = std::uintptr_t;
 
@@ -37,6 +39,7 @@ void check(const Status& status) {
 
 void bind_mxnet(py::module_& module) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Step, std::shared_ptr<Step>>(module, "Step", "The gradients of a Trainer's step.");
   py::class_<MXNetAdapter>(module, "MXNetAdapter", "Collective operations on MXNet arrays, through MXNet's engine.")
       .def(py::init<std::shared_ptr<Engine>, const std::string&, bool, std::shared_ptr<Arena>>(), py::arg("engine"),
            py::arg("library_path"), py::arg("naive") = false, py::arg("arena").none(true) = nullptr)
@@ -58,6 +61,22 @@ void bind_mxnet(py::module_& module) {
              bool as_half) { return adapter.pushpull_in_place(name, label, handle(array), priority, as_half); },
           py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"), py::arg("as_half") = false,
           WithoutGil())
+      .def(
+          "prepare",
+          [](const MXNetAdapter& adapter,
+             const std::vector<std::tuple<std::string, std::string, Address, int>>& gradients) {
+            std::vector<MXNetAdapter::ToSum> arrays;
+            arrays.reserve(gradients.size());
+            for (const auto& [name, label, array, priority] : gradients) {
+              arrays.push_back({name, label, handle(array), priority});
+            }
+            return std::const_pointer_cast<Step>(adapter.prepare(arrays));
+          },
+          py::arg("gradients"), WithoutGil())
+      .def(
+          "pushpull_step",
+          [](MXNetAdapter& adapter, const Step& step, bool as_half) { check(adapter.pushpull(step, as_half)); },
+          py::arg("step"), py::arg("as_half") = false, WithoutGil())
       .def(
           "broadcast",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int root,

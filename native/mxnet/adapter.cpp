@@ -10,9 +10,6 @@
 namespace kvstore_hvd::mxnet {
 namespace {
 
-// How MXNet's profiler names the operations.
-constexpr const char* kOperationName = "kvstore_hvd";
-
 std::vector<Array> copy_all(const Api& api, const std::vector<Handle>& handles) {
   std::vector<Array> arrays;
   arrays.reserve(handles.size());
@@ -27,6 +24,12 @@ void add_new_chunks(const std::vector<Handle>& handles, std::unordered_set<const
     const void* chunk = Api::chunk_of(handle);
     if (chunk != nullptr && chunks.insert(chunk).second) unique.push_back(handle);
   }
+}
+
+Status forked(const std::string& prefix) {
+  return Status(ErrorCode::kShutdown, prefix +
+                                          "this is a forked child; only the parent may communicate.\n"
+                                          "  Fix: call the KVStore from the process that created it.");
 }
 
 }  // namespace
@@ -76,14 +79,31 @@ Status MXNetAdapter::broadcast(const std::string& name, const std::string& label
   return push(std::move(request), {array}, {array});
 }
 
-Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs) {
-  std::string prefix = "[rank " + std::to_string(engine_->rank()) + "/" + std::to_string(engine_->size()) + "] " +
-                       name_of(request.collective) + " " + request.label + ": ";
-  if (process_id() != owner_) {
-    return Status(ErrorCode::kShutdown, prefix +
-                                            "this is a forked child; only the parent may communicate.\n"
-                                            "  Fix: call the KVStore from the process that created it.");
+std::shared_ptr<const Step> MXNetAdapter::prepare(const std::vector<ToSum>& arrays) const {
+  if (naive_) return nullptr;
+  auto step = std::make_shared<Step>();
+  for (const auto& [name, label, array, priority] : arrays) {
+    if (array == nullptr || !api_->is_reachable(array)) return nullptr;
+    const std::size_t bytes = api_->bytes_of(array);
+    if (bytes == 0) return nullptr;
+    step->add({name, label, api_->copy(array), priority}, bytes);
   }
+  return step;
+}
+
+Status MXNetAdapter::pushpull(const Step& step, bool as_half) {
+  if (process_id() != owner_) return forked(world() + "allreduce: ");
+  try {
+    step.push({api_, engine_, unread_, turns_}, world(), as_half);
+    return Status();
+  } catch (const Error& error) {
+    return Status(ErrorCode::kInvalid, world() + "allreduce: MXNet refused an operation: " + error.what());
+  }
+}
+
+Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs) {
+  std::string prefix = world() + name_of(request.collective) + " " + request.label + ": ";
+  if (process_id() != owner_) return forked(prefix);
   const auto is_null = [](Handle handle) { return handle == nullptr; };
   if (inputs.empty() || outputs.empty() || std::any_of(inputs.begin(), inputs.end(), is_null) ||
       std::any_of(outputs.begin(), outputs.end(), is_null)) {
@@ -109,6 +129,10 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
   } catch (const Error& error) {
     return Status(ErrorCode::kInvalid, prefix + "MXNet refused the operation: " + error.what());
   }
+}
+
+std::string MXNetAdapter::world() const {
+  return "[rank " + std::to_string(engine_->rank()) + "/" + std::to_string(engine_->size()) + "] ";
 }
 
 Handle MXNetAdapter::new_array(const std::vector<std::int64_t>& shape, DType dtype) const {

@@ -14,6 +14,7 @@
 #include "kvstore_hvd/status.hpp"
 #include "kvstore_hvd/types.hpp"
 #include "mxnet/engine_abi.hpp"
+#include "mxnet/step.hpp"
 #include "mxnet/turns.hpp"
 #include "mxnet/unread_errors.hpp"
 
@@ -50,6 +51,20 @@ class MXNetAdapter {
   std::optional<std::size_t> pushpull_in_place(const std::string& name, const std::string& label, Handle array,
                                                int priority, bool as_half);
 
+  // An array to be summed in place.
+  struct ToSum {
+    std::string name, label;
+    Handle array;
+    int priority;
+  };
+  // What pushpull() of a step takes. It keeps the arrays' memory, so it must go when their owner replaces them. Null
+  // when there is anything about an array that needs a closer look, as in pushpull_in_place. Throws Error.
+  std::shared_ptr<const Step> prepare(const std::vector<ToSum>& arrays) const;
+
+  // Sums each array of the step in place. Like pushpull for one after the other, but small arrays may share an
+  // operation of MXNet: then they are ready together, and the error of one is raised by all of them.
+  Status pushpull(const Step& step, bool as_half);
+
   // Overwrites `array` with the root's, in place. Otherwise like pushpull.
   Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority);
 
@@ -72,6 +87,8 @@ class MXNetAdapter {
 
  private:
   Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs);
+  // How errors begin: "[rank 0/2] ".
+  std::string world() const;
 
   std::shared_ptr<const Api> api_;
   std::shared_ptr<Engine> engine_;

@@ -101,6 +101,9 @@ class View {
   void* tensor_;
 };
 
+// How MXNet's profiler names our operations.
+constexpr const char* kOperationName = "kvstore_hvd";
+
 // Where an operation starts.
 enum class Place {
   kHere,           // inside push() when its arrays are ready; otherwise behind whatever computation is queued then

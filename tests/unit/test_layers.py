@@ -27,6 +27,7 @@ LAYERS = (
         "arrays",
         "placement",
         "usage",
+        "steps",
         "operations",
         "kvstore",
         "trainer",

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_hvd import usage
 from kvstore_hvd.native import Statistics, Times
-from kvstore_hvd.usage import OTHER_KEYS, Measured, Report, Usage
+from kvstore_hvd.usage import OTHER_KEYS, Batch, Measured, Report, Usage
 
 NOTHING: dict[str, Any] = {
     "algorithm": "",
@@ -55,6 +55,21 @@ def test_keys_that_are_used_once_are_counted_together(monkeypatch: pytest.Monkey
     assert list(report["keys"]) == ["0", "once/0", "once/1", OTHER_KEYS]
     assert report["keys"]["0"] == {"operations": {"pushpull": 100}, "bytes": 400, **NOTHING}
     assert report["keys"][OTHER_KEYS] == {"operations": {"pushpull": 98}, "bytes": 98 * 8, **NOTHING}
+
+
+def test_batches_count_like_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_MOST_BATCHES", 2)
+    batched, single = Usage(), Usage()
+    batches = [Batch("pushpull", [(key, 4 * key), ("loss", 1)]) for key in (1, 2, 3)]
+    for time in range(3):
+        for batch in batches * 2:
+            batched.add_batch(batch)
+            for key, array_bytes in batch.sizes:
+                single.add(batch.operation, key, array_bytes)
+        if time == 1:
+            assert batched.report({}, unknown) == single.report({}, unknown)
+    for _ in range(2):
+        assert batched.report({}, unknown) == single.report({}, unknown)
 
 
 def test_times_are_means_and_totals_in_milliseconds() -> None:

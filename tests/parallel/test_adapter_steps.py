@@ -1,0 +1,226 @@
+"""A step's gradients in one call of the adapter, against a second rank in the same process.
+
+Each process makes a private world of two, so the tests decide when the other rank submits and what. The adapter puts
+small neighbours into one operation of MXNet; the other rank submits each by itself.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_hvd import errors, mxnet_compat, native
+from support.pair import World, until
+
+mx = pytest.importorskip("mxnet")
+
+SMALL = 12  # elements
+MANY = 20  # more gradients than one operation takes
+
+
+class Pair(World):
+    """Gradients are called g0, g1, ..."""
+
+    def prepare(self, arrays: Sequence[Any]) -> Any:
+        return self.adapter.prepare(
+            [(f"g{i}", f"'g{i}'", mxnet_compat.handle_of(array), -i) for i, array in enumerate(arrays)]
+        )
+
+    def take_part(self, place: int, array: Any) -> native.Work:
+        return self.submit(f"g{place}", array)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    world = Pair()
+    yield world
+    world.close()
+    mx.nd.waitall()
+
+
+def gradients(number: int = MANY, size: int = SMALL) -> list[Any]:
+    return [mx.nd.ones((size,)) * (i + 1) for i in range(number)]
+
+
+def ones(number: int = MANY, size: int = SMALL) -> list[Any]:
+    return [np.ones(size, np.float32) for _ in range(number)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("size", [SMALL, 100_000])
+def test_the_other_rank_may_submit_in_any_order(pair: Pair, order: int, size: int) -> None:
+    ours, theirs = gradients(size=size), ones(size=size)
+    step = pair.prepare(ours)
+    for repetition in range(2):  # a step may be used again
+        pair.adapter.pushpull_step(step, False)
+        works = [pair.take_part(place, theirs[place]) for place in range(MANY)[::order]]
+        for work in works:
+            pair.other.wait(work)
+        if repetition == 0:
+            for place in range(MANY):
+                ours[place][:] = place + 1
+                theirs[place][:] = 1
+    for place, (mine, other) in enumerate(zip(ours, theirs)):
+        assert (mine.asnumpy() == place + 2).all()
+        assert (other == place + 2).all()
+
+
+def test_each_is_submitted_under_its_own_name(pair: Pair) -> None:
+    """No gradient of an operation waits for another's sum."""
+    ours, theirs = gradients(), ones()
+    pair.adapter.pushpull_step(pair.prepare(ours), False)
+    for place in (5, 0):
+        pair.other.wait(pair.take_part(place, theirs[place]))
+        assert (theirs[place] == place + 2).all()
+    for work in [pair.take_part(place, theirs[place]) for place in range(MANY) if place not in (5, 0)]:
+        pair.other.wait(work)
+    mx.nd.waitall()
+    assert all((mine.asnumpy() == place + 2).all() for place, mine in enumerate(ours))
+
+
+def test_a_step_is_in_turn_with_single_operations(pair: Pair) -> None:
+    """Operations of one name take part in the order of the calls, in a step or not."""
+    (ours,) = gradients(1)
+    handle = mxnet_compat.handle_of(ours)
+    step = pair.prepare([ours])
+    pair.adapter.pushpull_step(step, False)
+    pair.adapter.pushpull("g0", "'g0'", [handle], [handle], native.OPS["sum"], 1.0, 1.0, 0)
+    pair.adapter.pushpull_step(step, False)
+    for factor in (1, 10, 100):
+        pair.other.wait(pair.take_part(0, np.full(SMALL, factor, np.float32)))
+    assert (ours.asnumpy() == 112).all()
+
+
+def test_arrays_and_the_step_may_be_dropped_meanwhile(pair: Pair) -> None:
+    ours, theirs = gradients(3), ones(3)
+    step = pair.prepare(ours)
+    pair.adapter.pushpull_step(step, False)
+    del ours, step
+    gc.collect()
+    for work in [pair.take_part(place, array) for place, array in enumerate(theirs)]:
+        pair.other.wait(work)
+    assert all((array == place + 2).all() for place, array in enumerate(theirs))
+
+
+def test_arrays_that_share_memory_are_summed_one_after_the_other(pair: Pair) -> None:
+    """MXNet would wait for ever for an operation that names one memory twice."""
+    whole = mx.nd.ones((4, 3))
+    pair.adapter.pushpull_step(pair.prepare([whole, whole[1:3], whole]), False)
+    theirs = [np.full((4, 3), 1, np.float32), np.full((2, 3), 10, np.float32), np.full((4, 3), 100, np.float32)]
+    for work in [pair.take_part(place, array) for place, array in enumerate(theirs)]:
+        pair.other.wait(work)
+    assert whole.asnumpy()[:, 0].tolist() == [102, 112, 112, 102]
+
+
+def test_sums_as_float16(pair: Pair) -> None:
+    (ours,) = gradients(1)
+    ours += 1e-4
+    pair.adapter.pushpull_step(pair.prepare([ours]), True)
+    theirs = np.ones(SMALL, np.float32)
+    where = [theirs.ctypes.data]
+    pair.other.wait(
+        pair.other.submit(native.request("allreduce", "g0", "g0", where, where, [SMALL], "float32", as_half=True))
+    )
+    assert (ours.asnumpy() == 2).all()
+
+
+def test_one_that_fails_fails_its_operation_and_is_named(pair: Pair) -> None:
+    """The others of the operation are summed nevertheless; the unread error is taken once."""
+    ours, theirs = gradients(3), ones(3)
+    theirs[1] = np.ones(SMALL + 1, np.float32)
+    pair.adapter.pushpull_step(pair.prepare(ours), False)
+    works = [pair.take_part(place, array) for place, array in enumerate(theirs)]
+    for place in (0, 2):
+        pair.other.wait(works[place])
+    with pytest.raises(errors.MismatchError):
+        pair.other.wait(works[1])
+    with pytest.raises(errors.MismatchError, match=r"allreduce 'g1': ranks disagree on shape"):
+        ours[0].wait_to_read()
+    assert pair.adapter.take_unread_error() is None
+    assert [array.asnumpy()[0] for array in ours] == [2, 2, 4]
+
+
+def test_several_that_fail_are_one_error(pair: Pair) -> None:
+    """It names the first of them, whichever failed first."""
+    ours = gradients(3)
+    pair.adapter.pushpull_step(pair.prepare(ours), False)
+    for place in (2, 1):
+        with pytest.raises(errors.MismatchError):
+            pair.other.wait(pair.take_part(place, np.ones(SMALL + 1, np.float32)))
+    pair.other.wait(pair.take_part(0, np.ones(SMALL, np.float32)))
+    with pytest.raises(errors.MismatchError, match="'g1'"):
+        mx.nd.waitall()
+    mx.nd.waitall()
+
+
+def test_an_unread_error_is_kept_for_the_next_call(pair: Pair) -> None:
+    ours = gradients(3)
+    pair.adapter.pushpull_step(pair.prepare(ours), False)
+    for place in (0, 2):
+        pair.other.wait(pair.take_part(place, np.ones(SMALL, np.float32)))
+    with pytest.raises(errors.MismatchError):
+        pair.other.wait(pair.take_part(1, np.ones(SMALL + 1, np.float32)))
+    unread = until(pair.adapter.take_unread_error)
+    assert isinstance(unread, errors.MismatchError)
+    assert "'g1'" in str(unread)
+    assert pair.adapter.take_unread_error() is None
+    mx.nd.waitall()
+
+
+def test_a_failed_input_fails_all_of_its_operation(pair: Pair) -> None:
+    ours = gradients(3)
+    bad = mx.nd.zeros((3, 3)) - 1
+    square = mx.nd.ones((3, 3))
+    mx.nd.linalg.potrf(bad, out=square)  # not positive definite
+    pair.adapter.pushpull_step(pair.prepare([ours[0], square, ours[2]]), False)
+    theirs = [np.ones(SMALL, np.float32), np.ones((3, 3), np.float32), np.ones(SMALL, np.float32)]
+    for place, array in enumerate(theirs):
+        with pytest.raises(errors.InputFailedError, match="should have produced its input failed"):
+            pair.other.wait(pair.take_part(place, array))
+        assert (array == 1).all()
+    with pytest.raises(mx.base.MXNetError, match="potrf"):
+        square.wait_to_read()
+    pair.adapter.take_unread_error()
+
+
+def test_a_lost_world_fails_every_operation(pair: Pair) -> None:
+    ours = gradients()
+    step = pair.prepare(ours)
+    pair.adapter.pushpull_step(step, False)
+    pair.other.abort("the test says so")
+    for place in (0, MANY - 1):
+        with pytest.raises(errors.TransportError, match="the test says so"):
+            ours[place].wait_to_read()
+    pair.adapter.pushpull_step(step, False)
+    with pytest.raises(errors.TransportError, match="the test says so"):
+        mx.nd.waitall()
+    mx.nd.waitall()
+
+
+def test_an_engine_that_is_gone() -> None:
+    world = Pair()
+    ours = gradients(3)
+    step = world.prepare(ours)
+    world.close()
+    world.adapter.pushpull_step(step, False)
+    with pytest.raises(errors.ShutdownError, match="'g0'"):
+        ours[2].wait_to_read()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "empty", "bool", "naive"])
+def test_what_needs_a_closer_look_is_not_prepared(pair: Pair, kind: str) -> None:
+    arrays = gradients(2)
+    if kind == "sparse":
+        arrays.append(mx.nd.sparse.zeros("row_sparse", (2, 3)))
+    elif kind == "empty":
+        with mx.util.np_shape(True):
+            arrays.append(mx.np.zeros((0, 3)))
+    elif kind == "bool":
+        arrays.append(mx.np.ones((2,), dtype=bool))
+    else:
+        pair.adapter = native.MXNetAdapter(pair.engine, mxnet_compat.libmxnet_path(), True)
+    assert pair.prepare(arrays) is None
