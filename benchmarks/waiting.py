@@ -155,7 +155,8 @@ def start(options: argparse.Namespace) -> None:
             of_ranks[name] = {"all": everything, "launches": launches, "cpu_of_doing_nothing": nothing}
             head = f"{ranks} ranks on {run['cores']} cores, 4 B, {name}, {options.launches} launches"
             idle = " / ".join(f"{nothing[what]:.3%}" for what in ("min", "median", "max"))
-            text.append(f"{head}\n{show(everything, launches, name)}\nCPU of a rank that does nothing: {idle} of a core\n")
+            asleep = f"CPU of a rank that does nothing: {idle} of a core"
+            text.append(f"{head}\n{show(everything, launches, name)}\n{asleep}\n")
     write(options.json, run, {"by_ranks": results}, "\n".join(text))
 
 

@@ -405,10 +405,7 @@ class MXNetAdapter:
 
         Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
         """
-        try:
-            self.impl.pushpull_step(prepared, as_half)
-        except _native().NativeError as error:
-            _translate(error)
+        self.impl.pushpull_step(prepared, as_half)
 
     def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""

@@ -34,7 +34,8 @@ void GroupOperation::push(const std::shared_ptr<GroupOperation>& operation) {
 
 void GroupOperation::start(const Completion& completion) noexcept {
   completion_ = completion;
-  // MXNet keeps this object until the completion, which comes after the last of these steps.
+  // MXNet keeps this object until the completion, which may come before the last of these calls returns.
+  const std::shared_ptr<GroupOperation> self = shared_from_this();
   for (std::size_t place = 0; place < turns_.size(); ++place) {
     links_.turns->use((*group_)[place].name, turns_[place], [this, place] { submit(place); });
   }
