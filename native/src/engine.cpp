@@ -10,6 +10,7 @@
 #include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/describe.hpp"
 #include "kvstore_hvd/inline_reduction.hpp"
+#include "kvstore_hvd/lingering.hpp"
 #include "kvstore_hvd/liveness.hpp"
 #include "kvstore_hvd/messages.hpp"
 #include "kvstore_hvd/pending.hpp"
@@ -28,27 +29,10 @@ constexpr std::chrono::milliseconds kBusyTick{100};
 constexpr std::chrono::milliseconds kIdleTick{500};
 // See Engine::submit_and_linger.
 constexpr std::chrono::microseconds kLinger{60};
-constexpr std::size_t kLingerBytes = 64 << 10;
 constexpr std::chrono::microseconds kBriefly{5};
-// Failures in a row after which lingering is given up, and how many requests then go by before it is tried again.
-constexpr int kLingerCredit = 4;
-constexpr unsigned kLingerRetry = 8;
-// For how long a submitting thread carries out what it made ready itself, and up to which size it begins with that. It
-// may be a thread that computes: longer, and the computation behind it would be late.
+// For how long a submitting thread carries out what it made ready itself. It may be a thread that computes: longer, and
+// the computation behind it would be late.
 constexpr std::chrono::microseconds kInlineTime{200};
-constexpr std::size_t kInlineBytes = 4 << 20;
-
-// What is wrong with the arguments of a request, empty when nothing is.
-std::string fault_of(const Request& request, int size) {
-  if (request.inputs.empty() || request.outputs.empty()) return "inputs and outputs must not be empty";
-  if (request.collective == Collective::kBroadcast) {
-    if (request.inputs.size() != 1) return "broadcast takes one input";
-    if (request.root < 0 || request.root >= size) {
-      return "root " + std::to_string(request.root) + " is not a rank of a world of " + std::to_string(size);
-    }
-  }
-  return "";
-}
 
 }  // namespace
 
@@ -135,7 +119,7 @@ class Engine::Impl {
       if (driven) world_.rank(rank_).bell.ring();  // it may be this that the driver waits for
       return work;
     }
-    if (added.ready == Pending::Ready::kAlone && !caller_waits && bytes_of(work->request()) <= kInlineBytes) {
+    if (added.ready == Pending::Ready::kAlone && !caller_waits && bytes_of(work->request()) <= world_.thresholds.submitter) {
       if (drive_inline(*work)) return work;
       driven = true;
     }
@@ -203,13 +187,11 @@ class Engine::Impl {
   }
 
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request) {
-    const bool linger = !forked() && is_worth_lingering(*request);
+    const bool linger = !forked() && callers_policy_.spin.count() > 0 && bytes_of(*request) <= world_.thresholds.linger && idle() &&
+                        lingering_.is_promising();
     auto work = submit(std::move(request), linger);
     if (linger) {
-      const bool done = wait(*work, kLinger, WaitPolicy{kLinger, 0, false});
-      // Relaxed: a hint. One rank that was interrupted once is no reason to give up.
-      linger_credit_.store(done ? kLingerCredit : linger_credit_.load(std::memory_order_relaxed) - 1,
-                           std::memory_order_relaxed);
+      lingering_.ended(wait(*work, kLinger, WaitPolicy{kLinger, 0, false}));
     }
     return work;
   }
@@ -268,14 +250,6 @@ class Engine::Impl {
 
  private:
   friend class Engine;
-
-  // Whether the other ranks are likely to be here in a moment: as they were the last times; tried anew now and then.
-  bool is_worth_lingering(const Request& request) {
-    if (callers_policy_.spin.count() == 0 || bytes_of(request) > kLingerBytes || !idle()) return false;
-    if (linger_credit_.load(std::memory_order_relaxed) > 0) return true;
-    // Relaxed: a count that nothing depends on.
-    return linger_refusals_.fetch_add(1, std::memory_order_relaxed) % kLingerRetry == 0;
-  }
 
   void check_left() {
     // Acquire: pairs with the release in shutdown().
@@ -462,8 +436,7 @@ class Engine::Impl {
 
   Pending pending_;  // under mutex_
   int waiters_ = 0;
-  std::atomic<int> linger_credit_{kLingerCredit};
-  std::atomic<unsigned> linger_refusals_{0};
+  Lingering lingering_;
   bool driven_ = false, callers_drive_ = false, parked_ = false, unpark_ = false, stopping_ = false;
   bool leaving_ = false, left_ = false, gone_ = false;
 

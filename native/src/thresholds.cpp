@@ -58,6 +58,8 @@ const std::vector<ThresholdInfo>& threshold_infos() {
       {"direct_chunk", &Thresholds::direct_chunk, kPage, kPage, kMost},
       {"min_part", &Thresholds::min_part, kPage, kPage, kMost},
       {"max_part", &Thresholds::max_part, kPage, kPage, kMost},
+      {"submitter", &Thresholds::submitter, 64, 0, kMost},
+      {"linger", &Thresholds::linger, 64, 0, kMost},
   };
   return infos;
 }

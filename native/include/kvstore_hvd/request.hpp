@@ -43,6 +43,9 @@ struct Request {
   std::function<void(const Status&)> on_done;
 };
 
+// What is wrong with the arguments of a request in a world of `ranks`; empty when nothing is.
+std::string fault_of(const Request& request, int ranks);
+
 inline std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
 
 // How the contributions of all ranks are reduced.
