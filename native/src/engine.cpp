@@ -119,7 +119,8 @@ class Engine::Impl {
       if (driven) world_.rank(rank_).bell.ring();  // it may be this that the driver waits for
       return work;
     }
-    if (added.ready == Pending::Ready::kAlone && !caller_waits && bytes_of(work->request()) <= world_.thresholds.submitter) {
+    if (added.ready == Pending::Ready::kAlone && !caller_waits &&
+        bytes_of(work->request()) <= world_.thresholds.submitter) {
       if (drive_inline(*work)) return work;
       driven = true;
     }
@@ -187,8 +188,8 @@ class Engine::Impl {
   }
 
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request) {
-    const bool linger = !forked() && callers_policy_.spin.count() > 0 && bytes_of(*request) <= world_.thresholds.linger && idle() &&
-                        lingering_.is_promising();
+    const bool linger = !forked() && callers_policy_.spin.count() > 0 &&
+                        bytes_of(*request) <= world_.thresholds.linger && idle() && lingering_.is_promising();
     auto work = submit(std::move(request), linger);
     if (linger) {
       lingering_.ended(wait(*work, kLinger, WaitPolicy{kLinger, 0, false}));
