@@ -36,7 +36,7 @@ def test_changes_replace_defaults_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ("one_shoot=4096", "'one_shoot' does not exist; there are one_shot, "),
+        ("one_shoot=4096", "'one_shoot' does not exist; there are inlined, "),
         ("one_shot=many", "one_shot: 'many' is not a multiple of 64 from 0 to 131072."),
         ("one_shot=100", "one_shot: '100' is not a multiple of 64 "),
         ("direct_chunk=0", "direct_chunk: '0' is not a multiple of 4096 from 4096 "),
