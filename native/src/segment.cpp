@@ -24,21 +24,29 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // latency to a tensor of higher priority.
 constexpr std::size_t kMaxSlice = std::size_t{128} << 10;
 constexpr std::size_t kMaxStage = std::size_t{1} << 20;
+// Of all ranks' payloads of one slot: address space, and what one rank may have to reduce while the others wait.
+constexpr std::size_t kMaxPayloads = std::size_t{64} << 10;
 
 // Of this machine, which ranks that share memory have in common.
 std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
+// What an announcement can carry in a world of `size` ranks.
+std::size_t inline_bytes(std::size_t size) { return std::min<std::size_t>(kMaxInline, kMaxPayloads / size / 64 * 64); }
+
 struct Layout {
-  std::size_t ranks, announcements, marks, payloads, staging, stride, stage, arenas, arena_stride, total;
+  std::size_t ranks, announcements, marks, payloads, payload_stride, staging, stride, stage, arenas, arena_stride,
+      total;
 
   Layout(std::size_t size, std::size_t arena_bytes) {
     ranks = round_up(sizeof(World), kPage);
     announcements = round_up(ranks + size * sizeof(RankState), kPage);
     marks = round_up(announcements + size * kSlots * sizeof(Announcement), kPage);
     payloads = round_up(marks + size * kSlots * sizeof(Mark), kPage);
-    staging = round_up(payloads + size * kSlots * kPayloadStride, kHugePage);
+    // Not a power of two, as below.
+    payload_stride = inline_bytes(size) + 64;
+    staging = round_up(payloads + size * kSlots * payload_stride, kHugePage);
     stage = round_up(std::min(size * kMaxSlice, kMaxStage), kPage);
     // Ranks' staging memories start on different 2 MiB pages, never a power of two apart: accesses to equal offsets of
     // memories exactly 2^k apart evict one another from the cache.
@@ -106,7 +114,9 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.arena_bytes = arena_bytes;
   world.arenas_offset = layout.arenas;
   world.arena_stride = layout.arena_stride;
+  world.payload_stride = layout.payload_stride;
   world.thresholds = thresholds;
+  world.thresholds.inlined = std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(world.size)));
   world.magic = kMagic;
   return segment;
 }

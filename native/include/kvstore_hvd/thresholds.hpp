@@ -8,7 +8,7 @@
 
 namespace kvstore_hvd {
 
-inline constexpr std::uint32_t kMaxInline = 4096;  // what an announcement can carry
+inline constexpr std::uint32_t kMaxInline = 4096;  // what an announcement can carry in a world of up to 16 ranks
 
 // All in bytes. Part of a segment: the ranks of a world decide alike, by what the rank that created it was told.
 struct Thresholds {

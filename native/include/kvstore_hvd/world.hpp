@@ -20,8 +20,6 @@ inline constexpr int kPieces = 64;    // tensors fused into one chunk
 inline constexpr int kStages = 3;     // chunks in the pipeline: being filled, reduced, collected
 inline constexpr int kMaxName = 240;  // bytes of a request's name
 inline constexpr int kMaxDims = 12;   // dimensions that are compared and printed one by one
-// From one payload to the next: not a power of two, see Layout.
-inline constexpr std::size_t kPayloadStride = kMaxInline + 64;
 inline constexpr std::uint32_t kNoSlot = 0xffffffff;
 
 enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
@@ -149,6 +147,7 @@ struct World {
   std::uint64_t total_bytes;
   std::uint64_t ranks_offset, announcements_offset, marks_offset, payloads_offset, staging_offset, staging_stride;
   std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
+  std::uint64_t payload_stride;
   Thresholds thresholds;
 
   Failure failure;
@@ -181,7 +180,7 @@ struct World {
   // The `bytes` that a rank's announcement carries; a few lie in the line that the others read anyway.
   char* payload(std::uint32_t slot, int r, std::size_t bytes) {
     if (bytes <= sizeof(Mark::payload)) return mark(slot, r).payload;
-    return base() + payloads_offset + kPayloadStride * (static_cast<std::size_t>(slot) * size + r);
+    return base() + payloads_offset + payload_stride * (static_cast<std::size_t>(slot) * size + r);
   }
   // Entries count from 0 and never wrap: 64 bits.
   char* staging(int r, std::uint64_t entry) {
