@@ -9,6 +9,8 @@ threshold is about; the values take turns, in a new order in each repetition. A 
 over the sizes of its medians, relative to the present one's. It replaces the present one when it is faster by more
 than --margin in every launch; the next threshold is tried with it.
 
+Not tried are `submitter` and `linger`: they are about threads that have other things to do.
+
 The last line printed is what to put into the environment of a training. Only time counts here: with a larger
 direct_chunk a gradient of higher priority has to wait longer.
 """
@@ -59,14 +61,18 @@ class Sweep:
 
 
 SWEEPS = {
-    "one_shot": Sweep((0, 512, 1 * KI, 2 * KI, 4 * KI, 8 * KI, 16 * KI), (1 * KI, 2 * KI, 4 * KI, 16 * KI), "staged"),
+    "inlined": Sweep((0, 512, 1 * KI, 2 * KI, 4 * KI), (4, 512, 1 * KI, 2 * KI, 4 * KI), "staged"),
+    "inlined_direct": Sweep(
+        (0, 4 * KI, 8 * KI, 16 * KI, 32 * KI, 64 * KI), (4 * KI, 8 * KI, 16 * KI, 32 * KI, 64 * KI), "direct"
+    ),
+    "one_shot": Sweep((0, 2 * KI, 4 * KI, 8 * KI, 16 * KI), (4 * KI, 8 * KI, 16 * KI), "staged"),
     "min_chunk": Sweep((16 * KI, 32 * KI, 64 * KI, 128 * KI), (32 * KI, 128 * KI, 512 * KI), "staged"),
     "max_slice": Sweep((32 * KI, 64 * KI, 128 * KI), (1 * MI, 4 * MI), "staged"),
     "max_slice_large": Sweep((32 * KI, 64 * KI, 128 * KI), (32 * MI,), "staged"),
     "large": Sweep((4 * MI, 16 * MI, 64 * MI), (8 * MI, 32 * MI), "staged"),
     "broadcast_chunk": Sweep((32 * KI, 64 * KI, 128 * KI, 256 * KI), (256 * KI, 4 * MI), "broadcast"),
     "direct_chunk": Sweep((256 * KI, 512 * KI, 1 * MI, 2 * MI, 4 * MI), (1 * MI, 4 * MI, 32 * MI), "direct"),
-    "min_part": Sweep((4 * KI, 8 * KI, 16 * KI, 32 * KI), (8 * KI, 32 * KI, 128 * KI), "direct"),
+    "min_part": Sweep((4 * KI, 8 * KI, 16 * KI, 32 * KI), (16 * KI, 32 * KI, 128 * KI), "direct"),
     "max_part": Sweep((64 * KI, 128 * KI, 256 * KI, 512 * KI), (1 * MI, 4 * MI, 32 * MI), "direct"),
 }
 
