@@ -12,7 +12,7 @@ void InlineReduction::stage(std::uint32_t slot, const Request& request, bool wat
   const std::size_t bytes = bytes_of(request);
   const bool carried = request.collective == Collective::kAllreduce && request.input_failure.empty() &&
                        bytes <= world_.thresholds.inlined && world_.mark(slot, rank_).place == kNoPlace;
-  if (!carried) return;
+  if (!carried || bytes == 0) return;  // arrays without elements may be null
   void* payload = world_.payload(slot, rank_, bytes);
   if (request.inputs.size() == 1) {
     std::memcpy(payload, request.inputs[0], bytes);
@@ -54,6 +54,7 @@ bool InlineReduction::give_up(World& world, int rank, std::uint32_t slot) {
 bool InlineReduction::take(World& world, int rank, std::uint32_t slot, const Request& request) {
   if (world.mark(slot, rank).place != kNoPlace) return true;
   const std::size_t bytes = bytes_of(request);
+  if (bytes == 0) return false;
   const void* result = world.payload(slot, rank, bytes);
   for (void* output : request.outputs) std::memcpy(output, result, bytes);
   return false;
