@@ -63,7 +63,7 @@ class Sweep:
 SWEEPS = {
     "inlined": Sweep((0, 512, 1 * KI, 2 * KI, 4 * KI), (4, 512, 1 * KI, 2 * KI, 4 * KI), "staged"),
     "inlined_direct": Sweep(
-        (0, 4 * KI, 8 * KI, 16 * KI, 32 * KI, 64 * KI), (4 * KI, 8 * KI, 16 * KI, 32 * KI, 64 * KI), "direct"
+        (0, 32 * KI, 64 * KI, 128 * KI, 256 * KI), (4 * KI, 16 * KI, 32 * KI, 64 * KI, 128 * KI), "direct"
     ),
     "one_shot": Sweep((0, 2 * KI, 4 * KI, 8 * KI, 16 * KI), (4 * KI, 8 * KI, 16 * KI), "staged"),
     "min_chunk": Sweep((16 * KI, 32 * KI, 64 * KI, 128 * KI), (32 * KI, 128 * KI, 512 * KI), "staged"),

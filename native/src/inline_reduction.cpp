@@ -26,7 +26,7 @@ bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
   const std::size_t bytes = bytes_of(request);
   if (request.collective != Collective::kAllreduce || !request.input_failure.empty()) return false;
   const bool carried = bytes <= world_.thresholds.inlined;
-  if (!carried && bytes > world_.thresholds.inlined_direct) return false;
+  if (!carried && bytes > world_.thresholds.inlined_direct / world_.size) return false;
   const int size = static_cast<int>(world_.size);
   for (int r = 0; r < size; ++r) {
     const std::uint64_t place = world_.mark(slot, r).place;

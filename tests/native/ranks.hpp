@@ -31,17 +31,21 @@ inline EngineOptions thread_options(std::chrono::nanoseconds timeout = std::chro
 }
 
 // Runs `body(engine, rank)` on every rank of a fresh world.
-inline void with_world(int size, const std::function<void(Engine&, int)>& body,
-                       std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0) {
-  const auto segment = Segment::create(size, arena_bytes);
+inline void with_world(const std::shared_ptr<Segment>& segment, const std::function<void(Engine&, int)>& body,
+                       std::chrono::nanoseconds timeout = std::chrono::seconds(60)) {
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
+  for (int rank = 0; rank < segment->size(); ++rank) {
     threads.emplace_back([&, rank] {
       Engine engine(segment, rank, thread_options(timeout));
       body(engine, rank);
     });
   }
   for (auto& thread : threads) thread.join();
+}
+
+inline void with_world(int size, const std::function<void(Engine&, int)>& body,
+                       std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0) {
+  with_world(Segment::create(size, arena_bytes), body, timeout);
 }
 
 // A value that differs for every (rank, element, seed), with rounding errors worth comparing.

@@ -16,9 +16,9 @@ using testing::check;
 
 const std::vector<int> kSizes{1, 2, 3, 4, 7};
 
-const bool sums = testing::add("allreduce equals the rank-ordered sum bit by bit, at any size", [] {
+void check_sums(const Thresholds& thresholds) {
   for (const int size : kSizes) {
-    with_world(size, [&](Engine& engine, int rank) {
+    with_world(Segment::create(size, 0, thresholds), [&](Engine& engine, int rank) {
       for (const std::size_t count : {0, 1, 3, 15, 16, 17, 511, 512, 513, 16384, 100003, 1 << 20}) {
         auto data = values_of(rank, count);
         const Status status = engine.run(allreduce("t" + std::to_string(count), data));
@@ -28,6 +28,15 @@ const bool sums = testing::add("allreduce equals the rank-ordered sum bit by bit
       }
     });
   }
+}
+
+const bool sums =
+    testing::add("allreduce equals the rank-ordered sum bit by bit, at any size", [] { check_sums(Thresholds()); });
+
+// The smallest go one of these ways in worlds of many ranks, or with other thresholds.
+const bool scheduled_sums = testing::add("so does one that is scheduled, however small", [] {
+  check_sums(parse_thresholds("inlined=0,one_shot=4096"));
+  check_sums(parse_thresholds("inlined=0,one_shot=0"));
 });
 
 const bool every_type = testing::add("every dtype and op equals one reduction over all ranks' arrays", [] {

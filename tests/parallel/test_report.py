@@ -118,7 +118,7 @@ def test_why_gradients_are_staged(rank, size, caplog):
 
 def test_other_arrays_are_staged(kv, rank, size):
     """What no Trainer owns is staged."""
-    value = mx.nd.ones((1000,))
+    value = mx.nd.ones((5000,))
     kv.pushpull("mine", value)
     value.wait_to_read()
     mx.nd.waitall()

@@ -12,8 +12,8 @@ inline constexpr std::uint32_t kMaxInline = 4096;  // what an announcement can c
 
 // All in bytes. Part of a segment: the ranks of a world decide alike, by what the rank that created it was told.
 struct Thresholds {
-  std::uint32_t inlined = 2048;               // up to here whoever comes last reduces at once, without a schedule
-  std::uint32_t inlined_direct = 8 << 10;     // the same, of arrays in arenas
+  std::uint32_t inlined = 4096;               // up to here whoever comes last reduces at once, without a schedule
+  std::uint32_t inlined_direct = 128 << 10;   // the same, of arrays in arenas, all ranks' together
   std::uint32_t one_shot = 2048;              // up to here one synchronisation costs less than halving the bytes
   std::uint32_t large = 16 << 20;             // from here on the memory, not the latency, is the limit
   std::uint32_t min_chunk = 64 << 10;         // two-shot: of all ranks together; less is not worth its synchronisations
