@@ -187,12 +187,21 @@ class Engine::Impl {
     return true;
   }
 
+  // Not with more ranks than cores: the others need this one.
+  bool wait_briefly(Work& work) {
+    if (callers_policy_.spin.count() == 0) return work.done();
+    return wait(work, kBriefly, WaitPolicy{kBriefly, 0, false});
+  }
+
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request) {
-    const bool linger = !forked() && callers_policy_.spin.count() > 0 &&
-                        bytes_of(*request) <= world_.thresholds.linger && idle() && lingering_.is_promising();
+    const bool linger =
+        !forked() && bytes_of(*request) <= world_.thresholds.linger && idle() && lingering_.is_promising();
     auto work = submit(std::move(request), linger);
     if (linger) {
-      lingering_.ended(wait(*work, kLinger, WaitPolicy{kLinger, 0, false}));
+      WaitPolicy policy = callers_policy_;
+      policy.spin = std::min<std::chrono::nanoseconds>(policy.spin, kLinger);
+      policy.sleeps = false;
+      lingering_.ended(wait(*work, kLinger, policy));
     }
     return work;
   }
@@ -470,7 +479,7 @@ std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> requ
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
   return impl_->wait(work, limit, impl_->callers_policy_);
 }
-bool Engine::wait_briefly(Work& work) { return impl_->wait(work, kBriefly, WaitPolicy{kBriefly, 0, false}); }
+bool Engine::wait_briefly(Work& work) { return impl_->wait_briefly(work); }
 const Status& Engine::wait(Work& work) {
   while (!wait(work, std::chrono::seconds(1))) {
   }

@@ -21,6 +21,8 @@ constexpr std::chrono::microseconds kCallersSpin{100};
 constexpr std::chrono::microseconds kLongYield{50};
 constexpr std::chrono::microseconds kSlice{100};
 constexpr int kYields = 3;
+// While nobody else wants the core these take about as long as waking a sleeper, as kCallersSpin does.
+constexpr int kCallersYields = 60;
 // One that took this long has met a thread that computes: so many waits then do without, each of whose first yields
 // would cost another slice.
 constexpr std::chrono::microseconds kSliceYield{1500};
@@ -52,7 +54,11 @@ WaitPolicy WaitPolicy::for_ranks(int ranks) {
 
 WaitPolicy WaitPolicy::for_callers(int ranks) {
   WaitPolicy policy = for_ranks(ranks);
-  if (policy.spin.count() > 0) policy.spin = kCallersSpin;
+  if (policy.spin.count() > 0) {
+    policy.spin = kCallersSpin;
+  } else {
+    policy.yields = kCallersYields;
+  }
   return policy;
 }
 
