@@ -12,6 +12,10 @@ PyObject* factory = nullptr;
 }  // namespace
 
 void set_python_error(const Status& status) {
+  if (factory == nullptr) {  // the extension by itself
+    PyErr_SetString(PyExc_RuntimeError, status.text().c_str());
+    return;
+  }
   try {
     const py::object error = py::handle(factory)(static_cast<int>(status.code()), status.text());
     PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());

@@ -168,17 +168,18 @@ class Engine::Impl {
   }
 
   // Looks at the mark of the work's slot until another rank has carried it out, the bell rings, or the policy's time is
-  // over; completes the work in the first case, and otherwise returns false: it will be completed by the driver.
+  // over; completes the work in the first case, and otherwise returns false: it will be completed by the driver, or was.
   bool watch(Work& work, const WaitPolicy& policy) {
     const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
     const Flag& bell = world_.rank(rank_).bell;
     poll(policy, [&] { return InlineReduction::is_done(world_, rank_, slot) || bell.value() != work.bell_before; });
-    if (InlineReduction::give_up(world_, rank_, slot)) return false;
     Status status;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      // Once it is lost, another thread may have failed the work already.
-      if (world_.failure.is_set()) return false;
+      // Once the world is lost, another thread may have failed the work already. And the driver completes what was
+      // scheduled: the mark may by now be that of the next operation on the slot.
+      if (world_.failure.is_set() || !pending_.is_in_flight(slot, work)) return false;
+      if (InlineReduction::give_up(world_, rank_, slot)) return false;
       pipeline_.take(slot);
       status = pending_.complete(slot).status;
     }

@@ -13,6 +13,7 @@ namespace kvstore_hvd {
 namespace {
 
 using testing::check;
+using testing::check_equal;
 
 const std::vector<int> kSizes{1, 2, 3, 4, 7};
 
@@ -269,6 +270,59 @@ const bool shared_driver = testing::add("several threads of one rank submit and 
     for (auto& thread : threads) thread.join();
   });
 });
+
+const bool one_name = testing::add("several threads of one rank wait for operations of one name", [] {
+  with_world(2, [&](Engine& engine, int rank) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&] {
+        for (int i = 0; i < 1000; ++i) {
+          auto data = values_of(rank, 1024);
+          check(engine.run(allreduce("x", data)).ok(), "run");
+          check(same_bits(data, [](std::size_t e) { return sum_in_rank_order(2, e); }), "wrong bits");
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  });
+});
+
+const bool late_waiter =
+    testing::add("who waits for an operation that another thread completes leaves the next of its name alone", [] {
+      with_world(2, [&](Engine& engine, int rank) {
+        // The first one is scheduled, the second one carried by the announcements.
+        auto first = values_of(rank, 1024), second = values_of(rank, 16);
+        std::vector<float> sum(second.size());
+        Request small = allreduce("x", second);
+        small.outputs = {sum.data()};
+        if (rank == 0) {
+          std::atomic<bool> completing{false}, go_on{false};
+          std::atomic<int> calls{0};
+          Request large = allreduce("x", first);
+          large.on_done = [&](const Status&) {
+            ++calls;
+            completing = true;
+            while (!go_on) std::this_thread::yield();
+          };
+          const auto watched = engine.submit_to_wait(std::make_shared<Request>(std::move(large)));
+          const auto next = engine.submit(std::move(small));
+          while (!completing) std::this_thread::yield();
+          // By now the next one is announced, and the watched one not yet done.
+          engine.wait(*watched, std::chrono::milliseconds(1));
+          check(!next->done(), "done without the other rank");
+          go_on = true;
+          check(engine.wait(*watched).ok(), "the first one");
+          check(barrier(engine).ok(), "barrier");
+          check(engine.wait(*next).ok(), "the next one");
+          check_equal(calls.load(), 1, "calls of on_done");
+        } else {
+          check(engine.run(allreduce("x", first)).ok(), "the first one");
+          check(barrier(engine).ok(), "barrier");
+          check(engine.run(std::move(small)).ok(), "the next one");
+        }
+        check(same_bits(sum, [](std::size_t i) { return sum_in_rank_order(2, i); }), "wrong bits");
+      });
+    });
 
 }  // namespace
 }  // namespace kvstore_hvd

@@ -43,6 +43,9 @@ class Pending {
   // it learns of the slot from the announcement.
   const Request& request_on(std::uint32_t slot) const { return in_flight_[slot].work->request(); }
 
+  // Whether the operation on `slot` is that of `work`, and not completed. Not once the world is lost.
+  bool is_in_flight(std::uint32_t slot, const Work& work) const { return in_flight_[slot].work == &work; }
+
   // The entry is part of the schedule, and nothing of it is done yet. As request_on().
   void scheduled(const Entry& entry) const;
 
