@@ -15,7 +15,8 @@ namespace {
 
 // A wait that is longer is cut, to let Python handle its signals.
 constexpr std::chrono::milliseconds kSignalCheck{100};
-// Of all ranks together. So little is over before the GIL could be given up and taken back.
+// Of all ranks together. So little is over before the GIL could be given up and taken back. (Unless a rank is stopped
+// where it holds a lock of the world: then Python stands still until the deadline.)
 constexpr std::size_t kQuickBytes = 256 << 10;
 
 using Address = std::uintptr_t;

@@ -44,14 +44,14 @@ void GroupOperation::start(const Completion& completion) noexcept {
 void GroupOperation::skipped() noexcept {
   // As in Operation::skipped(). Which of the gradients failed, MXNet does not say.
   const Gradient& first = group_->front();
-  links_.unread->add(
-      links_.api->copy(first.array.get()),
-      Status(ErrorCode::kInputFailed, prefix_of(0) + "an operation that should have produced an input failed."));
+  links_.unread->add(links_.api->copy(first.array.get()),
+                     Status(ErrorCode::kInputFailed,
+                            prefix_of(0) + "an operation that should have produced an input" + others() + " failed."));
   for (std::size_t place = 0; place < turns_.size(); ++place) {
     links_.turns->use((*group_)[place].name, turns_[place], [self = shared_from_this(), place] {
       Request request = self->request_of(place);
-      request.input_failure =
-          "an operation that should have produced its input failed; that rank raises the error of it.";
+      request.input_failure = "an operation that should have produced its input" + self->others() +
+                              " failed; that rank raises the error of it.";
       if (const std::shared_ptr<Engine> engine = self->links_.engine.lock()) engine->submit(std::move(request));
     });
   }
@@ -115,6 +115,11 @@ void GroupOperation::finish(std::size_t place, const Status& status) {
   // Before completing: whoever has waited for the arrays then finds it.
   if (!status_.latches()) links_.unread->add(links_.api->copy((*group_)[failed_].array.get()), status_);
   completion.fail(error_text(Status(status_)));
+}
+
+std::string GroupOperation::others() const {
+  if (group_->size() == 1) return "";
+  return " (or that of a gradient it is grouped with, " + group_->front().label + " to " + group_->back().label + ")";
 }
 
 std::string GroupOperation::prefix_of(std::size_t place) const {

@@ -32,6 +32,8 @@ class GroupOperation final : public AsyncOp, public std::enable_shared_from_this
   Request request_of(std::size_t place) const;
   void submit(std::size_t place);
   void finish(std::size_t place, const Status& status);
+  // What an error adds that one of several gradients may be to blame for: MXNet does not say which.
+  std::string others() const;
   std::string prefix_of(std::size_t place) const;
 
   const Links links_;

@@ -103,8 +103,7 @@ class Engine::Impl {
         status = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
       } else if (added.ready == Pending::Ready::kDone) {
         work->scheduled = work->submitted;
-        pipeline_.take(added.slot);
-        status = pending_.complete(added.slot).status;
+        status = take(added.slot);
       } else if (parked_ && !driven_ && (!caller_waits || world_.failure.is_set())) {
         wake_communication = unpark_ = true;
       }
@@ -114,9 +113,7 @@ class Engine::Impl {
       return work;
     }
     if (added.ready == Pending::Ready::kDone) {
-      work->finish(std::move(status));
-      settle(1);
-      if (driven) world_.rank(rank_).bell.ring();  // it may be this that the driver waits for
+      finish(*work, std::move(status), driven);
       return work;
     }
     if (added.ready == Pending::Ready::kAlone && !caller_waits &&
@@ -128,6 +125,17 @@ class Engine::Impl {
     // Who drives may be asleep, and a caller that waits drives if no one does.
     if (added.ready != Pending::Ready::kNot && (driven || !caller_waits)) world_.rank(rank_).bell.ring();
     return work;
+  }
+
+  // What was carried out inline, on the thread that learns of it: the first part with mutex_ held, the second without.
+  Status take(std::uint32_t slot) {
+    pipeline_.take(slot);
+    return pending_.complete(slot).status;
+  }
+  void finish(Work& work, Status status, bool driven) {
+    work.finish(std::move(status));
+    settle(1);
+    if (driven) world_.rank(rank_).bell.ring();  // it may be this that the driver waits for
   }
 
   // Carries out what has just become ready, for about kInlineTime at most, and without going to sleep for a part that
@@ -168,23 +176,23 @@ class Engine::Impl {
   }
 
   // Looks at the mark of the work's slot until another rank has carried it out, the bell rings, or the policy's time is
-  // over; completes the work in the first case, and otherwise returns false: it will be completed by the driver, or was.
+  // over; completes the work in the first case. Otherwise returns false: the driver will complete it, or has.
   bool watch(Work& work, const WaitPolicy& policy) {
     const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
     const Flag& bell = world_.rank(rank_).bell;
     poll(policy, [&] { return InlineReduction::is_done(world_, rank_, slot) || bell.value() != work.bell_before; });
     Status status;
+    bool driven = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       // Once the world is lost, another thread may have failed the work already. And the driver completes what was
       // scheduled: the mark may by now be that of the next operation on the slot.
       if (world_.failure.is_set() || !pending_.is_in_flight(slot, work)) return false;
       if (InlineReduction::give_up(world_, rank_, slot)) return false;
-      pipeline_.take(slot);
-      status = pending_.complete(slot).status;
+      status = take(slot);
+      driven = driven_;
     }
-    work.finish(std::move(status));
-    settle(1);
+    finish(work, std::move(status), driven);
     return true;
   }
 

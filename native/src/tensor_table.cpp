@@ -99,7 +99,8 @@ std::optional<std::uint32_t> TensorTable::take_slot() {
     // to be under way; and what a completed operation read of the slot was read before it changes hands.
     std::uint64_t state = slot.state.load(std::memory_order_acquire);
     if (announced_of(state) != 0 || is_busy(candidate)) continue;
-    // Fails when anything was announced since, even if it is complete: the operations count.
+    // Fails when anything was announced since, even if it is complete: the operations count (modulo 2^16, which is far
+    // more than happens between here and there).
     const std::uint64_t taken = pack(version_of(state) + 1, 0, 0);
     if (!slot.state.compare_exchange_strong(state, taken, std::memory_order_acq_rel)) continue;
     unlink(candidate);

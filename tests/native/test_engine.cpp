@@ -277,7 +277,7 @@ const bool one_name = testing::add("several threads of one rank wait for operati
     for (int t = 0; t < 3; ++t) {
       threads.emplace_back([&] {
         for (int i = 0; i < 1000; ++i) {
-          auto data = values_of(rank, 1024);
+          auto data = values_of(rank, 4096);
           check(engine.run(allreduce("x", data)).ok(), "run");
           check(same_bits(data, [](std::size_t e) { return sum_in_rank_order(2, e); }), "wrong bits");
         }
@@ -291,7 +291,7 @@ const bool late_waiter =
     testing::add("who waits for an operation that another thread completes leaves the next of its name alone", [] {
       with_world(2, [&](Engine& engine, int rank) {
         // The first one is scheduled, the second one carried by the announcements.
-        auto first = values_of(rank, 1024), second = values_of(rank, 16);
+        auto first = values_of(rank, 4096), second = values_of(rank, 16);
         std::vector<float> sum(second.size());
         Request small = allreduce("x", second);
         small.outputs = {sum.data()};
