@@ -91,21 +91,22 @@ class Engine::Impl {
     Status status;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      refused = left_ || world_.failure.is_set();
-      if (!refused) {
+      if (left_ || world_.failure.is_set()) {
+        refused = true;
+        status = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
+      } else {
         callers_drive_ = caller_waits;
         work->bell_before = world_.rank(rank_).bell.value();
         added = pending_.add(work, caller_waits);
-        if (caller_waits && added.ready == Pending::Ready::kNot) work->watched_slot = added.slot;
         driven = driven_;
-      }
-      if (refused) {
-        status = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
-      } else if (added.ready == Pending::Ready::kDone) {
-        work->scheduled = work->submitted;
-        status = take(added.slot);
-      } else if (parked_ && !driven_ && (!caller_waits || world_.failure.is_set())) {
-        wake_communication = unpark_ = true;
+        if (added.ready == Pending::Ready::kDone) {
+          work->scheduled = work->submitted;
+          status = take(added.slot);
+        } else {
+          if (caller_waits && added.ready == Pending::Ready::kNot) work->watched_slot = added.slot;
+          const bool undriven = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
+          if (undriven) wake_communication = unpark_ = true;
+        }
       }
     }
     if (refused) {
