@@ -48,11 +48,11 @@ INPUTS := setup.cfg setup.py pyproject.toml Makefile \
                   -o -name 'py.typed' -o -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' \) 2>/dev/null)
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \) 2>/dev/null)
 
-.PHONY: help venv demo test test-mpich lint format native-test tsan asan bench clean distclean
+.PHONY: help venv demo test test-mpich soak lint format native-test tsan asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo test test-mpich lint format native-test tsan asan bench clean distclean"
+	@echo "Targets: demo test test-mpich soak lint format native-test tsan asan bench clean distclean"
 
 venv: $(STAMP)
 
@@ -77,6 +77,11 @@ test: $(STAMP)
 
 test-mpich:
 	$(MAKE) test MPI=mpich
+
+# For ten minutes, or as many seconds as KVHVD_TEST_SOAK_S says. From another folder: the package is the installed one.
+soak: $(STAMP)
+	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py \
+	  -k "not gigabytes"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,9 @@ worker as for several) and computes with as many threads. Workers of 'no store' 
 the machine gives when communication is free. 'dist_sync' has a scheduler and one server beside the workers, which are
 not pinned; they run on the cores of the workers, as on a machine with no cores to spare.
 
+'exposed' is the part of the time from the last gradient of a step until all of them are summed, as our store's report
+has it: it includes waiting for the other worker's last gradient.
+
 Batches are random and stay where they are: no data is loaded. The batch size is that of each worker.
 """
 
@@ -88,6 +91,7 @@ def be_a_worker(options: argparse.Namespace) -> None:
     channel.send({"group": options.group, "index": index, "versions": versions()})
     while steps := channel.receive():
         mx.nd.waitall()
+        exposed = exposed_seconds(trainer)
         start = time.perf_counter()
         before: Any = None
         for _ in range(steps):
@@ -97,8 +101,15 @@ def be_a_worker(options: argparse.Namespace) -> None:
                 before.asnumpy()
             before = loss
         mx.nd.waitall()
-        channel.send(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        channel.send([seconds, exposed_seconds(trainer) - exposed])
     del trainer
+
+
+def exposed_seconds(trainer: Any) -> float:
+    """Return for how long this worker's steps have waited for our store; 0 without it."""
+    store = trainer._kvstore
+    return float(store.report()["rounds"]["exposed_ms"]) * 1e-3 if hasattr(store, "report") else 0.0
 
 
 def make_store(mode: str) -> Any:
@@ -172,6 +183,7 @@ class Group:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     channels: list[Channel] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)  # images/s of all workers, one for each round
+    exposed: list[float] = field(default_factory=list)  # part of the time, mean of the workers, one for each round
 
     @property
     def name(self) -> str:
@@ -202,11 +214,12 @@ class Group:
     def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
 
-    def train(self, steps: int) -> float:
-        """Have all workers train `steps` steps; return the seconds of the slowest."""
+    def train(self, steps: int) -> tuple[float, float]:
+        """Have all workers train `steps` steps; return the seconds of the slowest, and the exposed part of them."""
         for channel in self.channels:
             channel.send(steps)
-        return max(float(channel.receive()) for channel in self.channels)
+        seconds, exposed = zip(*(channel.receive() for channel in self.channels))
+        return max(seconds), sum(part / whole for part, whole in zip(exposed, seconds)) / len(seconds)
 
     def stop(self) -> None:
         """End the processes: they are asked first, then killed."""
@@ -275,13 +288,14 @@ def run_rounds(network: str, options: argparse.Namespace, groups: Sequence[Group
     for group in groups:
         group.train(10)
     # The best of a few: one that was disturbed would make all rounds short.
-    steps = max(5, int(10 * options.seconds / min(groups[0].train(10) for _ in range(5))))
+    steps = max(5, int(10 * options.seconds / min(groups[0].train(10)[0] for _ in range(5))))
     for number in range(options.rounds):
         print(f"{network}: round {number + 1} of {options.rounds}, {steps} steps each", file=sys.stderr, flush=True)
         # Forwards and backwards, so that nobody always follows the same one.
         for group in groups[:: 1 if number % 2 == 0 else -1]:
-            seconds = group.train(steps)
+            seconds, exposed = group.train(steps)
             group.speeds.append(group.workers * options.batch_size * steps / seconds)
+            group.exposed.append(exposed)
 
 
 def show(groups: Sequence[Group]) -> str:
@@ -297,9 +311,10 @@ def show(groups: Sequence[Group]) -> str:
                 *(f"{times[what]:.0f}" for what in ("min", "median", "max")),
                 ratio_text(median_ratio(group.speeds, free)) if free else "-",
                 ratio_text(median_ratio(group.speeds, single)) if single else "-",
+                f"{summary(group.exposed)['median']:.1%}" if group.mode == "ours" and group.workers > 1 else "-",
             ]
         )
-    return table(["images/s", "min", "median", "max", "/no store", "/1 worker"], rows)
+    return table(["images/s", "min", "median", "max", "/no store", "/1 worker", "exposed"], rows)
 
 
 def start(options: argparse.Namespace) -> None:
@@ -311,7 +326,12 @@ def start(options: argparse.Namespace) -> None:
         groups = [Group(mode, workers) for workers in options.workers for mode in options.modes]
         run["versions"] = {"all": measure(network, options, groups)}
         results["networks"][network] = {
-            group.name: {"images_per_second": summary(group.speeds), "rounds": group.speeds} for group in groups
+            group.name: {
+                "images_per_second": summary(group.speeds),
+                "rounds": group.speeds,
+                "exposed": summary(group.exposed),
+            }
+            for group in groups
         }
         text.append(f"{network}\n{show(groups)}\n")
     write(options.json, run, results, "\n".join(text))

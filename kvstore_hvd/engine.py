@@ -249,10 +249,10 @@ class Engine:
         """The adapter, if it is in use already and no error waits to be raised. For callers in a hurry."""
         return self._adapter if self._deferred is None else None
 
-    def report(self) -> dict[str, native.Statistics]:
-        """What was measured of this worker's operations since it joined its world, by their names."""
+    def report(self) -> native.EngineStatistics:
+        """What was measured of this worker's operations since it joined its world."""
         communicator = self._communicator
-        return {} if communicator is None else communicator.report()
+        return native.EngineStatistics() if communicator is None else communicator.report()
 
     @property
     def arena(self) -> native.Arena | None:

@@ -292,6 +292,9 @@ class StoreMethods:
             - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays.
             - ``'arena'``: ``'used'`` and ``'capacity'`` in bytes of the memory for gradients that workers sum in place;
               of all stores of this worker.
+            - ``'rounds'``: ``'count'``, and ``'exposed_ms'``: milliseconds from the last submission of a round until
+              nothing of it was under way, of all rounds; in training, what the steps waited for communication. Of all
+              stores of this worker since the workers met.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
               what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
@@ -310,8 +313,9 @@ class StoreMethods:
         memory = self._engine.arena
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}
         measured = self._engine.report()
-        keys = self._usage.report(self._names, lambda key: self._measured(key, measured))
-        return Report({"workers": self.num_workers, "arena": arena, **keys})
+        keys = self._usage.report(self._names, lambda key: self._measured(key, measured.names))
+        rounds = {"count": measured.rounds, "exposed_ms": measured.exposed * 1e3}
+        return Report({"workers": self.num_workers, "arena": arena, "rounds": rounds, **keys})
 
     def reset(self) -> None:
         """Meet the same workers in a fresh world, after this one was lost; every worker must call it.

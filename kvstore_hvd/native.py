@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = [
     "OPS",
     "Arena",
     "Engine",
+    "EngineStatistics",
     "MXNetAdapter",
     "Segment",
     "Statistics",
@@ -170,6 +171,26 @@ class Statistics:
     total: Times
     last: Times
     submitted: float
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """What a worker measured since it joined its world.
+
+    Parameters
+    ----------
+    names : dict of str to Statistics
+        By the operations' names. The engine remembers some 8192; under ``''`` is the sum over those it had to forget.
+    rounds : int
+        How many are over, see `Times`.
+    exposed : float
+        Seconds, of all rounds: from the last submission of each until nothing of it is under way, or the next one
+        begins. What a training waits for its communication, where nothing else is to be done then.
+    """
+
+    names: dict[str, Statistics] = field(default_factory=dict)
+    rounds: int = 0
+    exposed: float = 0.0
 
 
 def has_pidfds() -> bool:
@@ -348,15 +369,14 @@ class Engine:
         """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
         return int(self.impl.bytes_in_place)
 
-    def report(self) -> dict[str, Statistics]:
-        """What was measured, by the operations' names; ends a round (see `Times`).
-
-        The engine remembers some 8192 names; under ``''`` is the sum over those that it had to forget.
-        """
-        return {
+    def report(self) -> EngineStatistics:
+        """What was measured; ends a round (see `Times`)."""
+        names, rounds, exposed = self.impl.report()
+        by_name = {
             name: Statistics(operations, bytes_reduced, algorithm, Times(*total), Times(*last), submitted)
-            for name, operations, bytes_reduced, algorithm, total, last, submitted in self.impl.report()
+            for name, operations, bytes_reduced, algorithm, total, last, submitted in names
         }
+        return EngineStatistics(by_name, rounds, exposed)
 
     def shutdown(self, reason: str = "") -> None:
         """Leave the world: after the pending requests, or at once and with a reason that the others read."""

@@ -115,9 +115,9 @@ class Communicator(ABC):
         """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
         return 0
 
-    def report(self) -> dict[str, native.Statistics]:
-        """What was measured of the operations, by their names: none of this kind of world."""
-        return {}
+    def report(self) -> native.EngineStatistics:
+        """What was measured of the operations: nothing in this kind of world."""
+        return native.EngineStatistics()
 
     @abstractmethod
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:

@@ -94,7 +94,7 @@ class ShmCommunicator(Communicator):
         """See `Communicator.shutdown`."""
         self._engine.shutdown(reason)
 
-    def report(self) -> dict[str, native.Statistics]:
+    def report(self) -> native.EngineStatistics:
         """See `Communicator.report`."""
         return self._engine.report()
 

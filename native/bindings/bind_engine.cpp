@@ -82,17 +82,25 @@ void wait(Engine& engine, Work& work, bool done = false) {
   if (!work.status().ok()) raise(work.status());
 }
 
-void run(Engine& engine, std::shared_ptr<Request> request) {
-  std::shared_ptr<Work> work;
+// `work` is null, or was run before and is over.
+void run(Engine& engine, const std::shared_ptr<Request>& request, std::shared_ptr<Work>& work) {
+  const auto submit = [&] {
+    if (work) {
+      engine.submit_to_wait(work);
+    } else {
+      work = engine.submit_to_wait(request);
+    }
+  };
+  const bool quick = bytes_of(*request) * static_cast<std::size_t>(engine.size()) <= kQuickBytes;
   bool done = false;
-  if (bytes_of(*request) * static_cast<std::size_t>(engine.size()) <= kQuickBytes) {
-    work = engine.submit_to_wait(std::move(request));
+  if (quick) {
+    submit();
     done = engine.wait_briefly(*work);
   }
   if (!done) {
     // The GIL is given up once only where the others are quick.
     const py::gil_scoped_release release;
-    if (!work) work = engine.submit_to_wait(std::move(request));
+    if (!quick) submit();
     done = engine.wait(*work, kSignalCheck);
   }
   wait(engine, *work, done);
@@ -103,13 +111,17 @@ void run(Engine& engine, std::shared_ptr<Request> request) {
 struct Prepared {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Request> request;
-  py::object result, owner;  // with the memory
+  py::object result, owner;    // with the memory
+  std::shared_ptr<Work> work;  // of the last run; null while one is under way
 };
 
 PyObject* run_prepared(PyObject* self, PyObject*) {
   try {
-    const auto& prepared = *static_cast<Prepared*>(PyCapsule_GetPointer(self, nullptr));
-    run(*prepared.engine, prepared.request);
+    auto& prepared = *static_cast<Prepared*>(PyCapsule_GetPointer(self, nullptr));
+    // Threads that run it at the same time have one each. Not kept after a failure, when others may still look at it.
+    std::shared_ptr<Work> work = std::move(prepared.work);
+    run(*prepared.engine, prepared.request, work);
+    prepared.work = std::move(work);
     return py::object(prepared.result).release().ptr();
   } catch (const NativeError& error) {
     set_python_error(error.status);
@@ -124,8 +136,9 @@ PyObject* run_prepared(PyObject* self, PyObject*) {
 py::object prepare(std::shared_ptr<Engine> engine, std::shared_ptr<Request> request, py::object result,
                    py::object owner) {
   static PyMethodDef definition{"run", run_prepared, METH_NOARGS, nullptr};
-  const py::capsule prepared(new Prepared{std::move(engine), std::move(request), std::move(result), std::move(owner)},
-                             [](void* self) { delete static_cast<Prepared*>(self); });
+  const py::capsule prepared(
+      new Prepared{std::move(engine), std::move(request), std::move(result), std::move(owner), nullptr},
+      [](void* self) { delete static_cast<Prepared*>(self); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, prepared.ptr()));
 }
 
@@ -147,25 +160,25 @@ const char* name_of(Algorithm algorithm) {
   return "";
 }
 
-// Seconds: queued, reducing, exposed.
+double seconds(std::chrono::nanoseconds duration) { return std::chrono::duration<double>(duration).count(); }
+
+// Queued, reducing, exposed.
 py::tuple seconds(const Times& times) {
-  const auto of = [](std::chrono::nanoseconds duration) { return std::chrono::duration<double>(duration).count(); };
-  return py::make_tuple(of(times.queued), of(times.reducing), of(times.exposed));
+  return py::make_tuple(seconds(times.queued), seconds(times.reducing), seconds(times.exposed));
 }
 
-py::list report(const Engine& engine) {
-  std::vector<NamedStatistics> all;
+py::tuple report(const Engine& engine) {
+  EngineStatistics all;
   {
     const py::gil_scoped_release release;
     all = engine.report();
   }
-  py::list result;
-  for (const auto& [name, one] : all) {
-    result.append(py::make_tuple(name, one.operations, one.bytes, name_of(one.algorithm), seconds(one.total),
-                                 seconds(one.last),
-                                 std::chrono::duration<double>(one.submitted.time_since_epoch()).count()));
+  py::list names;
+  for (const auto& [name, one] : all.names) {
+    names.append(py::make_tuple(name, one.operations, one.bytes, name_of(one.algorithm), seconds(one.total),
+                                seconds(one.last), seconds(one.submitted.time_since_epoch())));
   }
-  return result;
+  return py::make_tuple(names, all.rounds.count, seconds(all.rounds.exposed));
 }
 
 }  // namespace
@@ -203,7 +216,13 @@ void bind_engine(py::module_& module) {
       .def(
           "submit", [](Engine& engine, std::shared_ptr<Request> request) { return engine.submit(std::move(request)); },
           py::arg("request"), py::call_guard<py::gil_scoped_release>())
-      .def("run", &run, py::arg("request"))
+      .def(
+          "run",
+          [](Engine& engine, const std::shared_ptr<Request>& request) {
+            std::shared_ptr<Work> work;
+            run(engine, request, work);
+          },
+          py::arg("request"))
       .def("prepare", &prepare, py::arg("request"), py::arg("result"), py::arg("owner"),
            "A function without arguments that runs the request and returns the result.")
       .def(

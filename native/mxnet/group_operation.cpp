@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "kvstore_hvd/messages.hpp"
 #include "mxnet/dtypes.hpp"
 #include "mxnet/error_text.hpp"
 
@@ -87,8 +88,7 @@ void GroupOperation::submit(std::size_t place) {
   request.on_done = [this, place](const Status& status) { finish(place, status); };
   const std::shared_ptr<Engine> engine = links_.engine.lock();
   if (!engine) {
-    finish(place, Status(ErrorCode::kShutdown, prefix_of(place) + "this rank has shut down.\n"
-                                                                  "  Fix: call init() before communicating again."));
+    finish(place, Messages::left(prefix_of(place)));
   } else if (std::this_thread::get_id() == pusher_ && place + 1 == turns_.size()) {
     engine->submit_and_linger(std::move(request));
   } else {

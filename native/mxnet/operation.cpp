@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "kvstore_hvd/messages.hpp"
 #include "mxnet/dtypes.hpp"
 #include "mxnet/error_text.hpp"
 
@@ -64,8 +65,7 @@ void Operation::skipped() noexcept {
 void Operation::submit(Request request) {
   const std::shared_ptr<Engine> engine = engine_.lock();
   if (!engine) {
-    finish(Status(ErrorCode::kShutdown, prefix_ + "this rank has shut down.\n"
-                                                  "  Fix: call init() before communicating again."));
+    finish(Messages::left(prefix_));
   } else if (naive_) {
     static_cast<void>(engine->run(std::move(request)));
   } else if (std::this_thread::get_id() == pusher_) {

@@ -77,65 +77,55 @@ class Engine::Impl {
       }
     }
     auto work = std::make_shared<Work>(std::move(request));
-    if (forked()) {
-      work->finish(Messages::forked());
-      return work;
-    }
-    if (work->request().name.empty() || work->request().name.size() > kMaxName) {
+    submit(work, caller_waits);
+    return work;
+  }
+
+  void submit(const std::shared_ptr<Work>& work, bool caller_waits) {
+    const Request& request = work->request();
+    if (forked()) return work->finish(Messages::forked());
+    if (request.name.empty() || request.name.size() > kMaxName) {
       const std::string limits = "a name has 1 to " + std::to_string(kMaxName) + " bytes, not ";
-      work->finish(messages_.invalid(work->request(), limits + std::to_string(work->request().name.size())));
-      return work;
+      return work->finish(messages_.invalid(request, limits + std::to_string(request.name.size())));
     }
-    bool refused = false, wake_communication = false, driven = false;
-    Pending::Added added;
-    Status status;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (left_ || world_.failure.is_set()) {
-        refused = true;
-        status = left_ ? messages_.left(work->request()) : messages_.lost(work->request());
-      } else {
-        callers_drive_ = caller_waits;
-        work->bell_before = world_.rank(rank_).bell.value();
-        added = pending_.add(work, caller_waits);
-        driven = driven_;
-        if (added.ready == Pending::Ready::kDone) {
-          work->scheduled = work->submitted;
-          status = take(added.slot);
-        } else {
-          if (caller_waits && added.ready == Pending::Ready::kNot) work->watched_slot = added.slot;
-          const bool undriven = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
-          if (undriven) wake_communication = unpark_ = true;
-        }
-      }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (left_ || world_.failure.is_set()) {
+      Status status = left_ ? messages_.left(request) : messages_.lost(request);
+      lock.unlock();
+      return work->finish(std::move(status));
     }
-    if (refused) {
-      work->finish(std::move(status));
-      return work;
-    }
+    callers_drive_ = caller_waits;
+    work->bell_before = world_.rank(rank_).bell.value();
+    const Pending::Added added = pending_.add(work, caller_waits);
     if (added.ready == Pending::Ready::kDone) {
-      finish(*work, std::move(status), driven);
-      return work;
+      work->scheduled = work->submitted;
+      return take(lock, *work, added.slot, work->submitted);
     }
-    if (added.ready == Pending::Ready::kAlone && !caller_waits &&
-        bytes_of(work->request()) <= world_.thresholds.submitter) {
-      if (drive_inline(*work)) return work;
+    if (caller_waits && added.ready == Pending::Ready::kNot) work->watched_slot = added.slot;
+    const bool wake_communication = parked_ && !driven_ && (!caller_waits || world_.failure.is_set());
+    if (wake_communication) unpark_ = true;
+    bool driven = driven_;
+    lock.unlock();
+    if (added.ready == Pending::Ready::kAlone && !caller_waits && bytes_of(request) <= world_.thresholds.submitter) {
+      if (drive_inline(*work)) return;
       driven = true;
     }
     if (wake_communication) parked_changed_.notify_one();
     // Who drives may be asleep, and a caller that waits drives if no one does.
     if (added.ready != Pending::Ready::kNot && (driven || !caller_waits)) world_.rank(rank_).bell.ring();
-    return work;
   }
 
-  // What was carried out inline, on the thread that learns of it: the first part with mutex_ held, the second without.
-  Status take(std::uint32_t slot) {
+  // Completes what was carried out inline, on the thread that learns of it. `lock` is that of mutex_, and given up.
+  void take(std::unique_lock<std::mutex>& lock, Work& work, std::uint32_t slot, Clock::time_point when) {
     pipeline_.take(slot);
-    return pending_.complete(slot).status;
-  }
-  void finish(Work& work, Status status, bool driven) {
-    work.finish(std::move(status));
-    settle(1);
+    Pending::Completed completed = pending_.complete(slot, when);
+    if (work.request().on_done) lock.unlock();
+    work.finish(std::move(completed.status));
+    if (!lock.owns_lock()) lock.lock();
+    pending_.settle(1);
+    const bool driven = driven_, waited_for = waiters_ > 0;
+    lock.unlock();
+    if (waited_for) changed_.notify_all();
     if (driven) world_.rank(rank_).bell.ring();  // it may be this that the driver waits for
   }
 
@@ -182,18 +172,12 @@ class Engine::Impl {
     const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
     const Flag& bell = world_.rank(rank_).bell;
     poll(policy, [&] { return InlineReduction::is_done(world_, rank_, slot) || bell.value() != work.bell_before; });
-    Status status;
-    bool driven = false;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      // Once the world is lost, another thread may have failed the work already. And the driver completes what was
-      // scheduled: the mark may by now be that of the next operation on the slot.
-      if (world_.failure.is_set() || !pending_.is_in_flight(slot, work)) return false;
-      if (InlineReduction::give_up(world_, rank_, slot)) return false;
-      status = take(slot);
-      driven = driven_;
-    }
-    finish(work, std::move(status), driven);
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Once the world is lost, another thread may have failed the work already. And the driver completes what was
+    // scheduled: the mark may by now be that of the next operation on the slot.
+    if (world_.failure.is_set() || !pending_.is_in_flight(slot, work)) return false;
+    if (InlineReduction::give_up(world_, rank_, slot)) return false;
+    take(lock, work, slot, Clock::now());
     return true;
   }
 
@@ -226,7 +210,7 @@ class Engine::Impl {
     return world_.failure.is_set() ? messages_.lost() : Status();
   }
 
-  std::vector<NamedStatistics> report() {
+  EngineStatistics report() {
     if (forked()) return {};
     const std::lock_guard<std::mutex> lock(mutex_);
     return pending_.report();
@@ -284,7 +268,7 @@ class Engine::Impl {
     Pending::Completed completed;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      completed = pending_.complete(slot);
+      completed = pending_.complete(slot, Clock::now());
     }
     completed.work->finish(std::move(completed.status));
     settle(1);
@@ -486,6 +470,10 @@ std::shared_ptr<Work> Engine::submit_and_linger(std::shared_ptr<const Request> r
 std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> request) {
   return impl_->submit(std::move(request), true);
 }
+void Engine::submit_to_wait(const std::shared_ptr<Work>& work) {
+  work->renew();
+  impl_->submit(work, true);
+}
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
   return impl_->wait(work, limit, impl_->callers_policy_);
 }
@@ -496,7 +484,7 @@ const Status& Engine::wait(Work& work) {
   return work.status();
 }
 void Engine::abort(const std::string& text) { impl_->abort(text); }
-std::vector<NamedStatistics> Engine::report() const { return impl_->report(); }
+EngineStatistics Engine::report() const { return impl_->report(); }
 Status Engine::health() const { return impl_->health(); }
 std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
 void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }

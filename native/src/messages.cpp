@@ -45,9 +45,12 @@ Status Messages::lost() const {
   return Status(code, prefix() + world_.failure.fact() + ".\n  This step's buffers are undefined." + advice(code));
 }
 
-Status Messages::left(const Request& request) const {
-  return Status(ErrorCode::kShutdown,
-                prefix(request) + "this rank has shut down.\n  Fix: call init() before communicating again.");
+Status Messages::left(const Request& request) const { return left(prefix(request)); }
+
+Status Messages::left(const std::string& prefix) {
+  return Status(ErrorCode::kShutdown, prefix +
+                                          "this rank has shut down.\n  Fix: call init() before communicating again, "
+                                          "and allreduce_init() for what was prepared in an earlier world.");
 }
 
 Status Messages::forked() {

@@ -102,13 +102,12 @@ void Pending::scheduled(const Entry& entry) const {
   }
 }
 
-Pending::Completed Pending::complete(std::uint32_t slot) {
+Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) {
   Name& name = *in_flight_[slot].name;
   in_flight_[slot] = InFlight{};
   std::shared_ptr<Work> work = std::move(name.queue.front());
   name.queue.pop_front();
   Status status = messages_.disagreement(work->request(), world_.slots[slot]);
-  const auto now = Clock::now();
   if (work->algorithm == Algorithm::kInline) {                          // never scheduled
     if (work->scheduled == Clock::time_point()) work->scheduled = now;  // another rank has carried it out
     if (world_.mark(slot, rank_).place != kNoPlace) work->algorithm = Algorithm::kDirect;
@@ -188,13 +187,13 @@ std::string Pending::describe_overdue(std::chrono::nanoseconds timeout) {
   return "";
 }
 
-std::vector<NamedStatistics> Pending::report() {
+EngineStatistics Pending::report() {
   rounds_.end(Clock::now());
-  std::vector<NamedStatistics> all;
+  EngineStatistics all{{}, rounds_.statistics()};
   for (const auto& [text, name] : names_) {
-    if (name.statistics.operations > 0) all.push_back(NamedStatistics{text, name.statistics});
+    if (name.statistics.operations > 0) all.names.push_back(NamedStatistics{text, name.statistics});
   }
-  if (forgotten_.operations > 0) all.push_back(NamedStatistics{"", forgotten_});
+  if (forgotten_.operations > 0) all.names.push_back(NamedStatistics{"", forgotten_});
   return all;
 }
 

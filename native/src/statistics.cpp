@@ -46,24 +46,38 @@ void Rounds::submitted(Statistics& statistics, Work& work) {
   }
   statistics.round = work.round = round_;
   last_submission_ = work.submitted;
+  begun_ = true;
+  ++under_way_;
 }
 
 void Rounds::completed(Statistics& statistics, const Work& work, Clock::time_point when) {
   if (work.round == round_) {
     completed_.push_back(Completed{&statistics, work.submitted, when});
+    --under_way_;
   } else if (work.round + 1 == round_) {
     expose(statistics, std::max(work.submitted, before_), std::min(when, ended_));
   }
 }
 
 void Rounds::end(Clock::time_point when) {
+  if (!begun_) return;
+  Clock::time_point last = under_way_ > 0 ? when : last_submission_;
   for (const Completed& one : completed_) {
     expose(*one.statistics, std::max(one.submitted, last_submission_), one.completed);
+    last = std::max(last, one.completed);
   }
-  completed_.clear();
+  ++statistics_.count;
+  statistics_.exposed += last - last_submission_;
+  forget();
   before_ = last_submission_;
   ended_ = when;
+  begun_ = false;
   ++round_;
+}
+
+void Rounds::forget() {
+  completed_.clear();
+  under_way_ = 0;
 }
 
 }  // namespace kvstore_hvd

@@ -37,6 +37,8 @@ const bool exposed = testing::add("what completes after the last submission of a
   check_equal(hours_of(third.last.exposed), 2, "the third");
   check_equal(hours_of(second.last.exposed), 3, "the second, from the submission of the third on");
   check_equal(hours_of(second.total.exposed), 3, "total");
+  check_equal(rounds.statistics().count, 1u, "rounds that are over");
+  check_equal(hours_of(rounds.statistics().exposed), 3, "the round waits for the last one");
 });
 
 const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {
@@ -51,6 +53,9 @@ const bool overlapping = testing::add("an operation that outlasts its round is e
   rounds.completed(slow, b, b.submitted + hours(1));
   rounds.end(b.submitted + hours(1));
   check_equal(hours_of(slow.total.exposed), 5, "total");
+  rounds.end(b.submitted + hours(2));
+  check_equal(rounds.statistics().count, 2u, "nothing was submitted in the last one");
+  check_equal(hours_of(rounds.statistics().exposed), 5, "until each round's end");
 });
 
 const bool counted = testing::add("the engine reports operations, bytes, algorithms and times by name", [] {
@@ -64,7 +69,7 @@ const bool counted = testing::add("the engine reports operations, bytes, algorit
       engine.wait(*second);
     }
     check(!engine.run(allreduce("unlike", unlike)).ok(), "shapes differ");
-    std::vector<NamedStatistics> all = engine.report();
+    std::vector<NamedStatistics> all = engine.report().names;
     std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
     if (!check(all.size() == 3, "three names")) return;
     const auto& [large_name, of_large] = all[0];
@@ -90,7 +95,7 @@ const bool bounded = testing::add("names that are used once are counted together
     const int names = kSlots + 1000;
     for (int i = 0; i < names; ++i) check(engine.run(allreduce("once" + std::to_string(i), data)).ok(), "run");
     std::uint64_t operations = 0;
-    const auto all = engine.report();
+    const auto all = engine.report().names;
     for (const auto& [name, one] : all) operations += one.operations;
     check_equal(operations, static_cast<std::uint64_t>(names), "none is lost");
     check(all.size() <= kSlots + 2, "bounded");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,6 +41,18 @@ def test_calls_of_both_kinds_meet(rank, size):
         here = run() if (rank + step) % 2 else kvstore_hvd.allreduce(x, "x", "average", prescale=2.0)
         assert here.tolist() == [2 * total / size] * 3
         assert_equal_on_all_ranks(here, "average")
+
+
+def test_many_threads_call_it(rank, size):
+    """Each call is an operation of its own; here all have the same result, whichever call of another rank they meet."""
+    x = np.full(1000, rank + 1.0)
+    run = kvstore_hvd.allreduce_init(x, "x")
+
+    def call(_):
+        return all((run() == size * (size + 1) / 2).all() for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(4)))
 
 
 def test_it_keeps_its_arrays(rank, size):
@@ -92,6 +105,7 @@ def test_reset_ends_it(rank, size):
     run()
     meet_again()
     if size > 1:
-        with pytest.raises(ShutdownError):
-            run()
+        for _ in range(2):
+            with pytest.raises(ShutdownError, match=r"allreduce_init\(\) for what was prepared"):
+                run()
     assert kvstore_hvd.allreduce_init(x, "x")().tolist() == [size] * 2

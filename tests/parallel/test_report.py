@@ -34,10 +34,14 @@ def names_of(net):
 def test_gradients_of_a_training(rank, size):
     """Every gradient has a label, its calls and bytes, its algorithm, and times that fit together."""
     net = mlp()
+    before = mx.kv.create("horovod").report()["rounds"]
     trainer = train(net)
     report = trainer._kvstore.report()
     assert report["workers"] == size
     assert sorted(report["keys"]) == sorted(names_of(net))
+    rounds = {what: number - before[what] for what, number in report["rounds"].items()}
+    assert (rounds["count"] >= STEPS) == (size > 1)
+    assert 0 <= rounds["exposed_ms"] <= report["ms"]["exposed"] * (1 + 1e-9)
     direct = config().zero_copy
     for param, name in zip(parameters(net), names_of(net)):
         entry = report["keys"][name]

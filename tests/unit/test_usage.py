@@ -99,13 +99,30 @@ def test_a_report_prints_as_a_table() -> None:
     counted.add("broadcast", "loss", 4)
     statistics = Statistics(1, 3 << 20, "two-shot", Times(0.001, 0.002, 0.0), Times(0.001, 0.002, 0.0), 0.0)
     entries = counted.report({"0": "weight"}, {"0": Measured(statistics, "3 devices")}.get)
-    report = Report({"workers": 2, "arena": {"used": 1 << 20, "capacity": 8 << 20}, **entries})
+    report = Report(
+        {
+            "workers": 2,
+            "rounds": {"count": 3, "exposed_ms": 1.5},
+            "arena": {"used": 1 << 20, "capacity": 8 << 20},
+            **entries,
+        }
+    )
     assert str(report).splitlines() == [
         "2 workers; 1 pushpull, 1 broadcast; 3.0 MiB; 1.0 ms queued, 2.0 ms reducing, 0.0 ms exposed; "
-        "arena: 1.0 of 8.0 MiB",
+        "3 rounds, 1.5 ms exposed; arena: 1.0 of 8.0 MiB",
         "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
         "weight      1  3145728  two-shot       1.000        2.000       0.000  3 devices",
         "loss        1        4",
     ]
-    nothing = Report({"workers": 1, "arena": {"used": 0, "capacity": 0}, **Usage().report({}, unknown)})
-    assert str(nothing) == ("1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed; no arena")
+    nothing = Report(
+        {
+            "workers": 1,
+            "rounds": {"count": 0, "exposed_ms": 0.0},
+            "arena": {"used": 0, "capacity": 0},
+            **Usage().report({}, unknown),
+        }
+    )
+    assert str(nothing) == (
+        "1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed; "
+        "0 rounds, 0.0 ms exposed; no arena"
+    )

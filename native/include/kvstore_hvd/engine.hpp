@@ -62,6 +62,8 @@ class Engine {
 
   // Like submit, for a caller that waits at once: the communication thread is left asleep, which is the fastest way.
   std::shared_ptr<Work> submit_to_wait(std::shared_ptr<const Request> request);
+  // The same once more, after its request was submitted and is over. Nobody else may look at `work` any more.
+  void submit_to_wait(const std::shared_ptr<Work>& work);
   Status run(Request request) { return wait(*submit_to_wait(std::make_shared<Request>(std::move(request)))); }
 
   // Fails all pending and later requests of all ranks of the world with kTransport and this text.
@@ -75,7 +77,7 @@ class Engine {
   std::uint64_t bytes_in_place() const;
 
   // What this rank has measured of its operations, as Pending::report(); empty in a forked child.
-  std::vector<NamedStatistics> report() const;
+  EngineStatistics report() const;
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and

@@ -28,6 +28,8 @@ class Messages {
   // This rank has left its world.
   Status left(const Request& request) const;
 
+  // The same for what begins with `prefix`.
+  static Status left(const std::string& prefix);
   // In a forked child, where there is no world to look at.
   static Status forked();
 

@@ -55,7 +55,7 @@ class Pending {
     std::shared_ptr<Work> work;
     Status status;
   };
-  Completed complete(std::uint32_t slot);
+  Completed complete(std::uint32_t slot, std::chrono::steady_clock::time_point now);
 
   // Hands out everything.
   std::deque<std::shared_ptr<Work>> take_all();
@@ -75,9 +75,9 @@ class Pending {
   // What to blame when a request has waited for `timeout`: empty when none has.
   std::string describe_overdue(std::chrono::nanoseconds timeout);
 
-  // By name; under the empty name what was measured under names that are forgotten (all but about kSlots, those that
-  // are not in use). Ends a round, see Rounds.
-  std::vector<NamedStatistics> report();
+  // Names: under the empty one what was measured under names that are forgotten (all but about kSlots, those that are
+  // not in use). Ends a round, see Rounds.
+  EngineStatistics report();
 
  private:
   // The first request of a name is announced, or waits for a free slot.

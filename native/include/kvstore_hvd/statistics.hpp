@@ -38,6 +38,18 @@ struct NamedStatistics {
   Statistics statistics;
 };
 
+// The rounds that are over, see Rounds.
+struct RoundStatistics {
+  std::uint64_t count = 0;
+  // From the last submission of a round until nothing of it is under way, or the next round begins; of all.
+  std::chrono::nanoseconds exposed{0};
+};
+
+struct EngineStatistics {
+  std::vector<NamedStatistics> names;
+  RoundStatistics rounds;
+};
+
 // Finds the time of an operation that nothing else of this rank was hidden behind.
 //
 // A round is a row of submissions in which no name comes twice: in training, a step. An operation is exposed from the
@@ -52,8 +64,9 @@ class Rounds {
   void completed(Statistics& statistics, const Work& work, std::chrono::steady_clock::time_point when);
   // The next submission begins another round.
   void end(std::chrono::steady_clock::time_point when);
-  // Completed operations of the round under way are not exposed.
-  void forget() { completed_.clear(); }
+  // What is under way or completed in this round is not exposed.
+  void forget();
+  const RoundStatistics& statistics() const { return statistics_; }
 
  private:
   struct Completed {
@@ -62,6 +75,9 @@ class Rounds {
   };
 
   std::uint32_t round_ = 1;
+  bool begun_ = false;         // something was submitted in this round
+  std::size_t under_way_ = 0;  // of this round's operations
+  RoundStatistics statistics_;
   std::chrono::steady_clock::time_point last_submission_;
   std::chrono::steady_clock::time_point before_, ended_;  // of the round before: its last submission, its end
   std::vector<Completed> completed_;                      // in this round, since its last submission

@@ -32,6 +32,15 @@ class Work {
     done_.store(true, std::memory_order_release);
   }
 
+  // Makes it that of a new submission.
+  void renew() {
+    status_ = Status();
+    done_.store(false, std::memory_order_relaxed);  // Relaxed: seen by the thread that submits it only, as yet.
+    watched_slot = kNoSlot;
+    scheduled = {};
+    algorithm = Algorithm::kInline;
+  }
+
   // The engine's.
   std::chrono::steady_clock::time_point submitted;
   std::chrono::steady_clock::time_point since;  // when it was submitted, or became the first of its name
