@@ -11,8 +11,8 @@ the Trainer's loop calls. MPI reduces tensor after tensor, in place, backward. E
 one after the other in every repetition and in another order in each; gradients are rewritten before; a repetition
 counts as its slowest rank.
 
-'first layer' is the time from the last enqueue until the first layer's sum is there: how long the next forward pass
-would have to wait if the computation ended with the last enqueue.
+'first layer' is the time from the last enqueue, on the rank that comes last, until the first layer's sum is there on
+all ranks: how long the next forward pass would have to wait if the computation ended with the last enqueue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from ranks import Rank, arguments_of_launches, start_launches, start_or_be_a_ran
 SCRIPT = Path(__file__).resolve()
 MPI_METHOD = "MPI, per tensor"
 FIRST_LAYER = ", first layer"
+ENQUEUED = ", enqueued"
 OURS = ("Trainer", "pushpull")
+NOTHING = (0.0, 0.0)
 
 
 # -- As a rank ----------------------------------------------------------------------------------------------------
@@ -75,8 +77,8 @@ def make_trainer(shapes: Sequence[tuple[int, ...]], store: Any) -> Any:
 
 def make_methods(
     methods: Any, trainer: Any, arrays: Sequence[Any], memories: Sequence[Any], mpi: Any
-) -> dict[str, Callable[[], float]]:
-    """Return the methods; each returns the seconds until the first layer is ready (or 0)."""
+) -> dict[str, Callable[[], tuple[float, float]]]:
+    """Return the methods; each returns when it had enqueued all, and when the first layer was ready (or nothing)."""
     import ctypes
 
     import numpy as np
@@ -88,27 +90,27 @@ def make_methods(
     backward = list(enumerate(arrays))[::-1]
     forward = list(enumerate(arrays))
 
-    def enqueue(order: Sequence[tuple[int, Any]]) -> float:
+    def enqueue(order: Sequence[tuple[int, Any]]) -> tuple[float, float]:
         for key, array in order:
             store.pushpull(key, array, priority=-key)
         enqueued = perf_counter()
         arrays[0].wait_to_read()
         first = perf_counter()
         waitall()
-        return first - enqueued
+        return enqueued, first
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         trainer.allreduce_grads()
         enqueued = perf_counter()
         first_gradient.wait_to_read()
         first = perf_counter()
         waitall()
-        return first - enqueued
+        return enqueued, first
 
-    def copy() -> float:
+    def copy() -> tuple[float, float]:
         for other, memory in zip(others, memories):
             ctypes.memmove(other.ctypes.data, memory.ctypes.data, memory.nbytes)
-        return 0.0
+        return NOTHING
 
     found = {
         "memcpy of all": copy,
@@ -118,20 +120,20 @@ def make_methods(
     }
     raw = [methods.on(array, f"gradient/{key}")["raw"] for key, array in backward]
 
-    def one_by_one() -> float:
+    def one_by_one() -> tuple[float, float]:
         for run in raw:
             run()
-        return 0.0
+        return NOTHING
 
     found["raw, one after the other"] = one_by_one
     if mpi is not None:
         allreduce, in_place = mpi.COMM_WORLD.Allreduce, mpi.IN_PLACE
         specs = [[memory, mpi.FLOAT] for memory in memories[::-1]]
 
-        def per_tensor() -> float:
+        def per_tensor() -> tuple[float, float]:
             for spec in specs:
                 allreduce(in_place, spec)
-            return 0.0
+            return NOTHING
 
         found[MPI_METHOD] = per_tensor
     return found
@@ -150,7 +152,8 @@ def be_a_rank(options: argparse.Namespace) -> None:
     gradients = [memory_of(param.list_grad()[0]) for param in trainer._params]
     actions = make_methods(methods, trainer, arrays, memories, rank.mpi)
     samples: Samples = {method: [] for method in actions}
-    samples.update({f"{method}{FIRST_LAYER}": [] for method in actions if method.startswith(OURS)})
+    for what in (ENQUEUED, FIRST_LAYER):
+        samples.update({f"{method}{what}": [] for method in actions if method.startswith(OURS)})
     order = list(actions)
     shuffle = random.Random(0).shuffle  # the same order on all ranks
     for repetition in range(-2, options.repetitions):
@@ -161,13 +164,14 @@ def be_a_rank(options: argparse.Namespace) -> None:
                 memory.fill(rank.rank + 1)
             rank.gate.wait()
             start = perf_counter()
-            first = actions[method]()
+            enqueued, first = actions[method]()
             seconds = perf_counter() - start
             if repetition < 0 and method != "memcpy of all":
                 _check(method, used, rank.size)
             if repetition >= 0:
                 samples[method].append(seconds)
                 if method.startswith(OURS):
+                    samples[method + ENQUEUED].append(enqueued)
                     samples[method + FIRST_LAYER].append(first)
     rank.gate.wait()
     methods.close()
@@ -181,6 +185,15 @@ def _check(method: str, memories: Sequence[Any], ranks: int) -> None:
 
 
 # -- As the one that starts them ----------------------------------------------------------------------------------
+
+
+def slowest_times(ranks: Sequence[Samples]) -> Samples:
+    """Return the time of the slowest rank; of the first layer, since the last rank had enqueued. They share a clock."""
+    samples = slowest(ranks)
+    for method in [each for each in samples if each.endswith(FIRST_LAYER)]:
+        enqueued = samples.pop(method[: -len(FIRST_LAYER)] + ENQUEUED)
+        samples[method] = [max(0.0, first - last) for first, last in zip(samples[method], enqueued)]
+    return samples
 
 
 def show(samples: Samples, launches: Sequence[Samples], mpi: str) -> str:
@@ -213,7 +226,7 @@ def start(options: argparse.Namespace) -> None:
     text = [f"{options.ranks} ranks, {tensors} tensors, {elements:,} elements ({elements * 4e-6:.1f} MB)\n"]
     results: dict[str, Any] = {}
     for name, ranks_of_launches in saved.items():
-        launches = [slowest([rank["samples"] for rank in ranks]) for ranks in ranks_of_launches]
+        launches = [slowest_times([rank["samples"] for rank in ranks]) for ranks in ranks_of_launches]
         samples = joined(launches)
         text.append(f"{name}, {options.launches} launches\n{show(samples, launches, name)}\n")
         results[name] = {

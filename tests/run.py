@@ -194,6 +194,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Run the steps, print the table and the totals; returns the exit code: 0 when everything passed."""
     options = parse(arguments)
+    # Where it is ignored (nohup, the background of a script) what is started here would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     header(options)
     rows = []
     for step in steps(options):

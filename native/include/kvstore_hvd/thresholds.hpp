@@ -24,7 +24,7 @@ struct Thresholds {
   std::uint32_t min_part = 8 << 10;      // direct, what is claimed at a time: less is done sooner than divided
   std::uint32_t max_part = 256 << 10;
   std::uint32_t submitter = 4 << 20;  // direct: up to here the last rank begins on the thread that submits
-  std::uint32_t linger = 64 << 10;    // up to here a submitting thread may stay until the others have come
+  std::uint32_t linger = 1 << 20;     // up to here a submitting thread may stay until the others have come
 };
 
 // What a threshold may be: a multiple of `unit`, from `least` to `most`.
