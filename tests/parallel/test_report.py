@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -35,13 +36,15 @@ def test_gradients_of_a_training(rank, size):
     """Every gradient has a label, its calls and bytes, its algorithm, and times that fit together."""
     net = mlp()
     before = mx.kv.create("horovod").report()["rounds"]
+    begin = time.monotonic()
     trainer = train(net)
     report = trainer._kvstore.report()
+    elapsed = time.monotonic() - begin
     assert report["workers"] == size
     assert sorted(report["keys"]) == sorted(names_of(net))
     rounds = {what: number - before[what] for what, number in report["rounds"].items()}
     assert (rounds["count"] >= STEPS) == (size > 1)
-    assert 0 <= rounds["exposed_ms"] <= report["ms"]["exposed"] * (1 + 1e-9)
+    assert 0 <= rounds["exposed_ms"] <= elapsed * 1e3
     direct = config().zero_copy
     for param, name in zip(parameters(net), names_of(net)):
         entry = report["keys"][name]
@@ -54,15 +57,15 @@ def test_gradients_of_a_training(rank, size):
         else:
             assert (entry["algorithm"], entry["staged"]) == ("inline", "KVHVD_ZERO_COPY=0")
         for which in ("mean", "last"):
-            queued, reducing, exposed = (entry["ms"][time][which] for time in TIMES)
+            queued, reducing, exposed = (entry["ms"][what][which] for what in TIMES)
             assert queued >= 0 and reducing >= 0
             assert 0 <= exposed <= (queued + reducing) * (1 + 1e-9)
             # Whoever comes last with a small one has not waited, and the others do not see the reduction.
             assert (kvstore_hvd.allreduce(np.array([queued + reducing]), f"{name}/{which}")[0] > 0) == (size > 1)
-    for time in TIMES:
+    for what in TIMES:
         calls = {name: sum(entry["operations"].values()) for name, entry in report["keys"].items()}
-        total = sum(report["keys"][name]["ms"][time]["mean"] * count for name, count in calls.items())
-        assert report["ms"][time] == pytest.approx(total)
+        total = sum(report["keys"][name]["ms"][what]["mean"] * count for name, count in calls.items())
+        assert report["ms"][what] == pytest.approx(total)
 
 
 def test_the_arena_has_the_gradients(rank, size):
