@@ -45,7 +45,7 @@ DTYPES = {
     "int64": 7,
 }
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
-COLLECTIVES = {"allreduce": 0, "broadcast": 1}
+COLLECTIVES = {"allreduce": 0, "broadcast": 1, "exchange": 2, "reducescatter": 3}
 
 # native/include/kvstore_hvd/status.hpp
 _EXCEPTIONS: dict[int, type[errors.KVHvdError]] = {
@@ -305,6 +305,8 @@ def request(
     root: int = 0,
     priority: int = 0,
     as_half: bool = False,
+    parts: Sequence[tuple[int, int, int, int]] = (),
+    contributed: int = 0,
 ) -> Any:
     """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
 
@@ -326,6 +328,8 @@ def request(
         root,
         priority,
         as_half,
+        list(parts),
+        contributed,
     )
 
 

@@ -157,4 +157,6 @@ def _native_request(request: Request) -> Any:
         request.postscale,
         request.root,
         request.priority,
+        parts=request.parts,
+        contributed=request.contributed,
     )

@@ -58,7 +58,7 @@ Signature signature_of(const Request& request) {
   }
   if (request.collective == Collective::kBroadcast) {
     signature.root = request.root;
-  } else {
+  } else if (request.collective != Collective::kExchange) {
     signature.op = request.op;
     signature.as_half = request.as_half && can_be_half(request.dtype, request.op);
     signature.prescale = request.prescale;

@@ -13,6 +13,12 @@
 
 namespace kvstore_hvd {
 
+// A part of a rank's input, in bytes, and where it goes in the output of the rank that takes it.
+struct Part {
+  int rank;
+  std::size_t from, bytes, to;
+};
+
 struct Request {
   Collective collective = Collective::kAllreduce;
   // Matches the request with those of the other ranks; equal on all ranks, whatever the order of submission. Requests
@@ -32,8 +38,13 @@ struct Request {
   ReduceOp op = ReduceOp::kSum;  // kAverage divides by the number of ranks
   double prescale = 1.0;
   double postscale = 1.0;
-  bool as_half = false;       // allreduce only: see Reduction
-  int root = 0;               // broadcast only
+  bool as_half = false;  // allreduce only: see Reduction
+  int root = 0;          // broadcast only
+  // Exchange: what this rank takes. Reduce-scatter: the one part of the result that it receives (of no rank's input).
+  // One input and one output then, which do not overlap.
+  std::vector<Part> parts;
+  // Exchange only: the elements of this rank's input; `count` is the largest number of any rank.
+  std::size_t contributed = 0;
   std::int32_t priority = 0;  // higher runs first; that of the last rank to submit decides
   // Non-empty: this rank cannot take part because its input failed; every rank gets kInputFailed with this text. Only
   // name, label and on_done matter then.

@@ -29,7 +29,9 @@ constexpr bool can_be_half(DType type, ReduceOp op) {
   return (type == DType::kFloat32 || type == DType::kFloat64) && (op == ReduceOp::kSum || op == ReduceOp::kAverage);
 }
 
-enum class Collective : std::uint8_t { kAllreduce = 0, kBroadcast = 1 };
+// Exchange: every rank takes what it wants of every rank's input (allgather, alltoall). See Request::parts.
+enum class Collective : std::uint8_t { kAllreduce = 0, kBroadcast = 1, kExchange = 2, kReduceScatter = 3 };
+inline constexpr int kCollectives = 4;
 
 constexpr std::size_t size_of(DType type) {
   switch (type) {
@@ -61,7 +63,8 @@ constexpr const char* name_of(ReduceOp op) {
 }
 
 constexpr const char* name_of(Collective collective) {
-  return collective == Collective::kAllreduce ? "allreduce" : "broadcast";
+  constexpr const char* kNames[kCollectives] = {"allreduce", "broadcast", "exchange", "reducescatter"};
+  return kNames[static_cast<int>(collective)];
 }
 
 }  // namespace kvstore_hvd

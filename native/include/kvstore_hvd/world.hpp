@@ -107,12 +107,14 @@ struct Ready {
 };
 
 enum class Algorithm : std::uint32_t {
-  kFail,       // nothing moves: the ranks disagree, the slot says about what
-  kOneShot,    // every rank stages everything and reduces everything: one synchronisation
-  kTwoShot,    // every rank reduces one slice for all: two synchronisations, each byte moves twice
-  kBroadcast,  // the root stages, the others copy
-  kDirect,     // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
-  kInline,     // never scheduled: the last rank to announce reduces what the announcements carry
+  kFail,           // nothing moves: the ranks disagree, the slot says about what
+  kOneShot,        // every rank stages everything and reduces everything: one synchronisation
+  kTwoShot,        // every rank reduces one slice for all: two synchronisations, each byte moves twice
+  kBroadcast,      // the root stages, the others copy
+  kDirect,         // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
+  kInline,         // never scheduled: the last rank to announce reduces what the announcements carry
+  kExchange,       // every rank stages its input and takes what it wants of the others'
+  kReduceScatter,  // every rank stages everything and reduces what it receives
 };
 
 // Part of a tensor inside a chunk.
