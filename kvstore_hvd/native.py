@@ -307,6 +307,7 @@ def request(
     as_half: bool = False,
     parts: Sequence[tuple[int, int, int, int]] = (),
     contributed: int = 0,
+    weight: float = 1.0,
 ) -> Any:
     """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
 
@@ -330,6 +331,7 @@ def request(
         as_half,
         list(parts),
         contributed,
+        weight,
     )
 
 

@@ -47,6 +47,8 @@ class Request:
         output then, which do not overlap.
     contributed : int
         Exchange: the elements of this worker's input; `shape` has the largest number of any worker's.
+    weight : float
+        Op ``'average'`` divides the sum by that of the workers' weights, unless all are 0.
     """
 
     collective: str
@@ -63,6 +65,7 @@ class Request:
     priority: int = 0
     parts: Sequence[tuple[int, int, int, int]] = ()
     contributed: int = 0
+    weight: float = 1.0
 
     @property
     def count(self) -> int:

@@ -159,4 +159,5 @@ def _native_request(request: Request) -> Any:
         request.priority,
         parts=request.parts,
         contributed=request.contributed,
+        weight=request.weight,
     )

@@ -34,7 +34,7 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
                                       std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
                                       double prescale, double postscale, int root, int priority, bool as_half,
                                       const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts,
-                                      std::size_t contributed) {
+                                      std::size_t contributed, double weight) {
   if (collective < 0 || collective >= kCollectives)
     throw py::value_error("unknown collective " + std::to_string(collective));
   if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
@@ -57,6 +57,7 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
   request.as_half = as_half;
   for (const auto& [rank, from, bytes, to] : parts) request.parts.push_back(Part{rank, from, bytes, to});
   request.contributed = contributed;
+  request.weight = weight;
   return made;
 }
 
@@ -206,7 +207,8 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_request), py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"),
            py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
-           py::arg("as_half") = false, py::arg("parts") = py::tuple(), py::arg("contributed") = 0);
+           py::arg("as_half") = false, py::arg("parts") = py::tuple(), py::arg("contributed") = 0,
+           py::arg("weight") = 1.0);
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(

@@ -183,8 +183,8 @@ void Pipeline::reduce_range(const Entry& entry, std::uint64_t index, std::uint64
       outputs_[r] = r == rank_ ? result_of(request) + piece.offset + offset : staged;
     }
     void* const* outputs = to_all ? outputs_.data() : &outputs_[rank_];
-    reduce(reduction_of(request, world_.size), inputs_.data(), static_cast<int>(world_.size), outputs,
-           to_all ? static_cast<int>(world_.size) : 1, bytes / size_of(request.dtype));
+    reduce(reduction_of(request, world_.slots[piece.slot].weights), inputs_.data(), static_cast<int>(world_.size),
+           outputs, to_all ? static_cast<int>(world_.size) : 1, bytes / size_of(request.dtype));
   });
 }
 
@@ -205,8 +205,8 @@ void Pipeline::take_parts(const Entry& entry, std::uint64_t index) {
         continue;
       }
       for (int r = 0; r < static_cast<int>(world_.size); ++r) inputs_[r] = input_of(r);
-      reduce(reduction_of(request, world_.size), inputs_.data(), static_cast<int>(world_.size), &output, 1,
-             (end - begin) / size_of(request.dtype));
+      reduce(reduction_of(request, world_.slots[piece.slot].weights), inputs_.data(), static_cast<int>(world_.size),
+             &output, 1, (end - begin) / size_of(request.dtype));
     }
   });
 }

@@ -324,6 +324,33 @@ const bool late_waiter =
       });
     });
 
+const bool weighted = testing::add("an average is divided by the ranks' weights, whichever way it goes", [] {
+  for (const int size : {2, 3, 4}) {
+    with_world(size, [size](Engine& engine, int rank) {
+      // Of all ranks; of one of them; all zero: then it is the sum.
+      for (const int kind : {0, 1, 2}) {
+        const auto weight_of = [&](int r) { return kind == 0 ? 0.5 + r : kind == 1 && r == size - 1 ? 3.0 : 0.0; };
+        double weights = 0.0;
+        for (int r = 0; r < size; ++r) weights += weight_of(r);
+        for (const std::size_t count : {1, 100, 5000, 300000}) {
+          auto data = values_of(rank, count);
+          Request request = allreduce("k" + std::to_string(kind) + "c" + std::to_string(count), data);
+          request.op = ReduceOp::kAverage;
+          request.weight = weight_of(rank);
+          check(engine.run(std::move(request)).ok(), "run");
+          const auto scale = static_cast<float>(weights == 0.0 ? 1.0 : 1.0 / weights);
+          check(same_bits(data, [&](std::size_t i) { return sum_in_rank_order(size, i) * scale; }),
+                "kind " + std::to_string(kind) + " of " + std::to_string(count));
+        }
+      }
+      std::vector<float> data(1);
+      Request request = allreduce("negative", data);
+      request.weight = -1.0;
+      check(engine.run(std::move(request)).code() == ErrorCode::kInputFailed, "a weight below 0");
+    });
+  }
+});
+
 }  // namespace
 }  // namespace kvstore_hvd
 

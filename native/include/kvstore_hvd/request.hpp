@@ -35,7 +35,8 @@ struct Request {
   std::size_t count = 0;
   std::vector<std::int64_t> shape;  // compared across ranks; product == count
   DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;  // kAverage divides by the number of ranks
+  ReduceOp op = ReduceOp::kSum;
+  double weight = 1.0;  // kAverage divides the sum by that of the ranks' weights, unless they are all 0
   double prescale = 1.0;
   double postscale = 1.0;
   bool as_half = false;  // allreduce only: see Reduction
@@ -59,10 +60,10 @@ std::string fault_of(const Request& request, int ranks);
 
 inline std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
 
-// How the contributions of all ranks are reduced.
-inline Reduction reduction_of(const Request& request, std::uint32_t ranks) {
+// How the contributions of all ranks are reduced. `weights`: the sum of all ranks'.
+inline Reduction reduction_of(const Request& request, double weights) {
   Reduction reduction{request.dtype, request.op, request.prescale, request.postscale, request.as_half};
-  if (request.op == ReduceOp::kAverage) reduction.postscale /= ranks;
+  if (request.op == ReduceOp::kAverage && weights != 0.0) reduction.postscale /= weights;
   return reduction;
 }
 

@@ -19,8 +19,8 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kDTypes = 8;
 
-// Average is a sum whose postscale carries 1/size; it is a separate value only so that ranks that
-// disagree about it are told so in the user's own words.
+// Average is a sum whose postscale is divided by the ranks' weights, 1 each as a rule; it is a separate value only so
+// that ranks that disagree about it are told so in the user's own words.
 enum class ReduceOp : std::uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
 inline constexpr int kReduceOps = 5;
 
