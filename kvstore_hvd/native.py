@@ -185,7 +185,8 @@ class EngineStatistics:
         How many are over, see `Times`.
     exposed : float
         Seconds, of all rounds: from the last submission of each until nothing of it is under way, or the next one
-        begins. What a training waits for its communication, where nothing else is to be done then.
+        begins. What a training waits for its communication, where nothing else is to be done then. Every operation of
+        the worker counts, whoever submits it: with others in a step (barriers, NumPy arrays) this is about those, too.
     """
 
     names: dict[str, Statistics] = field(default_factory=dict)

@@ -119,13 +119,13 @@ struct Prepared {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Request> request;
   py::object result, owner;    // with the memory
-  std::shared_ptr<Work> work;  // of the last run; null while one is under way
+  std::shared_ptr<Work> work;  // of a run that is over, or null
 };
 
 PyObject* run_prepared(PyObject* self, PyObject*) {
   try {
     auto& prepared = *static_cast<Prepared*>(PyCapsule_GetPointer(self, nullptr));
-    // Threads that run it at the same time have one each. Not kept after a failure, when others may still look at it.
+    // Threads that run it at the same time have one each. Not kept after an exception: it may still be under way.
     std::shared_ptr<Work> work = std::move(prepared.work);
     run(*prepared.engine, prepared.request, work);
     prepared.work = std::move(work);
