@@ -20,7 +20,7 @@ import numpy as np
 from kvstore_hvd import bootstrap, log, mxnet_compat, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.shm import ShmCommunicator
-from kvstore_hvd.config import config
+from kvstore_hvd.config import config, tell_unused
 from kvstore_hvd.errors import ShutdownError, message
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.topology import Topology, World
@@ -161,6 +161,8 @@ class Engine:
     def _join(self, world: World) -> None:
         topology = world.topology
         log.set_rank(topology.rank, topology.size)
+        if topology.rank == 0:
+            tell_unused()
         self._deferred = None
         if topology.size > 1:
             if self._world is not None:
