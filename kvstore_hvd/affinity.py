@@ -24,7 +24,7 @@ def chosen_core(cores: Sequence[int], local_rank: int, local_size: int) -> int |
     if not cores:
         return None
     present = os.cpu_count() or 1
-    if len(cores) != local_size or max(cores) >= present:
+    if len(cores) < local_size or max(cores) >= present:
         raise ConfigError(
             message(
                 f"KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY) names the cores {', '.join(map(str, cores))} for "

@@ -25,7 +25,6 @@ __all__ = [
     "config",
     "environment",
     "known_variables",
-    "parse_flag",
     "pass_alias_on",
     "prepare_mxnet",
     "reload",
@@ -73,14 +72,7 @@ def _count(text: str) -> int:
 _count.expected = "a whole number, 0 or more"  # type: ignore[attr-defined]
 
 
-def parse_flag(text: str) -> bool:
-    """Read what is on or off: ``1 true yes on`` or ``0 false no off``, in any case.
-
-    Raises
-    ------
-    ValueError
-        It is none of these.
-    """
+def _flag(text: str) -> bool:
     value = text.lower()
     if value in ("1", "true", "yes", "on"):
         return True
@@ -89,7 +81,7 @@ def parse_flag(text: str) -> bool:
     raise ValueError
 
 
-parse_flag.expected = "0 or 1"  # type: ignore[attr-defined]
+_flag.expected = "0 or 1"  # type: ignore[attr-defined]
 
 
 def _secret(text: str) -> bytes:
@@ -211,7 +203,7 @@ class Config:
         doc="Lowest level of diagnostics shown: trace, debug, info, warning, error, fatal.",
     )
     log_hide_time: bool = _knob(
-        parse_flag, True, "HOROVOD_LOG_HIDE_TIME", doc="0: lines of diagnostics begin with the time of day."
+        _flag, True, "HOROVOD_LOG_HIDE_TIME", doc="0: lines of diagnostics begin with the time of day."
     )
     simd: str = _knob(
         _choice("auto", "scalar", "avx2", "avx512"),
@@ -220,7 +212,7 @@ class Config:
         doc="Instruction set of the reduction kernels: auto, scalar, avx2, avx512.",
     )
     zero_copy: bool = _knob(
-        parse_flag, True, "KVHVD_ZERO_COPY", doc="1: gradients of Gluon's parameters live in memory that workers share."
+        _flag, True, "KVHVD_ZERO_COPY", doc="1: gradients of Gluon's parameters live in memory that workers share."
     )
     arena_mib: int = _knob(
         _count,
@@ -235,25 +227,19 @@ class Config:
         doc="Sizes in bytes at which the engine changes its way, NAME=BYTES,...: what benchmarks/tune.py prints.",
     )
     numpy_shim: bool = _knob(
-        parse_flag, True, "KVHVD_NUMPY_SHIM", doc="1: add the NumPy names that MXNet needs and newer NumPy lacks."
+        _flag, True, "KVHVD_NUMPY_SHIM", doc="1: add the NumPy names that MXNet needs and newer NumPy lacks."
     )
     allow_local_trainer: bool = _knob(
-        parse_flag,
+        _flag,
         False,
         "KVHVD_ALLOW_LOCAL_TRAINER",
         doc="1: let a Trainer without a distributed store run although there are several workers.",
     )
     as_horovod: bool = _knob(
-        parse_flag,
+        _flag,
         False,
         "KVHVD_AS_HOROVOD",
         doc="1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.",
-    )
-    dynamic_process_sets: bool = _knob(
-        parse_flag,
-        False,
-        "HOROVOD_DYNAMIC_PROCESS_SETS",
-        doc="1: process sets may be added and removed after init().",
     )
     thread_affinity: tuple[int, ...] = _knob(
         _cores,

@@ -69,6 +69,8 @@ class Engine:
         with self._lock:
             if self._world is None:
                 self._join(bootstrap.discover(comm))
+                if self.topology.rank == 0:
+                    tell_unused()
             elif self._closed:
                 self._rejoin()
             return self._world.topology if self._world is not None else self.topology
@@ -161,8 +163,6 @@ class Engine:
     def _join(self, world: World) -> None:
         topology = world.topology
         log.set_rank(topology.rank, topology.size)
-        if topology.rank == 0:
-            tell_unused()
         self._deferred = None
         if topology.size > 1:
             if self._world is not None:

@@ -21,7 +21,6 @@ _REASONS = {
     "HOROVOD_FUSION_THRESHOLD": "small tensors are carried out at once and large ones in parts, so none waits",
     "HOROVOD_DISABLE_GROUP_FUSION": "results do not depend on what is carried out together",
     "HOROVOD_CYCLE_TIME": _NO_CYCLES,
-    "HOROVOD_TIMELINE_MARK_CYCLES": _NO_CYCLES,
     "HOROVOD_CACHE_CAPACITY": _NO_CACHE,
     "HOROVOD_HIERARCHICAL_ALLREDUCE": _MEMORY,
     "HOROVOD_HIERARCHICAL_ALLGATHER": _MEMORY,

@@ -216,11 +216,12 @@ def _share(cores: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
 
 
 def _set_timeline(variables: dict[str, str], path: str) -> None:
-    path = os.path.abspath(path)  # the workers may change their folder first
-    if not os.path.isdir(os.path.dirname(path)):
-        raise LaunchError(
-            message(f"--timeline-filename: there is no folder '{os.path.dirname(path)}'.", fix="make it first.")
-        )
+    if path != "DYNAMIC":  # the program says when, and where
+        path = os.path.abspath(path)  # the workers may change their folder first
+        if not os.path.isdir(os.path.dirname(path)):
+            raise LaunchError(
+                message(f"--timeline-filename: there is no folder '{os.path.dirname(path)}'.", fix="make it first.")
+            )
     variables["HOROVOD_TIMELINE"] = path
     variables.pop("KVHVD_TIMELINE", None)  # would come first
 

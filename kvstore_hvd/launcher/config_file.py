@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-from kvstore_hvd.config import parse_flag
 from kvstore_hvd.errors import LaunchError, message
 
 __all__ = ["read_options"]
@@ -61,15 +60,10 @@ def read_options(path: str, valued: Collection[str], flags: Collection[str]) -> 
             raise LaunchError(message(f"{where}: '{name}' stands there twice.", fix="leave one of them."))
         if not isinstance(value, yaml.ScalarNode) or not value.value:
             raise LaunchError(message(f"{where}: '{name}' has no value.", fix=f"one line: {name}: VALUE"))
-        options[name] = value.value if name in valued else _flag(where, name, value.value)
+        if name in flags and value.tag != "tag:yaml.org,2002:bool":
+            raise LaunchError(message(f"{where}: {name}: '{value.value}' is not true or false."))
+        options[name] = value.value if name in valued else yaml.safe_load(value.value)
     return options
-
-
-def _flag(where: str, name: str, text: str) -> bool:
-    try:
-        return parse_flag(text)
-    except ValueError:
-        raise LaunchError(message(f"{where}: {name}: '{text}' is not true or false.")) from None
 
 
 def _yaml() -> Any:

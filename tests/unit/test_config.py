@@ -48,7 +48,6 @@ def test_defaults() -> None:
         ("KVHVD_ALLOW_LOCAL_TRAINER", "1", "allow_local_trainer", True),
         ("HOROVOD_LOG_HIDE_TIME", "0", "log_hide_time", False),
         ("KVHVD_AS_HOROVOD", "1", "as_horovod", True),
-        ("HOROVOD_DYNAMIC_PROCESS_SETS", "1", "dynamic_process_sets", True),
         ("HOROVOD_THREAD_AFFINITY", "0, 3,1", "thread_affinity", (0, 3, 1)),
         ("KVHVD_RANK", "3", "rank", 3),
         ("KVHVD_SECRET", "ab" * 16, "secret", b"\xab" * 16),
@@ -76,7 +75,6 @@ def test_our_name_comes_before_horovods() -> None:
         ("KVHVD_LOG_LEVEL", "loud"),
         ("KVHVD_THREAD_AFFINITY", "0,"),
         ("HOROVOD_THREAD_AFFINITY", "0,-1"),
-        ("HOROVOD_DYNAMIC_PROCESS_SETS", "maybe"),
         ("KVHVD_RANK", "-1"),
         ("KVHVD_RANK", "1.5"),
     ],
@@ -147,7 +145,7 @@ def test_horovods_other_variables_are_named_once_with_the_reason(
 @pytest.mark.parametrize(
     "name",
     [
-        "FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "TIMELINE_MARK_CYCLES", "ELASTIC_TIMEOUT", "ELASTIC",
+        "FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "ELASTIC_TIMEOUT", "ELASTIC",
         "HIERARCHICAL_ALLREDUCE", "NUM_NCCL_STREAMS", "DISABLE_GROUP_FUSION", "BATCH_D2D_MEMCOPIES", "AUTOTUNE",
         "AUTOTUNE_WARMUP_SAMPLES", "TORUS_ALLREDUCE", "MPI_THREADS_DISABLE", "CCL_CACHE", "GLOO_IFACE",
         "GLOO_TIMEOUT_SECONDS", "ENABLE_XLA_OPS", "ADASUM_MPI_CHUNK_SIZE", "GPU_OPERATIONS", "WITH_MXNET", "SIZE",

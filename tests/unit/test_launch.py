@@ -363,6 +363,8 @@ def test_the_timeline_is_a_full_path(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     environ = plan("-np", "1", "--timeline-filename", "t.json", "true").workers[0].environment
     assert environ["HOROVOD_TIMELINE"] == str(tmp_path / "t.json")
     assert plan("-np", "1", "true").workers[0].environment["HOROVOD_TIMELINE"] == "other.json"
+    made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
+    assert made.workers[0].environment["HOROVOD_TIMELINE"] == "DYNAMIC"
 
 
 def test_files_count_as_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
