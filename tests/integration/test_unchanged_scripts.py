@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.jobs import LIMIT_S, variables_of
-from support.launchers import kvhvdrun
+from support.launchers import environment, kvhvdrun, mpirun
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,6 +24,9 @@ rank = int(os.environ.get('KVHVD_RANK', 0))
 def say(text, stream=sys.stdout):
     stream.write(text + '\\n'); stream.flush()
 """
+
+
+JOIN = "import kvstore_hvd; kvstore_hvd.init(); "
 
 
 @pytest.fixture
@@ -108,13 +111,14 @@ def test_a_command_that_is_no_python(marker: str, tmp_path: Path) -> None:
 
 
 STORE = """
-import numpy as np, mxnet as mx
+import mxnet as mx
+ones = mx.nd.ones if mx.__version__ < '2' else mx.np.ones
 net = mx.gluon.nn.Dense(1, in_units=2)
 net.initialize()
 trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 1}, kvstore='horovod')
 for step in range(2):
     with mx.autograd.record():
-        loss = net(mx.nd.ones((1, 2)) * (rank + 1)).sum()
+        loss = net(ones((1, 2)) * (rank + 1)).sum()
     loss.backward()
     trainer.allreduce_grads()
     say(str(net.weight.grad().asnumpy().tolist()))
@@ -127,6 +131,24 @@ def test_a_script_that_names_the_store_only(marker: str, script: Path, start: tu
     code, out, err = job(marker, script.parent, "-np", "2", *start, program=("train.py",))
     assert code == 0, err
     assert sorted(out.splitlines()) == [f"[{rank}] [[3.0, 3.0]]" for rank in (0, 0, 1, 1)]
+
+
+@pytest.mark.skipif(mpirun() is None, reason="no mpirun and mpi4py beside this interpreter")
+def test_under_mpirun(script: Path) -> None:
+    write(script, JOIN + "os.write(1, f'{horovod.__version__} {kvstore_hvd.topology().rank}\\n'.encode())")
+    launcher = mpirun()
+    assert launcher is not None
+    done = subprocess.run(
+        launcher.command(2, [sys.executable, "-m", "kvstore_hvd", "train.py"]),
+        cwd=script.parent,
+        env={**environment(launcher), "PYTHONPATH": variables_of()["PYTHONPATH"]},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0.28.1 0", "0.28.1 1"]
 
 
 # -- Other processes of the script --------------------------------------------------------------------------------
@@ -234,8 +256,6 @@ def test_a_full_disk_is_said_and_ends_no_work(marker: str, script: Path) -> None
 
 
 # -- Settings -----------------------------------------------------------------------------------------------------
-
-JOIN = "import kvstore_hvd; kvstore_hvd.init(); "
 
 
 def test_variables_without_effect_are_said_by_one_rank(marker: str, script: Path) -> None:
