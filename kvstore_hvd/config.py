@@ -202,6 +202,12 @@ class Config:
         "HOROVOD_LOG_LEVEL",
         doc="Lowest level of diagnostics shown: trace, debug, info, warning, error, fatal.",
     )
+    as_horovod: bool = _knob(
+        _flag,
+        False,
+        "KVHVD_AS_HOROVOD",
+        doc="1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.",
+    )
     log_hide_time: bool = _knob(
         _flag, True, "HOROVOD_LOG_HIDE_TIME", doc="0: lines of diagnostics begin with the time of day."
     )
@@ -210,6 +216,13 @@ class Config:
         "auto",
         "KVHVD_SIMD",
         doc="Instruction set of the reduction kernels: auto, scalar, avx2, avx512.",
+    )
+    thread_affinity: tuple[int, ...] = _knob(
+        _cores,
+        (),
+        "KVHVD_THREAD_AFFINITY",
+        "HOROVOD_THREAD_AFFINITY",
+        doc="Cores for the communication threads, one for each worker of this host, with commas between them.",
     )
     zero_copy: bool = _knob(
         _flag, True, "KVHVD_ZERO_COPY", doc="1: gradients of Gluon's parameters live in memory that workers share."
@@ -234,19 +247,6 @@ class Config:
         False,
         "KVHVD_ALLOW_LOCAL_TRAINER",
         doc="1: let a Trainer without a distributed store run although there are several workers.",
-    )
-    as_horovod: bool = _knob(
-        _flag,
-        False,
-        "KVHVD_AS_HOROVOD",
-        doc="1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.",
-    )
-    thread_affinity: tuple[int, ...] = _knob(
-        _cores,
-        (),
-        "KVHVD_THREAD_AFFINITY",
-        "HOROVOD_THREAD_AFFINITY",
-        doc="Cores for the communication threads, one for each worker of this host, with commas between them.",
     )
     survivor_time_s: float = _knob(
         _seconds,

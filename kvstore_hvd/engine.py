@@ -20,7 +20,7 @@ import numpy as np
 from kvstore_hvd import bootstrap, log, mxnet_compat, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.shm import ShmCommunicator
-from kvstore_hvd.config import config, tell_unused
+from kvstore_hvd.config import config
 from kvstore_hvd.errors import ShutdownError, message
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.topology import Topology, World
@@ -69,8 +69,6 @@ class Engine:
         with self._lock:
             if self._world is None:
                 self._join(bootstrap.discover(comm))
-                if self.topology.rank == 0:
-                    tell_unused()
             elif self._closed:
                 self._rejoin()
             return self._world.topology if self._world is not None else self.topology
