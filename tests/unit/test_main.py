@@ -115,6 +115,8 @@ def test_traceback_of_a_module_has_no_frames_of_ours(tmp_path: Path) -> None:
         (("-m", "no_such_module"), "no module named 'no_such_module'"),
         (("-m", "no_such.module"), "cannot find module"),
         (("absent.py",), "no such file: 'absent.py'"),
+        ((".",), "the folder '.' has no __main__.py"),
+        (("/proc/self/mem",), "cannot read '/proc/self/mem': "),
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:
