@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -131,6 +132,57 @@ def test_a_script_that_names_the_store_only(marker: str, script: Path, start: tu
     code, out, err = job(marker, script.parent, "-np", "2", *start, program=("train.py",))
     assert code == 0, err
     assert sorted(out.splitlines()) == [f"[{rank}] [[3.0, 3.0]]" for rank in (0, 0, 1, 1)]
+
+
+TRAIN = """
+import mxnet as mx
+import horovod.mxnet as hvd
+from horovod.mxnet.mpi_ops import allreduce
+
+ones = mx.nd.ones if mx.__version__ < '2' else mx.np.ones
+
+class Data(mx.gluon.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, item):
+        return (ones((2,)) * item).asnumpy()
+
+def main():
+    hvd.init()
+    mx.random.seed(hvd.rank())
+    net = mx.gluon.nn.Dense(1, in_units=2)
+    net.initialize(mx.init.Uniform(1))
+    params = net.collect_params()
+    hvd.broadcast_parameters(params, root_rank=0)
+    trainer = hvd.DistributedTrainer(params, 'sgd', {'learning_rate': 0.01})
+    loader = mx.gluon.data.DataLoader(Data(), batch_size=4, num_workers=1)
+    for batch in loader:
+        with mx.autograd.record():
+            loss = net(batch * (1 + hvd.rank())).sum()
+        loss.backward()
+        trainer.step(4)
+    assert allreduce is hvd.allreduce
+    mean = allreduce(ones((1,)) * hvd.rank(), name='mean').asnumpy()[0]
+    print(hvd.size(), mean, net.weight.data().asnumpy().tobytes().hex(), flush=True)
+
+if __name__ == '__main__':
+    if sys.argv[1:] == ['spawn']:
+        import multiprocessing
+        multiprocessing.set_start_method('spawn')
+    main()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvstore_hvd.mxnet") is None, reason="kvstore_hvd.mxnet is not there yet")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_training_with_horovods_interface(marker: str, script: Path, method: str) -> None:
+    script.write_text("import sys\n" + TRAIN)
+    program = (sys.executable, "train.py", method)
+    code, out, err = job(marker, script.parent, "-np", "2", "--as-horovod", "--no-prefix", program=program)
+    assert code == 0, err
+    first, second = out.splitlines()
+    assert first == second
+    assert first.startswith("2 0.5 ")
 
 
 @pytest.mark.skipif(mpirun() is None, reason="no mpirun and mpi4py beside this interpreter")
