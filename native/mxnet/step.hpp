@@ -20,6 +20,7 @@ struct Gradient {
   std::string name, label;
   Array array;
   std::int32_t priority;
+  std::string title = {};  // of a group's first one: how MXNet's profiler names the group
 };
 
 // Gradients of one operation: none shares memory with another.
@@ -44,7 +45,8 @@ class Step {
   void push(const Links& links, const std::string& world, bool as_half) const;
 
   // A group waits for the last of its gradients: so it has kMost at most, of neighbouring parameters, of which only the
-  // first may have more than kSmall bytes. Those behind it (a bias, what normalises the layer) come no later than it does.
+  // first may have more than kSmall bytes. Those behind it (a bias, what normalises the layer) come no later than it
+  // does.
   static constexpr std::size_t kSmall = 16 << 10;
   static constexpr std::size_t kMost = 8;
 

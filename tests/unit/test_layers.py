@@ -19,9 +19,11 @@ LAYERS = (
     ("errors", "log", "config"),
     ("native", "mxnet_compat", "gpu", "topology", "mpi_world", "bootstrap", "rendezvous", "leaving"),
     ("comm",),
+    ("recording",),
     ("engine",),
     (
         "numpy_ops",
+        "timeline",
         "compression",
         "keys",
         "arrays",
