@@ -219,7 +219,7 @@ class Engine::Impl {
   void start_timeline(std::size_t capacity) {
     if (forked()) return;
     const std::lock_guard<std::mutex> lock(mutex_);
-    pending_.timeline().start(capacity);
+    pending_.start_timeline(capacity);
   }
 
   void stop_timeline() {

@@ -203,6 +203,11 @@ EngineStatistics Pending::report() {
   return all;
 }
 
+void Pending::start_timeline(std::size_t capacity) {
+  rounds_.end(Clock::now());
+  timeline_.start(capacity);
+}
+
 std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout) {
   const Request& request = name.queue.front()->request();
   std::string text =

@@ -81,8 +81,8 @@ class Engine {
   // What this rank has measured of its operations, as Pending::report(); empty in a forked child.
   EngineStatistics report() const;
 
-  // Records this rank's operations, see Timeline; take_timeline() hands out what has completed since the last call,
-  // also after the shutdown. Nothing of it does anything in a forked child.
+  // Records this rank's operations, see Timeline, and ends a round. take_timeline() hands out what has completed since
+  // the last call, also after the shutdown. Nothing of it does anything in a forked child.
   void start_timeline(std::size_t capacity);
   void stop_timeline();
   TimelineEvents take_timeline();

@@ -80,7 +80,8 @@ class Pending {
   // not in use). Ends a round, see Rounds.
   EngineStatistics report();
 
-  // What is completed here, or taken away, is recorded in it.
+  // Has what is completed here, or taken away, recorded. Ends a round.
+  void start_timeline(std::size_t capacity);
   Timeline& timeline() { return timeline_; }
 
  private:
