@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -247,7 +248,15 @@ def test_mxnets_profiler_names_operations(target, rank, size) -> None:
     mx.nd.waitall()
     mx.profiler.set_state("stop")
     mx.profiler.dump()
-    text = file.read_text()
+    events = json.loads(file.read_text())["traceEvents"]
     file.unlink()
-    assert "allreduce 'single'" in text
-    assert "allreduce 'dense" in text or "weight' (key" in text
+    times: dict[tuple[str, str], list[int]] = {}
+    for event in events:
+        if event.get("cat") == "operator" and event["name"].startswith("allreduce "):
+            times.setdefault((event["name"], event["ph"]), []).append(event["ts"])
+    names = {name for name, _ in times}
+    assert "allreduce 'single'" in names
+    assert any(name.endswith(f"(key 0) and {len(parameters(net)) - 1} more") for name in names)
+    for name in names:
+        assert len(times[name, "B"]) == len(times[name, "E"])
+        assert all(begin <= end for begin, end in zip(sorted(times[name, "B"]), sorted(times[name, "E"])))
