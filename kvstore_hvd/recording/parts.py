@@ -7,11 +7,14 @@ operations found no room; ``{"end": "<session>"}``, the worker has written every
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from typing import Any
 
 from kvstore_hvd.native import TimelineEvent
@@ -60,8 +63,7 @@ class PartWriter:
     def __init__(self, target: str, header: Header) -> None:
         self.path = part_path(target, header.rank)
         self._session = header.session
-        # Without a buffer: a forked child would write what the parent has not yet.
-        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - open until the timeline ends
+        self._file = _open_alone(self.path)
         try:
             self._write(_JSON.encode(asdict(header)) + "\n")
         except BaseException:
@@ -83,17 +85,41 @@ class PartWriter:
     def end(self) -> None:
         """Say that nothing will follow, and close it."""
         self._write(f'{{"end":"{self._session}"}}\n')
-        self._file.close()
+        self._close()
 
     def discard(self) -> None:
         """Close and delete it."""
-        self._file.close()
+        self._close()
         os.unlink(self.path)
+
+    def _close(self) -> None:
+        # A forked child may have the file open, too, and would keep the lock.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
 
     def _write(self, text: str) -> None:
         rest = memoryview(text.encode())
         while rest:
             rest = rest[self._file.write(rest) :]
+
+
+def _open_alone(path: str) -> FileIO:
+    """A fresh file that no other process writes to: two jobs, or two worlds of one job, may have the same path."""
+    while True:
+        # Without a buffer: a forked child would write what the parent has not yet.
+        file = FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink > 0:
+                file.truncate()
+                return file
+        except BlockingIOError:
+            file.close()
+            raise BlockingIOError(errno.EAGAIN, "another process is writing it", path) from None
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # the job before has just deleted it
 
 
 def has_ended(path: str, session: str) -> bool:

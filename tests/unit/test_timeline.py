@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,20 @@ class TestParts:
         assert [type(json.loads(line)) for line in lines] == [dict, list, list, dict]
         part.discard()
         assert not os.listdir(tmp_path)
+
+    def test_two_cannot_write_one_part(self, tmp_path: Path) -> None:
+        first = PartWriter(str(tmp_path / "t"), header())
+        with pytest.raises(OSError, match="another process is writing it"):
+            PartWriter(str(tmp_path / "t"), header(session="another"))
+        assert read_header(first.path) == header()
+        child = os.fork()  # it has the file open until it ends
+        if child == 0:
+            signal.pause()
+        first.end()
+        PartWriter(str(tmp_path / "t"), header(session="another")).end()
+        assert read_header(first.path) == header(session="another")
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
     @pytest.mark.parametrize("text", ["", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"])
     def test_what_is_no_part_is_known(self, tmp_path: Path, text: str) -> None:
