@@ -1,4 +1,5 @@
 // The recorder: by hand-made times, then in worlds that complete, fail and are lost.
+#include <future>
 #include <map>
 #include <string>
 
@@ -110,20 +111,23 @@ const bool recorded = testing::add("the engine records every operation of its ra
 });
 
 const bool lost = testing::add("what a lost world takes along is recorded as failed", [] {
-  with_world(2, [](Engine& engine, int rank) {
-    std::vector<float> one(10), two(10);
-    check(barrier(engine).ok(), "barrier");
-    engine.start_timeline(1000);
+  std::promise<void> submitted;
+  with_world(2, [&](Engine& engine, int rank) {
     if (rank == 1) {
+      submitted.get_future().wait();
       engine.shutdown("the test says so");
       return;
     }
+    std::vector<float> one(10), two(10);
+    engine.start_timeline(1000);
     const auto first = engine.submit(allreduce("one", one));
     const auto second = engine.submit(allreduce("one", two));
+    submitted.set_value();
     engine.wait(*first);
     engine.wait(*second);
     check(!first->status().ok() && !second->status().ok(), "both fail");
     const TimelineEvents taken = engine.take_timeline();
+    check_equal(taken.events.size(), 2u, "events");
     Time until;
     for (const TimelineEvent& event : taken.events) {
       check(event.failed && event.name == "one", "failed");
