@@ -132,7 +132,7 @@ class _Trace:
     def _operation(self, rank: int, row: int, event: TimelineEvent) -> Iterator[dict[str, Any]]:
         what = event.collective.upper()
         args = {"bytes": event.bytes, "dtype": event.dtype, "algorithm": event.algorithm, "name": event.name}
-        if event.collective == "allreduce":
+        if event.collective in ("allreduce", "reducescatter"):
             args["op"] = event.op
         if event.failed:
             args["failed"] = True

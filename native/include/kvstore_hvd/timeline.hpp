@@ -22,7 +22,7 @@ struct TimelineEvent {
   ReduceOp op;
   bool failed;
   std::uint32_t round;  // see Rounds
-  std::uint64_t bytes;  // of this rank's array
+  std::uint64_t bytes;  // of this rank's array; kExchange: of the largest of all ranks
   std::chrono::steady_clock::time_point submitted;
   std::chrono::steady_clock::time_point since;      // and those before it under its name are over on this rank
   std::chrono::steady_clock::time_point scheduled;  // as Times::queued ends; `completed` if it never was
