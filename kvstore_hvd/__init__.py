@@ -32,6 +32,7 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.kvstore import make_store_class
 from kvstore_hvd.numpy_ops import allreduce, allreduce_init, barrier, broadcast
+from kvstore_hvd.timeline import start_timeline, stop_timeline
 from kvstore_hvd.topology import Topology
 
 __version__ = "0.1.0"
@@ -60,6 +61,8 @@ __all__ = [
     "is_initialized",
     "reset",
     "shutdown",
+    "start_timeline",
+    "stop_timeline",
     "topology",
 ]
 

@@ -239,6 +239,20 @@ class Config:
         "KVHVD_THRESHOLDS",
         doc="Sizes in bytes at which the engine changes its way, NAME=BYTES,...: what benchmarks/tune.py prints.",
     )
+    timeline: str = _knob(
+        _text,
+        "",
+        "KVHVD_TIMELINE",
+        "HOROVOD_TIMELINE",
+        doc="File that a timeline of all operations is written to; DYNAMIC: only when start_timeline() is called.",
+    )
+    timeline_mark_cycles: bool = _knob(
+        _flag,
+        False,
+        "KVHVD_TIMELINE_MARK_CYCLES",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        doc="1: mark in that timeline where rounds of operations begin.",
+    )
     numpy_shim: bool = _knob(
         _flag, True, "KVHVD_NUMPY_SHIM", doc="1: add the NumPy names that MXNet needs and newer NumPy lacks."
     )

@@ -23,6 +23,7 @@ from kvstore_hvd.comm.shm import ShmCommunicator
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ShutdownError, message
 from kvstore_hvd.leaving import ExitWatchdog, early_end
+from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.topology import Topology, World
 
 __all__ = ["Engine", "current", "register_exit_handler"]
@@ -44,6 +45,7 @@ class Engine:
         self._forked = False
         self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
         self._namespaces = itertools.count()
+        self._recorder = Recorder()
 
     # -- Joining and leaving ----------------------------------------------------------------------------------------
 
@@ -63,7 +65,7 @@ class Engine:
         ------
         LaunchError
             The workers could not find each other.
-        ConfigError
+        ConfigError, InvalidRequestError
             The environment has settings that cannot be used.
         """
         with self._lock:
@@ -71,7 +73,10 @@ class Engine:
                 self._join(bootstrap.discover(comm))
             elif self._closed:
                 self._rejoin()
-            return self._world.topology if self._world is not None else self.topology
+            else:
+                return self._world.topology
+            self._record_from_start()
+            return self.topology
 
     def shutdown(self, reason: str = "") -> None:
         """Leave the world; does nothing without one.
@@ -89,7 +94,10 @@ class Engine:
         with self._lock:
             # A world that is lost already has told so, by the operation that failed.
             was_lost = self._communicator is not None and self._communicator.health() is not None
-            unread = self._leave(reason)
+            try:
+                unread = self._leave(reason)
+            finally:
+                self._recorder.finish()
             if unread is not None and was_lost:
                 _log_unread(unread)
             elif unread is not None:
@@ -117,6 +125,7 @@ class Engine:
             if not reason:
                 self._drain()
         finally:  # Ctrl-C may interrupt the waits
+            self._recorder.left()
             self._adapter = None
             self._leaving = None
         log.logger.debug("left the world")
@@ -179,7 +188,36 @@ class Engine:
             register_exit_handler()
         self._world = world
         self._closed = self._remedy = ""
+        self._recorder.joined(self._communicator, topology)
         log.logger.debug("joined a world: %s", topology)
+
+    # -- Timeline ---------------------------------------------------------------------------------------------------
+
+    def start_timeline(self, file_path: Any, mark_cycles: bool = False) -> None:
+        """See `timeline.start_timeline`; raises as `Recorder.start` and `communicator`."""
+        with self._lock:
+            topology = self.topology
+            self._recorder.start(file_path, mark_cycles, self._others(), topology)
+            register_exit_handler()  # with one worker nobody has done so
+
+    def stop_timeline(self) -> None:
+        """See `timeline.stop_timeline`; raises as `Recorder.stop` and `communicator`."""
+        with self._lock:
+            if self._recorder.is_recording:
+                self._recorder.stop(self._others(), self.topology)
+
+    def _others(self) -> Communicator | None:
+        return None if self.is_alone else self.communicator()
+
+    def _record_from_start(self) -> None:
+        path = config().timeline
+        if path in ("", "DYNAMIC") or self._recorder.is_recording:
+            return
+        try:
+            self.start_timeline(path, config().timeline_mark_cycles)
+        except BaseException:
+            self._leave("")
+            raise
 
     # -- What stores need -------------------------------------------------------------------------------------------
 
@@ -345,6 +383,7 @@ class Engine:
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
         if self._communicator is None:
+            self._recorder.finish()  # of a world of one, or one that could not be met again
             return
         if self._watchdog is not None:
             self._watchdog.leaving()
@@ -360,6 +399,7 @@ class Engine:
             # After an exception MXNet's own exit handler may wait for ever: the watchdog stays until the process ends.
             if self._watchdog is not None and not reason:
                 self._watchdog.left()
+            self._recorder.finish()
 
     def _drain(self) -> None:
         if not mxnet_compat.is_imported():

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore_hvd import errors
 
@@ -22,6 +22,7 @@ __all__ = [
     "Segment",
     "Statistics",
     "Threshold",
+    "TimelineEvent",
     "Times",
     "Work",
     "abi",
@@ -192,6 +193,43 @@ class EngineStatistics:
     names: dict[str, Statistics] = field(default_factory=dict)
     rounds: int = 0
     exposed: float = 0.0
+
+
+class TimelineEvent(NamedTuple):
+    """One operation of a worker, completed or failed. Times are in nanoseconds on the clock of ``time.monotonic()``.
+
+    Parameters
+    ----------
+    name, label : str
+        What the workers match, and how messages name the tensor.
+    collective, algorithm, dtype, op : str
+        As in requests and `Statistics`.
+    failed : bool
+    round : int
+        Equal for the operations of one round, see `Times`.
+    bytes : int
+        Of this worker's array.
+    submitted : int
+    since : int
+        It was submitted, and those before it under its name were over.
+    scheduled : int
+        As `Times.queued` ends.
+    completed : int
+    """
+
+    name: str
+    label: str
+    collective: str
+    algorithm: str
+    dtype: str
+    op: str
+    failed: bool
+    round: int
+    bytes: int
+    submitted: int
+    since: int
+    scheduled: int
+    completed: int
 
 
 def has_pidfds() -> bool:
@@ -384,6 +422,19 @@ class Engine:
             for name, operations, bytes_reduced, algorithm, total, last, submitted in names
         }
         return EngineStatistics(by_name, rounds, exposed)
+
+    def start_timeline(self, capacity: int) -> None:
+        """Record this worker's operations: up to `capacity` between two calls of `take_timeline`."""
+        self.impl.start_timeline(capacity)
+
+    def stop_timeline(self) -> None:
+        """Record nothing more; what is recorded can still be taken."""
+        self.impl.stop_timeline()
+
+    def take_timeline(self) -> tuple[list[TimelineEvent], int]:
+        """What was completed since the last call, in that order; and how many operations found no room."""
+        events, lost = self.impl.take_timeline()
+        return [TimelineEvent._make(event) for event in events], lost
 
     def shutdown(self, reason: str = "") -> None:
         """Leave the world: after the pending requests, or at once and with a reason that the others read."""

@@ -131,6 +131,16 @@ class Communicator(ABC):
         """What was measured of the operations: nothing in this kind of world."""
         return native.EngineStatistics()
 
+    def start_timeline(self, capacity: int) -> None:  # noqa: B027 - what cannot record, does not
+        """Record operations, see `native.Engine`: there is nothing to record in this kind of world."""
+
+    def stop_timeline(self) -> None:  # noqa: B027
+        """Record nothing more."""
+
+    def take_timeline(self) -> tuple[list[native.TimelineEvent], int]:
+        """What was recorded since the last call, and how many operations found no room. Also after `shutdown`."""
+        return [], 0
+
     @abstractmethod
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """The adapter that submits arrays of the MXNet at `library_path`; `naive`: that MXNet runs NaiveEngine."""

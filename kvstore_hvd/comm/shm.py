@@ -100,6 +100,18 @@ class ShmCommunicator(Communicator):
         """See `Communicator.report`."""
         return self._engine.report()
 
+    def start_timeline(self, capacity: int) -> None:
+        """See `Communicator.start_timeline`."""
+        self._engine.start_timeline(capacity)
+
+    def stop_timeline(self) -> None:
+        """See `Communicator.stop_timeline`."""
+        self._engine.stop_timeline()
+
+    def take_timeline(self) -> tuple[list[native.TimelineEvent], int]:
+        """See `Communicator.take_timeline`."""
+        return self._engine.take_timeline()
+
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """See `Communicator.mxnet_adapter`."""
         return native.MXNetAdapter(self._engine, library_path, naive, self._arena)

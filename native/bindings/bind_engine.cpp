@@ -192,6 +192,28 @@ py::tuple report(const Engine& engine) {
   return py::make_tuple(names, all.rounds.count, seconds(all.rounds.exposed));
 }
 
+std::int64_t nanoseconds(std::chrono::steady_clock::time_point time) {
+  return std::chrono::nanoseconds(time.time_since_epoch()).count();
+}
+
+// The members of TimelineEvent in their order, times in nanoseconds; and how many were lost.
+py::tuple take_timeline(Engine& engine) {
+  TimelineEvents taken;
+  {
+    const py::gil_scoped_release release;
+    taken = engine.take_timeline();
+  }
+  py::list events(taken.events.size());
+  for (std::size_t i = 0; i < taken.events.size(); ++i) {
+    const TimelineEvent& one = taken.events[i];
+    events[i] = py::make_tuple(one.name, one.label, kvstore_hvd::name_of(one.collective), name_of(one.algorithm),
+                               kvstore_hvd::name_of(one.dtype), kvstore_hvd::name_of(one.op), one.failed, one.round,
+                               one.bytes, nanoseconds(one.submitted), nanoseconds(one.since),
+                               nanoseconds(one.scheduled), nanoseconds(one.completed));
+  }
+  return py::make_tuple(events, taken.lost);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -242,6 +264,9 @@ void bind_engine(py::module_& module) {
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("health", [](const Engine& engine) { return outcome(engine.health()); })
       .def("report", &report)
+      .def("start_timeline", &Engine::start_timeline, py::arg("capacity"), py::call_guard<py::gil_scoped_release>())
+      .def("stop_timeline", &Engine::stop_timeline, py::call_guard<py::gil_scoped_release>())
+      .def("take_timeline", &take_timeline)
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
 }
 

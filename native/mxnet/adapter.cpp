@@ -124,7 +124,7 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
     // training, is the one whose gradient is ready last: it may as well wait behind computation.
     const Place place = turns_->all_used() ? Place::kHere : Place::kCommunication;
     operation->take_turn();
-    api_->push(operation, std::move(unique), place, priority, kOperationName);
+    api_->push(operation, std::move(unique), place, priority, operation->name());
     return naive_ ? operation->status() : Status();
   } catch (const Error& error) {
     return Status(ErrorCode::kInvalid, prefix + "MXNet refused the operation: " + error.what());

@@ -101,9 +101,6 @@ class View {
   void* tensor_;
 };
 
-// How MXNet's profiler names our operations.
-constexpr const char* kOperationName = "kvstore_hvd";
-
 // Where an operation starts.
 enum class Place {
   kHere,           // inside push() when its arrays are ready; otherwise behind whatever computation is queued then
@@ -147,8 +144,9 @@ class Api : public std::enable_shared_from_this<Api> {
   void wait_to_read(Handle array) const;
 
   // Has MXNet start `op` at `place` when `arrays` (no two of one chunk) are ready, and keeps others from them until it
-  // completes. Never waits, except with NaiveEngine, which runs the operation at once. `name` must outlive the
-  // process's operations. Throws Error when MXNet refuses; op->skipped() has been called then.
+  // completes. Never waits, except with NaiveEngine, which runs the operation at once. `name` is what MXNet's profiler
+  // calls the operation; it must live as long as `op`. Throws Error when MXNet refuses; op->skipped() has been called
+  // then.
   void push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place place, int priority, const char* name) const;
 
  private:

@@ -30,7 +30,8 @@ void GroupOperation::push(const std::shared_ptr<GroupOperation>& operation) {
     arrays.push_back(gradient.array.get());
     self.turns_.push_back(self.links_.turns->take(gradient.name));
   }
-  self.links_.api->push(operation, std::move(arrays), place, self.group_->front().priority, kOperationName);
+  const Gradient& first = self.group_->front();
+  self.links_.api->push(operation, std::move(arrays), place, first.priority, first.title.c_str());
 }
 
 void GroupOperation::start(const Completion& completion) noexcept {

@@ -31,6 +31,7 @@ Operation::Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engin
       turns_(std::move(turns)),
       request_(std::move(request)),
       prefix_(std::move(prefix)),
+      name_(describe_operation(request_)),
       inputs_(std::move(inputs)),
       outputs_(std::move(outputs)),
       naive_(naive) {}

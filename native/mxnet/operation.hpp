@@ -27,6 +27,9 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
   // To be called in the order of the calls, before MXNet gets the operation.
   void take_turn() { turn_ = turns_->take(request_.name); }
 
+  // How MXNet's profiler names it.
+  const char* name() const { return name_.c_str(); }
+
   void start(const Completion& completion) noexcept override;
   void skipped() noexcept override;
 
@@ -45,7 +48,7 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
   std::shared_ptr<UnreadErrors> unread_;
   std::shared_ptr<Turns> turns_;
   Request request_;
-  std::string prefix_;
+  std::string prefix_, name_;
   std::vector<Array> inputs_;
   std::vector<Array> outputs_;
   const bool naive_;

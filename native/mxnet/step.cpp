@@ -17,8 +17,11 @@ void Step::add(Gradient gradient, std::size_t bytes) {
     groups_.push_back(std::make_shared<Group>());
     chunks_.clear();
   }
-  groups_.back()->push_back(std::move(gradient));
+  Group& group = *groups_.back();
+  group.push_back(std::move(gradient));
   if (is_small) chunks_.push_back(chunk);
+  group.front().title = std::string(name_of(Collective::kAllreduce)) + " " + group.front().label;
+  if (group.size() > 1) group.front().title += " and " + std::to_string(group.size() - 1) + " more";
 }
 
 void Step::push(const Links& links, const std::string& world, bool as_half) const {

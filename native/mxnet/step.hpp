@@ -20,6 +20,7 @@ struct Gradient {
   std::string name, label;
   Array array;
   std::int32_t priority;
+  std::string title = {};  // of a group's first one: how MXNet's profiler names the group
 };
 
 // Gradients of one operation: none shares memory with another.

@@ -216,6 +216,24 @@ class Engine::Impl {
     return pending_.report();
   }
 
+  void start_timeline(std::size_t capacity) {
+    if (forked()) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pending_.start_timeline(capacity);
+  }
+
+  void stop_timeline() {
+    if (forked()) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pending_.timeline().stop();
+  }
+
+  TimelineEvents take_timeline() {
+    if (forked()) return {};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pending_.timeline().take();
+  }
+
   void shutdown(const std::string& reason) {
     if (forked()) return;
     {
@@ -485,6 +503,9 @@ const Status& Engine::wait(Work& work) {
 }
 void Engine::abort(const std::string& text) { impl_->abort(text); }
 EngineStatistics Engine::report() const { return impl_->report(); }
+void Engine::start_timeline(std::size_t capacity) { impl_->start_timeline(capacity); }
+void Engine::stop_timeline() { impl_->stop_timeline(); }
+TimelineEvents Engine::take_timeline() { return impl_->take_timeline(); }
 Status Engine::health() const { return impl_->health(); }
 std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
 void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }

@@ -114,6 +114,7 @@ Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) 
   }
   table_.complete(slot);
   name.statistics.add(*work, now);
+  timeline_.record(*work, now, !status.ok());
   if (name.queue.empty() && names_.size() > kSlots) {
     // Bounds the memory of programs that never use a name twice.
     forgotten_.add(name.statistics);
@@ -137,7 +138,12 @@ void Pending::tell_driver(const Name& name, Ready ready) {
 
 std::deque<std::shared_ptr<Work>> Pending::take_all() {
   std::deque<std::shared_ptr<Work>> all;
+  const auto now = Clock::now();
   for (auto& [text, name] : names_) {
+    for (auto& work : name.queue) {
+      if (work != name.queue.front()) work->since = now;  // it waited for those before it
+      timeline_.record(*work, now, true);
+    }
     for (auto& work : name.queue) all.push_back(std::move(work));
     name.queue.clear();
   }
@@ -195,6 +201,11 @@ EngineStatistics Pending::report() {
   }
   if (forgotten_.operations > 0) all.names.push_back(NamedStatistics{"", forgotten_});
   return all;
+}
+
+void Pending::start_timeline(std::size_t capacity) {
+  rounds_.end(Clock::now());
+  timeline_.start(capacity);
 }
 
 std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout) {

@@ -19,9 +19,11 @@ LAYERS = (
     ("errors", "log", "horovod_variables", "config"),
     ("native", "mxnet_compat", "gpu", "topology", "mpi_world", "bootstrap", "rendezvous", "leaving", "affinity"),
     ("comm",),
+    ("recording",),
     ("engine",),
     (
         "numpy_ops",
+        "timeline",
         "compression",
         "keys",
         "arrays",

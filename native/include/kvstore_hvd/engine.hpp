@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 #include "kvstore_hvd/segment.hpp"
 #include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/status.hpp"
+#include "kvstore_hvd/timeline.hpp"
 #include "kvstore_hvd/work.hpp"
 
 namespace kvstore_hvd {
@@ -78,6 +80,12 @@ class Engine {
 
   // What this rank has measured of its operations, as Pending::report(); empty in a forked child.
   EngineStatistics report() const;
+
+  // Records this rank's operations, see Timeline, and ends a round. take_timeline() hands out what has completed since
+  // the last call, also after the shutdown. Nothing of it does anything in a forked child.
+  void start_timeline(std::size_t capacity);
+  void stop_timeline();
+  TimelineEvents take_timeline();
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and

@@ -17,6 +17,7 @@
 #include "kvstore_hvd/messages.hpp"
 #include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/tensor_table.hpp"
+#include "kvstore_hvd/timeline.hpp"
 #include "kvstore_hvd/work.hpp"
 #include "kvstore_hvd/world.hpp"
 
@@ -79,6 +80,10 @@ class Pending {
   // not in use). Ends a round, see Rounds.
   EngineStatistics report();
 
+  // Has what is completed here, or taken away, recorded. Ends a round.
+  void start_timeline(std::size_t capacity);
+  Timeline& timeline() { return timeline_; }
+
  private:
   // The first request of a name is announced, or waits for a free slot.
   struct Name {
@@ -103,6 +108,7 @@ class Pending {
   std::unordered_map<std::string, Name> names_;
   Statistics forgotten_;
   Rounds rounds_;
+  Timeline timeline_;
   std::deque<std::string> waiting_for_slot_;
   // By slot. Written before the announcement, which publishes it to the thread that carries out the schedule.
   struct InFlight {

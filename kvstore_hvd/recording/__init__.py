@@ -1,0 +1,1 @@
+"""The timeline of a job: what each worker writes while it runs, and the one file that is made of it."""

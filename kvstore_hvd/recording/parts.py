@@ -1,0 +1,161 @@
+"""The part of a timeline that one worker writes: lines of JSON, so that it can be read whatever becomes of the worker.
+
+The first line is an object that says who writes (`Header`). An array is an operation (`native.TimelineEvent`). Further
+objects: ``{"world": 1}``, the operations that follow belong to the world of this epoch; ``{"lost": 12}``, so many
+operations found no room; ``{"end": "<session>"}``, the worker has written everything.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from typing import Any
+
+from kvstore_hvd.native import TimelineEvent
+
+__all__ = ["Header", "PartWriter", "has_ended", "part_path", "read_header", "read_lines"]
+
+_FORMAT = 1
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Header:
+    """Who writes a part. The two clocks, in nanoseconds, are of one moment."""
+
+    session: str  # equal for all parts of one timeline
+    rank: int
+    size: int
+    host: str
+    pid: int
+    mark_cycles: bool
+    monotonic_ns: int = field(default_factory=time.monotonic_ns)
+    unix_ns: int = field(default_factory=time.time_ns)
+    format: int = _FORMAT
+
+
+def part_path(target: str, rank: int) -> str:
+    """Where the worker of this rank writes its part of the timeline `target`."""
+    return f"{target}.rank-{rank}.part"
+
+
+class PartWriter:
+    """A fresh part; one that is there is overwritten. One thread at a time.
+
+    Parameters
+    ----------
+    target : str
+        The timeline's own path.
+    header : Header
+
+    Raises
+    ------
+    OSError
+        It cannot be written; so do the methods.
+    """
+
+    def __init__(self, target: str, header: Header) -> None:
+        self.path = part_path(target, header.rank)
+        self._session = header.session
+        self._file = _open_alone(self.path)
+        try:
+            self._write(_JSON.encode(asdict(header)) + "\n")
+        except BaseException:
+            self.discard()
+            raise
+
+    def world(self, epoch: int) -> None:
+        """What follows belongs to the world of this epoch."""
+        self._write(f'{{"world":{epoch}}}\n')
+
+    def add(self, events: Iterable[TimelineEvent], lost: int = 0) -> None:
+        """Write operations; `lost`: so many more were not recorded."""
+        lines = [_JSON.encode(event) for event in events]
+        if lost:
+            lines.append(f'{{"lost":{lost}}}')
+        if lines:
+            self._write("\n".join(lines) + "\n")
+
+    def end(self) -> None:
+        """Say that nothing will follow, and close it."""
+        self._write(f'{{"end":"{self._session}"}}\n')
+        self._close()
+
+    def discard(self) -> None:
+        """Close and delete it."""
+        self._close()
+        os.unlink(self.path)
+
+    def _close(self) -> None:
+        # A forked child may have the file open, too, and would keep the lock.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+    def _write(self, text: str) -> None:
+        rest = memoryview(text.encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+
+def _open_alone(path: str) -> FileIO:
+    """A fresh file that no other process writes to: two jobs, or two worlds of one job, may have the same path."""
+    while True:
+        # Without a buffer: a forked child would write what the parent has not yet.
+        file = FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink > 0:
+                file.truncate()
+                return file
+        except BlockingIOError:
+            file.close()
+            raise BlockingIOError(errno.EAGAIN, "another process is writing it", path) from None
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # the job before has just deleted it
+
+
+def has_ended(path: str, session: str) -> bool:
+    """Whether there is this part of the session, and its worker has written everything."""
+    line = f'{{"end":"{session}"}}\n'.encode()
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - len(line)))
+            return file.read() == line
+    except FileNotFoundError:
+        return False
+
+
+def read_lines(path: str) -> Iterator[Any]:
+    """Yield what each line holds, less what its worker died in the middle of."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def read_header(path: str) -> Header | None:
+    """The header; None if this is no part of a timeline.
+
+    Raises
+    ------
+    OSError
+        It cannot be read.
+    """
+    first = next(read_lines(path), None)
+    if not isinstance(first, dict) or first.get("format") != _FORMAT:
+        return None
+    try:
+        return Header(**first)
+    except TypeError:
+        return None

@@ -1,0 +1,53 @@
+"""Record when every operation of every worker waited and ran, for Perfetto or chrome://tracing (docs/timeline.md)."""
+
+from __future__ import annotations
+
+import os
+from typing import Union
+
+from kvstore_hvd import engine
+
+__all__ = ["start_timeline", "stop_timeline"]
+
+
+def start_timeline(file_path: Union[str, os.PathLike[str]], mark_cycles: bool = False) -> None:
+    """Begin to record the operations of all workers; every worker must call it.
+
+    Joins the world first when this process never did. What is still being recorded when this worker leaves its world
+    (`shutdown`, or the end of the program) is written then, as by `stop_timeline`. Goes on over a `reset`.
+
+    Parameters
+    ----------
+    file_path : str or os.PathLike
+        The file to be made, replaced if it exists; that of rank 0 counts. Until then each worker writes to a file
+        ``<file_path>.rank-<rank>.part``.
+    mark_cycles : bool
+        Mark where rounds begin: rows of submissions in which no name comes twice, in training the steps. That of
+        rank 0 counts.
+
+    Raises
+    ------
+    InvalidRequestError
+        A timeline is being recorded already, or the path cannot be written to; raised on every worker.
+    HorovodInternalError
+        The world is lost.
+    ShutdownError
+        This worker left its world, or is a forked child.
+    """
+    engine.current().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording; every worker must call it. The file is there when it returns.
+
+    Does nothing when nothing is being recorded. Operations that are under way are not in the file: read their results
+    (``mx.nd.waitall()``) before.
+
+    Raises
+    ------
+    KVHvdError
+        The file could not be written; raised on every worker. What the workers wrote is left in their files.
+    HorovodInternalError
+        The world is lost. The file is made by the last worker that ends its recording, unless one has died.
+    """
+    engine.current().stop_timeline()

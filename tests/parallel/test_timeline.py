@@ -1,0 +1,262 @@
+"""Timelines of real worlds: one file for all ranks, whatever happens to the world meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd.errors import InvalidRequestError
+from support.gluon import array, backward, mlp, parameters, samples
+from support.timeline import Trace, parts_of
+from support.zero_copy import meet_again
+
+STEPS = 4
+
+
+@pytest.fixture
+def target(tmp_path: Path, rank, size) -> Path:
+    """Return a path in a folder of this test that is the same on every rank; nothing else may be left in there."""
+    text = np.zeros(1024, np.uint8)
+    own = str(tmp_path).encode()
+    text[: len(own)] = np.frombuffer(own, np.uint8)
+    folder = Path(bytes(kvstore_hvd.broadcast(text, 0, "folder")).rstrip(b"\0").decode())
+    yield folder / "timeline.json"
+    kvstore_hvd.stop_timeline()
+    kvstore_hvd.barrier()  # all have read it
+    assert parts_of(folder / "timeline.json") == []
+
+
+def total(size: int, name: str, count: int = 10) -> None:
+    assert kvstore_hvd.allreduce(np.ones(count), name)[0] == size
+
+
+def test_every_operation_of_every_rank(target, rank, size) -> None:
+    """Rows, names, sizes and times of what was submitted between start and stop, and of nothing else."""
+    total(size, "before")
+    kvstore_hvd.start_timeline(target)
+    begin = time.monotonic_ns()
+    for _ in range(STEPS):
+        total(size, "small")
+        total(size, "large", 100_000)
+        kvstore_hvd.broadcast(np.ones(7, np.float32), size - 1, "root")
+    end = time.monotonic_ns()
+    kvstore_hvd.stop_timeline()
+    total(size, "after")
+    trace = Trace(target)
+    assert trace.ranks() == list(range(size))
+    assert trace.about["lost_operations"] == 0
+    assert trace.about["unfinished_ranks"] == []
+    for r in range(size):
+        assert set(trace.names(r)) == ({"small", "large", "root"} if size > 1 else set())
+        assert trace.cycles(r) == []
+    if size == 1:
+        return
+    for r in range(size):
+        for name, what, bytes_, dtype in (
+            ("small", "ALLREDUCE", 80, "float64"),
+            ("large", "ALLREDUCE", 800_000, "float64"),
+            ("root", "BROADCAST", 28, "float32"),
+        ):
+            spans = trace.row(r, name)
+            assert [span["name"] for span in spans] == [f"NEGOTIATE_{what}", what] * STEPS
+            for span in spans[1::2]:
+                assert (span["args"]["bytes"], span["args"]["dtype"]) == (bytes_, dtype)
+                assert "failed" not in span["args"]
+    # One clock for all ranks: that of time.monotonic().
+    for span in (span for (r, _), spans in trace.rows().items() if r == rank for span in spans):
+        ts_ns = trace.about["ts_0_monotonic_ns"] + span["ts"] * 1e3
+        assert begin <= ts_ns + 1 and ts_ns + span["dur"] * 1e3 <= end + 1
+
+
+def test_twice_in_one_program(target, rank, size) -> None:
+    """The second recording replaces the file of the first, and has nothing of it."""
+    for name in ("first", "second"):
+        kvstore_hvd.start_timeline(target)
+        total(size, name)
+        kvstore_hvd.stop_timeline()
+        assert {row for r in range(size) for row in Trace(target).names(r)} == ({name} if size > 1 else set())
+        kvstore_hvd.barrier()  # nobody starts anew while another one reads
+
+
+def test_start_while_recording_raises_everywhere(target, rank, size) -> None:
+    """The recording that is under way goes on."""
+    kvstore_hvd.start_timeline(target)
+    with pytest.raises(
+        InvalidRequestError, match=rf"\[rank {rank}/{size}\] start_timeline: a timeline is being recorded"
+    ):
+        kvstore_hvd.start_timeline(target.with_name("another"))
+    total(size, "later")
+    kvstore_hvd.stop_timeline()
+    assert not target.with_name("another").exists()
+    if size > 1:
+        assert all("later" in Trace(target).names(r) for r in range(size))
+
+
+@pytest.mark.parametrize("bad", ["missing/timeline.json", ""])
+def test_a_path_that_cannot_be_written_raises_everywhere(target, rank, size, bad) -> None:
+    """The error says so on every rank, nothing is left, and the world goes on."""
+    with pytest.raises(InvalidRequestError, match=rf"(?s)\[rank {rank}/{size}\] start_timeline: .*Fix: "):
+        kvstore_hvd.start_timeline(target.parent / bad if bad else bad)
+    kvstore_hvd.barrier()
+    assert os.listdir(target.parent) == []
+    kvstore_hvd.stop_timeline()
+    total(size, "on")
+
+
+def test_a_path_that_one_rank_cannot_write_raises_everywhere(target, rank, size) -> None:
+    """The rank is named; the parts that the others have begun are gone."""
+    blocked = target.with_name(f"{target.name}.rank-{size - 1}.part")
+    if rank == 0:
+        blocked.mkdir()
+    kvstore_hvd.barrier()
+    with pytest.raises(InvalidRequestError, match=rf"rank-{size - 1}.part' cannot be written: Is a directory"):
+        kvstore_hvd.start_timeline(target)
+    kvstore_hvd.barrier()
+    assert parts_of(target) == [blocked.name]
+    kvstore_hvd.barrier()
+    if rank == 0:
+        blocked.rmdir()
+
+
+def test_only_rank_0_says_where(target, rank, size) -> None:
+    """As in Horovod, the others' paths do not count."""
+    kvstore_hvd.start_timeline(target if rank == 0 else target.with_name("other"), mark_cycles=rank == 0)
+    total(size, "once")
+    kvstore_hvd.stop_timeline()
+    assert os.listdir(target.parent) == [target.name]
+    assert all(len(Trace(target).cycles(r)) == (size > 1) for r in range(size))
+
+
+def test_a_training(target, rank, size) -> None:
+    """A row for each gradient, under its parameter's name; a mark for each step."""
+    mx = pytest.importorskip("mxnet")
+    net = mlp()
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
+    data, label = samples(24)
+
+    def step() -> None:
+        backward(net, [(array(data), array(label))])
+        trainer.step(24)
+        mx.nd.waitall()
+
+    step()  # broadcasts, too
+    kvstore_hvd.start_timeline(str(target), mark_cycles=True)
+    for _ in range(STEPS):
+        step()
+    kvstore_hvd.stop_timeline()
+    trace = Trace(target)
+    for r in range(size):
+        rows = [name for name in trace.names(r) if name != "cycles"]
+        assert len(rows) == (len(parameters(net)) if size > 1 else 0)
+        for name in rows:
+            assert "weight" in name or "bias" in name
+            assert [span["name"] for span in trace.row(r, name)] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * STEPS
+        assert len(trace.cycles(r)) == (STEPS if size > 1 else 0)
+        assert trace.cycles(r) == sorted(trace.cycles(r))
+
+
+def test_a_failed_operation_is_marked(target, rank, size) -> None:
+    """What ranks disagree about is in the timeline, too."""
+    kvstore_hvd.start_timeline(target)
+    if size > 1:
+        with pytest.raises(kvstore_hvd.MismatchError):
+            kvstore_hvd.allreduce(np.ones(3 + (rank == 0)), "unlike")
+    kvstore_hvd.stop_timeline()
+    if size > 1:
+        assert [Trace(target).row(r, "unlike")[1]["args"]["failed"] for r in range(size)] == [True] * size
+
+
+def test_it_goes_on_over_a_reset(target, rank, size) -> None:
+    """Both worlds are in one file."""
+    pytest.importorskip("mxnet")
+    kvstore_hvd.start_timeline(target, mark_cycles=True)
+    total(size, "both")
+    meet_again()
+    total(size, "both")
+    kvstore_hvd.stop_timeline()
+    if size > 1:
+        for r in range(size):
+            assert len(Trace(target).row(r, "both")) == 4
+            assert len(Trace(target).cycles(r)) >= 2
+
+
+def test_leaving_the_world_ends_it(target, rank, size) -> None:
+    """The last one to leave makes the file; the next world is recorded when it is started again."""
+    kvstore_hvd.start_timeline(target)
+    total(size, "first")
+    kvstore_hvd.shutdown()
+    kvstore_hvd.init()  # all have left
+    total(size, "unseen")
+    trace = Trace(target)
+    assert parts_of(target) == []
+    if size > 1:
+        assert [trace.names(r) for r in range(size)] == [["first"]] * size
+    kvstore_hvd.stop_timeline()
+    kvstore_hvd.barrier()
+
+
+def test_a_forked_child_leaves_it_alone(target, rank, size) -> None:
+    """The child neither ends nor writes the parent's recording."""
+    kvstore_hvd.start_timeline(target)
+    total(size, "before")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            kvstore_hvd.stop_timeline()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    total(size, "after")
+    kvstore_hvd.stop_timeline()
+    if size > 1:
+        assert all(set(Trace(target).names(r)) == {"before", "after"} for r in range(size))
+
+
+def test_stop_without_start_does_nothing(rank, size) -> None:
+    """As in Horovod."""
+    kvstore_hvd.stop_timeline()
+    if rank == 0:
+        kvstore_hvd.stop_timeline()
+    total(size, "still")
+
+
+def test_mxnets_profiler_names_operations(target, rank, size) -> None:
+    """MXNet records our operations from when their arrays are ready until they are over, by the tensor's name."""
+    mx = pytest.importorskip("mxnet")
+    if size == 1:
+        return
+    file = target.parent / f"profile-{rank}.json"
+    mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, filename=str(file))
+    mx.profiler.set_state("run")
+    store = mx.kv.create("horovod")
+    value = mx.nd.ones((5,))
+    store.pushpull("single", value)
+    net = mlp()
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+    data, label = samples(24)
+    for _ in range(2):
+        backward(net, [(array(data), array(label))])
+        trainer.step(24)
+    mx.nd.waitall()
+    mx.profiler.set_state("stop")
+    mx.profiler.dump()
+    events = json.loads(file.read_text())["traceEvents"]
+    file.unlink()
+    times: dict[tuple[str, str], list[int]] = {}
+    for event in events:
+        if event.get("cat") == "operator" and event["name"].startswith("allreduce "):
+            times.setdefault((event["name"], event["ph"]), []).append(event["ts"])
+    names = {name for name, _ in times}
+    assert "allreduce 'single'" in names
+    assert any(name.endswith(f"(key 0) and {len(parameters(net)) - 1} more") for name in names)
+    for name in names:
+        assert len(times[name, "B"]) == len(times[name, "E"])
+        assert all(begin <= end for begin, end in zip(sorted(times[name, "B"]), sorted(times[name, "E"])))
