@@ -17,11 +17,23 @@ NATIVE = ROOT / "native"
 # layer, or before it in its own.
 LAYERS = (
     ("errors", "log", "config"),
-    ("native", "mxnet_compat", "gpu", "topology", "mpi_world", "bootstrap", "rendezvous", "leaving"),
+    (
+        "native",
+        "mxnet_compat",
+        "gpu",
+        "topology",
+        "mpi_world",
+        "bootstrap",
+        "rendezvous",
+        "leaving",
+        "stacks",
+        "namespaces",
+    ),
     ("comm",),
-    ("engine",),
+    ("stall", "engine"),
     (
         "numpy_ops",
+        "divergence",
         "compression",
         "keys",
         "arrays",
