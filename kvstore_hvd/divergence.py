@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import DivergedError, message, rank_list
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, message, rank_list
 
 __all__ = ["compare", "verify"]
 
@@ -79,6 +80,10 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str) ->
         by_rank = np.zeros(world.topology.size, np.int64)
         by_rank[world.topology.rank] = hashes[first]
         _allreduce(by_rank, f"{namespace}/by-rank", "sum")
+        # Whoever ends with the error takes the world with it. Nobody does before all have the table, or one of them
+        # would read of a lost worker instead.
+        with contextlib.suppress(HorovodInternalError):
+            _allreduce(np.zeros(1, np.int64), f"{namespace}/all-know", "sum")
         failure = failure or _diverged(parameters[first][0], by_rank, differing.size, len(parameters), when)
     if failure is not None:
         raise failure

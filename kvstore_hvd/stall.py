@@ -124,7 +124,8 @@ class StallInspector:
             return
         oldest = waiting[0].age_s
         if report:
-            log.logger.warning("%s", self._waiting_text(f"operations have waited for {oldest:.0f} s.", waiting))
+            head = f"operations have waited for {oldest:.0f} s."
+            log.logger.warning("%s", self._waiting_text(head, waiting, "it reports where it is"))
         if self._shutdown_s and oldest >= self._shutdown_s:
             whom = rank_list(culprits) if culprits else "the other ranks"
             head = f"rank {self._rank} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
@@ -134,11 +135,11 @@ class StallInspector:
         """Whether this is the lowest of those that wait, and can speak."""
         return all(self._state(rank) in _STOPPED for rank in range(self._rank) if rank not in one.late)
 
-    def _waiting_text(self, head: str, waiting: Sequence[native.Waiting]) -> str:
+    def _waiting_text(self, head: str, waiting: Sequence[native.Waiting], hint: str = "") -> str:
         lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
         if len(waiting) > _SHOWN:
             lines.append(f"... and {len(waiting) - _SHOWN} more")
-        lines += self._ranks({rank for one in waiting for rank in one.late})
+        lines += self._ranks({rank for one in waiting for rank in one.late}, hint)
         return "\n  ".join(lines)
 
     def _who(self, one: native.Waiting) -> str:
@@ -148,11 +149,12 @@ class StallInspector:
         present = [rank for rank in range(self._size) if rank not in one.late]
         return f"submitted by {rank_list(present)}, not by {rank_list(one.late)}"
 
-    def _ranks(self, ranks: Collection[int]) -> list[str]:
+    def _ranks(self, ranks: Collection[int], hint: str = "") -> list[str]:
+        """Who they are, and why they do not go on: `hint` where their processes do not tell."""
         lines = []
         for rank in sorted(ranks)[:_SHOWN_RANKS]:
             pid, text = self._communicator.process(rank)
-            why = _STATES.get(self._state(rank), "" if rank == self._rank else "it reports where it is")
+            why = _STATES.get(self._state(rank), "" if rank == self._rank else hint)
             lines.append(f"{text}{': ' if why and pid else ''}{why.format(pid=pid) if pid else ''}")
         if len(ranks) > _SHOWN_RANKS:
             lines.append(f"... and {len(ranks) - _SHOWN_RANKS} more")
