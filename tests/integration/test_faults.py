@@ -100,6 +100,20 @@ def test_a_rank_that_stands_still_is_named_at_the_deadline(start, fault: str, ra
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_that_drifts_apart_is_named_by_all(start, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    """Every rank says which parameter, and on which rank, although each of them ends as soon as it knows."""
+    ended, output = start("diverge", ranks, KVHVD_VERIFY_EVERY="5").end()
+    for rank in range(ranks):
+        assert re.search(
+            rf"\[{rank}\] caught: DivergedError: \[rank {rank}/{ranks}\] verify '\w*weight' \(key \d\): "
+            r"the workers' parameters differ after 5 updates",
+            output,
+        ), output
+        assert re.search(rf"^\[{rank}\]   [0-9a-f]{{16}}: rank 1$", output, re.MULTILINE), output
+    assert ended == 7, output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_all_ranks(start, number: int, ranks: int) -> None:  # type: ignore[no-untyped-def]
     """Ctrl-C (and the batch system's SIGTERM) reach all ranks, also one that does not react."""
