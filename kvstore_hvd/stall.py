@@ -119,12 +119,12 @@ class StallInspector:
         culprits = {rank for one in waiting for rank in one.late}
         report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
         if over is not None:
-            log.logger.warning("the stall is over: what waited %.0f s has been completed.", over)
+            log.logger.warning("the stall is over: rank %d has what it waited %.0f s for.", self._rank, over)
         if not waiting:
             return
         oldest = waiting[0].age_s
         if report:
-            head = f"operations have waited for {oldest:.0f} s."
+            head = f"rank {self._rank} has waited {oldest:.0f} s for other workers."
             log.logger.warning("%s", self._waiting_text(head, waiting, "it reports where it is"))
         if self._shutdown_s and oldest >= self._shutdown_s:
             whom = rank_list(culprits) if culprits else "the other ranks"
@@ -179,7 +179,9 @@ class StallInspector:
         stopped = [rank for rank in range(self._size) if self._state(rank) in _STOPPED]
         report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
         if report:
-            head = f"this worker has stood still inside the engine for {age_s:.0f} s, where a stopped one holds a lock."
+            head = (
+                f"rank {self._rank} has stood still in the engine for {age_s:.0f} s: a stopped rank holds a lock."
+            )
             log.logger.warning("%s", "\n  ".join([head, *self._ranks(stopped)]))
 
     # -- What others wait for -----------------------------------------------------------------------------------------
@@ -196,8 +198,9 @@ class StallInspector:
         names = [self._describe(one.name) for one in ages]
         more = f", ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         log.logger.warning(
-            "the other workers have waited for this one for %.0f s.\n  It has not submitted %s\n%s",
+            "the other workers have waited %.0f s for rank %d.\n  It has not submitted %s\n%s",
             max(ages.values()),
+            self._rank,
             ", ".join(names[:_SHOWN]) + more,
             "\n".join(f"  {line}" for line in python_stacks().splitlines()),
         )

@@ -100,7 +100,7 @@ def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over
             reported.append(now)
     assert reported == [60, 120, 240]
     here.world.answer = []
-    assert here.look(301) == ["the stall is over: what waited 299 s has been completed."]
+    assert here.look(301) == ["the stall is over: rank 0 has what it waited 299 s for."]
     assert here.look(302) == []
 
 
@@ -109,7 +109,7 @@ def test_the_report_names_operations_ranks_and_processes(stage) -> None:
     here.world.answer = [waiting(0, 61), waiting(1, 62.4, (1, 3)), waiting(2, 59)]
     (text,) = here.look(0)
     assert text.splitlines() == [
-        "operations have waited for 62 s.",
+        "rank 0 has waited 62 s for other workers.",
         "  allreduce 'w1' (key 1): 62 s, submitted by ranks 0, 2, not by ranks 1, 3",
         "  allreduce 'w0' (key 0): 61 s, submitted by ranks 0, 2-3, not by rank 1",
         f"  rank 1 (node, pid {os.getpid()}): it reports where it is",
@@ -188,7 +188,7 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage, stopped: int) -> N
     assert not any(here.look(now) for now in range(100)), "nobody is stopped: it is only busy"
     here.world.pids = {2: stopped}
     (text,) = here.look(100)
-    assert text.startswith("this worker has stood still inside the engine for 100 s")
+    assert text.startswith("rank 0 has stood still in the engine for 100 s")
     assert f"kill -CONT {stopped}" in text
 
 
@@ -224,7 +224,7 @@ def test_a_late_rank_names_what_it_missed_and_where_it_is(stage) -> None:
         for text in here.look(now):
             reported.append(now)
             lines = text.splitlines()
-            assert lines[0] == f"the other workers have waited for this one for {now} s."
+            assert lines[0] == f"the other workers have waited {now} s for rank 1."
             assert lines[1] == ("  It has not submitted <s0/0>, <s0/1>, <s0/2>, <s0/3>, <s0/4>, <s0/5>, ... and 2 more")
             assert lines[2].startswith("  main thread, innermost call last")
             assert "in test_a_late_rank_names_what_it_missed_and_where_it_is" in text
