@@ -179,9 +179,7 @@ class StallInspector:
         stopped = [rank for rank in range(self._size) if self._state(rank) in _STOPPED]
         report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
         if report:
-            head = (
-                f"rank {self._rank} has stood still in the engine for {age_s:.0f} s: a stopped rank holds a lock."
-            )
+            head = f"rank {self._rank} has stood still in the engine for {age_s:.0f} s: a stopped rank holds a lock."
             log.logger.warning("%s", "\n  ".join([head, *self._ranks(stopped)]))
 
     # -- What others wait for -----------------------------------------------------------------------------------------
