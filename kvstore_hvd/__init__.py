@@ -14,9 +14,11 @@ from typing import Any
 from kvstore_hvd import horovod_alias, mxnet_compat
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
+from kvstore_hvd.divergence import verify
 from kvstore_hvd.engine import current as _engine
 from kvstore_hvd.errors import (
     ConfigError,
+    DivergedError,
     HorovodInternalError,
     InputFailedError,
     InvalidRequestError,
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "DivergedError",
     "Horovod",
     "HorovodInternalError",
     "InputFailedError",
@@ -64,6 +67,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "topology",
+    "verify",
 ]
 
 

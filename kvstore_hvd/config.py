@@ -62,6 +62,13 @@ def _seconds(text: str) -> float:
 _seconds.expected = "a number of seconds above 0, at most 1e8"  # type: ignore[attr-defined]
 
 
+def _seconds_or_off(text: str) -> float:
+    return 0.0 if float(text) == 0 else _seconds(text)
+
+
+_seconds_or_off.expected = "a number of seconds, 0 (off) to 1e8"  # type: ignore[attr-defined]
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -194,6 +201,27 @@ class Config:
     )
     exit_timeout_s: float = _knob(
         _seconds, 30.0, "KVHVD_EXIT_TIMEOUT", doc="Seconds that a worker waits at exit for its own pending operations."
+    )
+    stall_check_s: float = _knob(
+        _seconds_or_off,
+        60.0,
+        "KVHVD_STALL_CHECK_TIME_S",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        doc="Seconds that an operation may wait before a report says who waits for whom, and where; 0: no reports.",
+    )
+    stall_check_disable: bool = _knob(_flag, False, "HOROVOD_STALL_CHECK_DISABLE", doc="1: no such reports.")
+    stall_shutdown_s: float = _knob(
+        _seconds_or_off,
+        0.0,
+        "KVHVD_STALL_SHUTDOWN_TIME_S",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        doc="Seconds after which such a report also fails the world; 0: never (KVHVD_TIMEOUT does).",
+    )
+    verify_every: int = _knob(
+        _count,
+        0,
+        "KVHVD_VERIFY_EVERY",
+        doc="Steps of a Trainer after which the workers compare their parameters, again and again; 0: never.",
     )
     log_level: str = _knob(
         _level,

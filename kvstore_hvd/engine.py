@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,9 @@ from kvstore_hvd.comm.shm import ShmCommunicator
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ShutdownError, message
 from kvstore_hvd.leaving import ExitWatchdog, early_end
+from kvstore_hvd.namespaces import Namespaces
 from kvstore_hvd.recording.recorder import Recorder
+from kvstore_hvd.stall import StallInspector
 from kvstore_hvd.topology import Topology, World
 
 __all__ = ["Engine", "current", "register_exit_handler"]
@@ -39,12 +40,13 @@ class Engine:
         self._leaving: Communicator | None = None
         self._adapter: native.MXNetAdapter | None = None
         self._watchdog: ExitWatchdog | None = None
+        self._inspector: StallInspector | None = None
         self._deferred: Exception | None = None  # an error that no read has raised, for the next call
         self._closed = ""  # why there is no world any more
         self._remedy = ""
         self._forked = False
         self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
-        self._namespaces = itertools.count()
+        self._namespaces = Namespaces()
         self._recorder = Recorder()
 
     # -- Joining and leaving ----------------------------------------------------------------------------------------
@@ -126,7 +128,9 @@ class Engine:
                 self._drain()
         finally:  # Ctrl-C may interrupt the waits
             self._recorder.left()
-            self._adapter = None
+            if self._inspector is not None:
+                self._inspector.stop()
+            self._inspector = self._adapter = None
             self._leaving = None
         log.logger.debug("left the world")
         if reason:
@@ -185,6 +189,7 @@ class Engine:
                 limit_s = config().exit_timeout_s
                 text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
+            self._inspect(self._communicator, topology)
             register_exit_handler()
         self._world = world
         self._closed = self._remedy = ""
@@ -219,6 +224,15 @@ class Engine:
             self._leave("")
             raise
 
+    def _inspect(self, communicator: Communicator, topology: Topology) -> None:
+        check_s, shutdown_s = config().stall_check_s, config().stall_shutdown_s
+        if config().stall_check_disable or not check_s:
+            return
+        self._inspector = StallInspector(
+            communicator, topology.rank, topology.size, check_s, shutdown_s, self._namespaces.describe
+        )
+        self._inspector.start()
+
     # -- What stores need -------------------------------------------------------------------------------------------
 
     @property
@@ -247,9 +261,12 @@ class Engine:
         """Whether this worker is the only one: then every operation is a local copy."""
         return self.topology.size == 1 and not self._closed
 
-    def next_namespace(self) -> str:
-        """A namespace for a new store: equal on all workers when they create their stores in the same order."""
-        return f"s{next(self._namespaces)}"
+    def next_namespace(self, label: Callable[[str], str]) -> str:
+        """A namespace for a new store: equal on all workers when they create their stores in the same order.
+
+        `label` is a method of the store that returns how messages name a key, see `Namespaces.add`.
+        """
+        return self._namespaces.add(label)
 
     def communicator(self) -> Communicator:
         """The way to the other workers.
@@ -367,7 +384,7 @@ class Engine:
     def after_fork_in_child(self) -> None:
         """Let go of the world; the child may not talk to the other workers."""
         self._lock = threading.RLock()
-        self._watchdog = None
+        self._watchdog = self._inspector = None
         if self._communicator is not None:
             if self._adapter is not None:
                 self._adapter.after_fork_in_child()

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ConfigError",
+    "DivergedError",
     "HorovodInternalError",
     "InputFailedError",
     "InvalidRequestError",
@@ -80,6 +81,10 @@ class UnsupportedDtypeError(KVHvdError, TypeError):
 
 class UnsynchronisedTrainerError(KVHvdError):
     """A Trainer would train alone although there are several workers."""
+
+
+class DivergedError(KVHvdError):
+    """The workers' parameters, which must be equal, are not. Raised on every worker."""
 
 
 class LaunchError(KVHvdError):

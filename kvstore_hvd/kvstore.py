@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore_hvd import engine, log, mxnet_compat, native
+from kvstore_hvd import divergence, engine, log, mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.compression import parse_compression
 from kvstore_hvd.config import config
@@ -56,8 +56,8 @@ class StoreMethods:
     def __init__(self) -> None:
         self._engine = engine.current()
         self._engine.init()
-        self._namespace = self._engine.next_namespace()
         self._names: dict[str, str] = {}
+        self._namespace = self._engine.next_namespace(self._label)
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
         self._as_half = False  # see set_gradient_compression()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
@@ -339,6 +339,10 @@ class StoreMethods:
         """Say why keys go through staging memory ('': they do not). Called by the Trainer hook."""
         self._staged_reasons.update((str(key), why) for key, why in reasons.items())
 
+    def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
+        """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
+        divergence.compare(parameters, self._namespace, when)
+
     # -- How it works -----------------------------------------------------------------------------------------------
 
     def _measured(self, key: str, measured: Mapping[str, native.Statistics]) -> Measured | None:
@@ -355,6 +359,10 @@ class StoreMethods:
             else:
                 staged = own or "staged by another worker"
         return Measured(statistics, staged)
+
+    def _label(self, key: str) -> str:
+        """How messages name a key, given as text."""
+        return self._call("").label(int(key) if key.isascii() and key.isdigit() else key)
 
     def _call(self, operation: str) -> Call:
         topology = self._engine.topology

@@ -19,11 +19,13 @@ __all__ = [
     "Engine",
     "EngineStatistics",
     "MXNetAdapter",
+    "Missed",
     "Segment",
     "Statistics",
     "Threshold",
     "TimelineEvent",
     "Times",
+    "Waiting",
     "Work",
     "abi",
     "end_as_failed",
@@ -232,6 +234,42 @@ class TimelineEvent(NamedTuple):
     completed: int
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """An operation that this worker has submitted and that is not over.
+
+    Parameters
+    ----------
+    name : str
+        On the wire.
+    operation : str
+        As errors name it: ``"allreduce 'dense0_weight' (key 3)"``.
+    age_s : float
+        Seconds since it was submitted, or became the first of its name.
+    since : float
+        When that was, on the clock of ``time.monotonic()``; with the name it tells operations apart.
+    late : tuple of int
+        Ranks that have not submitted it. When all have: those that are behind inside it, if any is.
+    announced_by_all : bool
+        Whether all ranks have submitted it.
+    """
+
+    name: str
+    operation: str
+    age_s: float
+    since: float
+    late: tuple[int, ...]
+    announced_by_all: bool
+
+
+@dataclass(frozen=True)
+class Missed:
+    """An operation that other workers have submitted and this one has not; `operation` tells those of a name apart."""
+
+    name: str
+    operation: int
+
+
 def has_pidfds() -> bool:
     """Whether this system tells at once that another worker died, and how."""
     return bool(_native().has_pidfds())
@@ -435,6 +473,23 @@ class Engine:
         """What was completed since the last call, in that order; and how many operations found no room."""
         events, lost = self.impl.take_timeline()
         return [TimelineEvent._make(event) for event in events], lost
+
+    def waiting(self, age_s: float) -> list[Waiting] | None:
+        """What this worker has waited for, for at least `age_s` seconds; None when nobody can tell just now."""
+        found = self.impl.waiting(age_s)
+        if found is None:
+            return None
+        return [Waiting(name, text, age, since, tuple(late), by_all) for name, text, age, since, late, by_all in found]
+
+    def missed(self, most: int) -> list[Missed] | None:
+        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now."""
+        found = self.impl.missed(most)
+        return None if found is None else [Missed(*one) for one in found]
+
+    def process(self, rank: int) -> tuple[int, str]:
+        """A worker's process id (0: it has not joined yet), and how errors name it."""
+        pid, text = self.impl.process(rank)
+        return int(pid), str(text)
 
     def shutdown(self, reason: str = "") -> None:
         """Leave the world: after the pending requests, or at once and with a reason that the others read."""

@@ -141,6 +141,18 @@ class Communicator(ABC):
         """What was recorded since the last call, and how many operations found no room. Also after `shutdown`."""
         return [], 0
 
+    def waiting(self, age_s: float) -> list[native.Waiting] | None:
+        """What this worker has waited for, for at least `age_s` seconds; None when nobody can tell just now."""
+        return []
+
+    def missed(self, most: int) -> list[native.Missed] | None:
+        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now."""
+        return []
+
+    def process(self, rank: int) -> tuple[int, str]:
+        """The process id of a worker on this host, else 0; and how errors name that worker."""
+        return 0, f"rank {rank}"
+
     @abstractmethod
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """The adapter that submits arrays of the MXNet at `library_path`; `naive`: that MXNet runs NaiveEngine."""

@@ -112,6 +112,18 @@ class ShmCommunicator(Communicator):
         """See `Communicator.take_timeline`."""
         return self._engine.take_timeline()
 
+    def waiting(self, age_s: float) -> list[native.Waiting] | None:
+        """See `Communicator.waiting`."""
+        return self._engine.waiting(age_s)
+
+    def missed(self, most: int) -> list[native.Missed] | None:
+        """See `Communicator.missed`."""
+        return self._engine.missed(most)
+
+    def process(self, rank: int) -> tuple[int, str]:
+        """See `Communicator.process`."""
+        return self._engine.process(rank)
+
     def mxnet_adapter(self, library_path: str, naive: bool) -> native.MXNetAdapter:
         """See `Communicator.mxnet_adapter`."""
         return native.MXNetAdapter(self._engine, library_path, naive, self._arena)

@@ -6,7 +6,16 @@ Importing this package imports neither MXNet nor NumPy.
 from __future__ import annotations
 
 from kvstore_hvd.mxnet_compat import numpy_shim
-from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, handle_of, is_ndarray, is_np_ndarray, stype_of
+from kvstore_hvd.mxnet_compat.arrays import (
+    bytes_in,
+    context_of,
+    dtype_name,
+    handle_of,
+    is_ndarray,
+    is_np_ndarray,
+    is_parameter,
+    stype_of,
+)
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
 from kvstore_hvd.mxnet_compat.versions import (
@@ -22,6 +31,7 @@ from kvstore_hvd.mxnet_compat.versions import (
 
 __all__ = [
     "MXNetUnavailableError",
+    "bytes_in",
     "context_of",
     "dtype_name",
     "engine_is_naive",
@@ -32,6 +42,7 @@ __all__ = [
     "is_imported",
     "is_ndarray",
     "is_np_ndarray",
+    "is_parameter",
     "libmxnet_path",
     "numpy_shim",
     "pip_command",

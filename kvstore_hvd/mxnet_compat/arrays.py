@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["context_of", "dtype_name", "handle_of", "is_ndarray", "is_np_ndarray", "stype_of"]
+__all__ = [
+    "bytes_in",
+    "context_of",
+    "dtype_name",
+    "handle_of",
+    "is_ndarray",
+    "is_np_ndarray",
+    "is_parameter",
+    "stype_of",
+]
 
 
 def _class(module: str, name: str) -> Any:
@@ -21,6 +30,12 @@ def is_ndarray(x: object) -> bool:
 def is_np_ndarray(x: object) -> bool:
     """Whether `x` is an array of ``mx.np``. Does not import MXNet."""
     cls = _class("mxnet.numpy.multiarray", "ndarray")
+    return cls is not None and isinstance(x, cls)
+
+
+def is_parameter(x: object) -> bool:
+    """Whether `x` is a parameter of Gluon. Does not import MXNet."""
+    cls = _class("mxnet.gluon.parameter", "Parameter")
     return cls is not None and isinstance(x, cls)
 
 
@@ -46,3 +61,10 @@ def dtype_name(x: Any) -> str:
     dtype = np.dtype(x.dtype)
     # MXNet describes bfloat16 to NumPy as a structure with one field of that name.
     return dtype.names[0] if dtype.names else dtype.name
+
+
+def bytes_in(x: Any) -> Any:
+    """A NumPy array of uint8 with the bytes of all elements; waits for them. Sparse arrays count as dense ones."""
+    import numpy as np
+
+    return np.ascontiguousarray(x.asnumpy()).reshape(-1).view(np.uint8)

@@ -7,6 +7,7 @@
   of its parameters.
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
+- Every KVHVD_VERIFY_EVERY updates of a Trainer its parameters are compared with the other workers' (0: never).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
 
 Every change is a thin wrapper around the original, and is made once however often it is asked for.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Optional
@@ -231,6 +233,8 @@ def _patch_trainer(mxnet: Any) -> None:
             if _is_ours(kv):
                 if hasattr(kv, "_set_key_labels"):
                     kv._set_key_labels(_labels(self))
+                if config().verify_every and hasattr(kv, "_verify"):
+                    _verify_updates(self, config().verify_every)
                 return
             gradients.look_at(self._params)
             if not getattr(self, "_kvstore_hvd_synchronised", False):
@@ -245,6 +249,28 @@ def _patch_trainer(mxnet: Any) -> None:
 
     _wrap(mxnet.gluon.Trainer, "__init__", constructing)
     _wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)
+
+
+def _verify_updates(trainer: Any, every: int) -> None:
+    """Have a Trainer's store compare the parameters after every so many updates; once for a Trainer."""
+    original = trainer._update  # what `step` and `update` call
+    if hasattr(original, _WRAPPED):
+        return
+    numbers = itertools.count(1)
+
+    @functools.wraps(original)
+    def update(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        number = next(numbers)
+        if number % every == 0:
+            labels = _labels(trainer)
+            keys = [(_key(trainer, param), param) for param in trainer._params]
+            trainer._kvstore._verify(
+                [(f"'{labels[key]}' (key {key})", param) for key, param in keys], f"after {number} updates"
+            )
+
+    setattr(update, _WRAPPED, original)
+    trainer._update = update
 
 
 # -- Gradients ----------------------------------------------------------------------------------------------------

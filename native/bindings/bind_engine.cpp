@@ -214,6 +214,33 @@ py::tuple take_timeline(Engine& engine) {
   return py::make_tuple(events, taken.lost);
 }
 
+// As the two below with the GIL: nothing of it waits, and a thread that gives it up may not get it back at exit.
+py::object waiting(const Engine& engine, double age_s) {
+  const auto all = engine.waiting(std::chrono::nanoseconds(static_cast<std::int64_t>(age_s * 1e9)));
+  if (!all) return py::none();
+  const auto now = std::chrono::steady_clock::now();
+  py::list result;
+  for (const Waiting& one : *all) {
+    result.append(py::make_tuple(one.name, one.operation, seconds(now - one.since),
+                                 seconds(one.since.time_since_epoch()), one.blamed.ranks, one.blamed.announced_by_all));
+  }
+  return result;
+}
+
+py::object missed(const Engine& engine, std::size_t most) {
+  const auto all = engine.missed(most);
+  if (!all) return py::none();
+  py::list result;
+  for (const Missed& one : *all) result.append(py::make_tuple(one.name, one.operation));
+  return result;
+}
+
+py::tuple process(const Engine& engine, int rank) {
+  if (rank < 0 || rank >= engine.size()) throw py::value_error("no such rank in the segment");
+  const Engine::Process process = engine.process(rank);
+  return py::make_tuple(process.pid, process.text);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -267,6 +294,9 @@ void bind_engine(py::module_& module) {
       .def("start_timeline", &Engine::start_timeline, py::arg("capacity"), py::call_guard<py::gil_scoped_release>())
       .def("stop_timeline", &Engine::stop_timeline, py::call_guard<py::gil_scoped_release>())
       .def("take_timeline", &take_timeline)
+      .def("waiting", &waiting, py::arg("age_s"))
+      .def("missed", &missed, py::arg("most"))
+      .def("process", &process, py::arg("rank"))
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
 }
 

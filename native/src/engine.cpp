@@ -234,6 +234,27 @@ class Engine::Impl {
     return pending_.timeline().take();
   }
 
+  std::optional<std::vector<Waiting>> waiting(std::chrono::nanoseconds age) {
+    if (forked() || world_.failure.is_set()) return std::vector<Waiting>{};
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return std::nullopt;
+    return pending_.waiting(age);
+  }
+
+  // Without mutex_: looks at nothing of this rank's but its marks.
+  std::optional<std::vector<Missed>> missed(std::size_t most) const {
+    if (forked() || world_.failure.is_set()) return std::vector<Missed>{};
+    return pending_.missed(most);
+  }
+
+  Process process(int rank) const {
+    if (forked()) return {};
+    const RankState& state = world_.rank(rank);
+    // Acquire: the process id was written before.
+    const bool joined = state.presence.load(std::memory_order_acquire) != Presence::kAbsent;
+    return {joined ? state.pid : 0, describe_rank(world_, rank)};
+  }
+
   void shutdown(const std::string& reason) {
     if (forked()) return;
     {
@@ -506,6 +527,9 @@ EngineStatistics Engine::report() const { return impl_->report(); }
 void Engine::start_timeline(std::size_t capacity) { impl_->start_timeline(capacity); }
 void Engine::stop_timeline() { impl_->stop_timeline(); }
 TimelineEvents Engine::take_timeline() { return impl_->take_timeline(); }
+std::optional<std::vector<Waiting>> Engine::waiting(std::chrono::nanoseconds age) const { return impl_->waiting(age); }
+std::optional<std::vector<Missed>> Engine::missed(std::size_t most) const { return impl_->missed(most); }
+Engine::Process Engine::process(int rank) const { return impl_->process(rank); }
 Status Engine::health() const { return impl_->health(); }
 std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
 void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }

@@ -213,19 +213,37 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
   std::string text =
       "rank " + std::to_string(rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
   if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
+  const Blamed blamed = blamed_for(name.slot.slot);
+  if (blamed.ranks.empty()) return text + "the other ranks, none of which moves";
+  text += describe_ranks(blamed.ranks) + ", which " +
+          (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");
+  for (const int r : blamed.ranks) text += "\n  " + describe_rank(world_, r);
+  return text;
+}
+
+Blamed Pending::blamed_for(std::uint32_t slot) {
   std::vector<int> late, slow;
   const RankState& own = world_.rank(rank_);
   const std::uint32_t filled = own.filled.value(), reduced = own.reduced.value();
   for (int r = 0; r < size_; ++r) {
     const RankState& other = world_.rank(r);
-    if (!table_.announced_by(name.slot.slot, r)) late.push_back(r);
+    if (!table_.announced_by(slot, r)) late.push_back(r);
     if (!other.filled.reached(filled) || !other.reduced.reached(reduced)) slow.push_back(r);
   }
-  const std::vector<int>& blamed = !late.empty() ? late : slow;
-  if (blamed.empty()) return text + "the other ranks, none of which moves";
-  text += describe_ranks(blamed) + ", which " + (late.empty() ? "stopped inside the collective" : "did not submit it");
-  for (const int r : blamed) text += "\n  " + describe_rank(world_, r);
-  return text;
+  const bool by_all = late.empty();
+  return Blamed{std::move(by_all ? slow : late), by_all};
+}
+
+std::vector<Waiting> Pending::waiting(std::chrono::nanoseconds age) {
+  const auto now = Clock::now();
+  std::vector<Waiting> all;
+  for (const auto& [text, name] : names_) {
+    if (!is_announced(name)) continue;
+    const Work& work = *name.queue.front();
+    if (now - work.since < age) continue;
+    all.push_back(Waiting{text, describe_operation(work.request()), work.since, blamed_for(name.slot.slot)});
+  }
+  return all;
 }
 
 }  // namespace kvstore_hvd

@@ -90,7 +90,12 @@ std::optional<SlotHandle> TensorTable::find(std::string_view name) {
 }
 
 std::optional<std::uint32_t> TensorTable::take_slot() {
-  if (world_.slots_used < kSlots) return world_.slots_used++;
+  // Relaxed, both: written under the lock. Where missed() reads it, a slot that nobody has announced yet is all zeros.
+  const std::uint32_t used = world_.slots_used.load(std::memory_order_relaxed);
+  if (used < kSlots) {
+    world_.slots_used.store(used + 1, std::memory_order_relaxed);
+    return used;
+  }
   for (int tried = 0; tried < kSlots; ++tried) {
     const std::uint32_t candidate = world_.clock_hand;
     world_.clock_hand = (world_.clock_hand + 1) % kSlots;
@@ -236,6 +241,45 @@ bool TensorTable::announced_by(std::uint32_t slot, int other) {
   // Relaxed: for error messages, and for ranks that left, where `presence` orders it.
   const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
   return static_cast<std::int32_t>(announced(other) - announced(rank_)) >= 0;
+}
+
+bool TensorTable::is_missed(std::uint32_t slot) const {
+  // Relaxed: as in announced_by().
+  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  const std::uint32_t own = announced(rank_);
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (static_cast<std::int32_t>(announced(r) - own) > 0) return true;
+  }
+  return false;
+}
+
+std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most) const {
+  // Version and operations.
+  const auto operation_of = [](std::uint64_t state) { return state >> 16; };
+  std::vector<Missed> found;
+  std::vector<std::uint32_t> places;
+  const std::uint32_t used = world_.slots_used.load(std::memory_order_relaxed);  // Relaxed: see take_slot().
+  for (std::uint32_t slot = 0; slot < used && found.size() < most; ++slot) {
+    // Acquire: the announcements that it counts are counted in the marks too.
+    const std::uint64_t state = world_.slots[slot].state.load(std::memory_order_acquire);
+    if (announced_of(state) == 0 || !is_missed(slot)) continue;
+    found.push_back(Missed{"", operation_of(state)});
+    places.push_back(slot);
+  }
+  if (found.empty()) return found;
+  // Names are read under the lock: it is held for a short copy only, and not at all where nobody is late.
+  if (!world_.table_lock.try_lock(rank_)) return std::nullopt;
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const Slot& slot = world_.slots[places[i]];
+    // Relaxed: the version, which says whose the slot is, changes only under the lock.
+    const std::uint64_t state = slot.state.load(std::memory_order_relaxed);
+    if (operation_of(state) != found[i].operation || announced_of(state) == 0) continue;  // it is over
+    found[kept++] = Missed{std::string(name_in(slot)), found[i].operation};
+  }
+  world_.table_lock.unlock();
+  found.resize(kept);
+  return found;
 }
 
 }  // namespace kvstore_hvd

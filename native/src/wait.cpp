@@ -107,16 +107,19 @@ void Flag::wake_sleepers() {
 
 void Flag::wake() const { futex_wake_all(value_); }
 
-void SharedLock::lock(Alarm& alarm) {
+bool SharedLock::try_lock(int rank) {
+  std::uint32_t expected = 0;
   // Acquire on success: sees what the last holder wrote. Relaxed otherwise: nothing is read.
-  const auto try_lock = [this] {
-    std::uint32_t expected = 0;
-    return word_.compare_exchange_strong(expected, 1, std::memory_order_acquire, std::memory_order_relaxed);
-  };
-  bool locked = try_lock();
+  if (!word_.compare_exchange_strong(expected, 1, std::memory_order_acquire, std::memory_order_relaxed)) return false;
+  holder_.store(rank, std::memory_order_relaxed);
+  return true;
+}
+
+void SharedLock::lock(Alarm& alarm) {
+  bool locked = try_lock(alarm.rank());
   for (int i = 0; !locked && i < 64; ++i) {
     pause_core();
-    locked = try_lock();
+    locked = try_lock(alarm.rank());
   }
   const auto end = Clock::now() + alarm.timeout();
   while (!locked) {

@@ -5,58 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from support.launchers import environment, kvhvdrun
+from support.runs import Run
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "fault_worker.py"
-# Of the run as a whole: start-up of the workers included, far above what any of them takes.
-LIMIT_S = 90
-
-
-class Run:
-    """A job under kvhvdrun, with what it printed so far."""
-
-    def __init__(self, fault: str, ranks: int, folder: Path, **variables: str) -> None:
-        self.output = folder / "output"
-        command = kvhvdrun().command(ranks, [sys.executable, str(WORKER), fault])
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**environment(), **variables},
-            )
-
-    def text(self) -> str:
-        """What was printed so far."""
-        return self.output.read_text(errors="replace")
-
-    def until(self, condition: Callable[[str], object]) -> str:
-        """Wait until the output satisfies `condition`; fails at the limit."""
-        end = time.monotonic() + LIMIT_S
-        while not condition(self.text()):
-            assert time.monotonic() < end, f"time limit; output:\n{self.text()}"
-            assert self.process.poll() is None or condition(self.text()), f"the job ended; output:\n{self.text()}"
-            time.sleep(0.02)  # between two looks at a file; no event tells of its growth
-        return self.text()
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end; returns the exit code and the whole output."""
-        try:
-            code = self.process.wait(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the job hangs; output:\n{self.text()}")
-        return code, self.text()
 
 
 @pytest.fixture
@@ -67,7 +23,7 @@ def start(tmp_path: Path):  # type: ignore[no-untyped-def]
     sockets_before = Path("/proc/net/unix").read_text().count("kvhvd")
 
     def start_one(fault: str, ranks: int, **variables: str) -> Run:
-        runs.append(Run(fault, ranks, tmp_path, **variables))
+        runs.append(Run(WORKER, [fault], ranks, tmp_path, **variables))
         return runs[-1]
 
     yield start_one
@@ -140,6 +96,20 @@ def test_a_rank_that_stands_still_is_named_at_the_deadline(start, fault: str, ra
         fact = r"TimeoutError: .*waited 2 s in allreduce .*for rank 1, which did not submit it"
         assert re.search(fact, error), output
     assert re.search(r"rank 1 \(.*pid \d+\)", output)
+    assert ended == 7, output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_that_drifts_apart_is_named_by_all(start, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    """Every rank says which parameter, and on which rank, although each of them ends as soon as it knows."""
+    ended, output = start("diverge", ranks, KVHVD_VERIFY_EVERY="5").end()
+    for rank in range(ranks):
+        assert re.search(
+            rf"\[{rank}\] caught: DivergedError: \[rank {rank}/{ranks}\] verify '\w*weight' \(key \d\): "
+            r"the workers' parameters differ after 5 updates",
+            output,
+        ), output
+        assert re.search(rf"^\[{rank}\]   [0-9a-f]{{16}}: rank 1$", output, re.MULTILINE), output
     assert ended == 7, output
 
 

@@ -52,6 +52,8 @@ def train(fault: str) -> None:
     caught: Exception | None = None
     for step in range(1000):
         if step == FAULTY_STEP and store.rank == FAULTY_RANK:
+            if fault == "diverge":
+                net.weight.set_data(net.weight.data() * 2 + 1)
             suffer(fault)
         try:
             with autograd.record():

@@ -33,6 +33,7 @@ def test_defaults() -> None:
     assert (cfg.timeout_s, cfg.start_timeout_s, cfg.exit_timeout_s) == (600.0, 30.0, 30.0)
     assert (cfg.log_level, cfg.simd, cfg.numpy_shim, cfg.allow_local_trainer) == ("warning", "auto", True, False)
     assert (cfg.rank, cfg.size, cfg.job, cfg.secret, cfg.epoch) == (None, None, "", b"", 0)
+    assert (cfg.stall_check_s, cfg.stall_check_disable, cfg.stall_shutdown_s, cfg.verify_every) == (60.0, False, 0.0, 0)
     assert cfg.mpi_launch is None
 
 
@@ -52,6 +53,12 @@ def test_defaults() -> None:
         ("HOROVOD_LOG_HIDE_TIME", "0", "log_hide_time", False),
         ("KVHVD_AS_HOROVOD", "1", "as_horovod", True),
         ("HOROVOD_THREAD_AFFINITY", "0, 3,1", "thread_affinity", (0, 3, 1)),
+        ("KVHVD_STALL_CHECK_TIME_S", "0", "stall_check_s", 0.0),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "30", "stall_check_s", 30.0),
+        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_check_disable", True),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "120", "stall_shutdown_s", 120.0),
+        ("KVHVD_STALL_SHUTDOWN_TIME_S", "0.0", "stall_shutdown_s", 0.0),
+        ("KVHVD_VERIFY_EVERY", "100", "verify_every", 100),
         ("KVHVD_RANK", "3", "rank", 3),
         ("KVHVD_SECRET", "ab" * 16, "secret", b"\xab" * 16),
         ("KVHVD_TIMEOUT", "", "timeout_s", 600.0),

@@ -19,6 +19,7 @@ USER = [
     errors.UnsupportedDtypeError,
     errors.ShutdownError,
     errors.ConfigError,
+    errors.DivergedError,
     errors.UnsynchronisedTrainerError,
 ]
 

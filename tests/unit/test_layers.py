@@ -17,13 +17,26 @@ NATIVE = ROOT / "native"
 # layer, or before it in its own.
 LAYERS = (
     ("errors", "log", "horovod_variables", "config"),
-    ("native", "mxnet_compat", "gpu", "topology", "mpi_world", "bootstrap", "rendezvous", "leaving", "affinity"),
+    (
+        "native",
+        "mxnet_compat",
+        "gpu",
+        "topology",
+        "mpi_world",
+        "bootstrap",
+        "rendezvous",
+        "leaving",
+        "affinity",
+        "stacks",
+        "namespaces",
+    ),
     ("comm",),
     ("recording",),
-    ("engine",),
+    ("stall", "engine"),
     (
         "numpy_ops",
         "timeline",
+        "divergence",
         "compression",
         "keys",
         "arrays",

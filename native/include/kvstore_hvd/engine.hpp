@@ -6,11 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/segment.hpp"
+#include "kvstore_hvd/stall.hpp"
 #include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/status.hpp"
 #include "kvstore_hvd/timeline.hpp"
@@ -86,6 +88,21 @@ class Engine {
   void start_timeline(std::size_t capacity);
   void stop_timeline();
   TimelineEvents take_timeline();
+
+  // The requests of this rank that have been announced for at least `age`, and whom they wait for. Never waits: nothing
+  // when another thread of this rank is inside the engine, where a rank that was stopped with a lock can hold it up.
+  // Empty once the world has failed, and in a forked child.
+  std::optional<std::vector<Waiting>> waiting(std::chrono::nanoseconds age) const;
+
+  // Operations that others have announced and this rank has not, up to `most`; as waiting().
+  std::optional<std::vector<Missed>> missed(std::size_t most) const;
+
+  // The process of a rank, and how errors name it: "rank 2 (node1, pid 8123)". 0 when it has not joined.
+  struct Process {
+    int pid = 0;
+    std::string text;
+  };
+  Process process(int rank) const;
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and

@@ -15,6 +15,7 @@
 
 #include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/messages.hpp"
+#include "kvstore_hvd/stall.hpp"
 #include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/tensor_table.hpp"
 #include "kvstore_hvd/timeline.hpp"
@@ -76,6 +77,12 @@ class Pending {
   // What to blame when a request has waited for `timeout`: empty when none has.
   std::string describe_overdue(std::chrono::nanoseconds timeout);
 
+  // The announced requests that have waited for at least `age`.
+  std::vector<Waiting> waiting(std::chrono::nanoseconds age);
+
+  // See TensorTable. Any thread.
+  std::optional<std::vector<Missed>> missed(std::size_t most) const { return table_.missed(most); }
+
   // Names: under the empty one what was measured under names that are forgotten (all but about kSlots, those that are
   // not in use). Ends a round, see Rounds.
   EngineStatistics report();
@@ -98,6 +105,7 @@ class Pending {
   std::optional<Ready> announce(Name& name, bool watched = false);
   bool is_announced(const Name& name) const;
   void check_left(std::uint32_t slot, const Request& request);
+  Blamed blamed_for(std::uint32_t slot);
   std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout);
 
   World& world_;

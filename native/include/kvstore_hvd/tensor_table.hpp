@@ -9,9 +9,11 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kvstore_hvd/inline_reduction.hpp"
 #include "kvstore_hvd/request.hpp"
+#include "kvstore_hvd/stall.hpp"
 #include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
@@ -48,9 +50,14 @@ class TensorTable {
   // Whether `other` has announced the operation that this rank announced last.
   bool announced_by(std::uint32_t slot, int other);
 
+  // Operations that other ranks have announced and this rank has not, up to `most` of them; nothing when another rank
+  // has the table's lock. Any thread; never waits. One that this rank announces at this moment may be among them.
+  std::optional<std::vector<Missed>> missed(std::size_t most) const;
+
  private:
   std::optional<std::uint32_t> take_slot();
   bool is_busy(std::uint32_t slot) const;
+  bool is_missed(std::uint32_t slot) const;
   void unlink(std::uint32_t slot);
   Outcome decide(std::uint32_t slot, const Request& request);
   bool all_announced_the_same(std::uint32_t slot) const;

@@ -84,6 +84,8 @@ class alignas(128) SharedLock {
   // Throws WorldLost when the world fails while waiting; raises the alarm itself at its timeout, since the holder may
   // be stopped.
   void lock(Alarm& alarm);
+  // Returns whether it was free. Never waits.
+  bool try_lock(int rank);
   void unlock();
   void wake() const;
 

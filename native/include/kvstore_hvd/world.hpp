@@ -159,7 +159,8 @@ struct World {
 
   // The table of tensors, see tensor_table.hpp.
   SharedLock table_lock;
-  std::uint32_t slots_used;       // slots handed out so far (each may have been handed on since)
+  // Slots handed out so far (each may have been handed on since); written under the lock.
+  std::atomic<std::uint32_t> slots_used;
   std::uint32_t clock_hand;       // where the search for an idle slot goes on
   std::uint32_t buckets[kSlots];  // 1 + slot, 0 when empty
   Slot slots[kSlots];

@@ -1,0 +1,240 @@
+"""The stall report: who waits for whom, and where a late worker is.
+
+Every worker looks at its own world, about once a second, on a thread of its own. One that waits (the lowest rank of
+those that wait for an operation) says for what and for whom; one that others wait for says so, with its Python stack.
+Nothing is exchanged for it: what a worker needs to know lies in the memory that they share.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore_hvd import log, native
+from kvstore_hvd.comm.base import Communicator
+from kvstore_hvd.errors import rank_list
+from kvstore_hvd.stacks import OWN_THREADS, python_stacks
+
+__all__ = ["StallInspector"]
+
+_TICK_S = 1.0
+_LOOKS = 4  # at least so many before the first report
+_SHOWN = 6  # operations
+_SHOWN_RANKS = 8
+_MISSED = 256  # operations that are looked at
+
+# proc(5): the states of a process that explain why it does not go on.
+_STATES = {
+    "T": "its process is stopped; `kill -CONT {pid}` lets it go on",
+    "t": "its process is stopped by a debugger",
+    "D": "its process waits for a disk or a network file system",
+    "Z": "its process has ended",
+}
+_STOPPED = ("T", "t")
+
+
+class StallInspector:
+    """Reports the stalls of one world, each once, then after double the time, and when it is over.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    rank, size : int
+    check_s : float
+        Seconds that an operation may wait before that is a stall.
+    shutdown_s : float
+        Seconds after which the world is failed; 0: never.
+    describe : callable
+        How messages name an operation, given its name on the wire.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        rank: int,
+        size: int,
+        check_s: float,
+        shutdown_s: float,
+        describe: Callable[[str], str],
+    ) -> None:
+        self._communicator = communicator
+        self._rank, self._size = rank, size
+        self._check_s = min(check_s, shutdown_s) if shutdown_s else check_s
+        self._shutdown_s = shutdown_s
+        self._describe = describe
+        self._waiting, self._missing = _Reports(self._check_s), _Reports(self._check_s)
+        self._missed_since: dict[native.Missed, float] = {}
+        self._blocked_since: float | None = None
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Look from now on, until `stop` or the world is lost."""
+        threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more. Does not wait."""
+        self._ended.set()
+
+    def look(self, now: float) -> bool:
+        """Look once, and log what there is to report.
+
+        Parameters
+        ----------
+        now : float
+            ``time.monotonic()``.
+
+        Returns
+        -------
+        bool
+            False once the world is lost: that error tells everything.
+        """
+        if self._communicator.health() is not None:
+            return False
+        self._look_at_waiting(now)
+        self._look_at_missed(now)
+        return True
+
+    def _run(self) -> None:
+        tick_s = min(_TICK_S, self._check_s / _LOOKS)
+        while not self._ended.wait(tick_s):
+            try:
+                if not self.look(time.monotonic()):
+                    return
+            except Exception as error:  # noqa: BLE001 - a report must not be what ends a training
+                log.logger.warning("there will be no more stall reports: %s: %s", type(error).__name__, error)
+                return
+
+    # -- What this worker waits for -----------------------------------------------------------------------------------
+
+    def _look_at_waiting(self, now: float) -> None:
+        waiting = self._communicator.waiting(self._check_s)
+        if waiting is None:
+            self._look_at_blocked(now)
+            return
+        self._blocked_since = None
+        waiting = sorted((one for one in waiting if self._speaks_for(one)), key=lambda one: -one.age_s)
+        culprits = {rank for one in waiting for rank in one.late}
+        report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
+        if over is not None:
+            log.logger.warning("the stall is over: rank %d has what it waited %.0f s for.", self._rank, over)
+        if not waiting:
+            return
+        oldest = waiting[0].age_s
+        if report:
+            head = f"rank {self._rank} has waited {oldest:.0f} s for other workers."
+            log.logger.warning("%s", self._waiting_text(head, waiting, "it reports where it is"))
+        if self._shutdown_s and oldest >= self._shutdown_s:
+            whom = rank_list(culprits) if culprits else "the other ranks"
+            head = f"rank {self._rank} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
+            self._communicator.abort(self._waiting_text(head, waiting))
+
+    def _speaks_for(self, one: native.Waiting) -> bool:
+        """Whether this is the lowest of those that wait, and can speak."""
+        return all(self._state(rank) in _STOPPED for rank in range(self._rank) if rank not in one.late)
+
+    def _waiting_text(self, head: str, waiting: Sequence[native.Waiting], hint: str = "") -> str:
+        lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
+        if len(waiting) > _SHOWN:
+            lines.append(f"... and {len(waiting) - _SHOWN} more")
+        lines += self._ranks({rank for one in waiting for rank in one.late}, hint)
+        return "\n  ".join(lines)
+
+    def _who(self, one: native.Waiting) -> str:
+        if one.announced_by_all:
+            behind = f"{rank_list(one.late)} stopped inside it" if one.late else "none of them moves"
+            return f"submitted by all; {behind}"
+        present = [rank for rank in range(self._size) if rank not in one.late]
+        return f"submitted by {rank_list(present)}, not by {rank_list(one.late)}"
+
+    def _ranks(self, ranks: Collection[int], hint: str = "") -> list[str]:
+        """Who they are, and why they do not go on: `hint` where their processes do not tell."""
+        lines = []
+        for rank in sorted(ranks)[:_SHOWN_RANKS]:
+            pid, text = self._communicator.process(rank)
+            why = _STATES.get(self._state(rank), "" if rank == self._rank else hint)
+            lines.append(f"{text}{': ' if why and pid else ''}{why.format(pid=pid) if pid else ''}")
+        if len(ranks) > _SHOWN_RANKS:
+            lines.append(f"... and {len(ranks) - _SHOWN_RANKS} more")
+        return lines
+
+    def _state(self, rank: int) -> str:
+        """The state of a rank's process, a letter of proc(5); '' when it cannot be seen."""
+        pid, _ = self._communicator.process(rank)
+        try:
+            # The name in parentheses may hold anything.
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if pid else ""
+        except (OSError, IndexError):
+            return ""
+
+    def _look_at_blocked(self, now: float) -> None:
+        """Another thread of this worker is inside the engine: for a moment, or because a stopped rank has a lock."""
+        if self._blocked_since is None:
+            self._blocked_since = now
+        age_s = now - self._blocked_since
+        if age_s < self._check_s:
+            return
+        stopped = [rank for rank in range(self._size) if self._state(rank) in _STOPPED]
+        report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
+        if report:
+            head = f"rank {self._rank} has stood still in the engine for {age_s:.0f} s: a stopped rank holds a lock."
+            log.logger.warning("%s", "\n  ".join([head, *self._ranks(stopped)]))
+
+    # -- What others wait for -----------------------------------------------------------------------------------------
+
+    def _look_at_missed(self, now: float) -> None:
+        missed = self._communicator.missed(_MISSED)
+        if missed is None:
+            return
+        self._missed_since = {one: self._missed_since.get(one, now) for one in missed}
+        ages = {one: now - since for one, since in self._missed_since.items() if now - since >= self._check_s}
+        report, _ = self._missing.update(ages, ())  # that it is over, those say who have waited
+        if not report:
+            return
+        names = [self._describe(one.name) for one in ages]
+        more = f", ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        log.logger.warning(
+            "the other workers have waited %.0f s for rank %d.\n  It has not submitted %s\n%s",
+            max(ages.values()),
+            self._rank,
+            ", ".join(names[:_SHOWN]) + more,
+            "\n".join(f"  {line}" for line in python_stacks().splitlines()),
+        )
+
+
+class _Reports:
+    """When to report a stall: a row of looks, each of which saw something that the look before saw as well."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._known: set[Hashable] = set()
+        self._culprits: set[int] = set()
+        self._next_s = limit_s
+        self._longest_s = 0.0
+
+    def update(self, ages: Mapping[Any, float], culprits: Collection[int]) -> tuple[bool, float | None]:
+        """Whether to report now, and how long the stall before lasted if it is over (else None).
+
+        Parameters
+        ----------
+        ages : mapping
+            Of whatever tells operations apart to the seconds of those that have waited for too long.
+        culprits : collection of int
+            Ranks; a new one is worth a report.
+        """
+        over = None
+        if self._known and self._known.isdisjoint(ages):
+            over = self._longest_s
+            self._culprits, self._next_s, self._longest_s = set(), self._limit_s, 0.0
+        self._known = set(ages)
+        if not ages:
+            return False, over
+        longest_s = max(ages.values())
+        self._longest_s = max(self._longest_s, longest_s)
+        report = longest_s >= self._next_s or not self._culprits.issuperset(culprits)
+        self._culprits.update(culprits)
+        while self._next_s <= longest_s:
+            self._next_s *= 2
+        return report, over

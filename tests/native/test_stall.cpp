@@ -1,0 +1,229 @@
+// What a rank waits for and what it has missed, as the stall report asks; ranks are threads.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "check.hpp"
+#include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/schedule.hpp"
+#include "kvstore_hvd/tensor_table.hpp"
+#include "kvstore_hvd/world.hpp"
+#include "ranks.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using testing::check;
+using testing::check_equal;
+
+constexpr std::size_t kMost = 64;
+
+// Asks until the condition holds; what a rank does is seen by another one a little later.
+bool until(const std::function<bool()>& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+std::vector<Waiting> waiting(Engine& engine, std::chrono::nanoseconds age = {}) {
+  std::optional<std::vector<Waiting>> all;
+  check(until([&] { return (all = engine.waiting(age)).has_value(); }), "the engine's lock stays taken");
+  return all.value_or(std::vector<Waiting>{});
+}
+
+std::vector<std::string> missed_names(const Engine& engine) {
+  std::vector<std::string> names;
+  for (const Missed& one : engine.missed(kMost).value_or(std::vector<Missed>{})) names.push_back(one.name);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+const bool late_rank = testing::add("who waits names the late ranks, and a late rank names what it has missed", [] {
+  std::atomic<int> looked{0};
+  with_world(4, [&](Engine& engine, int rank) {
+    check(barrier(engine).ok(), "all have joined");
+    auto first = values_of(rank, 100), second = values_of(rank, 50000);
+    std::vector<std::shared_ptr<Work>> works;
+    const auto submit = [&] {
+      works.push_back(engine.submit(allreduce("first", first)));
+      works.push_back(engine.submit(allreduce("second", second)));
+    };
+    if (rank != 2) {
+      submit();
+      std::vector<Waiting> all;
+      check(until([&] {
+              all = waiting(engine);
+              return all.size() == 2 && all[0].blamed.ranks == std::vector<int>{2} &&
+                     all[1].blamed.ranks == std::vector<int>{2};
+            }),
+            "both wait for rank 2 only");
+      for (const Waiting& one : all) {
+        check(!one.blamed.announced_by_all, "rank 2 has not announced it");
+        check_equal(one.operation, "allreduce '" + one.name + "'", "what is waited for");
+        check(one.since <= std::chrono::steady_clock::now(), "since when");
+      }
+      check(waiting(engine, std::chrono::hours(1)).empty(), "nothing has waited for an hour");
+      check(missed_names(engine).empty(), "nobody waits for this rank");
+    } else {
+      check(until([&] { return missed_names(engine) == std::vector<std::string>{"first", "second"}; }), "missed");
+      check(waiting(engine).empty(), "this rank waits for nothing");
+      check_equal(engine.missed(1)->size(), std::size_t{1}, "as many as are wanted");
+    }
+    looked.fetch_add(1);
+    check(until([&] { return looked.load() == 4; }), "all have looked");
+    if (rank == 2) submit();
+    for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
+    check(barrier(engine).ok(), "all are done");
+    check(missed_names(engine).empty() && waiting(engine).empty(), "it is over");
+  });
+});
+
+const bool processes = testing::add("processes are named as in errors", [] {
+  with_world(2, [](Engine& engine, int) {
+    check(barrier(engine).ok(), "both have joined");
+    check_equal(engine.process(1).pid, static_cast<int>(getpid()), "process id");
+    check_equal(engine.process(1).text, "rank 1 (testhost, pid " + std::to_string(getpid()) + ")", "text");
+  });
+  const auto segment = Segment::create(2);
+  Engine alone(segment, 0, thread_options());
+  check_equal(alone.process(1).pid, 0, "a rank that has not joined");
+  check_equal(alone.process(1).text, std::string("rank 1 (never joined)"), "its text");
+});
+
+// A rank whose operations are announced, and never carried out: it stands still inside the collective.
+class Ghost {
+ public:
+  Ghost(Segment& segment, int rank)
+      : world_(segment.world()), alarm_(world_, rank, std::chrono::seconds(60)), table_(world_, alarm_) {}
+  void announce(const Request& request) {
+    const auto handle = table_.find(request.name);
+    if (table_.announce(*handle, request) == TensorTable::Outcome::kLast) {
+      Schedule(world_, alarm_).make_ready(handle->slot, 0);
+      ring_all(world_);
+    }
+  }
+  std::optional<std::vector<Missed>> missed() const { return table_.missed(kMost); }
+
+ private:
+  World& world_;
+  Alarm alarm_;
+  TensorTable table_;
+};
+
+const bool inside = testing::add("a rank that stops inside the collective is the one to blame", [] {
+  const auto segment = Segment::create(2);
+  Ghost ghost(*segment, 1);
+  Engine engine(segment, 0, thread_options());
+  auto data = values_of(0, 50000), ghosts = values_of(1, 50000);
+  const auto work = engine.submit(allreduce("large", data));
+  check_equal(ghost.missed()->size(), std::size_t{1}, "missed before");
+  ghost.announce(allreduce("large", ghosts));
+  check(ghost.missed()->empty(), "announced by all: nobody has missed it");
+  check(until([&] {
+          const auto all = waiting(engine);
+          return all.size() == 1 && all[0].blamed.announced_by_all && all[0].blamed.ranks == std::vector<int>{1};
+        }),
+        "rank 1 is behind");
+  engine.abort("the test is over");
+  check(!engine.wait(*work).ok(), "failed");
+  check(waiting(engine).empty(), "a lost world has nobody who waits");
+  check(engine.missed(kMost).has_value() && engine.missed(kMost)->empty(), "nor who is late");
+});
+
+const bool held_lock = testing::add("a peer that is stopped with the table's lock holds nobody up", [] {
+  const auto segment = Segment::create(2);
+  Engine engine(segment, 0, thread_options());
+  Ghost ghost(*segment, 1);
+  auto data = values_of(1, 10);
+  ghost.announce(allreduce("x", data));
+  check_equal(missed_names(engine).size(), std::size_t{1}, "missed");
+  SharedLock& lock = segment->world().table_lock;
+  check(lock.try_lock(1), "free");
+  check(!lock.try_lock(0), "taken");
+  check(!engine.missed(kMost).has_value(), "no answer");
+  // A first use of a name waits for the lock, and keeps that of the engine.
+  auto mine = values_of(0, 10);
+  std::thread submitter([&] { static_cast<void>(engine.submit(allreduce("y", mine))); });
+  check(until([&] { return !engine.waiting({}).has_value(); }), "no answer either");
+  lock.unlock();
+  submitter.join();
+  check_equal(missed_names(engine).size(), std::size_t{1}, "missed, again");
+  check_equal(waiting(engine).size(), std::size_t{1}, "y waits");
+  engine.abort("the test is over");
+});
+
+const bool reuse = testing::add("slots that have changed hands tell the name they have now", [] {
+  const auto segment = Segment::create(2);
+  const int names = kSlots + 200;
+  with_world(segment, [&](Engine& engine, int rank) {
+    std::vector<float> data(1);
+    for (int i = 0; i < names; ++i) {
+      check(engine.run(allreduce("name" + std::to_string(i), data)).ok(), "reduced");
+    }
+    check(barrier(engine).ok(), "met");
+    std::vector<std::vector<float>> more(10, std::vector<float>(1));
+    std::vector<std::shared_ptr<Work>> works;
+    const auto submit = [&] {
+      for (int i = 0; i < 10; ++i) works.push_back(engine.submit(allreduce("late" + std::to_string(i), more[i])));
+    };
+    std::vector<std::string> expected;
+    for (int i = 0; i < 10; ++i) expected.push_back("late" + std::to_string(i));
+    if (rank == 0) {
+      submit();
+    } else {
+      check(until([&] { return missed_names(engine) == expected; }), "all ten, and no other");
+      submit();
+    }
+    for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
+    check(missed_names(engine).empty(), "none any more");
+  });
+});
+
+const bool again = testing::add("two operations of one name are told apart", [] {
+  const auto segment = Segment::create(2);
+  Engine engine(segment, 0, thread_options());
+  Engine other(segment, 1, thread_options());
+  std::uint64_t before = 0;
+  for (int i = 0; i < 3; ++i) {
+    auto mine = values_of(0, 10), others = values_of(1, 10);
+    const auto theirs = other.submit(allreduce("x", others));
+    const auto missed = engine.missed(kMost);
+    if (!check(missed.has_value() && missed->size() == 1, "missed")) return;
+    check(i == 0 || missed->front().operation != before, "another operation");
+    before = missed->front().operation;
+    check(engine.run(allreduce("x", mine)).ok() && other.wait(*theirs).ok(), "reduced");
+  }
+});
+
+const bool while_working = testing::add("looking disturbs nobody who works", [] {
+  std::atomic<int> working{2};
+  with_world(2, [&](Engine& engine, int rank) {
+    std::thread looker([&] {
+      while (working.load() > 0) {
+        static_cast<void>(engine.waiting({}));
+        static_cast<void>(engine.missed(kMost));
+      }
+    });
+    std::vector<float> small(10), large(20000);
+    const int rounds = thread_sanitizer() ? 50 : 500;
+    for (int i = 0; i < rounds; ++i) {
+      small.assign(small.size(), static_cast<float>(rank + 1));
+      const auto work = engine.submit(allreduce("large", large));
+      check(engine.run(allreduce("small" + std::to_string(i % 50), small)).ok(), "small");
+      check(engine.wait(*work).ok(), "large");
+      check(small[0] == 3.0F, "the sum");
+    }
+    working.fetch_sub(1);
+    looker.join();
+  });
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -1,0 +1,214 @@
+"""Whether parameters that differ between workers are found, and named on every one of them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd import config
+from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples
+
+mx = pytest.importorskip("mxnet")
+
+DTYPES = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
+
+
+@pytest.fixture
+def several(size: int) -> int:
+    """Return the number of workers, which have to be two at least."""
+    if size == 1:
+        pytest.skip("one worker agrees with itself")
+    return size
+
+
+def change(param, rank: int, on: int) -> None:
+    """Flip the last bit of one element on one worker."""
+    if rank == on:
+        values = param.data().asnumpy()
+        values.reshape(-1).view(np.uint8)[0] ^= 1
+        param.set_data(array(values))
+
+
+def diverged(call) -> str:
+    with pytest.raises(kvstore_hvd.DivergedError) as caught:
+        call()
+    return str(caught.value)
+
+
+def names_of(net):
+    return list(net.collect_params()) if is_mxnet_2() else [param.name for param in parameters(net)]
+
+
+def test_equal_parameters_pass(rank, size):
+    net = mlp()
+    kvstore_hvd.verify(net.collect_params())
+    kvstore_hvd.verify(dict(net.collect_params().items()))
+    kvstore_hvd.verify(parameters(net))
+    kvstore_hvd.verify(tuple(param.data() for param in parameters(net)))
+    kvstore_hvd.verify([])
+
+
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_one_bit_of_one_worker_is_found_by_all(rank, several, culprit):
+    """The text is the same on every worker, up to who speaks: the first parameter, the hashes and whose they are."""
+    net, culprit = mlp(), culprit % several
+    change(parameters(net)[2], rank, culprit)
+    change(parameters(net)[4], rank, culprit)
+    text = diverged(lambda: kvstore_hvd.verify(net.collect_params()))
+    lines = text.splitlines()
+    assert lines[0] == (
+        f"[rank {rank}/{several}] verify '{names_of(net)[2]}': the workers' parameters differ. Hashes of their bytes:"
+    )
+    others = kvstore_hvd.errors.rank_list(set(range(several)) - {culprit})
+    assert sorted(line.split(": ")[1] for line in lines[1:3]) == sorted([f"rank {culprit}", others])
+    assert all(re.match("  [0-9a-f]{16}: ", line) for line in lines[1:3])
+    assert lines[3] == "  2 of 6 parameters differ; this is the first one."
+    assert lines[4].startswith("  Fix: ")
+    # The same hashes on all workers, which is why this can be an allreduce.
+    seen = np.array([int(lines[1][2:18], 16) >> 1, int(lines[2][2:18], 16) >> 1], "int64")
+    assert (kvstore_hvd.allreduce(seen, "hashes", op="max") == kvstore_hvd.allreduce(seen, "hashes", op="min")).all()
+    kvstore_hvd.verify(parameters(net)[:2])  # the world is fine, and so are these
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(rank, several, dtype, kind):
+    equal = kind.array(np.arange(7).astype(dtype), dtype=dtype)
+    other = kind.array((np.arange(7) + (rank == 1)).astype(dtype), dtype=dtype)
+    kvstore_hvd.verify({"equal": equal})
+    assert "verify 'other'" in diverged(lambda: kvstore_hvd.verify({"equal": equal, "other": other}))
+
+
+def test_dtype_and_shape_count(rank, several):
+    assert diverged(lambda: kvstore_hvd.verify([mx.nd.zeros((2, 3) if rank else (3, 2))]))
+    assert diverged(lambda: kvstore_hvd.verify([mx.nd.zeros(4, dtype="int32" if rank else "float32")]))
+
+
+def test_all_workers_differ(rank, several):
+    text = diverged(lambda: kvstore_hvd.verify([mx.nd.array([rank])]))
+    assert text.startswith(f"[rank {rank}/{several}] verify 'array' (index 0): ")
+    assert len(re.findall(r"^  [0-9a-f]{16}: rank \d+$", text, re.MULTILINE)) == several
+    assert "this is the first one" not in text
+
+
+def test_running_statistics_may_differ_and_frozen_weights_may_not(rank, several):
+    net = network(mx.gluon.nn.BatchNorm(in_channels=4), mx.gluon.nn.Dense(2, in_units=4))
+    for param in parameters(net):
+        if "running" in param.name:
+            param.set_data(array(np.full(4, rank, "float32")))
+    kvstore_hvd.verify(net.collect_params())
+    frozen = net[1].weight
+    frozen.grad_req = "null"
+    change(frozen, rank, 1)
+    assert "weight" in diverged(lambda: kvstore_hvd.verify(net.collect_params())).splitlines()[0]
+
+
+def test_parameters_that_only_some_workers_have_initialised(rank, several):
+    net = mx.gluon.nn.Dense(2)
+    net.initialize()
+    kvstore_hvd.verify(net.collect_params())
+    if rank == 0:
+        net(array(np.ones((1, 3), "float32")))
+    text = diverged(lambda: kvstore_hvd.verify(net.collect_params()))
+    assert f"  not initialised: {kvstore_hvd.errors.rank_list(range(1, several))}" in text.splitlines()
+
+
+def test_an_array_that_cannot_be_read_is_an_error_everywhere(rank, several):
+    """The worker whose computation failed raises that error; the others do not wait for it."""
+    good = mx.nd.ones(3)
+    bad = mx.nd.ones(3)
+    if rank == 1:
+        # Sampling with a negative scale fails when it is executed.
+        bad = mx.nd.random.normal(0, -1, shape=(3,)) if not is_mxnet_2() else mx.np.random.normal(0, -1, size=(3,))
+        with pytest.raises(Exception, match=r"(?i)scale|positive"):
+            kvstore_hvd.verify([good, bad])
+    else:
+        text = diverged(lambda: kvstore_hvd.verify([good, bad]))
+        assert "  could not be read: rank 1" in text.splitlines()
+
+
+def test_different_numbers_of_parameters_are_a_mismatch(rank, several):
+    with pytest.raises(kvstore_hvd.MismatchError, match="of the parameters' hashes: ranks disagree on shape"):
+        kvstore_hvd.verify([mx.nd.ones(2)] * (2 if rank else 1))
+
+
+@pytest.mark.parametrize("wrong", [5, "net", [1.0], {"w": np.ones(3)}])
+def test_something_else_is_refused_before_anything_is_sent(world, wrong):
+    with pytest.raises(TypeError, match=r"verify: .* is a \w+\.\n  Fix: pass net.collect_params"):
+        kvstore_hvd.verify(wrong)
+
+
+# -- A Trainer ----------------------------------------------------------------------------------------------------
+
+
+def trainer_of(net, store):
+    return mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+
+
+def step(net, trainer, updates_only=False):
+    data, label = samples(24)
+    backward(net, [(array(data), array(label))])
+    if updates_only:
+        trainer.allreduce_grads()
+        trainer.update(24)
+    else:
+        trainer.step(24)
+
+
+@pytest.fixture
+def every_second(monkeypatch, world):
+    """Have Trainers that start from now on verify every second update."""
+    monkeypatch.setenv("KVHVD_VERIFY_EVERY", "2")
+    config.reload()
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+@pytest.mark.parametrize("updates_only", [False, True])
+def test_a_trainer_verifies_every_second_update(rank, several, kv, every_second, updates_only):
+    net = mlp()
+    trainer = trainer_of(net, kv)
+    for _ in range(4):
+        step(net, trainer, updates_only)
+    if rank == 1:  # by so much that no rounding of an update makes it equal again
+        parameters(net)[1].set_data(array(parameters(net)[1].data().asnumpy() + 1))
+    step(net, trainer, updates_only)
+    text = diverged(lambda: step(net, trainer, updates_only))
+    key = trainer._params.index(parameters(net)[1])
+    assert text.startswith(
+        f"[rank {rank}/{several}] verify '{names_of(net)[1]}' (key {key}): "
+        "the workers' parameters differ after 6 updates."
+    )
+    step(net, trainer, updates_only)
+    diverged(lambda: step(net, trainer, updates_only))
+
+
+def test_trainers_that_share_a_store_and_those_that_do_not(rank, size, kv, every_second):
+    nets = [mlp(), mlp(), mlp()]
+    trainers = [trainer_of(nets[0], kv), trainer_of(nets[1], kv), trainer_of(nets[2], mx.kv.create("horovod"))]
+    for _ in range(4):
+        for net, trainer in zip(nets, trainers):
+            step(net, trainer)
+
+
+def test_a_trainer_that_starts_again_verifies_once(rank, size, kv, every_second, monkeypatch):
+    calls = []
+    monkeypatch.setattr(type(kv), "_verify", lambda self, parameters, when: calls.append((len(parameters), when)))
+    net = mlp()
+    trainer = trainer_of(net, kv)
+    for _ in range(2):
+        step(net, trainer)
+    trainer._reset_kvstore()
+    for _ in range(2):
+        step(net, trainer)
+    assert calls == [(6, "after 2 updates"), (6, "after 4 updates")]
+
+
+def test_without_the_setting_nothing_is_wrapped(rank, size, kv):
+    net = mlp()
+    trainer = trainer_of(net, kv)
+    step(net, trainer)
+    assert "_update" not in vars(trainer)
