@@ -6,9 +6,19 @@ Importing this package imports neither MXNet nor NumPy.
 from __future__ import annotations
 
 from kvstore_hvd.mxnet_compat import numpy_shim
-from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, handle_of, is_ndarray, is_np_ndarray, stype_of
+from kvstore_hvd.mxnet_compat.arrays import (
+    address_of,
+    bfloat16,
+    context_of,
+    dtype_name,
+    handle_of,
+    is_ndarray,
+    is_np_ndarray,
+    stype_of,
+)
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
+from kvstore_hvd.mxnet_compat.parameters import after_initialization, arrays_of, is_parameter
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
     engine_is_naive,
@@ -22,6 +32,10 @@ from kvstore_hvd.mxnet_compat.versions import (
 
 __all__ = [
     "MXNetUnavailableError",
+    "address_of",
+    "after_initialization",
+    "arrays_of",
+    "bfloat16",
     "context_of",
     "dtype_name",
     "engine_is_naive",
@@ -32,6 +46,7 @@ __all__ = [
     "is_imported",
     "is_ndarray",
     "is_np_ndarray",
+    "is_parameter",
     "libmxnet_path",
     "numpy_shim",
     "pip_command",
