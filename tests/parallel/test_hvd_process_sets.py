@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -139,7 +140,9 @@ def test_a_set_survives_a_reset(dynamic, rank, size):
     for _ in range(2):
         if few.included():
             assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
-        hvd.barrier()  # whoever resets ends what the others have under way
+        # Whoever is through has left already, and the world is lost to the others.
+        with contextlib.suppress(kvstore_hvd.HorovodInternalError):
+            hvd.barrier()
         kvstore_hvd.reset()
     if few.included():
         assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
