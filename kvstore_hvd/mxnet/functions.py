@@ -112,8 +112,9 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters with the root's, on all devices. Asynchronous.
 
-    A parameter whose shape is not known yet follows as soon as it is initialised, on each worker when its own is; all
-    workers must come to that.
+    A parameter whose shape is not known yet follows as soon as it is initialised. All workers must come to that, in the
+    same order: operators of MXNet share memory for intermediate results, so what waits for one parameter may keep
+    another one from being initialised.
 
     Parameters
     ----------
