@@ -6,10 +6,9 @@
 The tensors have the shapes of `resnet50_v1` in MXNet's model zoo (only shapes are taken; nothing is downloaded). Layer
 i has priority -i, as in Gluon's Trainer. Ours is timed as users call it: 'Trainer' is `Trainer.allreduce_grads()` on
 gradients of Gluon's parameters, which live in shared memory; 'pushpull' is `kv.pushpull` on arrays that do not, in two
-orders of enqueueing: 'backward', last layer first, as gradients become ready, and 'forward', the first layer first, as
-the Trainer's loop calls. MPI reduces tensor after tensor, in place, backward. Everything happens in the same processes,
-one after the other in every repetition and in another order in each; gradients are rewritten before; a repetition
-counts as its slowest rank.
+orders of enqueueing: 'backward', last layer first, as gradients become ready, and 'forward', the first layer first. MPI
+reduces tensor after tensor, in place, backward. Everything happens in the same processes, one after the other in every
+repetition and in another order in each; gradients are rewritten before; a repetition counts as its slowest rank.
 
 'first layer' is the time from the last enqueue, on the rank that comes last, until the first layer's sum is there on
 all ranks: how long the next forward pass would have to wait if the computation ended with the last enqueue.
@@ -66,7 +65,9 @@ def make_trainer(shapes: Sequence[tuple[int, ...]], store: Any) -> Any:
     import mxnet as mx
 
     params = {
-        f"layer{number}": mx.gluon.Parameter(f"layer{number}", shape=shape) for number, shape in enumerate(shapes)
+        # The Trainer sorts by name.
+        f"layer{number:03}": mx.gluon.Parameter(f"layer{number:03}", shape=shape)
+        for number, shape in enumerate(shapes)
     }
     for param in params.values():
         param.initialize()
@@ -192,7 +193,7 @@ def slowest_times(ranks: Sequence[Samples]) -> Samples:
     samples = slowest(ranks)
     for method in [each for each in samples if each.endswith(FIRST_LAYER)]:
         enqueued = samples.pop(method[: -len(FIRST_LAYER)] + ENQUEUED)
-        samples[method] = [max(0.0, first - last) for first, last in zip(samples[method], enqueued)]
+        samples[method] = [first - last for first, last in zip(samples[method], enqueued)]
     return samples
 
 

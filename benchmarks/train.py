@@ -190,6 +190,11 @@ class Group:
         """How results name it."""
         return f"{self.mode}, {self.workers} worker{'s' if self.workers > 1 else ''}"
 
+    @property
+    def is_measured_by_our_store(self) -> bool:
+        """Whether `exposed` says anything."""
+        return self.mode == "ours" and self.workers > 1
+
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the processes; they connect by themselves."""
         command = [*command, "--group", self.name, "--mode", self.mode]
@@ -311,7 +316,7 @@ def show(groups: Sequence[Group]) -> str:
                 *(f"{times[what]:.0f}" for what in ("min", "median", "max")),
                 ratio_text(median_ratio(group.speeds, free)) if free else "-",
                 ratio_text(median_ratio(group.speeds, single)) if single else "-",
-                f"{summary(group.exposed)['median']:.1%}" if group.mode == "ours" and group.workers > 1 else "-",
+                f"{summary(group.exposed)['median']:.1%}" if group.is_measured_by_our_store else "-",
             ]
         )
     return table(["images/s", "min", "median", "max", "/no store", "/1 worker", "exposed"], rows)
@@ -329,7 +334,7 @@ def start(options: argparse.Namespace) -> None:
             group.name: {
                 "images_per_second": summary(group.speeds),
                 "rounds": group.speeds,
-                "exposed": summary(group.exposed),
+                **({"exposed": summary(group.exposed)} if group.is_measured_by_our_store else {}),
             }
             for group in groups
         }

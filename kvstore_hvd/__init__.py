@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore_hvd import mxnet_compat
+from kvstore_hvd import horovod_alias, mxnet_compat
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
 from kvstore_hvd.engine import current as _engine
@@ -92,3 +92,5 @@ _prepare_mxnet()
 if _config().numpy_shim:
     mxnet_compat.numpy_shim.install()
 mxnet_compat.install_hooks_on_import(make_store_class, _engine().expected_size, _engine().adapter_for_gradients)
+if _config().as_horovod:
+    horovod_alias.install()

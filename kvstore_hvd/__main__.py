@@ -1,7 +1,8 @@
-"""Run an unchanged script with the store registered: ``python -m kvstore_hvd train.py ...`` or ``... -m package ...``.
+"""Run an unchanged script: ``python -m kvstore_hvd train.py ...`` or ``... -m package ...``.
 
-Importing this package, which `-m` has done before this module runs, is all the preparation a script needs. What is
-left is to run it as Python itself would: the same ``sys.argv``, ``sys.path``, ``__main__``, traceback and exit code.
+Importing this package, which `-m` has done before this module runs, registers the store. ``import horovod.mxnet`` finds
+this package from here on, unless Horovod is installed. What is left is to run the script as Python itself would: the
+same ``sys.argv``, ``sys.path``, ``__main__``, traceback and exit code.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import runpy
 import sys
 import types
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+
+from kvstore_hvd import horovod_alias
+from kvstore_hvd.config import pass_alias_on
 
 __all__ = ["main"]
 
 _USAGE = """usage: python -m kvstore_hvd script.py [arguments]
        python -m kvstore_hvd -m module [arguments]
 
-Runs an MXNet program with the store 'horovod' registered. Start several workers with
-kvhvdrun -np N python -m kvstore_hvd script.py, or with mpirun in place of kvhvdrun."""
+Runs an MXNet program with the store 'horovod' registered, and with `import horovod.mxnet` answered by kvstore_hvd where
+Horovod is not installed. Start several workers with kvhvdrun -np N python -m kvstore_hvd script.py, or with mpirun in
+place of kvhvdrun."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[:1] == ["-m"]:
         if len(arguments) < 2:
-            print(f"{_USAGE}\npython -m kvstore_hvd: -m needs the name of a module", file=sys.stderr)
-            return 2
+            print(_USAGE, file=sys.stderr)
+            return _refuse("-m needs the name of a module")
         return _run_module(arguments[1], arguments[2:])
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
@@ -50,26 +56,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run_script(arguments[0], arguments[1:])
 
 
+def _refuse(fact: str) -> int:
+    print(f"python -m kvstore_hvd: {fact}", file=sys.stderr)
+    return 2
+
+
 def _run_script(path: str, arguments: list[str]) -> int:
     if not os.path.exists(path):
-        print(f"python -m kvstore_hvd: no such file: '{path}'", file=sys.stderr)
-        return 2
-    sys.argv = [path, *arguments]
-    _hide_our_frames()
+        return _refuse(f"no such file: '{path}'")
+    if os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, f"__main__.{end}")) for end in ("py", "pyc")):
+        return _refuse(f"the folder '{path}' has no __main__.py")
     if not os.path.isfile(path) or path.endswith((".zip", ".pyz", ".pyc")):
+        _prepare([path, *arguments])
         runpy.run_path(path, run_name="__main__")
         return 0
-    if not getattr(sys.flags, "safe_path", False):
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        return _refuse(f"cannot read '{path}': {error.strerror}")
+    _prepare([path, *arguments])
+    # What `-m` put there is the current folder; an isolated Python puts nothing there.
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    with io.open_code(os.path.abspath(path)) as file:
-        source = file.read()
     # Not runpy: it takes its module away when the script ends, while threads and exit handlers still use it.
     module = types.ModuleType("__main__")
     module.__dict__.update(
         __file__=os.path.abspath(path),
         __builtins__=builtins,
         __cached__=None,
-        __loader__=None,
+        __loader__=SourceFileLoader("__main__", path),
         __package__=None,
         __spec__=None,
     )
@@ -82,15 +98,19 @@ def _run_module(name: str, arguments: list[str]) -> int:
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
-        print(f"python -m kvstore_hvd: cannot find module '{name}': {error}", file=sys.stderr)
-        return 2
+        return _refuse(f"cannot find module '{name}': {error}")
     if found is None:
-        print(f"python -m kvstore_hvd: no module named '{name}'", file=sys.stderr)
-        return 2
-    sys.argv = [name, *arguments]
-    _hide_our_frames()
+        return _refuse(f"no module named '{name}'")
+    _prepare([name, *arguments])
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0
+
+
+def _prepare(argv: list[str]) -> None:
+    sys.argv = argv
+    pass_alias_on()
+    horovod_alias.install()
+    _hide_our_frames()
 
 
 def _hide_our_frames() -> None:

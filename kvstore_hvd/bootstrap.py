@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.config import Config, config
+from kvstore_hvd.config import Config, config, tell_unused
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message, rank_list
 from kvstore_hvd.mpi_world import check_ranks, initialised_mpi, mpi_world
 from kvstore_hvd.topology import Host, Topology, World
@@ -73,6 +73,8 @@ def discover(comm: Any = None) -> World:
     _refuse_several_hosts(world)
     topology = world.topology
     log.set_rank(topology.rank, topology.size)
+    if topology.rank == 0:
+        tell_unused()
     log.logger.info(
         "rank %d of %d, local rank %d of %d on %s, found by %s",
         topology.rank,

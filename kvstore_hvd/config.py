@@ -15,10 +15,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvstore_hvd import log
+from kvstore_hvd import horovod_variables, log
 from kvstore_hvd.errors import ConfigError, message
 
-__all__ = ["RESERVED_PREFIXES", "Config", "MPILaunch", "config", "environment", "known_variables", "reload"]
+__all__ = [
+    "RESERVED_PREFIXES",
+    "Config",
+    "MPILaunch",
+    "config",
+    "environment",
+    "known_variables",
+    "pass_alias_on",
+    "prepare_mxnet",
+    "reload",
+    "tell_unused",
+]
 
 RESERVED_PREFIXES = ("KVHVD_BUILD_", "KVHVD_TEST_")
 
@@ -98,6 +109,13 @@ def _level(text: str) -> str:
 
 
 _level.expected = "one of trace, debug, info, warning, error, fatal"  # type: ignore[attr-defined]
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(_count(core) for core in text.split(","))
+
+
+_cores.expected = "numbers of cores with commas between them"  # type: ignore[attr-defined]
 
 
 def _choice(*names: str) -> Callable[[str], str]:
@@ -184,11 +202,27 @@ class Config:
         "HOROVOD_LOG_LEVEL",
         doc="Lowest level of diagnostics shown: trace, debug, info, warning, error, fatal.",
     )
+    as_horovod: bool = _knob(
+        _flag,
+        False,
+        "KVHVD_AS_HOROVOD",
+        doc="1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.",
+    )
+    log_hide_time: bool = _knob(
+        _flag, True, "HOROVOD_LOG_HIDE_TIME", doc="0: lines of diagnostics begin with the time of day."
+    )
     simd: str = _knob(
         _choice("auto", "scalar", "avx2", "avx512"),
         "auto",
         "KVHVD_SIMD",
         doc="Instruction set of the reduction kernels: auto, scalar, avx2, avx512.",
+    )
+    thread_affinity: tuple[int, ...] = _knob(
+        _cores,
+        (),
+        "KVHVD_THREAD_AFFINITY",
+        "HOROVOD_THREAD_AFFINITY",
+        doc="Cores for the communication threads, one for each worker of this host, with commas between them.",
     )
     zero_copy: bool = _knob(
         _flag, True, "KVHVD_ZERO_COPY", doc="1: gradients of Gluon's parameters live in memory that workers share."
@@ -296,7 +330,7 @@ class Config:
         for knob in fields(cls):
             variables = knob.metadata.get("variables")
             if variables:
-                default = "" if knob.default in (None, "", b"") else f" [{_shown(knob.default)}]"
+                default = "" if knob.default in (None, "", b"", ()) else f" [{_shown(knob.default)}]"
                 lines.append(f"{' or '.join(variables)}{default}: {knob.metadata['doc']}")
         return "\n".join(lines)
 
@@ -329,13 +363,7 @@ def config() -> Config:
         if _current is None:
             current = Config.from_environ(os.environ)
             log.set_level(current.log_level)
-            if current.unused:
-                log.once(
-                    "unused-horovod-variables",
-                    logging.WARNING,
-                    "these variables of Horovod have no effect here: %s",
-                    ", ".join(current.unused),
-                )
+            log.set_time(not current.log_hide_time)
             _current = current
         return _current
 
@@ -346,6 +374,18 @@ def reload() -> Config:
     with _lock:
         _current = None
     return config()
+
+
+def tell_unused() -> None:
+    """Say once which variables of Horovod are set and have no effect here, and why."""
+    unused = config().unused
+    if unused:
+        log.once(
+            "unused-horovod-variables",
+            logging.WARNING,
+            "these variables of Horovod have no effect here:\n%s",
+            "\n".join(f"  {name}: {horovod_variables.reason(name)}" for name in unused),
+        )
 
 
 def environment() -> dict[str, str]:
@@ -360,3 +400,8 @@ def prepare_mxnet() -> None:
     operations on, they are handed on in the order of their priority, and a burst of gradients wakes one thread.
     """
     os.environ.setdefault("MXNET_CPU_PRIORITY_NTHREADS", "1")
+
+
+def pass_alias_on() -> None:
+    """Have the processes that this one starts answer for Horovod's name too, once they import this package."""
+    os.environ["KVHVD_AS_HOROVOD"] = "1"

@@ -296,8 +296,9 @@ class StoreMethods:
             - ``'arena'``: ``'used'`` and ``'capacity'`` in bytes of the memory for gradients that workers sum in place;
               of all stores of this worker.
             - ``'rounds'``: ``'count'``, and ``'exposed_ms'``: milliseconds from the last submission of a round until
-              nothing of it was under way, of all rounds; in training, what the steps waited for communication. Of all
-              stores of this worker since the workers met.
+              nothing of it was under way, of all rounds; in a training that does nothing else in a step, what the steps
+              waited for communication. Of all operations of this worker since the workers met, those on NumPy arrays
+              and barriers, too.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
               what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',

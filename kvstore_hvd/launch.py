@@ -8,15 +8,18 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd.config import Config, config, environment
 from kvstore_hvd.errors import ConfigError, LaunchError, message
+from kvstore_hvd.launcher.as_horovod import through_this_package
 from kvstore_hvd.launcher.capacity import check_count
+from kvstore_hvd.launcher.check_build import build_report
+from kvstore_hvd.launcher.config_file import read_options
 from kvstore_hvd.launcher.console import check_streams, say, write_all
+from kvstore_hvd.launcher.hosts import count_slots, hosts_of_file, hosts_of_option
 from kvstore_hvd.launcher.plan import Limits, Plan, StartError, WorkerPlan
 from kvstore_hvd.launcher.processes import usable_cores
 from kvstore_hvd.launcher.supervisor import Supervisor
@@ -41,14 +44,18 @@ class _Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         if file is not None:
             super().print_help(file)
-            return
-        try:
-            write_all(1, self.format_help().encode())
-        except BrokenPipeError:
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        except OSError as error:
-            say(f"standard output cannot be written: {error.strerror}.")
-            raise SystemExit(_EXIT_LOST_OUTPUT) from None
+        else:
+            _print(self.format_help())
+
+
+def _print(text: str) -> None:
+    try:
+        write_all(1, text.encode())
+    except BrokenPipeError:
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        say(f"standard output cannot be written: {error.strerror}.")
+        raise SystemExit(_EXIT_LOST_OUTPUT) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         check_streams()
-        options = _parser().parse_args(argv)
+        options = _options(argv)
+        if options.check_build:
+            _print(build_report())
+            return 0
         return Supervisor(_plan(options)).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
@@ -82,25 +92,62 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-np", "--num-proc", "-n", dest="count", metavar="N", help="number of workers")
-    parser.add_argument("-H", "--hosts", metavar="HOST:N", help="where they run; only this host: localhost:N")
+    parser.add_argument("-np", "--num-proc", "-n", metavar="N", help="number of workers")
+    parser.add_argument("-H", "--hosts", metavar="HOST:N,...", help="where they run; only this host: localhost:N")
     parser.add_argument(
         "--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line"
     )
+    parser.add_argument(
+        "--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd"
+    )
+    parser.add_argument("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
     parser.add_argument("--start-timeout", metavar="S", help="seconds the workers may take to find each other [30]")
+    parser.add_argument(
+        "--timeline-filename", metavar="FILE", help="record a timeline: HOROVOD_TIMELINE of the workers"
+    )
+    parser.add_argument(
+        "--output-filename", metavar="DIR", help="also keep what workers write: DIR/rank.N/stdout and DIR/rank.N/stderr"
+    )
     parser.add_argument("--no-prefix", action="store_true", help="do not put '[rank] ' before lines of output")
     parser.add_argument("--bind-cores", action="store_true", help="pin each worker to its share of the cores")
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, and how it ended")
+    parser.add_argument(
+        "-cb", "--check-build", action="store_true", help="say what is installed and what can be used, and do no more"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
     return parser
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line; what is not given there comes from the file of ``--config-file``."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.config_file is None:
+        return options
+    names = {
+        next(text for text in action.option_strings if text.startswith("--"))[2:]: action
+        for action in parser._actions
+        if action.dest not in ("help", "command", "config_file", "check_build")
+    }
+    flags = [name for name, action in names.items() if action.nargs == 0]
+    of_file = read_options(options.config_file, [name for name in names if name not in flags], flags)
+    if options.hosts is not None or options.hostfile is not None:  # one takes the place of the other
+        of_file = {name: value for name, value in of_file.items() if name not in ("hosts", "hostfile")}
+    for name, value in of_file.items():
+        if getattr(options, names[name].dest) in (None, False):  # not given on the command line
+            setattr(options, names[name].dest, value)
+    return options
 
 
 def _plan(options: argparse.Namespace) -> Plan:
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
+    if options.as_horovod:
+        command = through_this_package(command)
     count = _worker_count(options)
-    check_count(count)
+    # A pipe from each stream of each worker, and a file to each.
+    check_count(count, streams=2 if options.output_filename is None else 4)
     cfg = config()
     inherited = {
         name: value
@@ -111,6 +158,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         # Checked as the variable would be.
         inherited["KVHVD_START_TIMEOUT"] = options.start_timeout
         Config.from_environ({"KVHVD_START_TIMEOUT": options.start_timeout})
+    if options.timeline_filename is not None:
+        _set_timeline(inherited, options.timeline_filename)
     command[0] = _executable(command, inherited)
     cores = usable_cores()
     notes = []
@@ -147,8 +196,9 @@ def _plan(options: argparse.Namespace) -> Plan:
         workers,
         f"KVHVD_JOB={job}".encode(),
         Limits(cfg.survivor_time_s, cfg.kill_grace_s),
-        capture=count > 1,
-        prefix=not options.no_prefix,
+        capture=count > 1 or options.output_filename is not None,
+        prefix=count > 1 and not options.no_prefix,
+        output_folder=options.output_filename,
         verbose=options.verbose,
     )
 
@@ -165,51 +215,42 @@ def _share(cores: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
     return tuple(cores[rank * len(cores) // count : (rank + 1) * len(cores) // count])
 
 
+def _set_timeline(variables: dict[str, str], path: str) -> None:
+    if path != "DYNAMIC":  # the program says when, and where
+        path = os.path.abspath(path)  # the workers may change their folder first
+        if not os.path.isdir(os.path.dirname(path)):
+            raise LaunchError(
+                message(f"--timeline-filename: there is no folder '{os.path.dirname(path)}'.", fix="make it first.")
+            )
+    variables["HOROVOD_TIMELINE"] = path
+    variables.pop("KVHVD_TIMELINE", None)  # would come first
+
+
 def _worker_count(options: argparse.Namespace) -> int:
     slots = None
+    if options.hosts is not None and options.hostfile is not None:
+        raise LaunchError(message("both -H and --hostfile name hosts.", fix="give one of them."))
     if options.hosts is not None:
-        slots = sum(_slots(entry) for entry in options.hosts.split(","))
+        slots = count_slots(hosts_of_option(options.hosts))
     elif options.hostfile is not None:
-        try:
-            with open(options.hostfile, encoding="utf-8") as file:
-                lines = [line.partition("#")[0].strip() for line in file]
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(message(f"the host file cannot be read: {error}.")) from None
-        slots = sum(_slots(line) for line in lines if line)
-    if options.count is None:
-        if not slots:
+        slots = count_slots(hosts_of_file(options.hostfile))
+    if options.num_proc is None:
+        if slots is None:
             raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
         return slots
     try:
-        count = int(options.count)
+        count = int(options.num_proc)
     except ValueError:
         count = 0
     if count < 1:
-        raise LaunchError(message(f"-np {options.count}: expected a whole number of at least 1.", fix="kvhvdrun -np 2"))
+        raise LaunchError(
+            message(f"-np {options.num_proc}: expected a whole number of at least 1.", fix="kvhvdrun -np 2")
+        )
     if slots is not None and count > slots:
         raise LaunchError(
             message(f"-np {count}, but the hosts have {slots} slots.", fix="give more slots, as in -H localhost:N.")
         )
     return count
-
-
-def _slots(entry: str) -> int:
-    """Slots of one entry, 'host', 'host:N' or 'host slots=N'; the host must be this one."""
-    match = re.fullmatch(
-        r"(?P<host>[^\s:]+|\[?::1\]?)(?:\s*:\s*(?P<n>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?", entry.strip()
-    )
-    if match is None:
-        raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix="for example -H localhost:4"))
-    host = match["host"].strip("[]")
-    name = socket.gethostname()
-    if host not in ("localhost", "127.0.0.1", "::1", name, name.partition(".")[0]):
-        raise LaunchError(
-            message(
-                f"'{host}' is another host, and several hosts are not supported yet.",
-                fix=f"start on this host: -H localhost:N, or leave -H away; this host is '{name}'.",
-            )
-        )
-    return int(match["n"] or match["slots"] or 1)
 
 
 def _executable(command: Sequence[str], variables: dict[str, str]) -> str:

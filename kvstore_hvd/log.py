@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 
-__all__ = ["logger", "once", "set_level", "set_rank"]
+__all__ = ["logger", "once", "set_level", "set_rank", "set_time"]
 
 logger: logging.Logger = logging.getLogger("kvstore_hvd")
 
 _said: set[str] = set()
 _said_lock = threading.Lock()
 _rank_text = ""
+_with_time = False
 
 
 class _StderrHandler(logging.Handler):
@@ -26,7 +28,8 @@ class _StderrHandler(logging.Handler):
         if logging.getLogger().handlers or sys.stderr is None:
             return
         try:
-            sys.stderr.write(f"{_rank_text}kvstore_hvd {record.levelname.lower()}: {record.getMessage()}\n")
+            clock = time.strftime("%H:%M:%S ", time.localtime(record.created)) if _with_time else ""
+            sys.stderr.write(f"{clock}{_rank_text}kvstore_hvd {record.levelname.lower()}: {record.getMessage()}\n")
             sys.stderr.flush()
         except Exception:  # noqa: BLE001 - a closed stderr must not end the training
             self.handleError(record)
@@ -40,6 +43,12 @@ logger.setLevel(logging.WARNING)
 def set_level(level: str) -> None:
     """Set the lowest level that is shown: debug, info, warning, error or critical."""
     logger.setLevel(level.upper())
+
+
+def set_time(shown: bool) -> None:
+    """Begin lines with the time of day, or not."""
+    global _with_time
+    _with_time = shown
 
 
 def set_rank(rank: int, size: int) -> None:

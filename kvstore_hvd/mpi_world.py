@@ -6,6 +6,7 @@ the launcher of another one may abort the process inside MPI_Init, or start as a
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from kvstore_hvd.config import MPILaunch
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.topology import Host, Topology, World
 
-__all__ = ["initialised_mpi", "mpi_world"]
+__all__ = ["initialised_mpi", "library", "mpi_world"]
 
 
 def initialised_mpi() -> Any | None:
@@ -25,6 +26,23 @@ def initialised_mpi() -> Any | None:
     if module is None or not hasattr(module, "Is_finalized"):
         return None
     return module if module.Is_initialized() and not module.Is_finalized() else None
+
+
+def library() -> str:
+    """Names and versions of mpi4py and of the MPI that it loads. MPI is not initialised.
+
+    Raises
+    ------
+    LaunchError
+        mpi4py is missing or cannot load an MPI.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError("mpi4py is not installed.")
+    mpi = initialised_mpi() or _load(None)
+    import mpi4py
+
+    vendor, version = mpi.get_vendor()
+    return f"{vendor} {'.'.join(map(str, version))} (mpi4py {mpi4py.__version__})"
 
 
 def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:

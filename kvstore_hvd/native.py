@@ -45,7 +45,7 @@ DTYPES = {
     "int64": 7,
 }
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
-COLLECTIVES = {"allreduce": 0, "broadcast": 1}
+COLLECTIVES = {"allreduce": 0, "broadcast": 1, "exchange": 2, "reducescatter": 3}
 
 # native/include/kvstore_hvd/status.hpp
 _EXCEPTIONS: dict[int, type[errors.KVHvdError]] = {
@@ -185,7 +185,8 @@ class EngineStatistics:
         How many are over, see `Times`.
     exposed : float
         Seconds, of all rounds: from the last submission of each until nothing of it is under way, or the next one
-        begins. What a training waits for its communication, where nothing else is to be done then.
+        begins. What a training waits for its communication, where nothing else is to be done then. Every operation of
+        the worker counts, whoever submits it: with others in a step (barriers, NumPy arrays) this is about those, too.
     """
 
     names: dict[str, Statistics] = field(default_factory=dict)
@@ -305,6 +306,9 @@ def request(
     root: int = 0,
     priority: int = 0,
     as_half: bool = False,
+    parts: Sequence[tuple[int, int, int, int]] = (),
+    contributed: int = 0,
+    weight: float = 1.0,
 ) -> Any:
     """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
 
@@ -326,6 +330,9 @@ def request(
         root,
         priority,
         as_half,
+        list(parts),
+        contributed,
+        weight,
     )
 
 

@@ -49,8 +49,8 @@ class Report(dict[str, Any]):
         arena = "no arena"
         if self["arena"]["capacity"]:
             arena = f"arena: {_mib(self['arena']['used'])} of {_mib(self['arena']['capacity'])} MiB"
-        rounds = f"{self['rounds']['count']} rounds, {self['rounds']['exposed_ms']:.1f} ms exposed"
-        lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {times}; {rounds}; {arena}"]
+        rounds = f"{self['rounds']['exposed_ms']:.1f} ms in {self['rounds']['count']} rounds"
+        lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {times} ({rounds}); {arena}"]
         if self["keys"]:
             rows = [["key", "calls", "bytes", "algorithm", *(f"{name} ms" for name in _TIMES), "staged because"]]
             for key, entry in self["keys"].items():

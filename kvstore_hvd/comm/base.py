@@ -20,7 +20,8 @@ class Request:
     Parameters
     ----------
     collective : str
-        ``'allreduce'`` or ``'broadcast'``.
+        ``'allreduce'``, ``'broadcast'``, ``'exchange'`` (every worker takes what it wants of every worker's input), or
+        ``'reducescatter'``.
     name : str
         Matches the request with those of the other workers, whatever the order in which they come.
     label : str
@@ -40,6 +41,14 @@ class Request:
         Rank whose input is broadcast.
     priority : int
         Higher ones run first.
+    parts : sequence of (rank, from, bytes, to)
+        Exchange: bytes `from` to ``from + bytes`` of that rank's input go to byte `to` of this worker's output.
+        Reducescatter: the one part of the result that this worker receives; its rank means nothing. One input and one
+        output then, which do not overlap.
+    contributed : int
+        Exchange: the elements of this worker's input; `shape` has the largest number of any worker's.
+    weight : float
+        Op ``'average'`` divides the sum by that of the workers' weights, unless all are 0.
     """
 
     collective: str
@@ -54,6 +63,9 @@ class Request:
     postscale: float = 1.0
     root: int = 0
     priority: int = 0
+    parts: Sequence[tuple[int, int, int, int]] = ()
+    contributed: int = 0
+    weight: float = 1.0
 
     @property
     def count(self) -> int:

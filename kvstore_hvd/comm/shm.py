@@ -8,7 +8,7 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_hvd import log, native
+from kvstore_hvd import affinity, log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
@@ -40,6 +40,7 @@ class ShmCommunicator(Communicator):
     def __init__(self, world: World) -> None:
         topology = world.topology
         changes = _thresholds()
+        core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
         created: list[native.Segment] = []
 
         def create() -> int:
@@ -54,13 +55,14 @@ class ShmCommunicator(Communicator):
                 self._segment = native.Segment.attach(fd)
             finally:
                 os.close(fd)
-        self._engine = native.Engine(
-            self._segment,
-            topology.rank,
-            config().timeout_s,
-            True,
-            topology.host,
-        )
+        with affinity.threads_on(core):
+            self._engine = native.Engine(
+                self._segment,
+                topology.rank,
+                config().timeout_s,
+                True,
+                topology.host,
+            )
         self._arena = native.Arena(self._segment, topology.rank)
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
@@ -157,4 +159,7 @@ def _native_request(request: Request) -> Any:
         request.postscale,
         request.root,
         request.priority,
+        parts=request.parts,
+        contributed=request.contributed,
+        weight=request.weight,
     )

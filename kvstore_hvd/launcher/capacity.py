@@ -20,8 +20,10 @@ _OWN_PROCESSES = 2
 _PIDS_MAX = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
-def check_count(count: int) -> None:
+def check_count(count: int, streams: int = 2) -> None:
     """Refuse a number of workers that cannot be.
+
+    `streams` is how many files the launcher holds open for each worker: its stdout and stderr.
 
     Raises
     ------
@@ -41,7 +43,7 @@ def check_count(count: int) -> None:
                 )
             )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * count + _OWN_FILES if count > 1 else 0  # the stdout and stderr of each; one worker has ours
+    needed = streams * count + _OWN_FILES if count > 1 else 0  # one worker may have ours
     if files != resource.RLIM_INFINITY and needed > files:
         raise LaunchError(
             message(

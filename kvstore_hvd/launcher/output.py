@@ -57,11 +57,11 @@ class LineStream:
         Where lines go.
     prefix : bytes
         Put before each line; may be empty.
-    on_line : callable, optional
-        Called with every piece before it goes to the sink.
+    *on_line : callable
+        Each is called with every piece before it goes to the sink.
     """
 
-    def __init__(self, sink: Sink, prefix: bytes, on_line: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, sink: Sink, prefix: bytes, *on_line: Callable[[bytes], None]) -> None:
         self.at_start = True
         self._sink = sink
         self._prefix = prefix
@@ -91,8 +91,8 @@ class LineStream:
         return bool(self._held)
 
     def _pass(self, piece: bytes) -> None:
-        if self._on_line is not None:
-            self._on_line(piece)
+        for tell in self._on_line:
+            tell(piece)
         self._sink.put(self, self._prefix, piece)
 
 

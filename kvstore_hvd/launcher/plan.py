@@ -45,3 +45,4 @@ class Plan:
     capture: bool = True  # False: the workers write straight to the launcher's streams
     prefix: bool = True
     verbose: bool = False
+    output_folder: str | None = None  # where what the workers write is kept too

@@ -64,7 +64,7 @@ class Relay:
         self._poll = select.poll()
         self._poll.register(wake, select.POLLIN)
 
-    def connect(self, fd: int, prefix: bytes, on_line: Callable[[bytes], None] | None = None) -> int:
+    def connect(self, fd: int, prefix: bytes, *on_line: Callable[[bytes], None]) -> int:
         """Make the way from a worker's stdout or stderr to ours: a terminal if ours is one, else a pipe.
 
         Parameters
@@ -99,7 +99,7 @@ class Relay:
             attributes[1] &= ~termios.OPOST  # bytes pass as they are
             termios.tcsetattr(theirs, termios.TCSANOW, attributes)
             _copy_window_size(output.fd, theirs, len(prefix))
-        self._inputs[ours] = _Input(LineStream(output.sink, prefix, on_line), output, len(prefix), terminal)
+        self._inputs[ours] = _Input(LineStream(output.sink, prefix, *on_line), output, len(prefix), terminal)
         self._poll.register(ours, select.POLLIN)
         return theirs
 

@@ -8,10 +8,12 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvstore_hvd.errors import message
 from kvstore_hvd.launcher import console, processes
+from kvstore_hvd.launcher.output_files import OutputFiles
 from kvstore_hvd.launcher.plan import Plan, StartError, WorkerPlan
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
@@ -35,6 +37,7 @@ class Supervisor:
         self._guard: processes.Guard
         self._inbox: SignalInbox
         self._relay: Relay
+        self._files: OutputFiles | None = None
         self._asked: int | None = None  # the first signal that asked the job to end
         self._lost_code = 0  # exit code for output that could not be written
         self._ending = False  # all workers have been told to end
@@ -56,9 +59,13 @@ class Supervisor:
         ------
         StartError
             A worker could not be started; those already running have been killed.
+        LaunchError
+            The files for what the workers write cannot be made.
         """
         processes.adopt_orphans()
         with ExitStack() as stack:
+            if self._plan.output_folder is not None:
+                self._files = stack.enter_context(OutputFiles(self._plan.output_folder, len(self._plan.workers)))
             try:
                 self._inbox = stack.enter_context(SignalInbox())
                 self._guard = processes.Guard(self._plan.variable)
@@ -96,6 +103,9 @@ class Supervisor:
             self._on_signals(self._inbox.take())
             for fd, error in self._relay.take_lost():
                 self._on_lost(fd, error)
+            for text in self._files.take_lost() if self._files is not None else ():
+                self._lost_code = self._lost_code or _EXIT_LOST_OUTPUT
+                self._say(f"{text}. What follows is lost there.")
 
     def _start(self, rank: int, plan: WorkerPlan) -> None:
         worker = Worker(rank)
@@ -107,9 +117,9 @@ class Supervisor:
                     stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                     ends.callback(os.close, stdin)
                 if self._plan.capture:
-                    stdout = self._relay.connect(1, prefix)
+                    stdout = self._relay.connect(1, prefix, *self._kept(rank, "stdout"))
                     ends.callback(os.close, stdout)
-                    stderr = self._relay.connect(2, prefix, worker.tail.add)
+                    stderr = self._relay.connect(2, prefix, worker.tail.add, *self._kept(rank, "stderr"))
                     ends.callback(os.close, stderr)
                 worker.pid = processes.spawn(plan.command, plan.environment, stdin, stdout, stderr, plan.cores)
         except OSError as error:
@@ -118,6 +128,10 @@ class Supervisor:
         self._workers.add(worker)
         if self._plan.verbose:
             self._say(f"rank {rank} is process {worker.pid}")
+
+    def _kept(self, rank: int, name: str) -> list[Callable[[bytes], None]]:
+        """Who keeps what a worker writes, if anybody does."""
+        return [self._files.writer(rank, name)] if self._files is not None else []
 
     def _next_event(self, now: float) -> float | None:
         """Seconds until something must be done even if nothing happens; None for never."""

@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <tuple>
 
 #include "bind.hpp"
 #include "errors.hpp"
@@ -31,8 +32,11 @@ std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
 std::shared_ptr<Request> make_request(int collective, std::string name, std::string label,
                                       const std::vector<Address>& inputs, const std::vector<Address>& outputs,
                                       std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
-                                      double prescale, double postscale, int root, int priority, bool as_half) {
-  if (collective < 0 || collective > 1) throw py::value_error("unknown collective " + std::to_string(collective));
+                                      double prescale, double postscale, int root, int priority, bool as_half,
+                                      const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts,
+                                      std::size_t contributed, double weight) {
+  if (collective < 0 || collective >= kCollectives)
+    throw py::value_error("unknown collective " + std::to_string(collective));
   if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
   if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
   auto made = std::make_shared<Request>();
@@ -51,6 +55,9 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
   request.root = root;
   request.priority = priority;
   request.as_half = as_half;
+  for (const auto& [rank, from, bytes, to] : parts) request.parts.push_back(Part{rank, from, bytes, to});
+  request.contributed = contributed;
+  request.weight = weight;
   return made;
 }
 
@@ -112,13 +119,13 @@ struct Prepared {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Request> request;
   py::object result, owner;    // with the memory
-  std::shared_ptr<Work> work;  // of the last run; null while one is under way
+  std::shared_ptr<Work> work;  // of a run that is over, or null
 };
 
 PyObject* run_prepared(PyObject* self, PyObject*) {
   try {
     auto& prepared = *static_cast<Prepared*>(PyCapsule_GetPointer(self, nullptr));
-    // Threads that run it at the same time have one each. Not kept after a failure, when others may still look at it.
+    // Threads that run it at the same time have one each. Not kept after an exception: it may still be under way.
     std::shared_ptr<Work> work = std::move(prepared.work);
     run(*prepared.engine, prepared.request, work);
     prepared.work = std::move(work);
@@ -156,6 +163,10 @@ const char* name_of(Algorithm algorithm) {
       return "direct";
     case Algorithm::kInline:
       return "inline";
+    case Algorithm::kExchange:
+      return "exchange";
+    case Algorithm::kReduceScatter:
+      return "reducescatter";
   }
   return "";
 }
@@ -196,7 +207,8 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_request), py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"),
            py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
-           py::arg("as_half") = false);
+           py::arg("as_half") = false, py::arg("parts") = py::tuple(), py::arg("contributed") = 0,
+           py::arg("weight") = 1.0);
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(

@@ -9,15 +9,16 @@ namespace kvstore_hvd::mxnet {
 
 void Step::add(Gradient gradient, std::size_t bytes) {
   const void* chunk = Api::chunk_of(gradient.array.get());
+  const bool is_small = bytes <= kSmall;
   // Two gradients in the same memory are two operations, which MXNet carries out one after the other.
-  const bool joins = bytes <= kSmall && !groups_.empty() && chunks_.size() < kMost &&
+  const bool joins = is_small && !chunks_.empty() && chunks_.size() < kMost &&
                      std::find(chunks_.begin(), chunks_.end(), chunk) == chunks_.end();
   if (!joins) {
     groups_.push_back(std::make_shared<Group>());
     chunks_.clear();
   }
   groups_.back()->push_back(std::move(gradient));
-  chunks_.push_back(chunk);
+  if (is_small) chunks_.push_back(chunk);
 }
 
 void Step::push(const Links& links, const std::string& world, bool as_half) const {

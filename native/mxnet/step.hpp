@@ -43,14 +43,14 @@ class Step {
   // those after it were not handed over then.
   void push(const Links& links, const std::string& world, bool as_half) const;
 
-  // A group waits for the last of its gradients: so it has kMost at most, of neighbouring parameters, of which only the
-  // first may have more than kSmall bytes. Those behind it (a bias, what normalises the layer) come no later than it does.
+  // A group waits for the last of its gradients: so it takes only those of up to kSmall bytes, and kMost of them, of
+  // neighbouring parameters.
   static constexpr std::size_t kSmall = 16 << 10;
   static constexpr std::size_t kMost = 8;
 
  private:
   std::vector<std::shared_ptr<Group>> groups_;
-  std::vector<const void*> chunks_;  // of the last group's gradients
+  std::vector<const void*> chunks_;  // of the last group, if its gradients are small
 };
 
 }  // namespace kvstore_hvd::mxnet

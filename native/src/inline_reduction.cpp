@@ -34,7 +34,7 @@ bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
     outputs_[r] = place == kNoPlace ? world_.payload(slot, r, bytes) : world_.arena(r) + place;
     inputs_[r] = outputs_[r];
   }
-  reduce(reduction_of(request, world_.size), inputs_.data(), size, outputs_.data(), size, request.count);
+  reduce(reduction_of(request, world_.weights(slot)), inputs_.data(), size, outputs_.data(), size, request.count);
   for (int r = 0; r < size; ++r) {
     if (r == rank_) continue;
     // Release and acquire: publishes the result, and comes before or after give_up().

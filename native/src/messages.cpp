@@ -49,8 +49,8 @@ Status Messages::left(const Request& request) const { return left(prefix(request
 
 Status Messages::left(const std::string& prefix) {
   return Status(ErrorCode::kShutdown, prefix +
-                                          "this rank has shut down.\n  Fix: call init() before communicating again, "
-                                          "and allreduce_init() for what was prepared in an earlier world.");
+                                          "this rank has shut down.\n  Fix: call init() before communicating again; "
+                                          "what was prepared for an earlier world has to be prepared anew.");
 }
 
 Status Messages::forked() {

@@ -140,6 +140,16 @@ bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
     case Algorithm::kBroadcast:
       if (entry.root == rank_) for_each_in(entry, all, stage);
       break;
+    case Algorithm::kExchange:
+    case Algorithm::kReduceScatter:
+      for_each_in(entry, all, [&](const Piece& piece, std::uint64_t, std::uint64_t bytes) {
+        const Request& request = request_of_(piece.slot);
+        const std::uint64_t own = request.collective == Collective::kExchange
+                                      ? request.contributed * size_of(request.dtype)
+                                      : piece.offset + bytes;
+        if (own > piece.offset) stage(piece, 0, std::min(bytes, own - piece.offset));
+      });
+      break;
   }
   world_.rank(rank_).filled.post(static_cast<std::uint32_t>(index + 1));
   return true;
@@ -173,8 +183,31 @@ void Pipeline::reduce_range(const Entry& entry, std::uint64_t index, std::uint64
       outputs_[r] = r == rank_ ? result_of(request) + piece.offset + offset : staged;
     }
     void* const* outputs = to_all ? outputs_.data() : &outputs_[rank_];
-    reduce(reduction_of(request, world_.size), inputs_.data(), static_cast<int>(world_.size), outputs,
-           to_all ? static_cast<int>(world_.size) : 1, bytes / size_of(request.dtype));
+    reduce(reduction_of(request, world_.slots[piece.slot].weights), inputs_.data(), static_cast<int>(world_.size),
+           outputs, to_all ? static_cast<int>(world_.size) : 1, bytes / size_of(request.dtype));
+  });
+}
+
+void Pipeline::take_parts(const Entry& entry, std::uint64_t index) {
+  for_each_in(entry, Range{0, entry.staged_bytes}, [&](const Piece& piece, std::uint64_t, std::uint64_t bytes) {
+    const Request& request = request_of_(piece.slot);
+    for (const Part& part : request.parts) {
+      const std::uint64_t begin = std::max<std::uint64_t>(part.from, piece.offset);
+      const std::uint64_t end = std::min<std::uint64_t>(part.from + part.bytes, piece.offset + bytes);
+      if (begin >= end) continue;
+      const auto input_of = [&](int r) {
+        return r == rank_ ? source_of(request) + begin
+                          : world_.staging(r, index) + piece.staged + (begin - piece.offset);
+      };
+      void* output = result_of(request) + part.to + (begin - part.from);
+      if (entry.algorithm == Algorithm::kExchange) {
+        std::memcpy(output, input_of(part.rank), end - begin);
+        continue;
+      }
+      for (int r = 0; r < static_cast<int>(world_.size); ++r) inputs_[r] = input_of(r);
+      reduce(reduction_of(request, world_.slots[piece.slot].weights), inputs_.data(), static_cast<int>(world_.size),
+             &output, 1, (end - begin) / size_of(request.dtype));
+    }
   });
 }
 
@@ -196,6 +229,11 @@ bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
     case Algorithm::kDirect:
       // No waiting: that an entry is scheduled says that all arrays are ready.
       reduce_claimed(entry, index);
+      break;
+    case Algorithm::kExchange:
+    case Algorithm::kReduceScatter:
+      if (!wait_all(&RankState::filled, index + 1)) return false;
+      take_parts(entry, index);
       break;
     case Algorithm::kBroadcast: {
       const auto target = static_cast<std::uint32_t>(index + 1);

@@ -23,8 +23,10 @@ bool heap_less(const Ready& a, const Ready& b) { return runs_before(b, a); }
 ChunkPlan plan_chunk(const Thresholds& thresholds, Collective collective, bool direct, std::uint64_t tensor_bytes,
                      std::uint32_t ranks, std::uint32_t stage_bytes) {
   constexpr std::uint64_t kMinSlice = 4096;
-  if (collective == Collective::kBroadcast)
-    return {Algorithm::kBroadcast, std::min<std::uint64_t>(stage_bytes, thresholds.broadcast_chunk)};
+  const std::uint64_t plain_chunk = std::min<std::uint64_t>(stage_bytes, thresholds.broadcast_chunk);
+  if (collective == Collective::kBroadcast) return {Algorithm::kBroadcast, plain_chunk};
+  if (collective == Collective::kExchange) return {Algorithm::kExchange, plain_chunk};
+  if (collective == Collective::kReduceScatter) return {Algorithm::kReduceScatter, plain_chunk};
   if (direct) {
     const std::uint64_t chunk = std::min<std::uint64_t>(tensor_bytes, thresholds.direct_chunk);
     const std::uint64_t share = round_up(chunk / ranks, kMinSlice);

@@ -71,13 +71,13 @@ void Rounds::end(Clock::time_point when) {
   forget();
   before_ = last_submission_;
   ended_ = when;
-  begun_ = false;
   ++round_;
 }
 
 void Rounds::forget() {
   completed_.clear();
   under_way_ = 0;
+  begun_ = false;
 }
 
 }  // namespace kvstore_hvd

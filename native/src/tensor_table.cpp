@@ -58,7 +58,7 @@ Signature signature_of(const Request& request) {
   }
   if (request.collective == Collective::kBroadcast) {
     signature.root = request.root;
-  } else {
+  } else if (request.collective != Collective::kExchange) {
     signature.op = request.op;
     signature.as_half = request.as_half && can_be_half(request.dtype, request.op);
     signature.prescale = request.prescale;
@@ -140,6 +140,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
     own.digest = hash_bytes(&signature, sizeof(signature));
   }
   own.place = place_of(request);
+  own.weight = request.weight;
   inline_.stage(handle.slot, request, watched);
   if (signature.failed) {
     const std::string_view note = utf8_prefix(request.input_failure, sizeof(announcement.note) - 1);
@@ -198,6 +199,7 @@ void TensorTable::agree(std::uint32_t index) {
   slot.agreed = world_.announcement(index, rank_).signature;
   slot.bytes = slot.agreed.count * size_of(slot.agreed.dtype);
   slot.scheduled = 0;
+  slot.weights = world_.weights(index);
   slot.direct = slot.bytes > 0;
   for (int r = 0; r < static_cast<int>(world_.size); ++r) {
     if (world_.mark(index, r).place == kNoPlace) slot.direct = 0;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "check.hpp"
 #include "kvstore_hvd/reduce.hpp"
@@ -323,6 +324,79 @@ const bool late_waiter =
         check(same_bits(sum, [](std::size_t i) { return sum_in_rank_order(2, i); }), "wrong bits");
       });
     });
+
+const bool reused = testing::add("a handle that is over is submitted again, by many threads at once", [] {
+  constexpr int kThreads = 4, kTimes = 500;
+  for (const int size : {2, 3}) {
+    with_world(size, [size](Engine& engine, int rank) {
+      std::vector<std::thread> threads;
+      for (int t = 0; t < kThreads; ++t) {
+        threads.emplace_back([&, t] {
+          // Two threads have a name in common; one size is not carried out inline.
+          std::vector<float> data(t == 3 ? 5000 : 4), result(data.size());
+          Request request = allreduce(t < 2 ? "common" : "own" + std::to_string(t), data);
+          request.outputs = {result.data()};
+          const auto shared = std::make_shared<Request>(std::move(request));
+          std::shared_ptr<Work> work;
+          for (int i = 0; i < kTimes; ++i) {
+            data[0] = static_cast<float>(t < 2 ? rank : rank + i);
+            if (work) {
+              engine.submit_to_wait(work);
+            } else {
+              work = engine.submit_to_wait(shared);
+            }
+            if (!engine.wait_briefly(*work)) engine.wait(*work);
+            check(work->status().ok(), work->status().text());
+            check_equal(result[0], static_cast<float>(size * (size - 1) / 2 + (t < 2 ? 0 : size * i)), "sum");
+          }
+        });
+      }
+      for (auto& thread : threads) thread.join();
+    });
+  }
+});
+
+const bool reused_in_vain = testing::add("a handle that failed with its world fails again", [] {
+  for (int round = 0; round < 10; ++round) {
+    with_world(2, [round](Engine& engine, int rank) {
+      std::vector<float> data(8);
+      auto work = engine.submit_to_wait(std::make_shared<Request>(allreduce("x", data)));
+      for (int i = 0; engine.wait(*work).ok(); ++i) {
+        if (rank == 0 && i == 20 + round * 7) engine.abort("now");
+        engine.submit_to_wait(work);
+      }
+      engine.submit_to_wait(work);
+      check(engine.wait(*work).code() == ErrorCode::kTransport, "latched");
+    });
+  }
+});
+
+const bool weighted = testing::add("an average is divided by the ranks' weights, whichever way it goes", [] {
+  for (const int size : {2, 3, 4}) {
+    with_world(size, [size](Engine& engine, int rank) {
+      // Of all ranks; of one of them; all zero: then it is the sum.
+      for (const int kind : {0, 1, 2}) {
+        const auto weight_of = [&](int r) { return kind == 0 ? 0.5 + r : kind == 1 && r == size - 1 ? 3.0 : 0.0; };
+        double weights = 0.0;
+        for (int r = 0; r < size; ++r) weights += weight_of(r);
+        for (const std::size_t count : {1, 100, 5000, 300000}) {
+          auto data = values_of(rank, count);
+          Request request = allreduce("k" + std::to_string(kind) + "c" + std::to_string(count), data);
+          request.op = ReduceOp::kAverage;
+          request.weight = weight_of(rank);
+          check(engine.run(std::move(request)).ok(), "run");
+          const auto scale = static_cast<float>(weights == 0.0 ? 1.0 : 1.0 / weights);
+          check(same_bits(data, [&](std::size_t i) { return sum_in_rank_order(size, i) * scale; }),
+                "kind " + std::to_string(kind) + " of " + std::to_string(count));
+        }
+      }
+      std::vector<float> data(1);
+      Request request = allreduce("negative", data);
+      request.weight = -1.0;
+      check(engine.run(std::move(request)).code() == ErrorCode::kInputFailed, "a weight below 0");
+    });
+  }
+});
 
 }  // namespace
 }  // namespace kvstore_hvd

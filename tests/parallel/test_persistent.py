@@ -53,6 +53,8 @@ def test_many_threads_call_it(rank, size):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(call, range(4)))
+    x += 1  # and none of them hands out what was there before
+    assert (run() == size * (size + 3) / 2).all()
 
 
 def test_it_keeps_its_arrays(rank, size):
@@ -106,6 +108,6 @@ def test_reset_ends_it(rank, size):
     meet_again()
     if size > 1:
         for _ in range(2):
-            with pytest.raises(ShutdownError, match=r"allreduce_init\(\) for what was prepared"):
+            with pytest.raises(ShutdownError, match="has to be prepared anew"):
                 run()
     assert kvstore_hvd.allreduce_init(x, "x")().tolist() == [size] * 2

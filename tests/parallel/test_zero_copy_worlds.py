@@ -29,7 +29,7 @@ from mxnet.gluon import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
-NETS = 300
+NETS = 1000
 
 
 # -- Room ---------------------------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
 
-from kvstore_hvd import log
+from kvstore_hvd import horovod_variables, log
 from kvstore_hvd.config import Config, MPILaunch
 from kvstore_hvd.errors import ConfigError
 
@@ -45,6 +46,9 @@ def test_defaults() -> None:
         ("KVHVD_SIMD", "AVX2", "simd", "avx2"),
         ("KVHVD_NUMPY_SHIM", "off", "numpy_shim", False),
         ("KVHVD_ALLOW_LOCAL_TRAINER", "1", "allow_local_trainer", True),
+        ("HOROVOD_LOG_HIDE_TIME", "0", "log_hide_time", False),
+        ("KVHVD_AS_HOROVOD", "1", "as_horovod", True),
+        ("HOROVOD_THREAD_AFFINITY", "0, 3,1", "thread_affinity", (0, 3, 1)),
         ("KVHVD_RANK", "3", "rank", 3),
         ("KVHVD_SECRET", "ab" * 16, "secret", b"\xab" * 16),
         ("KVHVD_TIMEOUT", "", "timeout_s", 600.0),
@@ -69,6 +73,8 @@ def test_our_name_comes_before_horovods() -> None:
         ("KVHVD_SIMD", "sse"),
         ("KVHVD_NUMPY_SHIM", "maybe"),
         ("KVHVD_LOG_LEVEL", "loud"),
+        ("KVHVD_THREAD_AFFINITY", "0,"),
+        ("HOROVOD_THREAD_AFFINITY", "0,-1"),
         ("KVHVD_RANK", "-1"),
         ("KVHVD_RANK", "1.5"),
     ],
@@ -113,15 +119,60 @@ def test_describe_names_every_variable() -> None:
     assert all(name in text for name in module.known_variables())
 
 
-def test_horovods_other_variables_warn_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_horovods_other_variables_are_named_once_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE_LOG", "x")
+    monkeypatch.setenv("HOROVOD_MISSPELT", "1")
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "warning")
     with caplog.at_level(logging.WARNING, "kvstore_hvd"):
         module.reload()
-        module.reload()
-    assert [r.getMessage() for r in caplog.records] == [
-        "these variables of Horovod have no effect here: HOROVOD_AUTOTUNE"
+        assert not caplog.records  # the launcher and all workers read them; the worker of rank 0 tells
+        module.tell_unused()
+        module.tell_unused()
+    (record,) = caplog.records
+    assert record.getMessage().splitlines() == [
+        "these variables of Horovod have no effect here:",
+        "  HOROVOD_AUTOTUNE_LOG: nothing is tuned while training; benchmarks/tune.py finds sizes for KVHVD_THRESHOLDS",
+        "  HOROVOD_CYCLE_TIME: operations are carried out as soon as all workers have submitted them; there are no "
+        "cycles",
+        "  HOROVOD_MISSPELT: kvstore_hvd does not know it",
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "ELASTIC_TIMEOUT", "ELASTIC",
+        "HIERARCHICAL_ALLREDUCE", "NUM_NCCL_STREAMS", "DISABLE_GROUP_FUSION", "BATCH_D2D_MEMCOPIES", "AUTOTUNE",
+        "AUTOTUNE_WARMUP_SAMPLES", "TORUS_ALLREDUCE", "MPI_THREADS_DISABLE", "CCL_CACHE", "GLOO_IFACE",
+        "GLOO_TIMEOUT_SECONDS", "ENABLE_XLA_OPS", "ADASUM_MPI_CHUNK_SIZE", "GPU_OPERATIONS", "WITH_MXNET", "SIZE",
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_has_a_reason(name: str) -> None:
+    cfg = Config.from_environ({f"HOROVOD_{name}": "1"})
+    assert cfg.unused == (f"HOROVOD_{name}",)
+    assert "does not know" not in horovod_variables.reason(f"HOROVOD_{name}")
+
+
+def test_a_variable_is_either_read_or_without_effect() -> None:
+    assert not set(module.known_variables()) & set(horovod_variables._REASONS)
+
+
+def test_lines_may_begin_with_the_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("HOROVOD_LOG_HIDE_TIME", "0")
+    module.reload()
+    log.logger.warning("now")
+    monkeypatch.delenv("HOROVOD_LOG_HIDE_TIME")
+    module.reload()
+    log.logger.warning("then")
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d (\[rank .*\] )?kvstore_hvd warning: now", first)
+    assert second.endswith("kvstore_hvd warning: then")
+    assert not re.match(r"\d\d:", second)
 
 
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 import re
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvstore_hvd import launch
-from kvstore_hvd.errors import LaunchError
+from kvstore_hvd import launch, native
+from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
 
@@ -140,6 +142,17 @@ def test_the_tail_is_bounded_and_knows_progress_bars() -> None:
         (["-np", "3", "-H", "localhost:2", "true"], 2, "-np 3, but the hosts have 2 slots"),
         (["-H", "localhost:2,elsewhere:2", "true"], 2, "'elsewhere' is another host"),
         (["-H", "a b c", "true"], 2, "is not HOST:N"),
+        (["-H", "", "true"], 2, "'' is not HOST:N"),
+        (["-H", "localhost:2,", "true"], 2, "'' is not HOST:N"),
+        (["-H", "localhost:two", "true"], 2, "'localhost:two' is not HOST:N"),
+        (["-H", "localhost:0", "true"], 2, "'localhost:0': a host takes at least 1 worker"),
+        (["-H", "localhost:-1", "true"], 2, "'localhost:-1': a host takes at least 1 worker"),
+        (["-H", "localhost:2,LOCALHOST:1", "true"], 2, "the host 'localhost' is named twice"),
+        (["-H", "localhost:2", "--hostfile", "x", "true"], 2, "both -H and --hostfile name hosts"),
+        (["-np", "2", "--timeline-filename", "/no/such/folder/t.json", "true"], 2, "there is no folder"),
+        (["-np", "2", "--output-filename", "/dev/null", "true"], 2, "'/dev/null/rank.0' cannot be made"),
+        (["-np", "2", "--as-horovod", "true"], 2, "the command begins with 'true'"),
+        (["-np", "2", "--config-file", "/no/such/file", "true"], 2, "the configuration file cannot be read"),
         (["--hostfile", "/no/such/file", "true"], 2, "the host file cannot be read"),
         (["-np", "2", "--start-timeout", "soon", "true"], 2, "KVHVD_START_TIMEOUT: 'soon' is not"),
     ],
@@ -211,7 +224,7 @@ def test_more_workers_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def plan(*arguments: str) -> launch.Plan:
-    return launch._plan(launch._parser().parse_args(arguments))
+    return launch._plan(launch._options(arguments))
 
 
 def test_options_of_the_program_are_its_own() -> None:
@@ -229,6 +242,171 @@ def test_a_host_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# all of them\n\nlocalhost slots=2  # here\n127.0.0.1:3\n")
     assert len(plan("--hostfile", str(path), "true").workers) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("", "names no host"),
+        ("# nothing\n\n", "names no host"),
+        ("localhost slots=0\n", "at least 1 worker"),
+        ("localhost slots=2\nlocalhost:1\n", "named twice"),
+        ("localhost slots=2 and more\n", "is not HOST:N"),
+        ("elsewhere slots=2\n", "'elsewhere' is another host"),
+    ],
+)
+def test_a_host_file_that_cannot_be(tmp_path: Path, text: str, fact: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(LaunchError, match=fact):
+        plan("--hostfile", str(path), "true")
+
+
+def test_a_host_file_as_mpirun_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("localhost slots=2 max_slots=4\n")
+    assert len(plan("--hostfile", str(path), "true").workers) == 2
+
+
+# -- The configuration file ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[[str], str]:
+    """Write a configuration file; returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "kvhvdrun.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_options_of_a_file(config_file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVHVD_START_TIMEOUT", "5")
+    path = config_file(
+        f"# a job\nnum_proc: 3\nstart-timeout: 9.5\nverbose: yes\nno-prefix: true\nbind-cores: off\n"
+        f"timeline-filename: {tmp_path}/t.json\noutput-filename: out\n"
+    )
+    made = plan("--config-file", path, "true")
+    assert len(made.workers) == 3
+    assert (made.verbose, made.prefix, made.output_folder) == (True, False, "out")
+    assert made.workers[0].cores == ()
+    environ = made.workers[0].environment
+    assert environ["KVHVD_START_TIMEOUT"] == "9.5"  # the file comes before the environment
+    assert environ["HOROVOD_TIMELINE"] == f"{tmp_path}/t.json"
+
+
+def test_the_command_line_comes_before_the_file(config_file: Callable[[str], str]) -> None:
+    path = config_file("num-proc: 3\nstart-timeout: 9\nhosts: elsewhere:4\n")
+    made = plan("--config-file", path, "-np", "2", "--start-timeout", "7", "-H", "localhost:2", "true")
+    assert len(made.workers) == 2
+    assert made.workers[0].environment["KVHVD_START_TIMEOUT"] == "7"
+
+
+def test_hosts_of_either_kind_on_the_command_line_replace_those_of_the_file(
+    config_file: Callable[[str], str], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    path = config_file("hosts: localhost:4\n")
+    assert len(plan("--config-file", path, "true").workers) == 4
+    assert len(plan("--config-file", path, "--hostfile", str(tmp_path / "hosts"), "true").workers) == 2
+
+
+def test_an_empty_file_has_no_options(config_file: Callable[[str], str]) -> None:
+    assert len(plan("--config-file", config_file("# nothing\n"), "-np", "2", "true").workers) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("num-procs: 2\n", r"yaml:1: 'num-procs' is no option of kvhvdrun.\n  Fix: did you mean num-proc\?"),
+        ("num-proc: 2\nxyzzy: 1\n", r"yaml:2: 'xyzzy' is no option of kvhvdrun.\n  Fix: one of as-horovod, "),
+        ("config-file: x\n", "'config-file' is no option"),
+        ("command: x\n", "'command' is no option"),
+        ("num-proc: 2\nnum_proc: 3\n", "yaml:2: 'num-proc' stands there twice"),
+        ("num-proc:\n", "'num-proc' has no value"),
+        ("hosts: [localhost]\n", "'hosts' has no value"),
+        ("verbose: 2\n", "verbose: '2' is not true or false"),
+        ("- num-proc\n", "is no mapping"),
+        ("num-proc: [\n", "is not YAML"),
+        ("num-proc: two\n", "-np two: expected"),
+        ("start-timeout: soon\n", "KVHVD_START_TIMEOUT: 'soon' is not"),
+    ],
+)
+def test_a_file_that_cannot_be(config_file: Callable[[str], str], text: str, fact: str) -> None:
+    path = config_file(text)
+    counted = [] if "num-proc: two" in text else ["-np", "2"]
+    with pytest.raises((LaunchError, ConfigError), match=fact):
+        plan("--config-file", path, *counted, "true")
+
+
+def test_without_pyyaml(config_file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(LaunchError, match=r"--config-file needs PyYAML, .*\n  Fix: .*kvstore-hvd\[yaml\]"):
+        plan("--config-file", config_file("num-proc: 2\n"), "true")
+    assert len(plan("-np", "2", "true").workers) == 2
+
+
+# -- What workers are given ---------------------------------------------------------------------------------------
+
+
+def test_as_horovod_changes_the_command() -> None:
+    command = plan("-np", "2", "--as-horovod", sys.executable, "-u", "train.py", "--lr", "1").workers[0].command
+    assert command == [sys.executable, "-u", "-m", "kvstore_hvd", "train.py", "--lr", "1"]
+
+
+def test_the_timeline_is_a_full_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
+    environ = plan("-np", "1", "--timeline-filename", "t.json", "true").workers[0].environment
+    assert environ["HOROVOD_TIMELINE"] == str(tmp_path / "t.json")
+    assert plan("-np", "1", "true").workers[0].environment["HOROVOD_TIMELINE"] == "other.json"
+    made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
+    assert made.workers[0].environment["HOROVOD_TIMELINE"] == "DYNAMIC"
+
+
+def test_files_count_as_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, resource.RLIMIT_NOFILE, 64)
+    assert len(plan("-np", "12", "--output-filename", "out", "true").workers) == 12
+    with pytest.raises(LaunchError, match=r"-np 13 needs 68 open files"):
+        plan("-np", "13", "--output-filename", "out", "true")
+
+
+# -- What is installed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--check-build", "-cb"])
+def test_check_build(capfd: pytest.CaptureFixture[str], option: str) -> None:
+    import mxnet
+
+    import kvstore_hvd
+
+    assert launch.main([option]) == 0
+    out, _ = capfd.readouterr()
+    rows = dict(re.findall(r"^  (.*?): +(.*)$", out, re.MULTILINE))
+    assert out.startswith(f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}")
+    assert rows["MXNet"] == f"yes: {mxnet.__version__}"
+    assert re.fullmatch("yes: sums with (scalar|avx2|avx512)", rows["native engine"])
+    assert rows["MPI"].startswith(("yes: ", "no: "))
+    assert rows["NCCL, CUDA"].startswith("no: ")
+    assert rows["horovod"].startswith("not installed")
+    assert rows["--config-file"].startswith("yes: PyYAML ")
+
+
+def test_check_build_says_what_is_missing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mxnet", "mpi4py", "kvstore_hvd._native"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(native, "_module", None)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert launch.main(["-cb"]) == 0
+    out, _ = capfd.readouterr()
+    rows = dict(re.findall(r"^  (.*?): +(.*)$", out, re.MULTILINE))
+    assert rows["MXNet"].startswith("no: ")
+    assert rows["native engine"].startswith("no: ")
+    assert rows["MPI"].startswith("no: mpi4py is not installed")
+    assert rows["--config-file"] == "no: PyYAML is not installed"
 
 
 def test_variables_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ NATIVE = ROOT / "native"
 # From the bottom to the top. A unit (a module, or a package with all its modules) may import what stands in a lower
 # layer, or before it in its own.
 LAYERS = (
-    ("errors", "log", "config"),
-    ("native", "mxnet_compat", "gpu", "topology", "mpi_world", "bootstrap", "rendezvous", "leaving"),
+    ("errors", "log", "horovod_variables", "config"),
+    ("native", "mxnet_compat", "gpu", "topology", "mpi_world", "bootstrap", "rendezvous", "leaving", "affinity"),
     ("comm",),
     ("engine",),
     (
@@ -33,9 +33,10 @@ LAYERS = (
         "trainer",
         "join",
         "mxnet",
+        "as_horovod",
     ),
     ("elastic",),
-    ("launcher", "launch", "__main__"),
+    ("horovod_alias", "launcher", "launch", "__main__"),
 )
 ORDER = {unit: position for position, unit in enumerate(unit for layer in LAYERS for unit in layer)}
 # Names only: it gathers what the layers offer.

@@ -73,6 +73,30 @@ def test_ends_as_python_would(tmp_path: Path, end: str) -> None:
     assert ours.stderr.replace(f"{tmp_path}/", "") == pythons.stderr.replace(f"{tmp_path}/", "")
 
 
+def test_horovod_is_answered_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import horovod; print(horovod.__version__)")
+    done = run("train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0.28.1\n", "")
+    (tmp_path / "horovod.py").write_text("__version__ = 'another'")
+    done = run("train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "another\n")
+    assert f"a module 'horovod' is installed ({tmp_path}/horovod.py)" in done.stderr
+
+
+def test_the_main_module_is_as_python_makes_it(tmp_path: Path) -> None:
+    names = "__name__, __package__, __spec__, __cached__, __doc__, type(__loader__).__name__, __loader__.name"
+    (tmp_path / "train.py").write_text(f"'What it does.'\nimport sys; print({names}, sys.flags)")
+    ours, pythons = run("train.py", cwd=tmp_path), python("train.py", cwd=tmp_path)
+    assert (ours.stdout, ours.returncode) == (pythons.stdout, 0)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P came with Python 3.11")
+def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print(sys.path)")
+    ours = python("-P", "-m", "kvstore_hvd", "train.py", cwd=tmp_path)
+    assert ours.stdout == python("-P", "train.py", cwd=tmp_path).stdout
+
+
 def test_traceback_of_a_module_has_no_frames_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def f():\n    raise ValueError('bad')\nf()\n")
     done = run("-m", "train", cwd=tmp_path)
@@ -91,6 +115,8 @@ def test_traceback_of_a_module_has_no_frames_of_ours(tmp_path: Path) -> None:
         (("-m", "no_such_module"), "no module named 'no_such_module'"),
         (("-m", "no_such.module"), "cannot find module"),
         (("absent.py",), "no such file: 'absent.py'"),
+        ((".",), "the folder '.' has no __main__.py"),
+        (("/proc/self/mem",), "cannot read '/proc/self/mem': "),
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:

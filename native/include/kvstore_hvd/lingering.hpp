@@ -1,4 +1,4 @@
-// Whether a thread that submits a small tensor does well to stay until the other ranks have come: see
+// Whether a thread that submits a tensor does well to stay until the other ranks have come: see
 // Engine::submit_and_linger().
 #pragma once
 

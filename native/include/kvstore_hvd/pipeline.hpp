@@ -7,6 +7,8 @@
 //   reduce   one-shot: reduce everybody's contribution into the output
 //            two-shot: reduce one slice, and write the result back into the staging memory of every rank
 //            broadcast: copy the root's staging memory into the output
+//            exchange: copy the parts that this rank takes into the output
+//            reduce-scatter: reduce the part that this rank receives into the output
 //            direct: reduce the parts that nobody has claimed, from all arrays into all arrays
 //            and say so (`reduced`)
 //   collect  two-shot: copy the other slices from this rank's own staging memory into the output
@@ -61,6 +63,7 @@ class Pipeline {
   void sum_devices(const Entry& entry);
   void reduce_claimed(const Entry& entry, std::uint64_t index);
   void reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end);
+  void take_parts(const Entry& entry, std::uint64_t index);
   bool wait_all(Flag RankState::* flag, std::uint64_t target) const;
   Entry& entry(std::uint64_t index) { return window_[index % kStages]; }
 

@@ -13,7 +13,7 @@ namespace kvstore_hvd {
 
 struct Reduction {
   DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;  // kAverage reduces like kSum; the caller puts 1/size into postscale
+  ReduceOp op = ReduceOp::kSum;  // kAverage reduces like kSum; the caller puts the divisor into postscale
   // Multiplied into every input before, and into the result after, the reduction. float16 and bfloat16 are widened to
   // float32, scaled, reduced and rounded once (to nearest, ties to even); float32 scales in float32, float64 in
   // float64; integers scale in float64 and truncate toward zero, a product out of range becomes the nearest value of

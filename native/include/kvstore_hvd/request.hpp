@@ -13,6 +13,12 @@
 
 namespace kvstore_hvd {
 
+// A part of a rank's input, in bytes, and where it goes in the output of the rank that takes it.
+struct Part {
+  int rank;
+  std::size_t from, bytes, to;
+};
+
 struct Request {
   Collective collective = Collective::kAllreduce;
   // Matches the request with those of the other ranks; equal on all ranks, whatever the order of submission. Requests
@@ -29,11 +35,17 @@ struct Request {
   std::size_t count = 0;
   std::vector<std::int64_t> shape;  // compared across ranks; product == count
   DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;  // kAverage divides by the number of ranks
+  ReduceOp op = ReduceOp::kSum;
+  double weight = 1.0;  // kAverage divides the sum by that of the ranks' weights, unless they are all 0
   double prescale = 1.0;
   double postscale = 1.0;
-  bool as_half = false;       // allreduce only: see Reduction
-  int root = 0;               // broadcast only
+  bool as_half = false;  // allreduce only: see Reduction
+  int root = 0;          // broadcast only
+  // Exchange: what this rank takes. Reduce-scatter: the one part of the result that it receives (of no rank's input).
+  // One input and one output then, which do not overlap.
+  std::vector<Part> parts;
+  // Exchange only: the elements of this rank's input; `count` is the largest number of any rank.
+  std::size_t contributed = 0;
   std::int32_t priority = 0;  // higher runs first; that of the last rank to submit decides
   // Non-empty: this rank cannot take part because its input failed; every rank gets kInputFailed with this text. Only
   // name, label and on_done matter then.
@@ -48,10 +60,10 @@ std::string fault_of(const Request& request, int ranks);
 
 inline std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
 
-// How the contributions of all ranks are reduced.
-inline Reduction reduction_of(const Request& request, std::uint32_t ranks) {
+// How the contributions of all ranks are reduced. `weights`: the sum of all ranks'.
+inline Reduction reduction_of(const Request& request, double weights) {
   Reduction reduction{request.dtype, request.op, request.prescale, request.postscale, request.as_half};
-  if (request.op == ReduceOp::kAverage) reduction.postscale /= ranks;
+  if (request.op == ReduceOp::kAverage && weights != 0.0) reduction.postscale /= weights;
   return reduction;
 }
 

@@ -64,7 +64,7 @@ class Rounds {
   void completed(Statistics& statistics, const Work& work, std::chrono::steady_clock::time_point when);
   // The next submission begins another round.
   void end(std::chrono::steady_clock::time_point when);
-  // What is under way or completed in this round is not exposed.
+  // The world is lost: what is under way or completed in this round is not exposed, and the round does not count.
   void forget();
   const RoundStatistics& statistics() const { return statistics_; }
 

@@ -19,8 +19,8 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kDTypes = 8;
 
-// Average is a sum whose postscale carries 1/size; it is a separate value only so that ranks that
-// disagree about it are told so in the user's own words.
+// Average is a sum whose postscale is divided by the ranks' weights, 1 each as a rule; it is a separate value only so
+// that ranks that disagree about it are told so in the user's own words.
 enum class ReduceOp : std::uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
 inline constexpr int kReduceOps = 5;
 
@@ -29,7 +29,9 @@ constexpr bool can_be_half(DType type, ReduceOp op) {
   return (type == DType::kFloat32 || type == DType::kFloat64) && (op == ReduceOp::kSum || op == ReduceOp::kAverage);
 }
 
-enum class Collective : std::uint8_t { kAllreduce = 0, kBroadcast = 1 };
+// Exchange: every rank takes what it wants of every rank's input (allgather, alltoall). See Request::parts.
+enum class Collective : std::uint8_t { kAllreduce = 0, kBroadcast = 1, kExchange = 2, kReduceScatter = 3 };
+inline constexpr int kCollectives = 4;
 
 constexpr std::size_t size_of(DType type) {
   switch (type) {
@@ -61,7 +63,8 @@ constexpr const char* name_of(ReduceOp op) {
 }
 
 constexpr const char* name_of(Collective collective) {
-  return collective == Collective::kAllreduce ? "allreduce" : "broadcast";
+  constexpr const char* kNames[kCollectives] = {"allreduce", "broadcast", "exchange", "reducescatter"};
+  return kNames[static_cast<int>(collective)];
 }
 
 }  // namespace kvstore_hvd

@@ -32,7 +32,7 @@ class Work {
     done_.store(true, std::memory_order_release);
   }
 
-  // Makes it that of a new submission.
+  // Makes it that of a new submission, which sets the other times and counts itself.
   void renew() {
     status_ = Status();
     done_.store(false, std::memory_order_relaxed);  // Relaxed: seen by the thread that submits it only, as yet.

@@ -69,12 +69,13 @@ struct alignas(64) Mark {
   std::uint64_t digest;  // of the signature announced last
   // Where the rank's array lies: bytes from the start of its arena, or kNoPlace when it is elsewhere.
   std::uint64_t place;
+  double weight;  // see Request
   // How many operations the rank has announced and how many of them it has completed; see TensorTable::take_slot().
   std::atomic<std::uint32_t> announced, completed;
   // How the rank learns that another one has carried out its operation, see InlineReduction.
   enum Watch : std::uint32_t { kInbox, kWatched, kDone };
   std::atomic<std::uint32_t> watch;
-  char payload[32];  // see World::payload()
+  char payload[28];  // see World::payload()
 };
 static_assert(sizeof(Mark) == 64);
 
@@ -93,6 +94,7 @@ struct Slot {
   Signature agreed;
   std::uint64_t bytes;
   std::uint64_t scheduled;  // bytes, under schedule_lock
+  double weights;           // the sum of all ranks'
   std::uint32_t direct;     // whether every rank's array lies in its arena
   std::uint32_t error;      // ErrorCode, kOk (0) when agreed
   std::uint32_t error_length;
@@ -107,12 +109,14 @@ struct Ready {
 };
 
 enum class Algorithm : std::uint32_t {
-  kFail,       // nothing moves: the ranks disagree, the slot says about what
-  kOneShot,    // every rank stages everything and reduces everything: one synchronisation
-  kTwoShot,    // every rank reduces one slice for all: two synchronisations, each byte moves twice
-  kBroadcast,  // the root stages, the others copy
-  kDirect,     // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
-  kInline,     // never scheduled: the last rank to announce reduces what the announcements carry
+  kFail,           // nothing moves: the ranks disagree, the slot says about what
+  kOneShot,        // every rank stages everything and reduces everything: one synchronisation
+  kTwoShot,        // every rank reduces one slice for all: two synchronisations, each byte moves twice
+  kBroadcast,      // the root stages, the others copy
+  kDirect,         // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
+  kInline,         // never scheduled: the last rank to announce reduces what the announcements carry
+  kExchange,       // every rank stages its input and takes what it wants of the others'
+  kReduceScatter,  // every rank stages everything and reduces what it receives
 };
 
 // Part of a tensor inside a chunk.
@@ -169,6 +173,12 @@ struct World {
   Entry entries[kEntries];
   Claims claims[kEntries];
 
+  // The sum of the ranks' weights, in rank order. For the rank that was last to announce.
+  double weights(std::uint32_t slot) {
+    double sum = 0.0;
+    for (int r = 0; r < static_cast<int>(size); ++r) sum += mark(slot, r).weight;
+    return sum;
+  }
   char* base() { return reinterpret_cast<char*>(this); }
   RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }
   Announcement& announcement(std::uint32_t slot, int r) {

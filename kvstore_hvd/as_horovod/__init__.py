@@ -1,0 +1,10 @@
+"""What a program finds under the name ``horovod`` (see horovod_alias.py); ``horovod.mxnet`` is `kvstore_hvd.mxnet`."""
+
+from __future__ import annotations
+
+from kvstore_hvd.as_horovod.runner import run
+
+__all__ = ["run"]
+
+# The Horovod whose interface this is; programs compare it.
+__version__ = "0.28.1"

@@ -1,0 +1,7 @@
+"""``horovod.common.exceptions``."""
+
+from __future__ import annotations
+
+from kvstore_hvd.errors import HorovodInternalError
+
+__all__ = ["HorovodInternalError"]

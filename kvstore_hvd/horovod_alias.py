@@ -1,0 +1,190 @@
+"""The name ``horovod`` for this package, so that ``import horovod.mxnet`` finds it where Horovod is not installed.
+
+A table says which of our modules stands behind a name of Horovod's. They are imported when a program imports the name,
+and both names mean one and the same module. Horovod itself, where it is installed, comes first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from kvstore_hvd import log
+from kvstore_hvd.errors import message
+
+__all__ = ["install", "installed_horovod", "uninstall"]
+
+_ROOT = "horovod"
+# The longest name that fits counts; what follows it is a submodule of ours of that name.
+_NAMES = {
+    _ROOT: "kvstore_hvd.as_horovod",
+    "horovod.mxnet": "kvstore_hvd.mxnet",
+    "horovod.common.process_sets": "kvstore_hvd.mxnet.process_sets",
+}
+# What the error names that tells of a module that is not there.
+_OFFERED = (
+    "horovod.mxnet (with mpi_ops, compression, functions, process_sets)",
+    "horovod.common (with util, exceptions, process_sets)",
+    "horovod.runner",
+)
+_WRAPPED = "_kvstore_hvd_wraps"
+
+
+def install() -> None:
+    """Let ``import horovod`` find this package from now on, here and in processes that multiprocessing spawns.
+
+    Without effect, and with a warning, where Horovod itself is installed. Calling it again does nothing.
+    """
+    present = sys.modules.get(_ROOT)
+    if present is not None and not _is_ours(present):
+        _tell_of_another(getattr(present, "__file__", None))
+        return
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _reach_spawned_processes()
+
+
+def uninstall() -> None:
+    """Answer for no name any more; what has been imported stays."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+def installed_horovod() -> ModuleSpec | None:
+    """The specification of a module 'horovod' that is not ours; None when there is none. Imports nothing."""
+    for finder in sys.meta_path:
+        find_spec: Callable[..., ModuleSpec | None] | None = getattr(finder, "find_spec", None)
+        if isinstance(finder, _Finder) or find_spec is None:
+            continue
+        spec = find_spec(_ROOT, None)
+        if spec is not None and spec.origin is not None:  # a folder without __init__.py has none
+            return spec
+    return None
+
+
+def _is_ours(module: ModuleType | None) -> bool:
+    return module is not None and module.__name__ == _NAMES[_ROOT]
+
+
+def _tell_of_another(where: object) -> None:
+    log.once(
+        "another-horovod",
+        logging.WARNING,
+        "a module 'horovod' is installed (%s), and it is what `import horovod` means; this package answers for that "
+        "name only where there is none.",
+        where or "of unknown origin",
+    )
+
+
+# -- Finding and loading ------------------------------------------------------------------------------------------
+
+
+class _Finder:
+    """A finder for ``sys.meta_path`` that knows the names of the table and their submodules.
+
+    It stands before all others because a folder 'horovod' in the path, such as a checkout of Horovod's examples, would
+    pass for a package.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find one of our modules by its name of Horovod's; None for names that are not ours.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            A module of Horovod's that this package does not have.
+        """
+        if name == _ROOT:
+            other = installed_horovod()
+            if other is not None:
+                uninstall()
+                _tell_of_another(other.origin)
+                return None
+        elif not name.startswith(_ROOT + ".") or not _is_ours(sys.modules.get(_ROOT)):
+            return None
+        real_name = _real_name(name)
+        real = _spec_of(real_name)
+        if real is None:
+            raise ModuleNotFoundError(
+                message(
+                    f"No module named '{name}': kvstore_hvd answers for Horovod here, and offers what MXNet needs.",
+                    details=["offered: " + ", ".join(_OFFERED)],
+                    fix="import horovod.mxnet; for other frameworks install Horovod.",
+                ),
+                name=name,
+            )
+        spec = ModuleSpec(name, _Loader(real_name), origin=real.origin)
+        # A list makes it a package; the finder above answers for what is in it.
+        spec.submodule_search_locations = None if real.submodule_search_locations is None else []
+        return spec
+
+
+class _Loader(Loader):
+    """Loads a name by importing the module that stands behind it."""
+
+    def __init__(self, real_name: str) -> None:
+        self._real_name = real_name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Import the module itself."""
+        module = importlib.import_module(self._real_name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module, which has been executed, its own specification back: the import put that of the name."""
+        module.__spec__ = self._spec
+
+
+def _real_name(name: str) -> str:
+    known = max((each for each in _NAMES if name == each or name.startswith(each + ".")), key=len)
+    return _NAMES[known] + name[len(known) :]
+
+
+def _spec_of(real_name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(real_name)
+    except ModuleNotFoundError as error:
+        # Above it something is no package, or is missing too. If anything else is missing, that is what is to be said.
+        if error.name is None or not (real_name + ".").startswith(error.name + "."):
+            raise
+        return None
+
+
+# -- Processes that multiprocessing spawns ------------------------------------------------------------------------
+
+
+class _ImportUs:
+    """Imports this package where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, ("kvstore_hvd",)
+
+
+def _reach_spawned_processes() -> None:
+    """Have spawned processes import this package before the program's main module, which imports horovod.
+
+    They inherit the variable that makes the import install the alias (`kvstore_hvd.config.pass_alias_on`), but nothing
+    else would import the package there in time.
+    """
+    from multiprocessing import spawn
+
+    original = spawn.get_preparation_data
+    if hasattr(original, _WRAPPED):
+        return
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        # Unpickled in this order; what multiprocessing does not know it leaves alone.
+        return {"kvstore_hvd": _ImportUs(), **original(name)}
+
+    setattr(get_preparation_data, _WRAPPED, original)
+    spawn.get_preparation_data = get_preparation_data

@@ -1,0 +1,63 @@
+"""Variables of Horovod that are accepted and have no effect here, and why: what a user is told who has set one.
+
+Those that have an effect are fields of `kvstore_hvd.config.Config`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["reason"]
+
+_NO_CYCLES = "operations are carried out as soon as all workers have submitted them; there are no cycles"
+_NO_CACHE = "what was agreed on once is kept for every name, without a limit"
+_MEMORY = "the workers of a host always meet in shared memory"
+_NO_GPU = "arrays on GPUs are not reduced yet"
+_NO_ELASTIC = "elastic training is not supported yet"
+_NO_TUNING = "nothing is tuned while training; benchmarks/tune.py finds sizes for KVHVD_THRESHOLDS"
+_NO_GLOO = "there is no Gloo here"
+_BUILD = "it configures the build of Horovod"
+_LAUNCHER = "Horovod's launcher sets it for its workers"
+
+_REASONS = {
+    "HOROVOD_FUSION_THRESHOLD": "small tensors are carried out at once and large ones in parts, so none waits",
+    "HOROVOD_DISABLE_GROUP_FUSION": "results do not depend on what is carried out together",
+    "HOROVOD_CYCLE_TIME": _NO_CYCLES,
+    "HOROVOD_CACHE_CAPACITY": _NO_CACHE,
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": _MEMORY,
+    "HOROVOD_HIERARCHICAL_ALLGATHER": _MEMORY,
+    "HOROVOD_TORUS_ALLREDUCE": _MEMORY,
+    "HOROVOD_NUM_NCCL_STREAMS": _NO_GPU,
+    "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_GPU,
+    "HOROVOD_MPI_THREADS_DISABLE": "MPI is used to find the other workers, not to reduce",
+    "HOROVOD_ENABLE_XLA_OPS": "it is for TensorFlow",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "there is no Adasum here",
+    "HOROVOD_CPU_OPERATIONS": "arrays are reduced in shared memory, whatever started the workers",
+    "HOROVOD_CONTROLLER": "workers agree in shared memory, whatever started them",
+}
+# The longest that fits counts.
+_PREFIXES = {
+    "HOROVOD_AUTOTUNE": _NO_TUNING,
+    "HOROVOD_ELASTIC": _NO_ELASTIC,
+    "HOROVOD_GLOO_": _NO_GLOO,
+    "HOROVOD_CCL_": "there is no oneCCL here",
+    "HOROVOD_WITH_": _BUILD,
+    "HOROVOD_WITHOUT_": _BUILD,
+    "HOROVOD_BUILD_": _BUILD,
+    "HOROVOD_GPU": _BUILD,
+    "HOROVOD_CUDA_": _BUILD,
+    "HOROVOD_NCCL_": _BUILD,
+    "HOROVOD_ROCM_": _BUILD,
+    "HOROVOD_ALLOW_MIXED_GPU_IMPL": _BUILD,
+    "HOROVOD_RANK": _LAUNCHER,
+    "HOROVOD_SIZE": _LAUNCHER,
+    "HOROVOD_LOCAL_": _LAUNCHER,
+    "HOROVOD_CROSS_": _LAUNCHER,
+    "HOROVOD_HOSTNAME": _LAUNCHER,
+}
+
+
+def reason(variable: str) -> str:
+    """Why a variable of Horovod has no effect here, as the rest of a line."""
+    if variable in _REASONS:
+        return _REASONS[variable]
+    fitting = [prefix for prefix in _PREFIXES if variable.startswith(prefix)]
+    return _PREFIXES[max(fitting, key=len)] if fitting else "kvstore_hvd does not know it"

@@ -1,0 +1,68 @@
+"""``--check-build``: what is installed here, and what of it can be used."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from importlib import metadata
+from typing import Any
+
+import kvstore_hvd
+from kvstore_hvd import horovod_alias, mpi_world, mxnet_compat, native
+from kvstore_hvd.errors import KVHvdError
+
+__all__ = ["build_report"]
+
+
+def build_report() -> str:
+    """What was found: one line each, with the reason where something cannot be used. Imports MXNet and MPI."""
+    rows = [
+        ("MXNet", _mxnet()),
+        ("native engine", _engine()),
+        ("one host", "yes: workers meet in shared memory; needs no MPI"),
+        ("several hosts", "no: not supported yet"),
+        ("MPI", _mpi()),
+        ("NCCL, CUDA", "no: arrays on GPUs are not reduced yet"),
+        ("horovod", _horovod()),
+        ("--config-file", _yaml()),
+    ]
+    head = f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    return "\n".join([head, *(f"  {name + ':':<15} {text}" for name, text in rows)]) + "\n"
+
+
+def _mxnet() -> str:
+    try:
+        return f"yes: {mxnet_compat.require_mxnet().__version__}"
+    except KVHvdError as error:
+        return _no(error)
+
+
+def _engine() -> str:
+    try:
+        return f"yes: sums with {native.simd_target()}"
+    except ImportError as error:
+        return _no(error)
+
+
+def _mpi() -> str:
+    try:
+        return f"yes: {mpi_world.library()}, for starting with its mpirun"
+    except KVHvdError as error:
+        return f"{_no(error)} (for starting with mpirun only; kvhvdrun needs none)"
+
+
+def _horovod() -> str:
+    found = horovod_alias.installed_horovod()
+    if found is None:
+        return "not installed: with --as-horovod kvstore_hvd answers for it"
+    return f"installed ({found.origin}): --as-horovod leaves `import horovod` to it"
+
+
+def _yaml() -> str:
+    if importlib.util.find_spec("yaml") is None:
+        return "no: PyYAML is not installed"
+    return f"yes: PyYAML {metadata.version('PyYAML')}"
+
+
+def _no(error: Any) -> str:
+    return "no: " + str(error).split("\n", 1)[0]

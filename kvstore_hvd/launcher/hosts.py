@@ -1,0 +1,75 @@
+"""Where workers run: the hosts of ``-H`` and of host files, and how many workers each takes."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterable
+
+from kvstore_hvd.errors import LaunchError, message
+
+__all__ = ["count_slots", "hosts_of_file", "hosts_of_option"]
+
+_ENTRY = re.compile(
+    r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d+)|\s+slots\s*=\s*(?P<slots>-?\d+))?(?:\s+max_slots\s*=\s*\d+)?"
+)
+
+
+def hosts_of_option(text: str) -> list[str]:
+    """The entries of ``-H``: ``host`` or ``host:slots``, with commas between them."""
+    return [entry.strip() for entry in text.split(",")]
+
+
+def hosts_of_file(path: str) -> list[str]:
+    """The entries of a host file: ``host``, ``host slots=N`` or ``host:N`` in each line, ``#`` before comments.
+
+    Raises
+    ------
+    LaunchError
+        The file cannot be read, or names no host.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.partition("#")[0].strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(message(f"the host file cannot be read: {error}.")) from None
+    entries = [line for line in lines if line]
+    if not entries:
+        raise LaunchError(message(f"the host file '{path}' names no host.", fix="one line: localhost slots=4"))
+    return entries
+
+
+def count_slots(entries: Iterable[str]) -> int:
+    """How many workers these hosts take; each must be this host.
+
+    Raises
+    ------
+    LaunchError
+        An entry is not of the form, names another host, has no slots, or has been there before.
+    """
+    slots: dict[str, int] = {}
+    for entry in entries:
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
+            raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix="for example -H localhost:4"))
+        host, count = match["host"].strip("[]").lower(), int(match["n"] or match["slots"] or 1)
+        if count < 1:
+            raise LaunchError(
+                message(f"'{entry}': a host takes at least 1 worker.", fix="give it a slot, or leave the host away.")
+            )
+        if host in slots:
+            raise LaunchError(message(f"the host '{host}' is named twice.", fix="add its slots up in one entry."))
+        if not _is_here(host):
+            raise LaunchError(
+                message(
+                    f"'{host}' is another host, and several hosts are not supported yet.",
+                    fix=f"start on this host: -H localhost:N, or leave -H away; this host is '{socket.gethostname()}'.",
+                )
+            )
+        slots[host] = count
+    return sum(slots.values())
+
+
+def _is_here(host: str) -> bool:
+    name = socket.gethostname().lower()
+    return host in ("localhost", "127.0.0.1", "::1", name, name.partition(".")[0])

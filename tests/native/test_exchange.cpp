@@ -1,0 +1,194 @@
+// Exchange and reduce-scatter: who gets what, at any size and number of ranks, beside other operations.
+#include <random>
+#include <string>
+
+#include "check.hpp"
+#include "ranks.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using testing::check;
+using testing::check_equal;
+
+const std::vector<int> kSizes{1, 2, 3, 4, 7};
+
+Request transfer(Collective collective, const std::string& name, const std::vector<float>& input,
+                 std::vector<float>& output, std::size_t count) {
+  Request request;
+  request.collective = collective;
+  request.name = name;
+  request.inputs = {input.data()};
+  request.outputs = {output.data()};
+  request.count = count;
+  request.shape = {static_cast<std::int64_t>(count)};
+  request.contributed = input.size();
+  return request;
+}
+
+// Rank r contributes some elements, on the whole about `scale` of them; some ranks none.
+std::size_t length_of(int rank, std::size_t scale) { return scale * static_cast<std::size_t>((rank * 5 + 2) % 4) / 2; }
+
+void gather(Engine& engine, int rank, std::size_t scale, const std::string& name) {
+  const int size = engine.size();
+  std::size_t total = 0, most = 0;
+  std::vector<Part> parts;
+  for (int r = 0; r < size; ++r) {
+    const std::size_t length = length_of(r, scale);
+    parts.push_back(Part{r, 0, length * sizeof(float), total * sizeof(float)});
+    total += length;
+    most = std::max(most, length);
+  }
+  const auto input = values_of(rank, length_of(rank, scale));
+  std::vector<float> output(total);
+  Request request = transfer(Collective::kExchange, name, input, output, most);
+  request.parts = parts;
+  const Status status = engine.run(std::move(request));
+  check(status.ok(), status.text());
+  std::size_t place = 0;
+  for (int r = 0; r < size; ++r) {
+    const auto expected = values_of(r, length_of(r, scale));
+    check(std::equal(expected.begin(), expected.end(), output.begin() + static_cast<std::ptrdiff_t>(place)),
+          name + ": the part of rank " + std::to_string(r));
+    place += expected.size();
+  }
+}
+
+// Rank r sends (r + d) % 3 * scale elements to rank d.
+void all_to_all(Engine& engine, int rank, std::size_t scale, const std::string& name) {
+  const int size = engine.size();
+  const auto sent = [&](int from, int to) { return static_cast<std::size_t>((from + to) % 3) * scale; };
+  const auto begin_of = [&](int from, int to) {
+    std::size_t begin = 0;
+    for (int d = 0; d < to; ++d) begin += sent(from, d);
+    return begin;
+  };
+  std::size_t most = 0, total = 0;
+  std::vector<Part> parts;
+  for (int r = 0; r < size; ++r) {
+    most = std::max(most, begin_of(r, size));
+    const std::size_t bytes = sent(r, rank) * sizeof(float);
+    parts.push_back(Part{r, begin_of(r, rank) * sizeof(float), bytes, total * sizeof(float)});
+    total += sent(r, rank);
+  }
+  const auto input = values_of(rank, begin_of(rank, size));
+  std::vector<float> output(total);
+  Request request = transfer(Collective::kExchange, name, input, output, most);
+  request.parts = parts;
+  const Status status = engine.run(std::move(request));
+  check(status.ok(), status.text());
+  for (int r = 0; r < size; ++r) {
+    const auto all = values_of(r, begin_of(r, size));
+    const auto from = all.begin() + static_cast<std::ptrdiff_t>(begin_of(r, rank));
+    check(
+        std::equal(from, from + static_cast<std::ptrdiff_t>(sent(r, rank)),
+                   output.begin() + static_cast<std::ptrdiff_t>(parts[static_cast<std::size_t>(r)].to / sizeof(float))),
+        name + ": what rank " + std::to_string(r) + " sent");
+  }
+}
+
+void reduce_scatter(Engine& engine, int rank, std::size_t count, const std::string& name) {
+  const std::size_t size = static_cast<std::size_t>(engine.size()), own = static_cast<std::size_t>(rank);
+  const std::size_t begin = count * own / size, end = count * (own + 1) / size;
+  const auto input = values_of(rank, count);
+  std::vector<float> output(end - begin);
+  Request request = transfer(Collective::kReduceScatter, name, input, output, count);
+  request.parts = {Part{rank, begin * sizeof(float), (end - begin) * sizeof(float), 0}};
+  const Status status = engine.run(std::move(request));
+  check(status.ok(), status.text());
+  check(same_bits(output, [&](std::size_t i) { return sum_in_rank_order(engine.size(), begin + i); }),
+        name + " of " + std::to_string(count));
+}
+
+const bool exchanges = testing::add("allgather and alltoall hand over what is asked for", [] {
+  for (const int size : kSizes) {
+    with_world(size, [](Engine& engine, int rank) {
+      for (const std::size_t scale : {0, 1, 17, 4096, 50001, 300000}) {
+        gather(engine, rank, scale, "gather" + std::to_string(scale));
+        all_to_all(engine, rank, scale, "all-to-all" + std::to_string(scale));
+      }
+    });
+  }
+});
+
+const bool scatters = testing::add("reduce-scatter equals a part of the rank-ordered sum bit by bit", [] {
+  for (const int size : kSizes) {
+    with_world(size, [](Engine& engine, int rank) {
+      for (const std::size_t count : {0, 1, 5, 1000, 65536, 1000003}) {
+        reduce_scatter(engine, rank, count, "scatter" + std::to_string(count));
+      }
+    });
+  }
+});
+
+const bool mixed = testing::add("all collectives at once, in any order of submission, at any priority", [] {
+  constexpr int kOperations = 60;
+  for (const int size : {2, 3, 4}) {
+    with_world(size, [size](Engine& engine, int rank) {
+      std::mt19937 random(static_cast<unsigned>(rank));
+      std::vector<std::vector<float>> inputs, outputs;
+      std::vector<Request> requests;
+      for (int i = 0; i < kOperations; ++i) {
+        const std::size_t count = static_cast<std::size_t>(i) * 997 % 30000;
+        inputs.push_back(values_of(rank, count, static_cast<unsigned>(i)));
+        outputs.emplace_back(i % 3 == 1 ? count * static_cast<std::size_t>(size) : count);
+      }
+      for (int i = 0; i < kOperations; ++i) {
+        auto& input = inputs[static_cast<std::size_t>(i)];
+        auto& output = outputs[static_cast<std::size_t>(i)];
+        const std::size_t bytes = input.size() * sizeof(float);
+        Request request = transfer(i % 3 == 0   ? Collective::kAllreduce
+                                   : i % 3 == 1 ? Collective::kExchange
+                                                : Collective::kReduceScatter,
+                                   "o" + std::to_string(i), input, output, input.size());
+        request.priority = i * 7 % 5;
+        if (i % 3 == 1) {
+          for (int r = 0; r < size; ++r)
+            request.parts.push_back(Part{r, 0, bytes, bytes * static_cast<std::size_t>(r)});
+        } else if (i % 3 == 2) {
+          request.parts = {Part{rank, 0, bytes, 0}};  // every rank receives everything: parts may overlap
+        }
+        requests.push_back(std::move(request));
+      }
+      std::shuffle(requests.begin(), requests.end(), random);
+      std::vector<std::shared_ptr<Work>> works;
+      for (Request& request : requests) works.push_back(engine.submit(std::move(request)));
+      for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
+      for (int i = 0; i < kOperations; ++i) {
+        const std::size_t count = inputs[static_cast<std::size_t>(i)].size();
+        check(same_bits(outputs[static_cast<std::size_t>(i)],
+                        [&](std::size_t e) {
+                          const auto seed = static_cast<unsigned>(i);
+                          return i % 3 == 1 ? value_of(static_cast<int>(e / count), e % count, seed)
+                                            : sum_in_rank_order(size, e, seed);
+                        }),
+              "operation " + std::to_string(i));
+      }
+    });
+  }
+});
+
+const bool checked = testing::add("what a rank can see to be wrong fails on every rank", [] {
+  with_world(2, [](Engine& engine, int rank) {
+    std::vector<float> input(4), output(8);
+    const auto fails = [&](const std::string& name, std::vector<Part> parts, Collective collective) {
+      Request request = transfer(collective, name, input, output, 4);
+      request.parts = std::move(parts);
+      if (rank == 1) request.parts = {Part{1, 0, 4, 0}};
+      const Status status = engine.run(std::move(request));
+      check(status.code() == ErrorCode::kInputFailed, name + ": " + status.text());
+    };
+    fails("rank", {Part{2, 0, 4, 0}}, Collective::kExchange);
+    fails("range", {Part{0, 8, 12, 0}}, Collective::kExchange);
+    fails("element", {Part{0, 2, 4, 0}}, Collective::kExchange);
+    fails("parts", {}, Collective::kReduceScatter);
+    Request request = transfer(Collective::kExchange, "disagree", input, output, rank == 0 ? 4 : 5);
+    check(engine.run(std::move(request)).code() == ErrorCode::kMismatch, "the largest contribution");
+    gather(engine, rank, 10, "and the world goes on");
+  });
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }
