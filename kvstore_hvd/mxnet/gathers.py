@@ -272,11 +272,11 @@ def _exchange(
     if world.is_alone:
         copy(tensor, output)
         return output
-    source, target = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
-    addresses = [mxnet_compat.address_of(source)], [mxnet_compat.address_of(target)]
-    _run_exchange(call, world, name, addresses, shapes, starts, rows, priority)
+    (source, start), (target, place) = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
+    _run_exchange(call, world, name, ([start], [place]), shapes, starts, rows, priority)
     if target is not output:
         copy(target, output)
+    del source  # alive until here
     return output
 
 
@@ -325,14 +325,14 @@ def _reduce_rows(
     output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
     if 0 in shape:
         return output
-    source, target = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
+    (source, start), (target, place) = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
     unit = shapes.row_bytes
     request = Request(
         "reducescatter",
         _data_name(name),
         call.label(name),
-        [mxnet_compat.address_of(source)],
-        [mxnet_compat.address_of(target)],
+        [start],
+        [place],
         shape,
         shapes.dtype,
         op=how.op,
@@ -344,19 +344,22 @@ def _reduce_rows(
     world.communicator().run(request)
     if target is not output:
         copy(target, output)
+    del source  # alive until here
     return output
 
 
-def _plain(world: Engine, array: Any, fill: bool) -> Any:
-    """The array itself if its elements lie in the CPU's memory, one after the other; otherwise a stand-in."""
+def _plain(world: Engine, array: Any, fill: bool) -> tuple[Any, int]:
+    """An array whose elements lie in the CPU's memory, one after the other, and where: itself or a stand-in."""
     if mxnet_compat.context_of(array).device_type.startswith("cpu"):
         array.wait_to_read()
         if 0 in array.shape or world.mxnet_adapter().is_plain(mxnet_compat.handle_of(array)):
-            return array
+            address = mxnet_compat.address_of(array)
+            if address is not None:
+                return array, address
     stand_in = buffer_like(array)
     if fill:
         copy(array, stand_in)
-    return stand_in
+    return stand_in, mxnet_compat.address_of(stand_in) or 0
 
 
 def _data_name(name: str) -> str:

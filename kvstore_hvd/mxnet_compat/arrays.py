@@ -54,8 +54,10 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-def address_of(x: Any) -> int:
-    """Where the elements of a plain array on the CPU begin; 0 if it has none. Waits until they are computed.
+def address_of(x: Any) -> int | None:
+    """Where the elements of a dense array on the CPU begin; 0 if it has none. Waits until they are computed.
+
+    None when they are in a layout of oneDNN's.
 
     Valid as long as the array lives and MXNet is not asked to write to it.
     """
@@ -65,7 +67,8 @@ def address_of(x: Any) -> int:
         return 0
     x.wait_to_read()
     managed = ctypes.c_void_p()
-    mxnet.base.check_call(mxnet.base._LIB.MXNDArrayToDLPack(x.handle, ctypes.byref(managed)))
+    if mxnet.base._LIB.MXNDArrayToDLPack(x.handle, ctypes.byref(managed)) != 0:
+        return None
     described = _DLTensor.from_address(managed.value or 0)
     address = int(described.data or 0) + int(described.byte_offset)
     mxnet.base.check_call(mxnet.base._LIB.MXNDArrayCallDLPackDeleter(managed))
