@@ -389,7 +389,7 @@ class StoreMethods:
             or type(priority) is not int
             or not -(2**31) <= priority < 2**31
             or not mxnet_compat.is_ndarray(value)
-            or self._reduction.scale != 1.0
+            or self._reduction.is_scaled
         ):
             return False
         names = self._wire_names.get(key) or self._name(key)
@@ -416,7 +416,7 @@ class StoreMethods:
         Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there is
         anything unusual about an array or this world.
         """
-        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.scale != 1.0:
+        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled:
             return False
         adapter, prepared = self._engine.used_adapter, None
         if not self._engine.is_alone:

@@ -41,9 +41,9 @@ class Reduction:
     as_half: bool = False
 
     @property
-    def scale(self) -> float:
-        """By how much the result differs from the value where there is only one."""
-        return self.prescale * self.postscale
+    def is_scaled(self) -> bool:
+        """Whether the result differs from the value where there is only one."""
+        return self.prescale != 1.0 or self.postscale != 1.0
 
 
 SUM = Reduction()
@@ -142,7 +142,7 @@ class Operations:
             source = group.values[0]
             if len(group.values) > 1 or placement.is_aliased(source):
                 source = local_sum(group.values)
-            if how.scale != 1.0:
+            if how.is_scaled:
                 source = scaled(source, how.prescale, how.postscale)
             return _Prepared(group.key, copies=[(source, array) for array in outs if array is not source])
         stand_ins: dict[int, Any] = {}

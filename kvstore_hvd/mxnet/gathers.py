@@ -319,7 +319,11 @@ def _reduce_rows(
     context, shape = mxnet_compat.context_of(tensor), shapes.shapes[0]
     rank, size = world.topology.rank, world.topology.size
     if world.is_alone:
-        return scaled(tensor, how.prescale, how.postscale)
+        if how.is_scaled:
+            return scaled(tensor, how.prescale, how.postscale)
+        output = buffer_like(tensor, context=context)
+        copy(tensor, output)
+        return output
     share, rest = divmod(shape[0], size)
     first, rows = share * rank + min(rank, rest), share + (rank < rest)
     output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
