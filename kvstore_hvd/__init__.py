@@ -25,6 +25,7 @@ from kvstore_hvd.errors import (
     KVHvdError,
     LaunchError,
     MismatchError,
+    NotInitializedError,
     PeerLostError,
     ShutdownError,
     TimeoutError,  # noqa: A004 - Horovod's and PyTorch's word for it
@@ -49,6 +50,7 @@ __all__ = [
     "KVHvdError",
     "LaunchError",
     "MismatchError",
+    "NotInitializedError",
     "PeerLostError",
     "ShutdownError",
     "TimeoutError",

@@ -15,10 +15,10 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.keys import Call, Group
 
-__all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "unique"]
+__all__ = ["ITEM_BYTES", "buffer_like", "bytes_of", "check_group", "copy", "local_sum", "scaled", "unique"]
 
-_VERBS = {"pushpull": "sum", "push": "sum", "pull": "pull", "broadcast": "broadcast", "init": "broadcast"}
-_ITEM_BYTES = {
+_VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
+ITEM_BYTES = {
     "float16": 2,
     "bfloat16": 2,
     "float32": 4,
@@ -48,7 +48,7 @@ def check_group(call: Call, group: Group) -> None:
             raise UnsupportedDtypeError(
                 call.message(
                     group.key,
-                    f"cannot {_VERBS[call.operation]} {stype} arrays.",
+                    f"cannot {_VERBS.get(call.operation, call.operation)} {stype} arrays.",
                     "convert with .tostype('default'); in Gluon, create the layer with sparse_grad=False.",
                 )
             )
@@ -58,7 +58,7 @@ def check_group(call: Call, group: Group) -> None:
             raise UnsupportedDtypeError(
                 call.message(
                     group.key,
-                    f"cannot {_VERBS[call.operation]} dtype {dtype}.",
+                    f"cannot {_VERBS.get(call.operation, call.operation)} dtype {dtype}.",
                     "cast with .astype('int32'), or set grad_req='null'.",
                     (f"Supported: {' '.join(native.DTYPES)}",),
                 )
@@ -87,15 +87,19 @@ def unique(arrays: Sequence[Any]) -> list[Any]:
 
 def bytes_of(array: Any, dtype: str) -> int:
     """How many bytes the array's elements take as `dtype`, one of those that travel."""
-    return int(math.prod(array.shape)) * _ITEM_BYTES[dtype]
+    return int(math.prod(array.shape)) * ITEM_BYTES[dtype]
 
 
-def buffer_like(array: Any, dtype: str = "") -> Any:
-    """A fresh uninitialised array on the CPU, of `array`'s shape and class, and of its dtype unless one is given."""
+def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+    """A fresh uninitialised array of `array`'s class, and of its dtype and shape unless others are given.
+
+    It lies on the CPU unless a context is given.
+    """
     import mxnet as mx
 
-    with _shapes_of(array):
-        buffer = mx.nd.empty(array.shape, mx.cpu(), dtype or array.dtype)
+    shape = array.shape if shape is None else shape
+    with _for_shape(shape):
+        buffer = mx.nd.empty(shape, context or mx.cpu(), array.dtype if dtype == "" else dtype)
         return buffer.as_np_ndarray() if mxnet_compat.is_np_ndarray(array) else buffer
 
 
@@ -136,9 +140,32 @@ def local_sum(values: Sequence[Any]) -> Any:
         return total.as_np_ndarray() if mxnet_compat.is_np_ndarray(first) else total
 
 
+def scaled(array: Any, prescale: float, postscale: float) -> Any:
+    """A new array with the values times both factors; asynchronous. Rounds as the native kernels do.
+
+    Integers scale in float64 and are truncated, halves in float32; one rounding at the end.
+    """
+    import mxnet as mx
+
+    context = mxnet_compat.context_of(array)
+    dtype = mxnet_compat.dtype_name(array)
+    with _shapes_of(array), mx.autograd.pause():
+        wide = mx.nd.empty(array.shape, context, "float32" if "float" in dtype and dtype != "float64" else "float64")
+        result = buffer_like(array, context=context)
+        copy(array, wide)
+        if 0 not in array.shape:  # the operator refuses these
+            for factor in (prescale, postscale):
+                mx.nd._internal._mul_scalar(wide, scalar=factor, out=wide)
+        copy(wide, result)
+        return result
+
+
 def _shapes_of(array: Any) -> contextlib.AbstractContextManager[Any]:
+    return _for_shape(array.shape)
+
+
+def _for_shape(shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
     """Makes the older interface take shapes that it would read as unknown: () and those with a zero."""
-    shape = array.shape
     if shape and 0 not in shape:
         return contextlib.nullcontext()
     import mxnet as mx

@@ -290,6 +290,13 @@ class Config:
         "KVHVD_ALLOW_LOCAL_TRAINER",
         doc="1: let a Trainer without a distributed store run although there are several workers.",
     )
+    dynamic_process_sets: bool = _knob(
+        _flag,
+        False,
+        "KVHVD_DYNAMIC_PROCESS_SETS",
+        "HOROVOD_DYNAMIC_PROCESS_SETS",
+        doc="1: process sets may be added and removed after hvd.init().",
+    )
     survivor_time_s: float = _knob(
         _seconds,
         2.0,

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ from kvstore_hvd import bootstrap, log, mxnet_compat, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.shm import ShmCommunicator
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import ShutdownError, message
+from kvstore_hvd.errors import HorovodInternalError, ShutdownError, message
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.namespaces import Namespaces
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.stall import StallInspector
-from kvstore_hvd.topology import Topology, World
+from kvstore_hvd.topology import Host, Topology, World
 
 __all__ = ["Engine", "current", "register_exit_handler"]
 
@@ -33,7 +33,11 @@ __all__ = ["Engine", "current", "register_exit_handler"]
 class Engine:
     """The current world of one process. All methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Sequence[int] = (), number: int = 0) -> None:
+        # Of a world inside another: its workers' ranks there, and what tells it from others.
+        self._ranks, self._number = tuple(ranks), number
+        self.departures = 0  # by `shutdown`
+        self._inner: list[Engine] = []  # worlds of some of this one's workers, in the order of their making
         self._lock = threading.RLock()
         self._world: World | None = None
         self._communicator: Communicator | None = None
@@ -100,6 +104,10 @@ class Engine:
                 unread = self._leave(reason)
             finally:
                 self._recorder.finish()
+                for inner in self._inner:
+                    self._arenas += inner._arenas  # arrays may lie in them
+                self._inner = []
+                self.departures += 1
             if unread is not None and was_lost:
                 _log_unread(unread)
             elif unread is not None:
@@ -113,6 +121,7 @@ class Engine:
         """
         if self._world is None or self._closed:
             return None
+        inner_unread = self._leave_inner(reason)
         self._closed = f"this worker left the world{': ' + reason if reason else ''}."
         self._remedy = "call kvstore_hvd.reset() on every worker to meet again."
         self._leaving, self._communicator = self._communicator, None
@@ -136,7 +145,18 @@ class Engine:
         if reason:
             return None
         unread, self._deferred = self._deferred, None
-        return unread
+        return inner_unread if inner_unread is not None else unread
+
+    def _leave_inner(self, reason: str) -> Exception | None:
+        """Leave every inner world, as `_leave`; a lost one counts as unread too."""
+        first: Exception | None = None
+        for inner in self._inner:
+            try:
+                unread = inner._leave(reason)
+            except HorovodInternalError as error:
+                unread = error
+            first = unread if first is None else first
+        return first
 
     def reset(self) -> Topology:
         """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
@@ -161,6 +181,58 @@ class Engine:
         communicator = self._communicator or self._leaving
         if communicator is not None:
             communicator.abort(text)
+        for inner in self._inner:
+            inner.abort(text)
+
+    def join_inner(self, ranks: Sequence[int], number: int) -> Engine | None:
+        """Make a world of some of this one's workers; every worker of this one calls it, in the same order.
+
+        It is left with this one, and made again by `reset`.
+
+        Parameters
+        ----------
+        ranks : sequence of int
+            In ascending order.
+        number : int
+            Of no other inner world; the same on all workers.
+
+        Returns
+        -------
+        Engine or None
+            None on a worker that is not one of `ranks`.
+
+        Raises
+        ------
+        LaunchError
+            Not all of these workers came in time.
+        """
+        with self._lock:
+            assert self._world is not None
+            if self._world.topology.rank not in ranks:
+                return None
+            inner = Engine(ranks, number)
+            inner._join(inner._world_in(self._world))
+            self._inner.append(inner)
+            return inner
+
+    def leave_inner(self, inner: Engine) -> None:
+        """Leave a world that `join_inner` made. Raises as `shutdown`."""
+        with self._lock:
+            self._inner.remove(inner)
+            self._arenas += inner._arenas  # arrays may lie in them
+            inner.shutdown()
+
+    def _world_in(self, world: World) -> World:
+        """The world of `_ranks` inside `world`."""
+        topology = world.topology
+        rank = self._ranks.index(topology.rank)
+        # One host; see bootstrap.
+        hosts = [Host.here()] * len(self._ranks)
+        return World(
+            Topology.of(rank, hosts, epoch=topology.epoch, source=topology.source),
+            f"{world.job}.set{self._number}",
+            world.secret,
+        )
 
     def _rejoin(self) -> None:
         assert self._world is not None
@@ -173,7 +245,8 @@ class Engine:
 
     def _join(self, world: World) -> None:
         topology = world.topology
-        log.set_rank(topology.rank, topology.size)
+        if not self._ranks:
+            log.set_rank(topology.rank, topology.size)
         self._deferred = None
         if topology.size > 1:
             if self._world is not None:
@@ -185,7 +258,7 @@ class Engine:
             if self._communicator.arena is not None:
                 self._arenas.append(self._communicator.arena)
             _register_fork_handlers()
-            if self._watchdog is None:
+            if self._watchdog is None and not self._ranks:
                 limit_s = config().exit_timeout_s
                 text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
@@ -194,6 +267,8 @@ class Engine:
         self._world = world
         self._closed = self._remedy = ""
         self._recorder.joined(self._communicator, topology)
+        for inner in self._inner:
+            inner._join(inner._world_in(world))
         log.logger.debug("joined a world: %s", topology)
 
     # -- Timeline ---------------------------------------------------------------------------------------------------
@@ -374,6 +449,25 @@ class Engine:
                 place = [token.ctypes.data]
                 self.communicator().run(Request("allreduce", f"barrier/{name}", "barrier", place, place, [1], "int32"))
 
+    def all_rows(self, name: str, label: str, row: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Every worker's row of int64 numbers, as a table with one row for each rank; waits for them.
+
+        Rows have the same length on all workers. To be called inside `submitting`, with all that follows from it.
+
+        Raises
+        ------
+        MismatchError
+            Another worker does something else under this name.
+        HorovodInternalError
+            The world is lost.
+        """
+        table = np.zeros((self.topology.size, row.size), np.int64)
+        table[self.topology.rank] = row
+        if not self.is_alone:
+            place = [table.ctypes.data]
+            self.communicator().run(Request("allreduce", name, label, place, place, table.shape, "int64"))
+        return table
+
     # -- Fork and exit ----------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
@@ -393,6 +487,8 @@ class Engine:
             self._closed = "this process is a forked child of a worker."
             self._remedy = "use stores in the worker itself only."
         arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
+        for inner in self._inner:
+            inner.after_fork_in_child()
         with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
             for arena in arenas:
                 stack.callback(arena.after_fork_in_child)

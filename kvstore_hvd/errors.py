@@ -26,6 +26,7 @@ __all__ = [
     "KVHvdError",
     "LaunchError",
     "MismatchError",
+    "NotInitializedError",
     "PeerLostError",
     "ShutdownError",
     "TimeoutError",
@@ -93,6 +94,10 @@ class LaunchError(KVHvdError):
 
 class ShutdownError(KVHvdError):
     """The engine was shut down, was never started, or is used in a forked child."""
+
+
+class NotInitializedError(ShutdownError, ValueError):
+    """Something of the Horovod API is called before init() or after shutdown()."""
 
 
 class ConfigError(KVHvdError, ValueError):

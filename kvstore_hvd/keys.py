@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Union
 
 from kvstore_hvd.errors import InvalidRequestError, message
 
-__all__ = ["MAX_KEYS", "Call", "Group", "Key", "group_arguments", "priority_of", "wire_name"]
+__all__ = ["MAX_KEYS", "Call", "Group", "Key", "group_arguments", "priority_of", "reject_array", "wire_name"]
 
 Key = Union[int, str]
 
@@ -207,11 +207,12 @@ def _arrays(call: Call, key: Key, given: Any, role: str) -> list[Any]:
         raise InvalidRequestError(call.message(key, f"{role} is empty.", "pass at least one array for each key."))
     for array in arrays:
         if not call.is_array(array):
-            _reject(call, key, array, role)
+            reject_array(call, key, array, role)
     return arrays
 
 
-def _reject(call: Call, key: Key, given: Any, role: str) -> NoReturn:
+def reject_array(call: Call, key: Key | None, given: Any, role: str) -> NoReturn:
+    """Raise TypeError: `given` is not an array, and what to do about it."""
     if isinstance(given, (bool, int, float, complex)):
         fix = "put the number into an array: mx.nd.array([x])."
     elif type(given).__module__.partition(".")[0] == "numpy":

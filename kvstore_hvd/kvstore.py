@@ -6,6 +6,7 @@ read its outputs before they are. Only `Horovod.barrier` and the constructor wai
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from kvstore_hvd.compression import parse_compression
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
-from kvstore_hvd.operations import Operations
+from kvstore_hvd.operations import SUM, Operations, Reduction
 from kvstore_hvd.steps import Step, is_plain
 from kvstore_hvd.usage import Measured, Report, Usage
 
@@ -53,13 +54,15 @@ class StoreMethods:
     of workers is lost, every call raises the same `HorovodInternalError` until `reset`.
     """
 
-    def __init__(self) -> None:
-        self._engine = engine.current()
-        self._engine.init()
+    def __init__(self, world: engine.Engine | None = None, reduction: Reduction = SUM) -> None:
+        # MXNet passes nothing.
+        self._engine = world or engine.current()
+        if world is None:
+            self._engine.init()
         self._names: dict[str, str] = {}
         self._namespace = self._engine.next_namespace(self._label)
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
-        self._as_half = False  # see set_gradient_compression()
+        self._reduction = reduction  # see set_gradient_compression()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
         self._staged_reasons: dict[str, str] = {}  # by str(key), of gradients of Trainers
         self._usage = Usage()
@@ -158,7 +161,7 @@ class StoreMethods:
         if out is None and self._push_in_place(key, value, priority):
             return
         with self._engine.submitting():
-            self._operations.pushpull(*self._check("pushpull", key, value, out), priority, self._as_half)
+            self._operations.pushpull(*self._check("pushpull", key, value, out), priority, self._reduction)
 
     def barrier(self) -> None:
         """Wait until every worker has called it. Does not wait for pending operations on arrays.
@@ -192,7 +195,7 @@ class StoreMethods:
             call, groups = self._check("push", key, value)
             for group in groups:
                 group.outs = [buffer_like(group.values[0])]
-            self._operations.pushpull(call, groups, priority, self._as_half)
+            self._operations.pushpull(call, groups, priority, self._reduction)
             for group in groups:
                 self._stored[str(group.key)] = group.outs[0]
 
@@ -276,7 +279,7 @@ class StoreMethods:
         TypeError, InvalidRequestError
             The parameters are wrong.
         """
-        self._as_half = parse_compression(compression_params)
+        self._reduction = dataclasses.replace(self._reduction, as_half=parse_compression(compression_params))
 
     # -- State ------------------------------------------------------------------------------------------------------
 
@@ -328,7 +331,7 @@ class StoreMethods:
         LaunchError
             Not all workers came back in time.
         """
-        self._engine.reset()
+        engine.current().reset()
 
     def _set_key_labels(self, names: Mapping[Any, str]) -> None:
         """Name keys in messages and reports: a mapping of key to parameter name. Called by the Trainer hook."""
@@ -342,6 +345,10 @@ class StoreMethods:
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
         """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
         divergence.compare(parameters, self._namespace, when)
+
+    def _gradient_memory(self) -> native.MXNetAdapter | None:
+        """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""
+        return self._engine.adapter_for_gradients()
 
     # -- How it works -----------------------------------------------------------------------------------------------
 
@@ -390,10 +397,11 @@ class StoreMethods:
             or type(priority) is not int
             or not -(2**31) <= priority < 2**31
             or not mxnet_compat.is_ndarray(value)
+            or self._reduction.is_scaled
         ):
             return False
         names = self._wire_names.get(key) or self._name(key)
-        bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._as_half)
+        bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._reduction.as_half)
         if bytes_summed is None:
             return False
         self._count("pushpull", key, bytes_summed)
@@ -416,7 +424,7 @@ class StoreMethods:
         Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there is
         anything unusual about an array or this world.
         """
-        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self):
+        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled:
             return False
         adapter, prepared = self._engine.used_adapter, None
         if not self._engine.is_alone:
@@ -426,7 +434,7 @@ class StoreMethods:
         with self._engine.submitting():
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
-                adapter.pushpull_step(prepared, self._as_half)
+                adapter.pushpull_step(prepared, self._reduction.as_half)
         return True
 
     def _no_servers(self, method: str) -> None:

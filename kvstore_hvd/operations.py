@@ -10,17 +10,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, unique
+from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, scaled, unique
 from kvstore_hvd.engine import Engine
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
 from kvstore_hvd.placement import Placement
 
-__all__ = ["Operations"]
-
-_SUM = native.OPS["sum"]
+__all__ = ["SUM", "Operations", "Reduction"]
 
 Copies = list[tuple[Any, Any]]  # of source and destination
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What becomes of the values of one key.
+
+    Parameters
+    ----------
+    op : str
+        A key of ``native.OPS``.
+    prescale, postscale : float
+        Factors for the sum of a worker's own values, and for the result.
+    as_half : bool
+        See `native.request`.
+    """
+
+    op: str = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    as_half: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the result differs from the value where there is only one."""
+        return self.prescale != 1.0 or self.postscale != 1.0
+
+
+SUM = Reduction()
 
 
 class Operations:
@@ -41,8 +67,8 @@ class Operations:
         self._namespace = namespace
         self._count = count
 
-    def broadcast(self, call: Call, groups: Sequence[Group], priority: Any) -> None:
-        """Copy rank 0's value of each group into all outs of the group, on every worker.
+    def broadcast(self, call: Call, groups: Sequence[Group], priority: Any, root: int = 0) -> None:
+        """Copy the root's value of each group into all outs of the group, on every worker.
 
         Raises
         ------
@@ -59,13 +85,11 @@ class Operations:
         placement = Placement(self._world, groups)
         copies: Copies = []
         for group in groups:
-            copies += self._broadcast(call, group, placement, priority)
+            copies += self._broadcast(call, group, placement, priority, root)
         _start(copies)
 
-    def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, as_half: bool) -> None:
-        """Sum the values of each group over the group and all workers, into all outs of the group.
-
-        For `as_half` see `native.request`.
+    def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, how: Reduction = SUM) -> None:
+        """Reduce the values of each group over the group and all workers, into all outs of the group.
 
         Raises
         ------
@@ -75,14 +99,14 @@ class Operations:
         priority = priority_of(call, priority)
         placement = Placement(self._world, groups)
         # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
-        reductions = [self._prepare(call, group, placement) for group in groups]
-        for reduction in reductions:
-            if reduction.inputs:
-                self._submit(call, reduction, priority, as_half)
-        for reduction in reductions:
-            _start(reduction.copies)
+        prepared = [self._prepare(call, group, placement, how) for group in groups]
+        for one in prepared:
+            if one.inputs:
+                self._submit(call, one, priority, how)
+        for one in prepared:
+            _start(one.copies)
 
-    def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int) -> Copies:
+    def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int, root: int) -> Copies:
         """Submit one group; returns the copies that have to follow."""
         value, outs = group.values[0], unique(group.outs)
         dtype = mxnet_compat.dtype_name(value)
@@ -97,19 +121,19 @@ class Operations:
         wire = next((array for array in candidates if placement.is_direct(array, dtype)), None)
         if wire is None:
             wire = buffer_like(value)
-        is_root = self._world.topology.rank == 0
+        is_root = self._world.topology.rank == root
         if is_root and wire is not value:
             copy(value, wire)
         self._world.mxnet_adapter().broadcast(
             wire_name(self._namespace, group.key),
             call.label(group.key),
             mxnet_compat.handle_of(wire),
-            0,
+            root,
             priority,
         )
         return [(wire, array) for array in outs if array is not wire and not (is_root and array is value)]
 
-    def _prepare(self, call: Call, group: Group, placement: Placement) -> _Reduction:
+    def _prepare(self, call: Call, group: Group, placement: Placement, how: Reduction) -> _Prepared:
         """Decide which arrays take part themselves and which through a copy, and start the copies of inputs."""
         outs = unique(group.outs)
         dtype = mxnet_compat.dtype_name(group.values[0])
@@ -118,7 +142,9 @@ class Operations:
             source = group.values[0]
             if len(group.values) > 1 or placement.is_aliased(source):
                 source = local_sum(group.values)
-            return _Reduction(group.key, copies=[(source, array) for array in outs if array is not source])
+            if how.is_scaled:
+                source = scaled(source, how.prescale, how.postscale)
+            return _Prepared(group.key, copies=[(source, array) for array in outs if array is not source])
         stand_ins: dict[int, Any] = {}
         for value in unique(group.values):
             if not placement.is_direct(value, dtype):
@@ -130,24 +156,24 @@ class Operations:
         if not outputs:
             # A stand-in of an input is ours to overwrite.
             outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype)]
-        return _Reduction(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
+        return _Prepared(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
 
-    def _submit(self, call: Call, reduction: _Reduction, priority: int, as_half: bool) -> None:
+    def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> None:
         self._world.mxnet_adapter().pushpull(
-            wire_name(self._namespace, reduction.key),
-            call.label(reduction.key),
-            [mxnet_compat.handle_of(array) for array in reduction.inputs],
-            [mxnet_compat.handle_of(array) for array in reduction.outputs],
-            _SUM,
-            1.0,
-            1.0,
+            wire_name(self._namespace, prepared.key),
+            call.label(prepared.key),
+            [mxnet_compat.handle_of(array) for array in prepared.inputs],
+            [mxnet_compat.handle_of(array) for array in prepared.outputs],
+            native.OPS[how.op],
+            how.prescale,
+            how.postscale,
             priority,
-            as_half,
+            how.as_half,
         )
 
 
 @dataclass
-class _Reduction:
+class _Prepared:
     """One operation on the wire (none when there are no inputs), and the copies that follow it."""
 
     key: Key

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from kvstore_hvd.mxnet_compat import numpy_shim
 from kvstore_hvd.mxnet_compat.arrays import (
+    address_of,
+    bfloat16,
     bytes_in,
     context_of,
     dtype_name,
@@ -18,6 +20,7 @@ from kvstore_hvd.mxnet_compat.arrays import (
 )
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
+from kvstore_hvd.mxnet_compat.parameters import after_initialization, arrays_of
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
     engine_is_naive,
@@ -31,6 +34,10 @@ from kvstore_hvd.mxnet_compat.versions import (
 
 __all__ = [
     "MXNetUnavailableError",
+    "address_of",
+    "after_initialization",
+    "arrays_of",
+    "bfloat16",
     "bytes_in",
     "context_of",
     "dtype_name",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any
 
 __all__ = [
+    "address_of",
+    "bfloat16",
     "bytes_in",
     "context_of",
     "dtype_name",
@@ -52,6 +55,48 @@ def stype_of(x: Any) -> str:
 def handle_of(x: Any) -> int:
     """The NDArrayHandle of the array, for the native adapter. Valid as long as the array lives."""
     return int(x.handle.value or 0)
+
+
+class _DLTensor(ctypes.Structure):
+    """The beginning of what DLPack describes an array by."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int * 2),
+        ("ndim", ctypes.c_int),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def address_of(x: Any) -> int | None:
+    """Where the elements of a dense array on the CPU begin; 0 if it has none. Waits until they are computed.
+
+    None when they are in a layout of oneDNN's.
+
+    Valid as long as the array lives and MXNet is not asked to write to it.
+    """
+    import mxnet
+
+    if 0 in x.shape:
+        return 0
+    x.wait_to_read()
+    managed = ctypes.c_void_p()
+    if mxnet.base._LIB.MXNDArrayToDLPack(x.handle, ctypes.byref(managed)) != 0:
+        return None
+    described = _DLTensor.from_address(managed.value or 0)
+    address = int(described.data or 0) + int(described.byte_offset)
+    mxnet.base.check_call(mxnet.base._LIB.MXNDArrayCallDLPackDeleter(managed))
+    return address
+
+
+def bfloat16() -> Any:
+    """The dtype that MXNet takes for bfloat16: to NumPy a structure with one field of that name."""
+    import numpy as np
+
+    return np.dtype([("bfloat16", np.uint16)])
 
 
 def dtype_name(x: Any) -> str:

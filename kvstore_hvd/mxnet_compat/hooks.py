@@ -40,6 +40,8 @@ Arena = Callable[[], Any]
 
 _TAG = "kvstore_hvd.hooks"
 _WRAPPED = "_kvstore_hvd_wraps"
+# Of a Trainer or an optimizer: whether it exchanges gradients by itself.
+_SYNCHRONISED = "_kvstore_hvd_synchronised"
 # Of a Trainer: why which of its gradients are staged, as its store and the log were told.
 _TOLD = "_kvstore_hvd_told"
 # Of a Trainer: what it exchanges in each step.
@@ -48,6 +50,8 @@ _COLLECTED = "_kvstore_hvd_collected"
 _world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None
 _arena: Arena = lambda: None  # noqa: E731
+# Whether a Module is being given an optimizer that exchanges gradients itself.
+_optimizer_exchanges = False
 
 
 def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:
@@ -137,7 +141,7 @@ def _is_local(mxnet: Any, kv: Any) -> bool:
 
 def _check_synchronised(mxnet: Any, asked: Any, kv: Any, who: str) -> None:
     """Raise when `who`, who asked for the store `asked` and got `kv`, would train alone beside other workers."""
-    if not _is_local(mxnet, kv) or config().allow_local_trainer:
+    if not _is_local(mxnet, kv) or _optimizer_exchanges or config().allow_local_trainer:
         return
     size = _world_size()
     if size is None or size <= 1:
@@ -203,9 +207,21 @@ def _patch_model(mxnet: Any) -> None:
 
         return initialize_kvstore
 
+    def optimizing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_optimizer(self: Any, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kw: Any) -> None:
+            global _optimizer_exchanges
+            _optimizer_exchanges = getattr(optimizer, _SYNCHRONISED, False)
+            try:
+                original(self, kvstore, optimizer, *args, **kw)
+            finally:
+                _optimizer_exchanges = False
+
+        return init_optimizer
+
     _wrap(model, "_initialize_kvstore", initializing)
     if module is not None:
         _wrap(module, "_initialize_kvstore", initializing)
+        _wrap(module.Module, "init_optimizer", optimizing)
 
 
 # -- mxnet.gluon.Trainer ------------------------------------------------------------------------------------------
@@ -221,8 +237,9 @@ def _patch_trainer(mxnet: Any) -> None:
             original(self, params, *args, **kwargs)
             # Before the first forward pass rather than at the first step, if there is a store already: a graph that
             # was recorded before gradients move leaves its gradients in the old ones.
-            if _is_ours(self._kvstore_params["kvstore"]):
-                _move_gradients(self._params)
+            kv = self._kvstore_params["kvstore"]
+            if _is_ours(kv):
+                _move_gradients(self._params, _arena_of(kv))
 
         return init
 
@@ -237,7 +254,7 @@ def _patch_trainer(mxnet: Any) -> None:
                     _verify_updates(self, config().verify_every)
                 return
             gradients.look_at(self._params)
-            if not getattr(self, "_kvstore_hvd_synchronised", False):
+            if not any(getattr(each, _SYNCHRONISED, False) for each in (self, self._optimizer)):
                 try:
                     _check_synchronised(mxnet, self._kvstore_params["kvstore"], kv, type(self).__name__)
                 except UnsynchronisedTrainerError:
@@ -280,14 +297,14 @@ def _patch_gradients(mxnet: Any) -> None:
     def allocating(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_grad(self: Any) -> None:
             original(self)
-            _move_gradients([self], unused=True)
+            _move_gradients([self], _arena(), unused=True)
 
         return init_grad
 
     def casting(original: Callable[..., Any]) -> Callable[..., Any]:
         def cast(self: Any, dtype: Any) -> None:
             original(self, dtype)
-            _move_gradients([self], unused=True)
+            _move_gradients([self], _arena(), unused=True)
 
         return cast
 
@@ -319,17 +336,21 @@ def _patch_gradients(mxnet: Any) -> None:
     _wrap(mxnet.gluon.Trainer, "_allreduce_grads", exchanging)
 
 
-def _move_gradients(parameters: Iterable[Any], unused: bool = False) -> bool:
-    arena = _arena()
+def _arena_of(store: Any) -> Any:
+    """Where the gradients lie that this store sums: not all stores have the same workers."""
+    return store._gradient_memory() if hasattr(store, "_gradient_memory") else _arena()
+
+
+def _move_gradients(parameters: Iterable[Any], arena: Any, unused: bool = False) -> bool:
     return arena is not None and gradients.move_to_arena(parameters, arena, arena.new_array, unused)
 
 
 def _exchange(trainer: Any, in_one_call: bool) -> bool:
     """Exchange a Trainer's gradients, if it can be done in one call; in any case see to it where they are."""
-    arena = _arena()
+    arena = _arena_of(trainer._kvstore)
     collected = vars(trainer).get(_COLLECTED)
     if collected is None or not collected.is_current(trainer, arena):
-        if _move_gradients(trainer._params) or not hasattr(trainer, _TOLD):
+        if _move_gradients(trainer._params, arena) or not hasattr(trainer, _TOLD):
             _tell_staged(trainer)
         collected = None
         if in_one_call and hasattr(trainer._kvstore, "_exchange"):

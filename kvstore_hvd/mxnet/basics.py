@@ -1,0 +1,181 @@
+"""Who takes part, in Horovod's words: joining and leaving the world, ranks and sizes, and what this build can do."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, Union
+
+from kvstore_hvd import engine
+from kvstore_hvd.errors import InvalidRequestError, NotInitializedError, message
+from kvstore_hvd.mpi_world import initialised_mpi
+from kvstore_hvd.mxnet import process_sets as sets
+from kvstore_hvd.topology import Topology
+
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
+
+
+def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, None] = None) -> None:
+    """Join the world of workers; does nothing when this process is in it already. Collective.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator or list of int, optional
+        The workers, or their ranks among those that the launcher started. By default all.
+    process_sets : list of ProcessSet or 'dynamic', optional
+        Process sets to add, the same ones on all workers; or that sets may be added and removed at any time.
+
+    Raises
+    ------
+    LaunchError
+        The workers could not find each other.
+    InvalidRequestError
+        An argument is wrong.
+    ConfigError
+        The environment has settings that cannot be used.
+    """
+    dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    chosen = [] if dynamic or process_sets is None else process_sets
+    if isinstance(chosen, str) or not all(isinstance(each, sets.ProcessSet) for each in chosen):
+        fix = "pass a list of hvd.ProcessSet, or 'dynamic'."
+        raise InvalidRequestError(message(f"process_sets is {process_sets!r}.", operation="init", fix=fix))
+    engine.current().init(comm)
+    if dynamic:
+        sets.allow_dynamic()
+    for each in chosen:
+        if each.process_set_id is None:
+            sets.register(each)
+
+
+def shutdown() -> None:
+    """Leave the world, after this worker's pending operations; does nothing without one. `init` joins a fresh one.
+
+    Process sets end with it.
+
+    Raises
+    ------
+    HorovodInternalError, KVHvdError
+        As `kvstore_hvd.shutdown`.
+    """
+    engine.current().shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world of workers."""
+    return engine.current().is_initialized
+
+
+def _topology() -> Topology:
+    world = engine.current()
+    if not world.is_initialized:
+        raise NotInitializedError(message("Horovod has not been initialized.", fix="call hvd.init() first."))
+    return world.topology
+
+
+def size() -> int:
+    """Number of workers. Raises NotInitializedError, a ValueError, outside of a world; as all that follow."""
+    return _topology().size
+
+
+def local_size() -> int:
+    """Number of workers on this host."""
+    return _topology().local_size
+
+
+def cross_size() -> int:
+    """Number of hosts that have a worker with this one's local rank."""
+    return _topology().cross_size
+
+
+def rank() -> int:
+    """This worker's number, from 0."""
+    return _topology().rank
+
+
+def local_rank() -> int:
+    """This worker's number among those on its host."""
+    return _topology().local_rank
+
+
+def cross_rank() -> int:
+    """This host's number, among the hosts that have a worker with this local rank."""
+    return _topology().cross_rank
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of workers."""
+    hosts = _topology().hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Whether the MPI in use lets several threads call it; False where the world was not found through MPI."""
+    source = _topology().source
+    mpi = initialised_mpi()
+    return source == "mpi" and mpi is not None and bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+def mpi_enabled() -> bool:
+    """Whether the workers have found each other through MPI."""
+    return engine.current().is_initialized and _topology().source == "mpi"
+
+
+def mpi_built() -> bool:
+    """Whether MPI can be used here: mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def gloo_enabled() -> bool:
+    """False: there is no Gloo here."""
+    return False
+
+
+def gloo_built() -> bool:
+    """False: there is no Gloo here."""
+    return False
+
+
+def nccl_built() -> int:
+    """0: this build does not use NCCL."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """False: there is no DDL here."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: there is no oneCCL here."""
+    return False
+
+
+def cuda_built() -> bool:
+    """False: arrays on GPUs go through the host's memory."""
+    return False
+
+
+def rocm_built() -> bool:
+    """False: arrays on GPUs go through the host's memory."""
+    return False

@@ -1,0 +1,89 @@
+"""What every collective of the Horovod API begins with: who calls, names, and checks of single arguments."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Optional
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.engine import Engine
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.keys import Call, reject_array
+from kvstore_hvd.mxnet.process_sets import ProcessSet
+from kvstore_hvd.operations import Operations
+
+__all__ = ["NAMESPACE", "check_array", "check_name", "make_call", "names_for", "operations", "root_in", "unnamed"]
+
+#: What the names of all operations here begin with; stores have others.
+NAMESPACE = "hvd"
+
+
+class _Unnamed:
+    """Counts the calls without a name in one world, for each kind of call."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.counts: dict[str, int] = {}
+
+
+# The n-th calls meet. Workers may have made different numbers of them when a world is lost: each world starts anew.
+_unnamed: weakref.WeakKeyDictionary[Engine, _Unnamed] = weakref.WeakKeyDictionary()
+
+
+def make_call(world: Engine, operation: str) -> Call:
+    """The call, for messages."""
+    topology = world.topology
+    return Call(operation, topology.rank, topology.size, {}, mxnet_compat.is_ndarray)
+
+
+def operations(world: Engine, namespace: str = NAMESPACE) -> Operations:
+    """What carries out asynchronous calls in this world."""
+    return Operations(world, namespace, lambda operation, key, count: None)
+
+
+def check_name(call: Call, name: Optional[str]) -> None:
+    """Raise TypeError unless it is a str or None."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(call.message(None, f"name is {name!r} ({type(name).__name__}).", "pass a str."))
+
+
+def check_array(call: Call, tensor: Any, name: Optional[str]) -> None:
+    """Raise TypeError unless it is an array of MXNet."""
+    if not mxnet_compat.is_ndarray(tensor):
+        reject_array(call, name, tensor, "tensor")
+
+
+def names_for(call: Call, world: Engine, name: Optional[str], count: int = 0) -> list[str]:
+    """Names for `count` tensors of one call; call it only when nothing can be refused any more on this worker alone.
+
+    Without a name they have numbers that are equal on all workers when these make the same calls.
+    """
+    if name is None:
+        name = unnamed(world, call.operation)
+    return [name] if count == 1 and not call.operation.startswith("grouped") else [f"{name}.{i}" for i in range(count)]
+
+
+def unnamed(world: Engine, kind: str) -> str:
+    """A name that no call had in this world."""
+    epoch = world.topology.epoch
+    known = _unnamed.get(world)
+    if known is None or known.epoch != epoch:
+        known = _unnamed[world] = _Unnamed(epoch)
+    number = known.counts[kind] = known.counts.get(kind, 0) + 1
+    return f"{kind}.noname.{number}"
+
+
+def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:
+    """The root's rank within a process set.
+
+    Raises
+    ------
+    InvalidRequestError
+        It is not a member.
+    """
+    ranks = process_set.ranks or []
+    if isinstance(root_rank, bool) or root_rank not in ranks:
+        shown = ranks if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"
+        fact = f"there is no rank {root_rank!r}" + ("." if not process_set.process_set_id else f" in {process_set}.")
+        raise InvalidRequestError(call.message(None, fact, f"use a root_rank of {shown}."))
+    return ranks.index(root_rank)

@@ -1,0 +1,264 @@
+"""Python objects, parameters and the states of Trainers, sent to other workers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import numpy as np
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.arrays import check_group, unique
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.engine import Engine
+from kvstore_hvd.errors import InvalidRequestError, MismatchError, rank_list
+from kvstore_hvd.keys import Call, Group, wire_name
+from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for, operations, root_in, unnamed
+from kvstore_hvd.mxnet.gathers import gather_bytes
+from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broadcast_trainer_states"]
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Give every worker the root's object; waits for it.
+
+    Parameters
+    ----------
+    obj : object
+        Anything that cloudpickle (pickle, where that is not installed) can write; matters on the root only.
+    root_rank : int
+        The root's rank among all workers.
+    name : str, optional
+        Matches the call with those of the other workers. By default the n-th call without a name meets the others'.
+    process_set : ProcessSet
+        Who takes part.
+
+    Returns
+    -------
+    object
+        On the root the object itself, elsewhere a copy.
+
+    Raises
+    ------
+    InvalidRequestError, TypeError, NotInitializedError
+        An argument is wrong, or this worker is not a member of the set.
+    MismatchError
+        The workers name different roots; on all of them.
+    Exception
+        On the root, what writing the object raised; the others raise InvalidRequestError.
+    HorovodInternalError
+        The world is lost.
+    """
+    world = process_set.world("broadcast_object")
+    call = make_call(world, "broadcast_object")
+    root = root_in(call, root_rank, process_set)
+    check_name(call, name)
+    is_root = world.topology.rank == root
+    data, refusal = b"", None
+    if is_root and not world.is_alone:
+        try:
+            data = _dumps(obj)
+        except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
+            refusal = error
+    with world.submitting():
+        if not world.is_alone:
+            (name,) = names_for(call, world, name, 1)
+            received = _broadcast_bytes(call, world, name, data, root, refusal)
+    return obj if is_root else pickle.loads(received)
+
+
+def allgather_object(obj: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Give every worker a list of the objects of all workers, in the order of ranks; waits for them.
+
+    Parameters
+    ----------
+    obj : object
+        Anything that cloudpickle (pickle, where that is not installed) can write.
+    name, process_set
+        As `broadcast_object`.
+
+    Returns
+    -------
+    list of object
+        Copies, also of this worker's own.
+
+    Raises
+    ------
+    KVHvdError, Exception
+        As `broadcast_object`.
+    """
+    world = process_set.world("allgather_object")
+    call = make_call(world, "allgather_object")
+    check_name(call, name)
+    data, refusal = b"", None
+    try:
+        data = _dumps(obj)
+    except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
+        refusal = error
+    with world.submitting():
+        (name,) = names_for(call, world, name, 1)
+        return [pickle.loads(each) for each in gather_bytes(call, world, name, data, refusal)]
+
+
+def broadcast_parameters(
+    params: Any, root_rank: int = 0, prefix: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite parameters with the root's, on all devices. Asynchronous.
+
+    A parameter whose shape is not known yet follows as soon as it is initialised. All workers must come to that, in the
+    same order: operators of MXNet share memory for intermediate results, so what waits for one parameter may keep
+    another one from being initialised.
+
+    Parameters
+    ----------
+    params : dict of str to Parameter or NDArray, ParameterDict, or list of Parameter or NDArray
+        Of the same names, or in the same order, on all workers.
+    root_rank : int
+        The root's rank among all workers.
+    prefix : str, optional
+        Put before the names in messages.
+    process_set : ProcessSet
+        Who takes part.
+
+    Raises
+    ------
+    InvalidRequestError, TypeError, UnsupportedDtypeError, NotInitializedError, RuntimeError
+        An argument is wrong, or a parameter has not been initialised; nothing was submitted.
+    MismatchError
+        When a parameter is read, or by the next call: the workers disagree, and it was left as it was.
+    HorovodInternalError
+        The world is lost.
+    """
+    world = process_set.world("broadcast_parameters")
+    call = make_call(world, "broadcast_parameters")
+    root = root_in(call, root_rank, process_set)
+    check_name(call, prefix)
+    groups, deferred = [], []
+    for key, parameter in _named(call, params):
+        shown = f"{prefix or ''}{key}"
+        arrays = [parameter] if mxnet_compat.is_ndarray(parameter) else mxnet_compat.arrays_of(parameter)
+        if arrays is None:
+            deferred.append((shown, parameter))
+        else:
+            groups.append(_group(call, shown, arrays))
+    with world.submitting():
+        # Two networks may have parameters of the same names.
+        namespace = unnamed(world, "broadcast_parameters")
+        _broadcast_group(call, world, namespace, groups, root)
+        for shown, parameter in deferred:
+            _follow(call, process_set, namespace, shown, parameter, root)
+
+
+def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
+    """Overwrite the states of a Gluon Trainer's optimizer with the root's, bit by bit; waits for them.
+
+    As if the root had called ``trainer.save_states`` and the others ``trainer.load_states``: with the optimizer itself,
+    its counts of updates and its learning rate, and its momenta on all devices.
+
+    Parameters
+    ----------
+    trainer : mxnet.gluon.Trainer
+        Of the same parameters on all workers.
+    root_rank, process_set
+        As `broadcast_object`.
+
+    Raises
+    ------
+    KVHvdError, Exception
+        As `broadcast_object`.
+    """
+    world = process_set.world("broadcast_trainer_states")
+    root = root_in(make_call(world, "broadcast_trainer_states"), root_rank, process_set)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "states")
+        trainer.save_states(path)  # on all: it may have to make its store first, which is collective
+        with open(path, "rb") as file:
+            states = broadcast_object(file.read(), root_rank, process_set=process_set)
+        if world.topology.rank != root:
+            with open(path, "wb") as file:
+                file.write(states)
+            trainer.load_states(path)
+
+
+def _dumps(obj: Any) -> bytes:
+    try:
+        writer = importlib.import_module("cloudpickle")
+    except ImportError:
+        writer = pickle
+    data: bytes = writer.dumps(obj, protocol=4)
+    return data
+
+
+def _broadcast_bytes(
+    call: Call, world: Engine, name: str, data: bytes, root: int, refusal: Optional[Exception]
+) -> bytes:
+    row = np.array([root, len(data), refusal is not None], np.int64)
+    table = world.all_rows(wire_name(NAMESPACE, name), f"'{name}'", row)
+    if refusal is not None:
+        raise refusal
+    roots: dict[int, list[int]] = {}
+    for rank, told in enumerate(table[:, 0].tolist()):
+        roots.setdefault(told, []).append(rank)
+    if len(roots) > 1:
+        details = tuple(f"root {told}: {rank_list(ranks)}" for told, ranks in roots.items())
+        raise MismatchError(
+            call.message(name, "ranks disagree on the root.", "name the same root everywhere.", details)
+        )
+    if table[root, 2]:
+        fact = f"rank {root} could not write its object."
+        raise InvalidRequestError(call.message(name, fact, "see the error there."))
+    buffer = np.empty(table[root, 1], np.uint8)
+    if world.topology.rank == root:
+        buffer[:] = np.frombuffer(data, np.uint8)
+    place = [buffer.ctypes.data]
+    request = Request(
+        "broadcast", wire_name(NAMESPACE, f"{name}/bytes"), f"'{name}'", place, place, buffer.shape, "uint8", root=root
+    )
+    world.communicator().run(request)
+    return buffer.tobytes()
+
+
+def _named(call: Call, params: Any) -> list[tuple[str, Any]]:
+    """Names and parameters, in a fixed order."""
+    if isinstance(params, Mapping) or hasattr(params, "items"):
+        named = sorted((str(key), value) for key, value in params.items()) if params else []
+    elif isinstance(params, (list, tuple)):
+        named = [(f"{index}.{getattr(each, 'name', 'array')}", each) for index, each in enumerate(params)]
+    else:
+        fix = "pass net.collect_params(), a dict or a list of parameters or arrays."
+        raise InvalidRequestError(call.message(None, f"params is a {type(params).__name__}.", fix))
+    for key, value in named:
+        if not mxnet_compat.is_ndarray(value) and not mxnet_compat.is_parameter(value):
+            fact = f"it is a {type(value).__name__}, neither a parameter nor an array of MXNet."
+            raise InvalidRequestError(call.message(key, fact, "pass net.collect_params()."))
+    return named
+
+
+def _group(call: Call, shown: str, arrays: list[Any]) -> Group:
+    group = Group(shown, [arrays[0]], unique(arrays))
+    check_group(call, group)
+    return group
+
+
+def _broadcast_group(call: Call, world: Engine, namespace: str, groups: list[Group], root: int) -> None:
+    if groups:
+        operations(world, f"{NAMESPACE}/{namespace}").broadcast(call, groups, 0, root)
+
+
+def _follow(call: Call, process_set: ProcessSet, namespace: str, shown: str, parameter: Any, root: int) -> None:
+    """Broadcast a parameter once it is initialised. Nothing waits, and names match: the order may be any."""
+
+    def broadcast() -> None:
+        world = process_set.world(call.operation)
+        with world.submitting():
+            groups = [_group(call, shown, mxnet_compat.arrays_of(parameter) or [])]
+            _broadcast_group(call, world, namespace, groups, root)
+
+    mxnet_compat.after_initialization(parameter, broadcast)

@@ -1,0 +1,399 @@
+"""Collectives on arrays of MXNet whose output depends on all workers' arrays: they wait for their input and the result.
+
+First the workers tell each other their shapes, then the output is made, then one request of the engine fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.arrays import buffer_like, check_group, copy, scaled
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.engine import Engine
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError
+from kvstore_hvd.keys import Call, Group, wire_name
+from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_name, make_call, names_for
+from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
+from kvstore_hvd.mxnet.shapes import Shapes, exchange_shapes
+from kvstore_hvd.operations import Reduction
+
+__all__ = [
+    "allgather",
+    "alltoall",
+    "gather_bytes",
+    "grouped_allgather",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+
+def allgather(
+    tensor: Any, name: Optional[str] = None, priority: int = 0, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Put the arrays of all workers together along their first dimension, in the order of ranks. Waits for the result.
+
+    Parameters
+    ----------
+    tensor : NDArray
+        Of equal dtype and shape on all workers, but for the length of the first dimension, which may be zero. Dtypes as
+        `allreduce`.
+    name : str, optional
+        Matches the call with those of the other workers. By default the n-th call without a name meets the others'.
+    priority : int
+        Higher ones are executed first.
+    process_set : ProcessSet
+        Who takes part.
+
+    Returns
+    -------
+    NDArray
+        Of the tensor's class, on its device.
+
+    Raises
+    ------
+    MismatchError
+        The workers disagree; raised on all of them.
+    TypeError, InvalidRequestError, UnsupportedDtypeError, NotInitializedError
+        An argument is wrong here or on another worker, or this worker is not a member of the set.
+    HorovodInternalError
+        The world is lost.
+    """
+    return _allgather("allgather", [tensor], name, priority, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: Optional[str] = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Sequence[Any]:
+    """`allgather` of several arrays: all of them, or none. An empty list is returned itself."""
+    return _allgather("grouped_allgather", tensors, name, priority, process_set)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: Optional[str] = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send each worker some rows of this worker's array, and receive its rows from all of them. Waits for the result.
+
+    Parameters
+    ----------
+    tensor : NDArray
+        Of equal dtype and shape on all workers, but for the length of the first dimension. Dtypes as `allreduce`.
+    splits : NDArray or numpy.ndarray of int32, or sequence of int, optional
+        How many rows each worker gets, in the order of ranks; together all rows. By default all get equally many.
+    name, priority, process_set
+        As `allgather`.
+
+    Returns
+    -------
+    NDArray, or tuple of two NDArray
+        The received rows, in the order of the ranks that sent them. With `splits` also how many came from each, as
+        int32.
+
+    Raises
+    ------
+    KVHvdError, TypeError
+        As `allgather`.
+    """
+    world = process_set.world("alltoall")
+    call = make_call(world, "alltoall")
+    size = world.topology.size
+    check_name(call, name)
+    refusal, rows = _refusal(call, tensor, name), []
+    if refusal is None:
+        try:
+            rows = _rows_to_send(call, name, tensor, splits, size)
+        except (KVHvdError, TypeError) as error:
+            refusal = error
+    with world.submitting():
+        (name,) = names_for(call, world, name, 1)
+        shapes = exchange_shapes(call, world, "alltoall", name, tensor, details=rows, refusal=refusal)
+        received = [details[world.topology.rank] for details in shapes.details]
+        starts = [sum(details[: world.topology.rank]) for details in shapes.details]
+        output = _exchange(call, world, name, tensor, shapes, starts, received, priority)
+    if splits is None:
+        return output
+    like = splits if mxnet_compat.is_ndarray(splits) else tensor
+    return output, _int32_like(like, received)
+
+
+def reducescatter(
+    tensor: Any,
+    op: ReduceOp = Average,
+    name: Optional[str] = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce an array over the workers, and give each its share of the rows. Waits for the result.
+
+    Parameters
+    ----------
+    tensor : NDArray
+        Of equal dtype and shape on all workers, with at least one dimension. Dtypes as `allreduce`.
+    op : ReduceOp
+        `Average` or `Sum`.
+    name, priority, process_set
+        As `allgather`.
+    prescale_factor, postscale_factor : float
+        As `allreduce`.
+
+    Returns
+    -------
+    NDArray
+        The rows of this worker: equally many for all, and one more for the first ones when they do not divide evenly.
+
+    Raises
+    ------
+    KVHvdError, TypeError
+        As `allgather`.
+    """
+    how = ("reducescatter", op, prescale_factor, postscale_factor)
+    return _reducescatter(how, [tensor], name, priority, process_set)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    op: ReduceOp = Average,
+    name: Optional[str] = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Sequence[Any]:
+    """`reducescatter` of several arrays: all of them, or none. An empty list is returned itself."""
+    how = ("grouped_reducescatter", op, prescale_factor, postscale_factor)
+    return _reducescatter(how, tensors, name, priority, process_set)
+
+
+def gather_bytes(call: Call, world: Engine, name: str, data: bytes, refusal: Optional[Exception]) -> list[bytes]:
+    """The bytes of all workers, in the order of ranks; waits for them, inside ``world.submitting()``.
+
+    With a `refusal` it raises that here, and InvalidRequestError on the others; else as `allgather`.
+    """
+    mine = np.frombuffer(data, np.uint8)
+    shapes = exchange_shapes(call, world, "object", name, mine, refusal=refusal)
+    if world.is_alone:
+        return [data]
+    out = np.empty(sum(shapes.rows), np.uint8)
+    ends = np.cumsum(shapes.rows)
+    addresses = [mine.ctypes.data if data else 0], [out.ctypes.data if out.size else 0]
+    _run_exchange(call, world, name, addresses, shapes, [0] * len(ends), shapes.rows, 0)
+    return [out[end - rows : end].tobytes() for end, rows in zip(ends, shapes.rows)]
+
+
+def _allgather(
+    operation: str, tensors: Sequence[Any], name: Optional[str], priority: int, process_set: ProcessSet
+) -> Sequence[Any]:
+    world = process_set.world(operation)
+    call = make_call(world, operation)
+    check_name(call, name)
+    if not tensors:
+        return tensors
+    with world.submitting():
+        return [
+            _exchange(call, world, each, tensor, shapes, [0] * len(shapes.rows), shapes.rows, priority)
+            for each, tensor, shapes in _agree(call, world, "allgather", name, tensors)
+        ]
+
+
+def _reducescatter(
+    how: tuple[str, ReduceOp, float, float],
+    tensors: Sequence[Any],
+    name: Optional[str],
+    priority: int,
+    process_set: ProcessSet,
+) -> Sequence[Any]:
+    operation, op, prescale, postscale = how
+    world = process_set.world(operation)
+    call = make_call(world, operation)
+    reduce = reduction(call, op, prescale, postscale, (Average, Sum))
+    check_name(call, name)
+    if not tensors:
+        return tensors
+    with world.submitting():
+        return [
+            _reduce_rows(call, world, each, tensor, shapes, reduce, priority)
+            for each, tensor, shapes in _agree(call, world, "reducescatter", name, tensors)
+        ]
+
+
+def _agree(
+    call: Call, world: Engine, kind: str, name: Optional[str], tensors: Sequence[Any]
+) -> list[tuple[str, Any, Shapes]]:
+    """Check all arrays, here and with the others, before anything is exchanged."""
+    refusals = [_refusal(call, tensor, name) for tensor in tensors]
+    refusal = next((error for error in refusals if error is not None), None)
+    return [
+        (each, tensor, exchange_shapes(call, world, kind, each, tensor, tensors=len(tensors), refusal=refusal))
+        for each, tensor in zip(names_for(call, world, name, len(tensors)), tensors)
+    ]
+
+
+def _refusal(call: Call, tensor: Any, name: Optional[str]) -> Optional[Exception]:
+    """Why the array cannot take part; the others have to be told."""
+    shown = name or call.operation
+    try:
+        check_array(call, tensor, name)
+        check_group(call, Group(shown, [tensor], [tensor]))
+        if not tensor.shape:
+            fix = "reshape it to (1,)."
+            raise InvalidRequestError(call.message(shown, "tensor has no dimensions to take rows from.", fix))
+        tensor.wait_to_read()
+    except Exception as error:  # noqa: BLE001 - what was to compute the array may have failed with anything
+        return error
+    return None
+
+
+def _exchange(
+    call: Call,
+    world: Engine,
+    name: str,
+    tensor: Any,
+    shapes: Shapes,
+    starts: Sequence[int],
+    rows: Sequence[int],
+    priority: int,
+) -> Any:
+    """An array of some rows of each worker's array, given by the first one and their number."""
+    context = mxnet_compat.context_of(tensor)
+    output = buffer_like(tensor, context=context, shape=(sum(rows), *shapes.shapes[0][1:]))
+    if world.is_alone:
+        copy(tensor, output)
+        return output
+    (source, start), (target, place) = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
+    _run_exchange(call, world, name, ([start], [place]), shapes, starts, rows, priority)
+    if target is not output:
+        copy(target, output)
+    del source  # alive until here
+    return output
+
+
+def _run_exchange(
+    call: Call,
+    world: Engine,
+    name: str,
+    addresses: tuple[list[int], list[int]],
+    shapes: Shapes,
+    starts: Sequence[int],
+    rows: Sequence[int],
+    priority: int,
+) -> None:
+    unit, parts, place = shapes.row_bytes, [], 0
+    for rank, (start, count) in enumerate(zip(starts, rows)):
+        if count * unit:
+            parts.append((rank, start * unit, count * unit, place))
+        place += count * unit
+    extent = max(shapes.rows) * shapes.row_elements
+    contributed = shapes.rows[world.topology.rank] * shapes.row_elements
+    if extent == 0:
+        return  # nobody has anything
+    request = Request(
+        "exchange",
+        _data_name(name),
+        call.label(name),
+        *addresses,
+        (extent,),
+        shapes.dtype,
+        priority=priority,
+        parts=parts,
+        contributed=contributed,
+    )
+    world.communicator().run(request)
+
+
+def _reduce_rows(
+    call: Call, world: Engine, name: str, tensor: Any, shapes: Shapes, how: Reduction, priority: int
+) -> Any:
+    context, shape = mxnet_compat.context_of(tensor), shapes.shapes[0]
+    rank, size = world.topology.rank, world.topology.size
+    if world.is_alone:
+        if how.is_scaled:
+            return scaled(tensor, how.prescale, how.postscale)
+        output = buffer_like(tensor, context=context)
+        copy(tensor, output)
+        return output
+    share, rest = divmod(shape[0], size)
+    first, rows = share * rank + min(rank, rest), share + (rank < rest)
+    output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
+    if 0 in shape:
+        return output
+    (source, start), (target, place) = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
+    unit = shapes.row_bytes
+    request = Request(
+        "reducescatter",
+        _data_name(name),
+        call.label(name),
+        [start],
+        [place],
+        shape,
+        shapes.dtype,
+        op=how.op,
+        prescale=how.prescale,
+        postscale=how.postscale,
+        priority=priority,
+        parts=[(rank, first * unit, rows * unit, 0)],
+    )
+    world.communicator().run(request)
+    if target is not output:
+        copy(target, output)
+    del source  # alive until here
+    return output
+
+
+def _plain(world: Engine, array: Any, fill: bool) -> tuple[Any, int]:
+    """An array whose elements lie in the CPU's memory, one after the other, and where: itself or a stand-in."""
+    if mxnet_compat.context_of(array).device_type.startswith("cpu"):
+        array.wait_to_read()
+        if 0 in array.shape or world.mxnet_adapter().is_plain(mxnet_compat.handle_of(array)):
+            address = mxnet_compat.address_of(array)
+            if address is not None:
+                return array, address
+    stand_in = buffer_like(array)
+    if fill:
+        copy(array, stand_in)
+    return stand_in, mxnet_compat.address_of(stand_in) or 0
+
+
+def _data_name(name: str) -> str:
+    # The name itself is that of the table of shapes, where one worker's allgather meets another one's broadcast.
+    return wire_name(NAMESPACE, f"{name}/rows")
+
+
+def _rows_to_send(call: Call, name: Optional[str], tensor: Any, splits: Any, size: int) -> list[int]:
+    shown, length = name or call.operation, tensor.shape[0]
+    if splits is None:
+        if length % size:
+            fact, fix = f"{length} rows cannot be divided by {size} workers.", "pass splits."
+            raise InvalidRequestError(call.message(shown, fact, fix))
+        return [length // size] * size
+    fix = f"pass {size} non-negative numbers as int32, which make {length} together."
+    if hasattr(splits, "asnumpy"):
+        splits = splits.asnumpy()
+    if isinstance(splits, np.ndarray):
+        if splits.dtype != np.int32:
+            raise InvalidRequestError(call.message(shown, f"splits has dtype {splits.dtype.name}.", fix))
+        splits = splits.tolist() if splits.ndim == 1 else [splits.tolist()]
+    if not isinstance(splits, (list, tuple)) or not all(type(each) is int for each in splits):
+        raise TypeError(call.message(shown, f"splits is {splits!r}.", fix))
+    if len(splits) != size or any(each < 0 for each in splits) or sum(splits) != length:
+        raise InvalidRequestError(call.message(shown, f"splits is {list(splits)}, for {length} rows.", fix))
+    return list(splits)
+
+
+def _int32_like(array: Any, numbers: Sequence[int]) -> Any:
+    import mxnet as mx
+
+    kind = mx.np if mxnet_compat.is_np_ndarray(array) else mx.nd
+    return kind.array(np.array(numbers, np.int32), dtype="int32")

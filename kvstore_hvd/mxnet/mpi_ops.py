@@ -1,0 +1,267 @@
+"""Collectives on arrays of MXNet that are asynchronous: allreduce and broadcast; `gathers` has those that wait.
+
+They are operations of MXNet's engine, like those of the store. They keep the order of the calls for each name; between
+names order does not matter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.arrays import buffer_like, check_group
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.keys import Call, Group
+from kvstore_hvd.mxnet.calls import check_array, check_name, make_call, names_for, operations, root_in
+from kvstore_hvd.mxnet.gathers import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
+from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+
+def allreduce(
+    tensor: Any,
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: Optional[ReduceOp] = None,
+) -> Any:
+    """Reduce an array over the workers, into a new array. Asynchronous.
+
+    Parameters
+    ----------
+    tensor : NDArray
+        Of equal shape and dtype on all workers. Dtypes: float16, bfloat16, float32, float64, int8, uint8, int32, int64.
+    average : bool, optional
+        Deprecated: True for `Average`, False for `Sum`.
+    name : str, optional
+        Matches the call with those of the other workers. By default the n-th call without a name meets the others'.
+    priority : int
+        Higher ones are executed first.
+    prescale_factor, postscale_factor : float
+        Factors for every worker's array, and for the result. Integers scale in float64 and are truncated, halves scale
+        in float32.
+    process_set : ProcessSet
+        Who takes part.
+    op : ReduceOp, optional
+        `Average` (default), `Sum`, `Min`, `Max` or `Product`, formed in the order of ranks.
+
+    Returns
+    -------
+    NDArray
+        Of the tensor's class, on its device, with equal bits on all workers.
+
+    Raises
+    ------
+    TypeError, InvalidRequestError, UnsupportedDtypeError, NotInitializedError
+        The arguments are wrong, or this worker is not a member of the set; nothing was submitted.
+    MismatchError
+        When the result is read, or by the next call: the workers disagree, and nothing was reduced.
+    HorovodInternalError
+        The world is lost.
+    """
+    how = ("allreduce", average, op, prescale_factor, postscale_factor)
+    return _allreduce(how, [tensor], name, priority, process_set, in_place=False)[0]
+
+
+def allreduce_(
+    tensor: Any,
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: Optional[ReduceOp] = None,
+) -> Any:
+    """Reduce an array over the workers in place, and return it. Parameters and exceptions as `allreduce`."""
+    how = ("allreduce", average, op, prescale_factor, postscale_factor)
+    return _allreduce(how, [tensor], name, priority, process_set, in_place=True)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: Optional[ReduceOp] = None,
+) -> Sequence[Any]:
+    """Reduce arrays over the workers, into new ones: all of them, or none when an argument is wrong. Asynchronous.
+
+    Parameters
+    ----------
+    tensors : sequence of NDArray
+        An empty one is returned itself.
+    average, name, priority, prescale_factor, postscale_factor, process_set, op
+        As `allreduce`, for all of them.
+
+    Returns
+    -------
+    list of NDArray
+
+    Raises
+    ------
+    KVHvdError, TypeError
+        As `allreduce`.
+    """
+    how = ("grouped_allreduce", average, op, prescale_factor, postscale_factor)
+    return _allreduce(how, tensors, name, priority, process_set, in_place=False)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Any],
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: Optional[ReduceOp] = None,
+) -> Sequence[Any]:
+    """Reduce arrays over the workers in place, and return them. Parameters and exceptions as `grouped_allreduce`."""
+    how = ("grouped_allreduce", average, op, prescale_factor, postscale_factor)
+    return _allreduce(how, tensors, name, priority, process_set, in_place=True)
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: Optional[str] = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give every worker the root's array, as a new array. Asynchronous.
+
+    Parameters
+    ----------
+    tensor : NDArray
+        Of equal shape and dtype on all workers; its values matter on the root only.
+    root_rank : int
+        The root's rank among all workers, also where a process set is given.
+    name, priority, process_set
+        As `allreduce`.
+
+    Returns
+    -------
+    NDArray
+        Of the tensor's class, on its device.
+
+    Raises
+    ------
+    KVHvdError, TypeError
+        As `allreduce`.
+    """
+    return _broadcast(tensor, root_rank, name, priority, process_set, in_place=False)
+
+
+def broadcast_(
+    tensor: Any,
+    root_rank: int,
+    name: Optional[str] = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Overwrite an array with the root's, and return it. Parameters and exceptions as `broadcast`."""
+    return _broadcast(tensor, root_rank, name, priority, process_set, in_place=True)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every member has called it. Does not wait for pending operations on arrays.
+
+    Raises
+    ------
+    HorovodInternalError
+        The world is lost.
+    InvalidRequestError, NotInitializedError
+        This worker is not a member of the set, or there is no world.
+    """
+    process_set.world("barrier").barrier("hvd")
+
+
+def _allreduce(
+    how: tuple[str, Optional[bool], Optional[ReduceOp], float, float],
+    tensors: Sequence[Any],
+    name: Optional[str],
+    priority: int,
+    process_set: ProcessSet,
+    in_place: bool,
+) -> Sequence[Any]:
+    operation, average, op, prescale, postscale = how
+    world = process_set.world(operation)
+    call = make_call(world, operation)
+    reduce = reduction(call, _op(call, average, op), prescale, postscale)
+    check_name(call, name)
+    if not tensors:
+        return tensors
+    for tensor in tensors:
+        check_array(call, tensor, name)
+    with world.submitting():
+        outs = [
+            tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor)) for tensor in tensors
+        ]
+        groups = _groups(call, world, name, tensors, outs)
+        operations(world).pushpull(call, groups, priority, reduce)
+    return outs
+
+
+def _broadcast(
+    tensor: Any, root_rank: int, name: Optional[str], priority: int, process_set: ProcessSet, in_place: bool
+) -> Any:
+    world = process_set.world("broadcast")
+    call = make_call(world, "broadcast")
+    root = root_in(call, root_rank, process_set)
+    check_name(call, name)
+    check_array(call, tensor, name)
+    with world.submitting():
+        out = tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor))
+        operations(world).broadcast(call, _groups(call, world, name, [tensor], [out]), priority, root)
+    return out
+
+
+def _groups(call: Call, world: Any, name: Optional[str], tensors: Sequence[Any], outs: Sequence[Any]) -> list[Group]:
+    groups = [Group(name or call.operation, [value], [out]) for value, out in zip(tensors, outs)]
+    for group in groups:
+        check_group(call, group)
+    for group, key in zip(groups, names_for(call, world, name, len(tensors))):
+        group.key = key
+    return groups
+
+
+def _op(call: Call, average: Optional[bool], op: Optional[ReduceOp]) -> ReduceOp:
+    if average is None:
+        return Average if op is None else op
+    if op is not None:
+        fact = "both average and op are given."
+        raise InvalidRequestError(call.message(None, fact, "pass op only: hvd.Average or hvd.Sum."))
+    text = "the parameter average is deprecated; pass op=hvd.Average or op=hvd.Sum."
+    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    return Average if average else Sum

@@ -1,0 +1,64 @@
+"""How values are combined: Horovod's ops."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.keys import Call
+from kvstore_hvd.operations import Reduction
+
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum", "reduction"]
+
+
+class ReduceOp(enum.IntEnum):
+    """The ops, with Horovod's numbers."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+def reduction(
+    call: Call,
+    op: Any,
+    prescale: Any,
+    postscale: Any,
+    allowed: tuple[ReduceOp, ...] = (Average, Sum, Min, Max, Product),
+) -> Reduction:
+    """What the engine is to do.
+
+    Raises
+    ------
+    InvalidRequestError
+        The op is not one of those allowed.
+    TypeError
+        A factor is not a number.
+    """
+    shown = ", ".join(f"hvd.{each.name.capitalize()}" for each in allowed)
+    try:
+        chosen = ReduceOp(op)
+    except ValueError:
+        raise InvalidRequestError(call.message(None, f"there is no op {op!r}.", f"use one of {shown}.")) from None
+    if chosen not in allowed:
+        fact = f"op {chosen.name.capitalize()} is not supported."
+        raise InvalidRequestError(call.message(None, fact, f"use one of {shown}."))
+    factors = []
+    for role, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        try:
+            factors.append(float(factor))
+        except (TypeError, ValueError):
+            raise TypeError(call.message(None, f"{role} is {factor!r}.", "pass a number.")) from None
+    return Reduction(chosen.name.lower(), prescale=factors[0], postscale=factors[1])

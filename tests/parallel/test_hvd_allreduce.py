@@ -1,0 +1,198 @@
+"""`hvd.allreduce` and `hvd.broadcast` in all their forms."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.mxnet_compat import bfloat16, dtype_name, engine_is_naive
+from support.arrays import DTYPES, assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum, make
+
+mx = pytest.importorskip("mxnet")
+
+SHAPES = [(), (1,), (17, 5), (0, 3), (256, 257)]
+
+
+def parts(size, shape, dtype, seed=0):
+    """Every rank's contribution."""
+    return [contribution(rank, shape, dtype, seed) for rank in range(size)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum(kind, rank, size, dtype, shape):
+    """A new array of the same class; the tensor is left alone; bits as the sequential sum's."""
+    if kind is mx.nd and 0 in (*shape, len(shape)):
+        pytest.skip("mx.nd has no such shapes")
+    mine = contribution(rank, shape, dtype)
+    x = make(kind, mine)
+    y = hvd.allreduce(x, op=hvd.Sum)
+    assert type(y) is type(x)
+    assert_same_bits(y.asnumpy(), expected_sum(size, shape, dtype))
+    assert_same_bits(x.asnumpy(), mine)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_ops(kind, rank, size, dtype):
+    """Min, Max, Product, in place; of the seven dtypes."""
+    shape = (9, 3)
+    for op, fold in ((hvd.Min, np.minimum), (hvd.Max, np.maximum)):
+        x = make(kind, contribution(rank, shape, dtype))
+        assert hvd.allreduce_(x, op=op, name=f"other/{op.name}/{dtype}") is x
+        assert_same_bits(x.asnumpy(), functools.reduce(fold, parts(size, shape, dtype)))
+    x = make(kind, np.full(shape, rank + 1, dtype))
+    product = hvd.allreduce(x, op=hvd.Product).asnumpy()
+    assert_same_bits(product, np.full(shape, np.prod(np.arange(1, size + 1)), dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_average_is_the_default(kind, rank, size, dtype):
+    """Without op; integers are truncated."""
+    x = make(kind, np.full((5,), rank + 1, dtype))
+    mean = size * (size + 1) / 2 / size
+    expected = int(mean) if dtype == "int32" else mean
+    assert hvd.allreduce(x).asnumpy().tolist() == [expected] * 5
+    assert hvd.allreduce(x, op=hvd.Average).asnumpy().tolist() == [expected] * 5
+
+
+def test_bfloat16(rank, size):
+    """bfloat16: a sum in float32, rounded once."""
+    x = mx.nd.empty((3,), dtype=bfloat16())
+    mx.nd._internal._copyto(mx.nd.array([rank + 1, 0.5, -3]), out=x)
+    y = hvd.allreduce(x, op=hvd.Sum)
+    assert dtype_name(y) == "bfloat16"
+    wide = mx.nd._internal._copyto(y, out=mx.nd.zeros((3,)))
+    assert wide.asnumpy().tolist() == [size * (size + 1) / 2, 0.5 * size, -3 * size]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors(kind, rank, size, dtype):
+    """Prescale and postscale: integers in float64 and truncated, halves in float32."""
+    x = make(kind, np.array([4, 8, 6], dtype))
+    y = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5)
+    expected = np.array([int(v * 0.5) * size * 1.5 for v in (4, 8, 6)]).astype(dtype)
+    assert_same_bits(y.asnumpy(), expected)
+    z = make(kind, np.array([7], dtype))
+    hvd.allreduce_(z, op=hvd.Max, postscale_factor=0.5)
+    assert_same_bits(z.asnumpy(), np.array([3.5]).astype(dtype))
+
+
+def test_average_and_op(rank, size):
+    """The old parameter works and warns; with op it is a ValueError, before anything is submitted."""
+    x = mx.nd.ones((2,)) * (rank + 1)
+    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+        total = hvd.allreduce(x, average=False)
+    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+        mean = hvd.allreduce(x, True)
+    assert total.asnumpy()[0] == size * (size + 1) / 2
+    assert mean.asnumpy()[0] == (size + 1) / 2
+    for call in (hvd.allreduce, hvd.allreduce_):
+        with pytest.raises(ValueError, match="both average and op are given"):
+            call(x, average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="both average and op"):
+        hvd.grouped_allreduce([x], average=False, op=hvd.Average)
+
+
+def test_wrong_arguments(rank, size):
+    """Refused before anything is submitted: the next operation works."""
+    x = mx.nd.ones((2,))
+    with pytest.raises(ValueError, match="Adasum is not supported"):
+        hvd.allreduce(x, op=hvd.Adasum)
+    with pytest.raises(ValueError, match="there is no op 17"):
+        hvd.allreduce(x, op=17)
+    with pytest.raises(TypeError, match=r"\[rank \d+/\d+\] allreduce .*tensor is a numpy.ndarray"):
+        hvd.allreduce(np.ones(2), name="x")
+    with pytest.raises(TypeError, match="name is 3"):
+        hvd.allreduce(x, name=3)
+    with pytest.raises(TypeError, match="prescale_factor is 'a'"):
+        hvd.allreduce(x, prescale_factor="a")
+    with pytest.raises(kvstore_hvd.UnsupportedDtypeError, match="cannot reduce dtype bool"):
+        hvd.allreduce(mx.np.array([True], dtype="bool"))
+    with pytest.raises(TypeError, match="tensor is a list"):
+        hvd.grouped_allreduce([x, [1]])
+    with pytest.raises(kvstore_hvd.UnsupportedDtypeError, match="row_sparse"):
+        hvd.allreduce(mx.nd.ones((2, 2)).tostype("row_sparse"))
+    assert hvd.allreduce(x, op=hvd.Sum).asnumpy()[0] == size
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine is not asynchronous")
+def test_names_match_whatever_the_order(rank, size):
+    """Out-of-order tolerance: named calls meet by name."""
+    names = [f"order/{i}" for i in range(5)]
+    mine = names if rank % 2 == 0 else names[::-1]
+    results = {name: hvd.allreduce(mx.nd.ones((3,)) * int(name[-1]), name=name, op=hvd.Sum) for name in mine}
+    for name in names:
+        assert results[name].asnumpy().tolist() == [int(name[-1]) * size] * 3
+
+
+def test_grouped(kind, rank, size):
+    """Several arrays of different shapes and dtypes; an empty list returns itself."""
+    arrays = [make(kind, contribution(rank, shape, dtype)) for shape, dtype in (((3,), "float32"), ((2, 2), "int64"))]
+    first, second = hvd.grouped_allreduce(arrays, op=hvd.Sum, name="group")
+    assert_same_bits(first.asnumpy(), expected_sum(size, (3,), "float32"))
+    assert_same_bits(second.asnumpy(), expected_sum(size, (2, 2), "int64"))
+    assert all(a is b for a, b in zip(hvd.grouped_allreduce_(arrays, op=hvd.Sum), arrays))
+    assert_same_bits(arrays[1].asnumpy(), second.asnumpy())
+    empty = []
+    assert hvd.grouped_allreduce(empty) is empty
+    assert hvd.grouped_allreduce_(empty) is empty
+
+
+def test_mismatch_is_raised_everywhere(rank, size):
+    """Cross-rank validation: every rank gets the error, and the world works on."""
+    if size == 1:
+        pytest.skip("one worker agrees with itself")
+    x = mx.nd.ones((2 + (rank == 0),))
+    with pytest.raises(kvstore_hvd.MismatchError, match="disagree on shape"):
+        hvd.allreduce(x, name="mismatch").wait_to_read()
+    with pytest.raises(kvstore_hvd.MismatchError):
+        hvd.allreduce(mx.nd.ones((2,)), name="ops", op=hvd.Min if rank else hvd.Sum).wait_to_read()
+    with pytest.raises(kvstore_hvd.MismatchError, match="root"):
+        hvd.broadcast(mx.nd.ones((2,)), int(rank > 0), name="roots").wait_to_read()
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_broadcast(kind, rank, size, dtype):
+    """Each root; a new array, or in place."""
+    shape = (5, 3)
+    for root in range(size):
+        mine = contribution(rank, shape, dtype)
+        x = make(kind, mine)
+        y = hvd.broadcast(x, root)
+        assert type(y) is type(x)
+        assert_same_bits(y.asnumpy(), contribution(root, shape, dtype))
+        assert_same_bits(x.asnumpy(), mine)
+        assert hvd.broadcast_(x, root_rank=root, name=f"in-place/{dtype}") is x
+        assert_same_bits(x.asnumpy(), contribution(root, shape, dtype))
+
+
+def test_broadcast_from_nobody(rank, size):
+    """A root that does not exist."""
+    for root in (size, -1, "0", True):
+        with pytest.raises(ValueError, match="there is no rank"):
+            hvd.broadcast(mx.nd.ones((2,)), root)
+
+
+def test_other_devices(kind, rank, size):
+    """Results lie on the tensor's device."""
+    x = make(kind, np.full((2,), rank, "float32"), mx.cpu(1))
+    for y in (hvd.allreduce(x, op=hvd.Sum), hvd.broadcast(x, size - 1)):
+        assert y.ctx == mx.cpu(1)
+    assert hvd.broadcast_(x, size - 1).asnumpy()[0] == size - 1
+
+
+def test_results_are_equal_everywhere(rank, size):
+    """All ranks have the same bits."""
+    y = hvd.allreduce(mx.nd.array(contribution(rank, (1000,), "float32")))
+    assert_equal_on_all_ranks(y.asnumpy(), "hvd/average")
+
+
+def test_barrier(rank, size):
+    """Every rank passes, as often as it likes."""
+    for _ in range(3):
+        hvd.barrier()

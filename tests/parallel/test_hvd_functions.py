@@ -1,0 +1,140 @@
+"""Objects, parameters and Trainers' states, sent to other workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.mxnet_compat import engine_is_naive
+from support.arrays import assert_equal_on_all_ranks, assert_same_bits
+from support.gluon import array, backward, is_mxnet_2, mlp, parameters, samples, weights
+
+mx = pytest.importorskip("mxnet")
+
+
+class Unwritable:
+    """Pickle cannot write it."""
+
+    def __reduce__(self):
+        raise OSError("not this one")
+
+
+def test_broadcast_object(rank, size):
+    """Each root; anything that pickle can write, and local functions through cloudpickle."""
+    for root in range(size):
+        got = hvd.broadcast_object({"rank": rank, "list": [None] * rank}, root_rank=root)
+        assert got == {"rank": root, "list": [None] * root}
+    assert hvd.broadcast_object(lambda x: x + rank, size - 1)(1) == size
+    big = hvd.broadcast_object(np.full(300_000, rank), size - 1, name="big")
+    assert big.sum() == 300_000 * (size - 1)
+
+
+def test_broadcast_object_errors(rank, size):
+    """Errors on every rank."""
+    with pytest.raises(ValueError, match="there is no rank"):
+        hvd.broadcast_object(1, size)
+    if size > 1:
+        with pytest.raises(kvstore_hvd.MismatchError, match="disagree on the root"):
+            hvd.broadcast_object(1, int(rank > 0))
+        with pytest.raises(OSError if rank == 0 else kvstore_hvd.InvalidRequestError):
+            hvd.broadcast_object(Unwritable(), 0)
+    assert hvd.broadcast_object(rank, 0) == 0
+
+
+def test_allgather_object(rank, size):
+    """Of different sizes, in the order of ranks."""
+    assert hvd.allgather_object("x" * rank) == ["x" * each for each in range(size)]
+    if size > 1:
+        with pytest.raises(OSError if rank == 0 else kvstore_hvd.InvalidRequestError):
+            hvd.allgather_object(Unwritable() if rank == 0 else 1)
+    assert hvd.allgather_object(rank, name="x") == list(range(size))
+
+
+@pytest.mark.parametrize("form", ["as they are", "dict", "list", "arrays"])
+def test_broadcast_parameters(rank, size, form):
+    """From each root, in every form that holds parameters."""
+    net = mlp(seed=rank)
+    params = net.collect_params()
+    if form == "dict":
+        params = dict(params.items())
+    elif form == "list":
+        params = list(params.values())
+    elif form == "arrays":
+        params = {str(i): param.data() for i, param in enumerate(params.values())}
+    own = weights(net)
+    hvd.broadcast_parameters(params, root_rank=size - 1)
+    for i, value in enumerate(weights(net)):
+        assert_equal_on_all_ranks(value, f"parameters/{form}/{i}")
+        if rank == size - 1:
+            assert_same_bits(value, own[i])
+
+
+def test_broadcast_parameters_to_all_devices(rank, size):
+    """Of several contexts."""
+    net = mlp(seed=rank, contexts=[mx.cpu(0), mx.cpu(1)])
+    hvd.broadcast_parameters(net.collect_params(), root_rank=0, prefix="net.")
+    for device in range(2):
+        for i, value in enumerate(weights(net, device)):
+            assert_equal_on_all_ranks(value, f"devices/{device}/{i}")
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_deferred_parameters(rank, size, twice):
+    """Those without a shape follow as they are initialised, in another order than they were announced in."""
+    if engine_is_naive():
+        pytest.skip("with NaiveEngine every broadcast waits")
+    layers = [mx.gluon.nn.Dense(3) for _ in range(3)]
+    for layer in layers:
+        mx.random.seed(rank)
+        layer.initialize(mx.init.Normal(rank + 1.0))
+        hvd.broadcast_parameters(layer.collect_params(), root_rank=size - 1)
+        if twice:
+            hvd.broadcast_parameters(layer.collect_params(), root_rank=0)
+    data = array(np.ones((2, 4), "float32"))
+    outputs = {id(layer): layer(data) for layer in layers[::-1]}
+    for i, layer in enumerate(layers):
+        assert_equal_on_all_ranks(weights(layer)[0], f"deferred/{twice}/{i}")
+        assert_equal_on_all_ranks(outputs[id(layer)].asnumpy(), f"deferred-output/{twice}/{i}")
+
+
+def test_broadcast_parameters_refuses(rank, size):
+    """Nothing is changed when anything is wrong."""
+    net = mlp(seed=rank)
+    own = weights(net)
+    for wrong in (3, "params", {"a": 3}, [np.ones(2)]):
+        with pytest.raises(ValueError, match="broadcast_parameters"):
+            hvd.broadcast_parameters(wrong)
+    lazy = mx.gluon.nn.Dense(2, in_units=2)
+    with pytest.raises(RuntimeError):
+        hvd.broadcast_parameters([*parameters(net), *parameters(lazy)])
+    for value, before in zip(weights(net), own):
+        assert_same_bits(value, before)
+    hvd.broadcast_parameters({})
+    assert hvd.broadcast_object(rank) == 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_broadcast_trainer_states(rank, size, optimizer):
+    """After it all workers go on alike, bit by bit: momenta, counts of updates and the learning rate."""
+    net = mlp(seed=3)
+    options = {"learning_rate": 0.1 + rank, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, options, kvstore=mx.kv.create("horovod"))
+    data, labels = (array(each) for each in samples(4, seed=rank))
+    for _ in range(rank + 1):
+        backward(net, [(data, labels)])
+        trainer.update(4)
+    root = size - 1
+    before = trainer._updaters[0].get_states()
+    hvd.broadcast_trainer_states(trainer, root)
+    hvd.broadcast_parameters(net.collect_params(), root)
+    if rank == root:
+        assert trainer._updaters[0].get_states() == before
+    assert trainer.learning_rate == pytest.approx(0.1 + root)
+    assert trainer.optimizer.num_update == root + 1
+    for _ in range(2):
+        backward(net, [(data, labels)])
+        trainer.step(4)
+    for i, value in enumerate(weights(net)):
+        assert_equal_on_all_ranks(value, f"states/{optimizer}/{i}/{is_mxnet_2()}")

@@ -1,0 +1,208 @@
+"""Process sets: disjoint and overlapping ones, and the rules for adding and removing them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.mxnet import process_sets
+from support.arrays import assert_same_bits, contribution, ordered_sum
+from support.gluon import array, backward, mlp, samples, weights
+
+mx = pytest.importorskip("mxnet")
+
+
+@pytest.fixture
+def dynamic(world) -> Iterator[None]:
+    """Let this test add sets; they are gone afterwards."""
+    process_sets.allow_dynamic()
+    yield
+    registry = process_sets._registry()
+    for each, _ in list(registry.sets.values()):
+        hvd.remove_process_set(each)
+    registry.is_dynamic = False
+
+
+def sum_of(members, shape=(7, 3), dtype="float32"):
+    """The sum of the members' contributions."""
+    return ordered_sum([contribution(rank, shape, dtype) for rank in members])
+
+
+def test_all_workers(world, rank, size):
+    """The global set."""
+    everybody = hvd.global_process_set
+    assert everybody.process_set_id == 0
+    assert (everybody.ranks, everybody.size(), everybody.rank()) == (list(range(size)), size, rank)
+    assert everybody.included() is True
+    assert hvd.remove_process_set is not None
+
+
+def test_sets_without_a_world_know_their_ranks():
+    """Permuted ranks are equal sets; what is no list of ranks is refused."""
+    assert hvd.ProcessSet([2, 0]) == hvd.ProcessSet([0, 2])
+    assert hvd.ProcessSet([2, 0]).ranks == [0, 2]
+    assert hvd.ProcessSet([0]) != hvd.ProcessSet([1])
+    new = hvd.ProcessSet([0, 1])
+    assert (new.process_set_id, new.size(), new.rank(), new.included()) == (None, None, None, None)
+    for wrong in (3, "ab", [0, 0], [None]):
+        with pytest.raises(ValueError, match="ProcessSet: "):
+            hvd.ProcessSet(wrong)
+
+
+def test_adding_needs_a_dynamic_world(world, size):
+    """Otherwise a ValueError that says how."""
+    with pytest.raises(ValueError, match=r"cannot be added or removed(.|\n)*HOROVOD_DYNAMIC_PROCESS_SETS=1"):
+        hvd.add_process_set([0])
+    with pytest.raises(ValueError, match="cannot be added or removed"):
+        hvd.remove_process_set(hvd.global_process_set)
+
+
+def test_disjoint_sets(dynamic, rank, size):
+    """Even and odd ranks reduce by themselves, at the same time, and under the same names."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    even, odd = (hvd.add_process_set(range(first, size, 2)) for first in (0, 1))
+    mine, other = (odd, even) if rank % 2 else (even, odd)
+    assert mine.included() and not other.included()
+    assert (mine.rank(), other.rank()) == (rank // 2, -1)
+    assert even.size() == (size + 1) // 2
+    x = mx.nd.array(contribution(rank, (7, 3), "float32"))
+    for _ in range(3):
+        assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=mine, name="x").asnumpy(), sum_of(mine.ranks))
+    assert hvd.broadcast_object(rank, mine.ranks[-1], process_set=mine) == mine.ranks[-1]
+    hvd.barrier(process_set=mine)
+    for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.broadcast_object):
+        with pytest.raises(ValueError, match="this worker is not one of the members"):
+            call(x, process_set=other)
+    with pytest.raises(ValueError, match="this worker is not one of the members"):
+        hvd.DistributedTrainer([], "sgd", process_set=other)
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
+
+
+def test_overlapping_sets(dynamic, rank, size):
+    """All pairs of neighbours: every worker is in two of them."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    pairs = [hvd.add_process_set([first, first + 1]) for first in range(size - 1)]
+    assert [each.process_set_id for each in pairs] == sorted(each.process_set_id for each in pairs)
+    x = mx.nd.array(contribution(rank, (7, 3), "float32"))
+    results = [hvd.allreduce(x, op=hvd.Sum, process_set=each) for each in pairs if each.included()]
+    for each in pairs:
+        if each.included():
+            assert_same_bits(results.pop(0).asnumpy(), sum_of(each.ranks))
+    # The root is named by its rank among all workers.
+    for each in pairs:
+        if each.included():
+            y = hvd.broadcast(mx.nd.ones((2,)) * rank, each.ranks[1], process_set=each)
+            assert y.asnumpy()[0] == each.ranks[1]
+            with pytest.raises(ValueError, match=r"there is no rank .* in ProcessSet"):
+                hvd.broadcast(x, (each.ranks[1] + 1) % size, process_set=each)
+
+
+def test_rules(dynamic, rank, size):
+    """Duplicates, foreign ranks, removal; on all workers, and the world works on."""
+    with pytest.raises(ValueError, match="exists already"):
+        hvd.add_process_set(range(size - 1, -1, -1))
+    with pytest.raises(ValueError, match=rf"names rank {size}, but there are {size} workers"):
+        hvd.add_process_set([0, size])
+    with pytest.raises(ValueError, match="is empty"):
+        hvd.add_process_set([])
+    assert hvd.remove_process_set(hvd.global_process_set) is False
+    assert hvd.remove_process_set(hvd.ProcessSet([0])) is False
+    if size > 1:
+        first = hvd.add_process_set(hvd.ProcessSet([0]))
+        with pytest.raises(ValueError, match="exists already"):
+            hvd.add_process_set([0])
+        with pytest.raises(kvstore_hvd.MismatchError, match="name different process sets"):
+            hvd.add_process_set([0, 1] if rank else [1])
+        number = first.process_set_id
+        assert hvd.remove_process_set(first) is True
+        assert first.process_set_id is None
+        assert hvd.remove_process_set(first) is False
+        with pytest.raises(ValueError, match="is not registered"):
+            hvd.allreduce(mx.nd.ones((2,)), process_set=first)
+        assert hvd.add_process_set(first).process_set_id > number
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
+
+
+def test_a_set_survives_a_reset(dynamic, rank, size):
+    """Sets are made again in the new world, and stay the same objects."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    few = hvd.add_process_set([0, size - 1]) if size > 2 else hvd.add_process_set([1])
+    x = mx.nd.array(contribution(rank, (7, 3), "float32"))
+    for _ in range(2):
+        if few.included():
+            assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
+        # Whoever is through has left already, and the world is lost to the others.
+        with contextlib.suppress(kvstore_hvd.HorovodInternalError):
+            hvd.barrier()
+        kvstore_hvd.reset()
+    if few.included():
+        assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
+
+
+def test_nothing_is_left_behind(dynamic, rank, size):
+    """Removing sets ends their threads."""
+    if size < 2:
+        pytest.skip("needs two workers")
+
+    def threads():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
+
+    def once():
+        few = hvd.add_process_set([0, 1] if size > 2 else [0])
+        if few.included():
+            hvd.allreduce(mx.nd.ones((2,)), process_set=few).wait_to_read()
+        hvd.remove_process_set(few)
+
+    once()
+    before = threads(), threading.active_count()
+    for _ in range(3):
+        once()
+    assert (threads(), threading.active_count()) == before
+
+
+def test_sets_given_to_init(rank, size):
+    """`init(process_sets=[...])` adds them, also in a world that is not dynamic; `shutdown` ends them."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    few = hvd.ProcessSet([0])
+    hvd.shutdown()
+    hvd.init(process_sets=[few])
+    hvd.init(process_sets=[few])
+    assert few.included() is (rank == 0)
+    if rank == 0:
+        assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy()[0] == 1
+    hvd.shutdown()
+    hvd.init()
+    assert few.process_set_id is None
+
+
+def test_trainers_of_sets(dynamic, rank, size):
+    """Each set trains a model of its own: members agree, and their gradients are summed in place."""
+    if size < 4:
+        pytest.skip("needs four workers")
+    halves = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])]
+    mine = halves[rank // 2]
+    net = mlp(seed=rank)
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, process_set=mine)
+    data, labels = samples(4 * size)
+    part = slice(4 * rank, 4 * rank + 4)
+    for _ in range(3):
+        backward(net, [(array(data[part]), array(labels[part]))])
+        trainer.step(4)
+    for ours in weights(net):
+        first = hvd.broadcast(mx.nd.array(ours), mine.ranks[0], process_set=mine).asnumpy()
+        assert_same_bits(ours, first)
+    from_0 = hvd.broadcast(mx.nd.array(weights(net)[0]), 0).asnumpy()
+    assert np.array_equal(from_0, weights(net)[0]) is (rank < 2)
+    keys = trainer._kvstore.report()["keys"]
+    assert {entry["algorithm"] for entry in keys.values()} <= {"direct", "inline"}
