@@ -124,7 +124,8 @@ def gradients(figure: Any, results: Mapping[str, Any]) -> str:
     axes.grid(alpha=0.3, axis="x")
     return (
         f"All {results['tensors']} gradients of a ResNet-50 ({results['elements']:,} elements) over {results['ranks']} "
-        "ranks, lower is better; 'first layer': until the one that the next forward pass needs first is there."
+        "ranks, lower is better; 'first layer': from the last enqueue of the last rank until the one that the next "
+        "forward pass needs first is there."
     )
 
 
