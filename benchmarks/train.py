@@ -9,7 +9,7 @@ the machine gives when communication is free. 'dist_sync' has a scheduler and on
 not pinned; they run on the cores of the workers, as on a machine with no cores to spare.
 
 'exposed' is the part of the time from the last gradient of a step until all of them are summed, as our store's report
-has it: it includes waiting for the other worker's last gradient.
+has it; 'reducing' the part of that in which something was being reduced: in the rest the workers waited for each other.
 
 Batches are random and stay where they are: no data is loaded. The batch size is that of each worker.
 """
@@ -34,6 +34,7 @@ from ranks import kvhvdrun, start_or_be_a_rank, this_python, versions
 
 MODES = ("no store", "ours", "dist_sync")
 NETWORKS = ("CNN", "MLP", "LSTM")
+WAITS = ("exposed_ms", "reducing_ms")
 START_TIMEOUT_S = 120.0
 SEGMENT_TIMEOUT_S = 120.0
 
@@ -91,7 +92,7 @@ def be_a_worker(options: argparse.Namespace) -> None:
     channel.send({"group": options.group, "index": index, "versions": versions()})
     while steps := channel.receive():
         mx.nd.waitall()
-        exposed = exposed_seconds(trainer)
+        waits = waits_of(trainer)
         start = time.perf_counter()
         before: Any = None
         for _ in range(steps):
@@ -102,14 +103,16 @@ def be_a_worker(options: argparse.Namespace) -> None:
             before = loss
         mx.nd.waitall()
         seconds = time.perf_counter() - start
-        channel.send([seconds, exposed_seconds(trainer) - exposed])
+        channel.send([seconds, *(now - then for now, then in zip(waits_of(trainer), waits))])
     del trainer
 
 
-def exposed_seconds(trainer: Any) -> float:
-    """Return for how long this worker's steps have waited for our store; 0 without it."""
+def waits_of(trainer: Any) -> list[float]:
+    """Return for how many seconds this worker's steps have waited for our store, and for how many of them while
+    something was being reduced; 0 without it."""
     store = trainer._kvstore
-    return float(store.report()["rounds"]["exposed_ms"]) * 1e-3 if hasattr(store, "report") else 0.0
+    rounds = store.report()["rounds"] if hasattr(store, "report") else {}
+    return [rounds.get(what, 0.0) * 1e-3 for what in WAITS]
 
 
 def make_store(mode: str) -> Any:
@@ -183,7 +186,9 @@ class Group:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     channels: list[Channel] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)  # images/s of all workers, one for each round
-    exposed: list[float] = field(default_factory=list)  # part of the time, mean of the workers, one for each round
+    # Parts of the time, means of the workers, one for each round.
+    exposed: list[float] = field(default_factory=list)
+    reducing: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -219,12 +224,13 @@ class Group:
     def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
 
-    def train(self, steps: int) -> tuple[float, float]:
-        """Have all workers train `steps` steps; return the seconds of the slowest, and the exposed part of them."""
+    def train(self, steps: int) -> tuple[float, float, float]:
+        """Have all workers train `steps` steps; return the seconds of the slowest, and the parts that `WAITS` says."""
         for channel in self.channels:
             channel.send(steps)
-        seconds, exposed = zip(*(channel.receive() for channel in self.channels))
-        return max(seconds), sum(part / whole for part, whole in zip(exposed, seconds)) / len(seconds)
+        seconds, *waits = zip(*(channel.receive() for channel in self.channels))
+        exposed, reducing = (sum(part / whole for part, whole in zip(each, seconds)) / len(seconds) for each in waits)
+        return max(seconds), exposed, reducing
 
     def stop(self) -> None:
         """End the processes: they are asked first, then killed."""
@@ -298,9 +304,10 @@ def run_rounds(network: str, options: argparse.Namespace, groups: Sequence[Group
         print(f"{network}: round {number + 1} of {options.rounds}, {steps} steps each", file=sys.stderr, flush=True)
         # Forwards and backwards, so that nobody always follows the same one.
         for group in groups[:: 1 if number % 2 == 0 else -1]:
-            seconds, exposed = group.train(steps)
+            seconds, exposed, reducing = group.train(steps)
             group.speeds.append(group.workers * options.batch_size * steps / seconds)
             group.exposed.append(exposed)
+            group.reducing.append(reducing)
 
 
 def show(groups: Sequence[Group]) -> str:
@@ -316,10 +323,13 @@ def show(groups: Sequence[Group]) -> str:
                 *(f"{times[what]:.0f}" for what in ("min", "median", "max")),
                 ratio_text(median_ratio(group.speeds, free)) if free else "-",
                 ratio_text(median_ratio(group.speeds, single)) if single else "-",
-                f"{summary(group.exposed)['median']:.1%}" if group.is_measured_by_our_store else "-",
+                *(
+                    f"{summary(each)['median']:.1%}" if group.is_measured_by_our_store else "-"
+                    for each in (group.exposed, group.reducing)
+                ),
             ]
         )
-    return table(["images/s", "min", "median", "max", "/no store", "/1 worker", "exposed"], rows)
+    return table(["images/s", "min", "median", "max", "/no store", "/1 worker", "exposed", "reducing"], rows)
 
 
 def start(options: argparse.Namespace) -> None:
@@ -334,7 +344,11 @@ def start(options: argparse.Namespace) -> None:
             group.name: {
                 "images_per_second": summary(group.speeds),
                 "rounds": group.speeds,
-                **({"exposed": summary(group.exposed)} if group.is_measured_by_our_store else {}),
+                **(
+                    {"exposed": summary(group.exposed), "reducing": summary(group.reducing)}
+                    if group.is_measured_by_our_store
+                    else {}
+                ),
             }
             for group in groups
         }

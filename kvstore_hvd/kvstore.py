@@ -297,8 +297,9 @@ class StoreMethods:
               of all stores of this worker.
             - ``'rounds'``: ``'count'``, and ``'exposed_ms'``: milliseconds from the last submission of a round until
               nothing of it was under way, of all rounds; in a training that does nothing else in a step, what the steps
-              waited for communication. Of all operations of this worker since the workers met, those on NumPy arrays
-              and barriers, too.
+              waited for communication; and ``'reducing_ms'``, the part of it in which something was being reduced: the
+              rest was spent waiting for other workers. Of all operations of this worker since the workers met, those
+              on NumPy arrays and barriers, too.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
               what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
@@ -318,7 +319,11 @@ class StoreMethods:
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}
         measured = self._engine.report()
         keys = self._usage.report(self._names, lambda key: self._measured(key, measured.names))
-        rounds = {"count": measured.rounds, "exposed_ms": measured.exposed * 1e3}
+        rounds = {
+            "count": measured.rounds,
+            "exposed_ms": measured.exposed * 1e3,
+            "reducing_ms": measured.reducing * 1e3,
+        }
         return Report({"workers": self.num_workers, "arena": arena, "rounds": rounds, **keys})
 
     def reset(self) -> None:

@@ -190,11 +190,14 @@ class EngineStatistics:
         Seconds, of all rounds: from the last submission of each until nothing of it is under way, or the next one
         begins. What a training waits for its communication, where nothing else is to be done then. Every operation of
         the worker counts, whoever submits it: with others in a step (barriers, NumPy arrays) this is about those, too.
+    reducing : float
+        The part of it in which something was being reduced; the rest was spent waiting for other workers.
     """
 
     names: dict[str, Statistics] = field(default_factory=dict)
     rounds: int = 0
     exposed: float = 0.0
+    reducing: float = 0.0
 
 
 class TimelineEvent(NamedTuple):
@@ -454,12 +457,12 @@ class Engine:
 
     def report(self) -> EngineStatistics:
         """What was measured; ends a round (see `Times`)."""
-        names, rounds, exposed = self.impl.report()
+        names, *rounds = self.impl.report()
         by_name = {
             name: Statistics(operations, bytes_reduced, algorithm, Times(*total), Times(*last), submitted)
             for name, operations, bytes_reduced, algorithm, total, last, submitted in names
         }
-        return EngineStatistics(by_name, rounds, exposed)
+        return EngineStatistics(by_name, *rounds)
 
     def start_timeline(self, capacity: int) -> None:
         """Record this worker's operations: up to `capacity` between two calls of `take_timeline`."""

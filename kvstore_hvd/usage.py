@@ -49,7 +49,10 @@ class Report(dict[str, Any]):
         arena = "no arena"
         if self["arena"]["capacity"]:
             arena = f"arena: {_mib(self['arena']['used'])} of {_mib(self['arena']['capacity'])} MiB"
-        rounds = f"{self['rounds']['exposed_ms']:.1f} ms in {self['rounds']['count']} rounds"
+        rounds = (
+            f"{self['rounds']['exposed_ms']:.1f} ms in {self['rounds']['count']} rounds, "
+            f"{self['rounds']['reducing_ms']:.1f} of it reducing"
+        )
         lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {times} ({rounds}); {arena}"]
         if self["keys"]:
             rows = [["key", "calls", "bytes", "algorithm", *(f"{name} ms" for name in _TIMES), "staged because"]]

@@ -189,7 +189,7 @@ py::tuple report(const Engine& engine) {
     names.append(py::make_tuple(name, one.operations, one.bytes, name_of(one.algorithm), seconds(one.total),
                                 seconds(one.last), seconds(one.submitted.time_since_epoch())));
   }
-  return py::make_tuple(names, all.rounds.count, seconds(all.rounds.exposed));
+  return py::make_tuple(names, all.rounds.count, seconds(all.rounds.exposed), seconds(all.rounds.reducing));
 }
 
 std::int64_t nanoseconds(std::chrono::steady_clock::time_point time) {

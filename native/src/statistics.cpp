@@ -52,7 +52,7 @@ void Rounds::submitted(Statistics& statistics, Work& work) {
 
 void Rounds::completed(Statistics& statistics, const Work& work, Clock::time_point when) {
   if (work.round == round_) {
-    completed_.push_back(Completed{&statistics, work.submitted, when});
+    completed_.push_back(Completed{&statistics, work.submitted, work.scheduled, when});
     --under_way_;
   } else if (work.round + 1 == round_) {
     expose(statistics, std::max(work.submitted, before_), std::min(when, ended_));
@@ -65,6 +65,14 @@ void Rounds::end(Clock::time_point when) {
   for (const Completed& one : completed_) {
     expose(*one.statistics, std::max(one.submitted, last_submission_), one.completed);
     last = std::max(last, one.completed);
+  }
+  // The union of the times from the first chunk to the last of each: from the end, what is not covered yet.
+  Clock::time_point covered = Clock::time_point::max();
+  for (auto one = completed_.rbegin(); one != completed_.rend(); ++one) {
+    const auto begin = std::max(one->scheduled, last_submission_);
+    const auto end = std::min(one->completed, covered);
+    if (begin < end) statistics_.reducing += end - begin;
+    covered = std::min(covered, begin);
   }
   ++statistics_.count;
   statistics_.exposed += last - last_submission_;

@@ -28,6 +28,7 @@ const bool exposed = testing::add("what completes after the last submission of a
   rounds.completed(first, a, a.submitted + hours(7));
   rounds.submitted(second, b);  // whatever `first` took, the rank was still computing
   rounds.submitted(third, c);
+  c.scheduled = b.scheduled = c.submitted + hours(1);
   rounds.completed(third, c, c.submitted + hours(2));
   rounds.completed(second, b, c.submitted + hours(3));
   check_equal(hours_of(second.last.exposed), 0, "unknown as long as more may come");
@@ -39,6 +40,7 @@ const bool exposed = testing::add("what completes after the last submission of a
   check_equal(hours_of(second.total.exposed), 3, "total");
   check_equal(rounds.statistics().count, 1u, "rounds that are over");
   check_equal(hours_of(rounds.statistics().exposed), 3, "the round waits for the last one");
+  check_equal(hours_of(rounds.statistics().reducing), 2, "of which one was reduced for an hour, another for two");
 });
 
 const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {

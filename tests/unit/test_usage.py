@@ -102,14 +102,14 @@ def test_a_report_prints_as_a_table() -> None:
     report = Report(
         {
             "workers": 2,
-            "rounds": {"count": 3, "exposed_ms": 1.5},
+            "rounds": {"count": 3, "exposed_ms": 1.5, "reducing_ms": 0.5},
             "arena": {"used": 1 << 20, "capacity": 8 << 20},
             **entries,
         }
     )
     assert str(report).splitlines() == [
         "2 workers; 1 pushpull, 1 broadcast; 3.0 MiB; 1.0 ms queued, 2.0 ms reducing, 0.0 ms exposed "
-        "(1.5 ms in 3 rounds); arena: 1.0 of 8.0 MiB",
+        "(1.5 ms in 3 rounds, 0.5 of it reducing); arena: 1.0 of 8.0 MiB",
         "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
         "weight      1  3145728  two-shot       1.000        2.000       0.000  3 devices",
         "loss        1        4",
@@ -117,11 +117,12 @@ def test_a_report_prints_as_a_table() -> None:
     nothing = Report(
         {
             "workers": 1,
-            "rounds": {"count": 0, "exposed_ms": 0.0},
+            "rounds": {"count": 0, "exposed_ms": 0.0, "reducing_ms": 0.0},
             "arena": {"used": 0, "capacity": 0},
             **Usage().report({}, unknown),
         }
     )
     assert str(nothing) == (
-        "1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed (0.0 ms in 0 rounds); no arena"
+        "1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed "
+        "(0.0 ms in 0 rounds, 0.0 of it reducing); no arena"
     )

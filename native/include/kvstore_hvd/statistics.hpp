@@ -43,6 +43,8 @@ struct RoundStatistics {
   std::uint64_t count = 0;
   // From the last submission of a round until nothing of it is under way, or the next round begins; of all.
   std::chrono::nanoseconds exposed{0};
+  // The part of it in which something was being reduced; the rest was spent waiting for other ranks.
+  std::chrono::nanoseconds reducing{0};
 };
 
 struct EngineStatistics {
@@ -71,7 +73,7 @@ class Rounds {
  private:
   struct Completed {
     Statistics* statistics;
-    std::chrono::steady_clock::time_point submitted, completed;
+    std::chrono::steady_clock::time_point submitted, scheduled, completed;
   };
 
   std::uint32_t round_ = 1;
@@ -80,7 +82,7 @@ class Rounds {
   RoundStatistics statistics_;
   std::chrono::steady_clock::time_point last_submission_;
   std::chrono::steady_clock::time_point before_, ended_;  // of the round before: its last submission, its end
-  std::vector<Completed> completed_;                      // in this round, since its last submission
+  std::vector<Completed> completed_;                      // in this round, since its last submission; in order
 };
 
 }  // namespace kvstore_hvd
