@@ -69,14 +69,17 @@ class StallInspector:
         self._missed_since: dict[native.Missed, float] = {}
         self._blocked_since: float | None = None
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True)
 
     def start(self) -> None:
         """Look from now on, until `stop` or the world is lost."""
-        threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Look no more. Does not wait."""
+        """Look no more. Waits for a look that is under way, for a second at most."""
         self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_TICK_S)
 
     def look(self, now: float) -> bool:
         """Look once, and log what there is to report.
