@@ -46,7 +46,9 @@ def verify(params: Any) -> None:
     compare(_labelled(params), "", "")
 
 
-def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str) -> None:
+def compare(
+    parameters: Sequence[tuple[str, Any]], namespace: str, when: str, world: engine.Engine | None = None
+) -> None:
     """What `verify` does.
 
     Parameters
@@ -57,8 +59,10 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str) ->
         Only calls with the same one are matched across workers, in their order.
     when : str
         For the message: ``'after 100 updates'``.
+    world : Engine, optional
+        Whose workers to compare with; by default all.
     """
-    world = engine.current()
+    world = world or engine.current()
     if world.is_alone:
         return
     parameters = [(label, param) for label, param in parameters if getattr(param, "_differentiable", True)]
@@ -72,25 +76,25 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str) ->
             failure = failure or error
     # The greatest of x, and the greatest of ~x, which is ~ of the least.
     extremes = np.concatenate([hashes, ~hashes])
-    _allreduce(extremes, namespace, "max")
+    _allreduce(world, extremes, namespace, "max")
     greatest, least = np.split(extremes, 2)
     differing = np.flatnonzero(greatest != ~least)
     if differing.size:
         first = int(differing[0])
         by_rank = np.zeros(world.topology.size, np.int64)
         by_rank[world.topology.rank] = hashes[first]
-        _allreduce(by_rank, f"{namespace}/by-rank", "sum")
+        _allreduce(world, by_rank, f"{namespace}/by-rank", "sum")
         # Whoever ends with the error takes the world with it. Nobody does before all have the table, or one of them
         # would read of a lost worker instead.
         with contextlib.suppress(HorovodInternalError):
-            _allreduce(np.zeros(1, np.int64), f"{namespace}/all-know", "sum")
-        failure = failure or _diverged(parameters[first][0], by_rank, differing.size, len(parameters), when)
+            _allreduce(world, np.zeros(1, np.int64), f"{namespace}/all-know", "sum")
+        failure = failure or _diverged(world, parameters[first][0], by_rank, differing.size, len(parameters), when)
     if failure is not None:
         raise failure
 
 
-def _diverged(label: str, by_rank: Array, differing: int, total: int, when: str) -> DivergedError:
-    topology = engine.current().topology
+def _diverged(world: engine.Engine, label: str, by_rank: Array, differing: int, total: int, when: str) -> DivergedError:
+    topology = world.topology
     ranks: dict[int, list[int]] = {}
     for rank, value in enumerate(by_rank.tolist()):
         ranks.setdefault(value, []).append(rank)
@@ -121,12 +125,12 @@ def _hash(parameter: Any) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _allreduce(array: Array, name: str, op: str) -> None:
+def _allreduce(world: engine.Engine, array: Array, name: str, op: str) -> None:
     place = [array.ctypes.data]
     label = "of the parameters' hashes"
     # Errors of earlier operations that nobody has read are left for others to raise: all workers have to come this way.
     request = Request("allreduce", f"verify/{name}", label, place, place, array.shape, "int64", op)
-    engine.current().communicator().run(request)
+    world.communicator().run(request)
 
 
 def _labelled(params: Any) -> list[tuple[str, Any]]:

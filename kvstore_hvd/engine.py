@@ -210,6 +210,8 @@ class Engine:
             assert self._world is not None
             if self._world.topology.rank not in ranks:
                 return None
+            if config().timeline or self._recorder.is_recording:
+                log.once("timeline-sets", logging.WARNING, "operations of process sets are not in the timeline")
             inner = Engine(ranks, number)
             inner._join(inner._world_in(self._world))
             self._inner.append(inner)
@@ -219,8 +221,10 @@ class Engine:
         """Leave a world that `join_inner` made. Raises as `shutdown`."""
         with self._lock:
             self._inner.remove(inner)
-            self._arenas += inner._arenas  # arrays may lie in them
-            inner.shutdown()
+            try:
+                inner.shutdown()
+            finally:  # arrays may lie in its arenas
+                self._arenas = [arena for arena in (*self._arenas, *inner._arenas) if arena.used]
 
     def _world_in(self, world: World) -> World:
         """The world of `_ranks` inside `world`."""
@@ -263,7 +267,8 @@ class Engine:
                 text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
             self._inspect(self._communicator, topology)
-            register_exit_handler()
+            if not self._ranks:
+                register_exit_handler()
         self._world = world
         self._closed = self._remedy = ""
         self._recorder.joined(self._communicator, topology)
@@ -474,6 +479,8 @@ class Engine:
         """Wait for MXNet's operations: it would do so itself, but an unread error there would abort the process."""
         if self._communicator is not None:
             self._drain()
+            for inner in self._inner:  # nobody can tell whose it was: the next call of any of them raises it
+                inner._deferred = inner._deferred or self._deferred
 
     def after_fork_in_child(self) -> None:
         """Let go of the world; the child may not talk to the other workers."""
@@ -487,9 +494,9 @@ class Engine:
             self._closed = "this process is a forked child of a worker."
             self._remedy = "use stores in the worker itself only."
         arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
-        for inner in self._inner:
-            inner.after_fork_in_child()
         with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            for inner in self._inner:
+                stack.callback(inner.after_fork_in_child)
             for arena in arenas:
                 stack.callback(arena.after_fork_in_child)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Optional
 
@@ -28,8 +29,8 @@ __all__ = ["Join", "JoinHook", "Joinable"]
 
 # Iterations that a worker follows the others before it is told that this is a lot.
 _WARN_AFTER = 1000
-# The n-th enabled context of each process is the same one on all workers.
-_contexts = itertools.count()
+# The n-th enabled context of a world is the same one on all its workers.
+_contexts: weakref.WeakKeyDictionary[engine.Engine, Iterator[int]] = weakref.WeakKeyDictionary()
 # Operations that nobody waits for, with the memory that the engine writes to: kept until they are over, whatever
 # becomes of their context.
 _under_way: list[tuple[native.Work, Any]] = []
@@ -136,12 +137,14 @@ class Join:
         groups = [joinable.join_process_group for joinable in self._joinables]
         if any(group is not groups[0] for group in groups):
             raise ValueError("Using join context manager with multiple process groups")
+        # That of a process set, if the joinables have one.
+        self._world = engine.current() if groups[0] is None else groups[0].world("Join")
         self._name = ""
         self._before: list[_JoinConfig] = []
 
     def __enter__(self) -> Join:
         if self._enable:
-            self._name = f"join/{next(_contexts)}"
+            self._name = f"join/{next(_contexts.setdefault(self._world, itertools.count()))}"
         self._before = [joinable._join_config for joinable in self._joinables]
         for place, joinable in enumerate(self._joinables):
             joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
@@ -201,12 +204,12 @@ class Join:
         while self._sum("presence", 0) > 0:
             if self._throws:
                 self._sum("early", 1)
-                raise _Exhausted(f"Rank {engine.current().topology.rank} exhausted all inputs.")
+                raise _Exhausted(f"Rank {self._world.topology.rank} exhausted all inputs.")
             for hook in self._hooks:
                 hook.main_hook()
             iterations += 1
             if iterations == _WARN_AFTER + 1:
-                rank = engine.current().topology.rank
+                rank = self._world.topology.rank
                 warnings.warn(
                     f"Detected uneven input skew of greater than {_WARN_AFTER}. This means that rank {rank} has at "
                     f"least {_WARN_AFTER} fewer inputs than other currently-active ranks. This level of skew could "
@@ -218,7 +221,7 @@ class Join:
 
     def _tell_of(self, error: BaseException) -> None:
         """Free the workers that would wait for this one, unless they have the same error."""
-        current = engine.current()
+        current = self._world
         of_all = (_Exhausted, MismatchError, InputFailedError, HorovodInternalError)
         if not self._enable or current.is_alone or isinstance(error, of_all):
             return
@@ -227,7 +230,7 @@ class Join:
             current.abort(f"rank {rank} left a Join context with {type(error).__name__}: {error}")
 
     def _tell_presence(self, present: int) -> Optional[native.Work]:
-        current = engine.current()
+        current = self._world
         if current.is_alone:
             return None
         token = np.array([present], np.int64)
@@ -240,7 +243,7 @@ class Join:
 
     def _sum(self, what: str, number: int) -> int:
         """Sum a number over all workers, and wait for it."""
-        current = engine.current()
+        current = self._world
         if current.is_alone:
             return number
         token = np.array([number], np.int64)

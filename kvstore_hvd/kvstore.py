@@ -349,7 +349,7 @@ class StoreMethods:
 
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
         """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
-        divergence.compare(parameters, self._namespace, when)
+        divergence.compare(parameters, self._namespace, when, self._engine)
 
     def _gradient_memory(self) -> native.MXNetAdapter | None:
         """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""

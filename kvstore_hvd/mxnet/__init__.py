@@ -64,6 +64,7 @@ from kvstore_hvd.mxnet.mpi_ops import (
     reducescatter,
 )
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from kvstore_hvd.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -117,6 +118,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 

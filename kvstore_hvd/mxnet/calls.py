@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Optional
 
@@ -27,6 +28,7 @@ class _Unnamed:
 
 
 # The n-th calls meet. Workers may have made different numbers of them when a world is lost: each world starts anew.
+_unnamed_lock = threading.Lock()
 _unnamed: weakref.WeakKeyDictionary[Engine, _Unnamed] = weakref.WeakKeyDictionary()
 
 
@@ -66,10 +68,11 @@ def names_for(call: Call, world: Engine, name: Optional[str], count: int = 0) ->
 def unnamed(world: Engine, kind: str) -> str:
     """A name that no call had in this world."""
     epoch = world.topology.epoch
-    known = _unnamed.get(world)
-    if known is None or known.epoch != epoch:
-        known = _unnamed[world] = _Unnamed(epoch)
-    number = known.counts[kind] = known.counts.get(kind, 0) + 1
+    with _unnamed_lock:
+        known = _unnamed.get(world)
+        if known is None or known.epoch != epoch:
+            known = _unnamed[world] = _Unnamed(epoch)
+        number = known.counts[kind] = known.counts.get(kind, 0) + 1
     return f"{kind}.noname.{number}"
 
 

@@ -14,8 +14,8 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import buffer_like, check_group, copy, scaled
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.engine import Engine
-from kvstore_hvd.errors import InvalidRequestError, KVHvdError
-from kvstore_hvd.keys import Call, Group, wire_name
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.keys import Call, Group, priority_of, wire_name
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_name, make_call, names_for
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
@@ -107,13 +107,14 @@ def alltoall(
     """
     world = process_set.world("alltoall")
     call = make_call(world, "alltoall")
+    priority = priority_of(call, priority)
     size = world.topology.size
     check_name(call, name)
     refusal, rows = _refusal(call, tensor, name), []
     if refusal is None:
         try:
             rows = _rows_to_send(call, name, tensor, splits, size)
-        except (KVHvdError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - what was to compute the splits may have failed with anything
             refusal = error
     with world.submitting():
         (name,) = names_for(call, world, name, 1)
@@ -198,6 +199,7 @@ def _allgather(
 ) -> Sequence[Any]:
     world = process_set.world(operation)
     call = make_call(world, operation)
+    priority = priority_of(call, priority)
     check_name(call, name)
     if not tensors:
         return tensors
@@ -218,6 +220,7 @@ def _reducescatter(
     operation, op, prescale, postscale = how
     world = process_set.world(operation)
     call = make_call(world, operation)
+    priority = priority_of(call, priority)
     reduce = reduction(call, op, prescale, postscale, (Average, Sum))
     check_name(call, name)
     if not tensors:
@@ -354,7 +357,8 @@ def _reduce_rows(
 
 def _plain(world: Engine, array: Any, fill: bool) -> tuple[Any, int]:
     """An array whose elements lie in the CPU's memory, one after the other, and where: itself or a stand-in."""
-    if mxnet_compat.context_of(array).device_type.startswith("cpu"):
+    # An input always goes through a copy: an operation that only reads it, too, may have oneDNN move it meanwhile.
+    if not fill and mxnet_compat.context_of(array).device_type.startswith("cpu"):
         array.wait_to_read()
         if 0 in array.shape or world.mxnet_adapter().is_plain(mxnet_compat.handle_of(array)):
             address = mxnet_compat.address_of(array)

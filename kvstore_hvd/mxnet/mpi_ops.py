@@ -13,7 +13,7 @@ from typing import Any, Optional
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import buffer_like, check_group
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.keys import Call, Group
+from kvstore_hvd.keys import Call, Group, priority_of
 from kvstore_hvd.mxnet.calls import check_array, check_name, make_call, names_for, operations, root_in
 from kvstore_hvd.mxnet.gathers import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
@@ -218,6 +218,7 @@ def _allreduce(
     operation, average, op, prescale, postscale = how
     world = process_set.world(operation)
     call = make_call(world, operation)
+    priority = priority_of(call, priority)  # before a call without a name counts
     reduce = reduction(call, _op(call, average, op), prescale, postscale)
     check_name(call, name)
     if not tensors:
@@ -238,6 +239,7 @@ def _broadcast(
 ) -> Any:
     world = process_set.world("broadcast")
     call = make_call(world, "broadcast")
+    priority = priority_of(call, priority)
     root = root_in(call, root_rank, process_set)
     check_name(call, name)
     check_array(call, tensor, name)

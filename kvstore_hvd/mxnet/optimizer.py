@@ -138,7 +138,8 @@ class OptimizerMethods:
     def unwrap(self) -> Any:
         """The optimizer inside, as it was before."""
         optimizer = vars(self)["_optimizer"]
-        optimizer.rescale_grad /= self._exchange_scale
+        optimizer.rescale_grad /= vars(self)["_exchange_scale"]
+        vars(self)["_exchange_scale"] = 1.0  # once
         return optimizer
 
     # MXNet sets and reads attributes of an optimizer (its learning rate, its counts): they are the inner one's.

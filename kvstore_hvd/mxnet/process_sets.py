@@ -239,15 +239,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = registry.number_of(process_set)
     with world.submitting():
         table = world.all_rows("hvd.remove_process_set", "process set", np.array([number or 0], np.int64))
-    if (table != table[0]).any():
-        details = [f"set {each}: {rank_list(np.flatnonzero(table[:, 0] == each))}" for each in np.unique(table)]
-        fix = "remove the same set on every worker."
-        raise MismatchError(_text("the workers name different process sets.", fix, operation, details))
-    if not number:
-        return False
-    _, inner = registry.sets.pop(number)
-    if inner is not None:
-        world.leave_inner(inner)
+        if (table != table[0]).any():
+            details = [f"set {each}: {rank_list(np.flatnonzero(table[:, 0] == each))}" for each in np.unique(table)]
+            fix = "remove the same set on every worker."
+            raise MismatchError(_text("the workers name different process sets.", fix, operation, details))
+        if not number:
+            return False
+        # Before an unread error is raised, which other workers may not have.
+        _, inner = registry.sets.pop(number)
+        if inner is not None:
+            world.leave_inner(inner)
     return True
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from support.jobs import PACKAGES
 from support.launchers import environment, kvhvdrun
 from support.timeline import Trace, parts_of
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = ROOT / "tests" / "support" / "timeline_worker.py"
+TESTS = Path(__file__).resolve().parents[1]
+WORKER = TESTS / "support" / "timeline_worker.py"
 LIMIT_S = 90
 PARAMETERS = 6  # of the network
 STEPS = 5
@@ -23,7 +24,7 @@ STEPS = 5
 def run(how: str, ranks: int, target: Path, **variables: str) -> tuple[int, str]:
     """Run the job with HOROVOD_TIMELINE; returns its exit code and what it printed."""
     command = [sys.executable, str(WORKER), how, str(target), str(STEPS)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(PACKAGES), str(TESTS)])
     result = subprocess.run(
         kvhvdrun().command(ranks, command) if ranks > 1 else command,
         stdin=subprocess.DEVNULL,
@@ -41,7 +42,7 @@ def run(how: str, ranks: int, target: Path, **variables: str) -> tuple[int, str]
 def merge(target: Path) -> str:
     """Run ``python -m kvstore_hvd.timeline merge``; returns what it printed."""
     command = [sys.executable, "-m", "kvstore_hvd.timeline", "merge", str(target)]
-    variables = {**environment(), "PYTHONPATH": str(ROOT)}
+    variables = {**environment(), "PYTHONPATH": str(PACKAGES)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kvstore_hvd
 from support.launchers import environment, kvhvdrun
 
-ROOT = Path(__file__).resolve().parents[2]
+#: Where the package that is tested is imported from: the installed one has its extension, a source tree may not.
+PACKAGES = Path(kvstore_hvd.__file__).resolve().parents[1]
 LIMIT_S = 60
 
 # What every worker's program begins with.
@@ -40,7 +42,7 @@ def processes(marker: str) -> list[int]:
 def variables_of(marker: str = "") -> dict[str, str]:
     """Return the environment of a job that carries this marker."""
     name, _, value = marker.partition("=")
-    return {**environment(), "PYTHONPATH": str(ROOT), **({name: value} if marker else {})}
+    return {**environment(), "PYTHONPATH": str(PACKAGES), **({name: value} if marker else {})}
 
 
 def start(marker: str, ranks: int, program: str, *options: str, **more: object) -> subprocess.Popen[bytes]:
