@@ -11,6 +11,9 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import divergence
+from kvstore_hvd.errors import DivergedError
+from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.mxnet import process_sets
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.gluon import array, backward, mlp, samples, weights
@@ -206,3 +209,48 @@ def test_trainers_of_sets(dynamic, rank, size):
     assert np.array_equal(from_0, weights(net)[0]) is (rank < 2)
     keys = trainer._kvstore.report()["keys"]
     assert {entry["algorithm"] for entry in keys.values()} <= {"direct", "inline"}
+
+
+class _Counter(Joinable):
+    """Sums ones of the workers of a set that still have input."""
+
+    def __init__(self, process_set):
+        super().__init__()
+        self._set, self.sums = process_set, []
+
+    def join_hook(self, **kwargs):
+        hook = JoinHook()
+        hook.main_hook = lambda: self.sum(0)
+        return hook
+
+    @property
+    def join_device(self):
+        return mx.cpu()
+
+    @property
+    def join_process_group(self):
+        return self._set
+
+    def sum(self, number):
+        array = mx.nd.array([number])
+        self.sums.append(int(hvd.allreduce(array, op=hvd.Sum, name="count", process_set=self._set).asscalar()))
+
+
+def test_join_and_verify_within_a_set(dynamic, rank, size):
+    """Workers outside of it are not waited for, nor compared with."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    few = hvd.add_process_set([0, 1])
+    if few.included():
+        counter = _Counter(few)
+        with Join([counter]):
+            for _ in range(2 + 3 * rank):
+                Join.notify_join_context(counter)
+                counter.sum(1)
+        assert counter.sums == [2, 2, 1, 1, 1]
+    parameters = [("weight", mx.nd.full((3,), min(rank, 1) if few.included() else 7))]
+    if few.included():
+        with pytest.raises(DivergedError, match="rank 1"):
+            divergence.compare(parameters, "mine", "", few.world("verify"))
+        divergence.compare([("weight", mx.nd.ones((3,)))], "mine", "", few.world("verify"))
+    hvd.remove_process_set(few)
