@@ -6,10 +6,11 @@ read its outputs before they are. Only `Horovod.barrier` and the constructor wai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvstore_hvd import divergence, engine, log, mxnet_compat, native
@@ -355,6 +356,21 @@ class StoreMethods:
         """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""
         return self._engine.adapter_for_gradients()
 
+    @contextlib.contextmanager
+    def _averaging(self, weight: float) -> Iterator[None]:
+        """Within, values are averaged by the workers' weights (see `comm.base.Request`). For Trainers in a Join."""
+        before = self._reduction
+        self._reduction = dataclasses.replace(before, op="average", weight=weight)
+        try:
+            yield
+        finally:
+            self._reduction = before
+
+    def _broadcast_from(self, root: int, key: Key, arrays: Sequence[Any]) -> None:
+        """Copy the first of another worker's arrays into all. For Trainers in a Join."""
+        with self._engine.submitting():
+            self._operations.broadcast(*self._check("broadcast", key, arrays[0], list(arrays)), 0, root)
+
     # -- How it works -----------------------------------------------------------------------------------------------
 
     def _measured(self, key: str, measured: Mapping[str, native.Statistics]) -> Measured | None:
@@ -402,7 +418,7 @@ class StoreMethods:
             or type(priority) is not int
             or not -(2**31) <= priority < 2**31
             or not mxnet_compat.is_ndarray(value)
-            or self._reduction.is_scaled
+            or not self._reduction.is_plain
         ):
             return False
         names = self._wire_names.get(key) or self._name(key)
@@ -439,7 +455,8 @@ class StoreMethods:
         with self._engine.submitting():
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
-                adapter.pushpull_step(prepared, self._reduction.as_half)
+                how = self._reduction
+                adapter.pushpull_step(prepared, native.OPS[how.op], how.as_half, how.weight)
         return True
 
     def _no_servers(self, method: str) -> None:

@@ -14,7 +14,9 @@ from kvstore_hvd import errors
 __all__ = [
     "COLLECTIVES",
     "DTYPES",
+    "MAX_NAMES",
     "OPS",
+    "Announced",
     "Arena",
     "Engine",
     "EngineStatistics",
@@ -48,6 +50,8 @@ DTYPES = {
     "int64": 7,
 }
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
+#: How many tensors a world knows at a time: native/include/kvstore_hvd/world.hpp.
+MAX_NAMES = 8192
 COLLECTIVES = {"allreduce": 0, "broadcast": 1, "exchange": 2, "reducescatter": 3}
 
 # native/include/kvstore_hvd/status.hpp
@@ -266,11 +270,29 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class Announced:
+    """What another worker wants to do under a name: fields of its request, see `comm.base.Request`."""
+
+    collective: str
+    dtype: str
+    op: str
+    prescale: float
+    postscale: float
+    as_half: bool
+    count: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Missed:
-    """An operation that other workers have submitted and this one has not; `operation` tells those of a name apart."""
+    """An operation that other workers have submitted and this one has not; `operation` tells those of a name apart.
+
+    `announced` is None unless it was asked for and can be told.
+    """
 
     name: str
     operation: int
+    announced: Announced | None = None
 
 
 def has_pidfds() -> bool:
@@ -388,11 +410,11 @@ def request(
     parts: Sequence[tuple[int, int, int, int]] = (),
     contributed: int = 0,
     weight: float = 1.0,
+    failure: str = "",
 ) -> Any:
     """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
 
-    The addresses must stay valid until it is done. For the parameters see `comm.base.Request`; `as_half`: float32 and
-    float64 are reduced as if they had been cast to float16, and the result is cast back.
+    The addresses must stay valid until it is done. For the parameters see `comm.base.Request`.
     """
     return _native().Request(
         COLLECTIVES[collective],
@@ -412,6 +434,7 @@ def request(
         list(parts),
         contributed,
         weight,
+        failure,
     )
 
 
@@ -484,10 +507,15 @@ class Engine:
             return None
         return [Waiting(name, text, age, since, tuple(late), by_all) for name, text, age, since, late, by_all in found]
 
-    def missed(self, most: int) -> list[Missed] | None:
-        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now."""
-        found = self.impl.missed(most)
-        return None if found is None else [Missed(*one) for one in found]
+    def missed(self, most: int, described: bool = False) -> list[Missed] | None:
+        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now.
+
+        `described`: with what they announced. Then no other thread may submit anything at this time.
+        """
+        found = self.impl.missed(most, described)
+        if found is None:
+            return None
+        return [Missed(name, operation, what and _announced(*what)) for name, operation, what in found]
 
     def process(self, rank: int) -> tuple[int, str]:
         """A worker's process id (0: it has not joined yet), and how errors name it."""
@@ -497,6 +525,16 @@ class Engine:
     def shutdown(self, reason: str = "") -> None:
         """Leave the world: after the pending requests, or at once and with a reason that the others read."""
         self.impl.shutdown(reason)
+
+
+def _announced(collective: int, dtype: int, op: int, *others: Any) -> Announced:
+    prescale, postscale, as_half, count, shape = others
+    names = _name(COLLECTIVES, collective), _name(DTYPES, dtype), _name(OPS, op)
+    return Announced(*names, prescale, postscale, as_half, count, tuple(shape))
+
+
+def _name(codes: dict[str, int], code: int) -> str:
+    return next(name for name, known in codes.items() if known == code)
 
 
 class MXNetAdapter:
@@ -529,19 +567,20 @@ class MXNetAdapter:
         postscale: float,
         priority: int,
         as_half: bool = False,
+        weight: float = 1.0,
     ) -> None:
         """Reduce `inputs` with those of the other workers into each of `outputs`; asynchronous.
 
-        Operations of one name take part in the order of the calls. For `as_half` see `request`.
+        Operations of one name take part in the order of the calls. For `as_half` and `weight` see `comm.base.Request`.
         """
-        self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half)
+        self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half, weight)
 
-    def pushpull_step(self, prepared: Any, as_half: bool) -> None:
-        """Sum each array that was prepared in place, as `pushpull` does one after the other; asynchronous.
+    def pushpull_step(self, prepared: Any, op: int, as_half: bool, weight: float) -> None:
+        """Reduce each array that was prepared in place, as `pushpull` does one after the other; asynchronous.
 
         Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
         """
-        self.impl.pushpull_step(prepared, as_half)
+        self.impl.pushpull_step(prepared, op, as_half, weight)
 
     def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""

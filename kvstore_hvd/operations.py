@@ -32,18 +32,25 @@ class Reduction:
     prescale, postscale : float
         Factors for the sum of a worker's own values, and for the result.
     as_half : bool
-        See `native.request`.
+    weight : float
+        See `comm.base.Request`.
     """
 
     op: str = "sum"
     prescale: float = 1.0
     postscale: float = 1.0
     as_half: bool = False
+    weight: float = 1.0
 
     @property
     def is_scaled(self) -> bool:
         """Whether the result differs from the value where there is only one."""
         return self.prescale != 1.0 or self.postscale != 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a sum, of whatever precision, and nothing else."""
+        return self.op == "sum" and not self.is_scaled
 
 
 SUM = Reduction()
@@ -169,6 +176,7 @@ class Operations:
             how.postscale,
             priority,
             how.as_half,
+            how.weight,
         )
 
 

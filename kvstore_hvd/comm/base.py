@@ -10,7 +10,10 @@ from typing import Any
 from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, KVHvdError
 
-__all__ = ["Communicator", "Request"]
+__all__ = ["PATIENT", "Communicator", "Request"]
+
+#: What the names of requests begin with that have no timeout and are in no stall report (see request.hpp).
+PATIENT = "~"
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Request:
         ``'allreduce'``, ``'broadcast'``, ``'exchange'`` (every worker takes what it wants of every worker's input), or
         ``'reducescatter'``.
     name : str
-        Matches the request with those of the other workers, whatever the order in which they come.
+        Matches the request with those of the other workers, whatever the order in which they come. With a `PATIENT`
+        one it may wait for them for any time.
     label : str
         How messages name the tensor; need not be equal on all workers.
     inputs, outputs : sequence of int
@@ -48,7 +52,12 @@ class Request:
     contributed : int
         Exchange: the elements of this worker's input; `shape` has the largest number of any worker's.
     weight : float
-        Op ``'average'`` divides the sum by that of the workers' weights, unless all are 0.
+        Op ``'average'`` divides the sum by that of the workers' weights, unless there is none above 0. -1: this worker
+        contributes nothing, and counts as an average one of the others.
+    as_half : bool
+        float32 and float64 are reduced as if they had been cast to float16, and the result is cast back.
+    failure : str
+        Why this worker cannot take part: the request fails on all of them with this text.
     """
 
     collective: str
@@ -66,6 +75,8 @@ class Request:
     parts: Sequence[tuple[int, int, int, int]] = ()
     contributed: int = 0
     weight: float = 1.0
+    as_half: bool = False
+    failure: str = ""
 
     @property
     def count(self) -> int:
@@ -145,8 +156,11 @@ class Communicator(ABC):
         """What this worker has waited for, for at least `age_s` seconds; None when nobody can tell just now."""
         return []
 
-    def missed(self, most: int) -> list[native.Missed] | None:
-        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now."""
+    def missed(self, most: int, described: bool = False) -> list[native.Missed] | None:
+        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now.
+
+        `described`: with what they announced. Then no other thread may submit anything at this time.
+        """
         return []
 
     def process(self, rank: int) -> tuple[int, str]:

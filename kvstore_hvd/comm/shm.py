@@ -116,9 +116,9 @@ class ShmCommunicator(Communicator):
         """See `Communicator.waiting`."""
         return self._engine.waiting(age_s)
 
-    def missed(self, most: int) -> list[native.Missed] | None:
+    def missed(self, most: int, described: bool = False) -> list[native.Missed] | None:
         """See `Communicator.missed`."""
-        return self._engine.missed(most)
+        return self._engine.missed(most, described)
 
     def process(self, rank: int) -> tuple[int, str]:
         """See `Communicator.process`."""
@@ -186,4 +186,6 @@ def _native_request(request: Request) -> Any:
         parts=request.parts,
         contributed=request.contributed,
         weight=request.weight,
+        as_half=request.as_half,
+        failure=request.failure,
     )

@@ -261,4 +261,5 @@ def _follow(call: Call, process_set: ProcessSet, namespace: str, shown: str, par
             groups = [_group(call, shown, mxnet_compat.arrays_of(parameter) or [])]
             _broadcast_group(call, world, namespace, groups, root)
 
-    mxnet_compat.after_initialization(parameter, broadcast)
+    name = wire_name(f"{NAMESPACE}/{namespace}", shown)
+    mxnet_compat.after_initialization(parameter, name, broadcast)

@@ -74,6 +74,8 @@ class TrainerMethods:
             _refuse("DistributedTrainer", f"prefix is {prefix!r}.", "pass a str.")
         store, scale = _store_and_scale("DistributedTrainer", gradient_predivide_factor, num_groups, process_set)
         self._compression = compression
+        #: See `join.trainers`: None means all workers.
+        self._process_group = None if process_set is global_process_set else process_set
         if compression.type:
             store.set_gradient_compression({"type": compression.type})
         super().__init__(params, optimizer, optimizer_params, kvstore=store, update_on_kvstore=False)  # type: ignore[call-arg]

@@ -20,7 +20,8 @@ from kvstore_hvd.mxnet_compat.arrays import (
 )
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
-from kvstore_hvd.mxnet_compat.parameters import after_initialization, arrays_of
+from kvstore_hvd.mxnet_compat.parameters import after_initialization, arrays_of, awaited_names, initialize, is_deferred
+from kvstore_hvd.mxnet_compat.trainers import devices_of, is_trainer, joinable_of, key_of, labels_of, note_joinable
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
     engine_is_naive,
@@ -37,20 +38,29 @@ __all__ = [
     "address_of",
     "after_initialization",
     "arrays_of",
+    "awaited_names",
     "bfloat16",
     "bytes_in",
     "context_of",
+    "devices_of",
     "dtype_name",
     "engine_is_naive",
     "engine_text",
     "handle_of",
+    "initialize",
     "install_hooks",
     "install_hooks_on_import",
+    "is_deferred",
     "is_imported",
     "is_ndarray",
     "is_np_ndarray",
     "is_parameter",
+    "is_trainer",
+    "joinable_of",
+    "key_of",
+    "labels_of",
     "libmxnet_path",
+    "note_joinable",
     "numpy_shim",
     "pip_command",
     "require_mxnet",

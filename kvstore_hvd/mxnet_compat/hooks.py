@@ -7,6 +7,7 @@
   of its parameters.
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
+- The steps of a Trainer in a Join go through its joinable (see trainers.py).
 - Every KVHVD_VERIFY_EVERY updates of a Trainer its parameters are compared with the other workers' (0: never).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
 
@@ -27,6 +28,7 @@ from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
 from kvstore_hvd.mxnet_compat import engine_errors, gradients, numpy_shim, trainer_steps
+from kvstore_hvd.mxnet_compat.trainers import joinable_of, key_of, labels_of
 
 __all__ = ["ALIAS", "NAME", "install_hooks", "install_hooks_on_import", "register_store"]
 
@@ -249,7 +251,7 @@ def _patch_trainer(mxnet: Any) -> None:
             kv = self._kvstore
             if _is_ours(kv):
                 if hasattr(kv, "_set_key_labels"):
-                    kv._set_key_labels(_labels(self))
+                    kv._set_key_labels(labels_of(self))
                 if config().verify_every and hasattr(kv, "_verify"):
                     _verify_updates(self, config().verify_every)
                 return
@@ -264,6 +266,27 @@ def _patch_trainer(mxnet: Any) -> None:
 
         return init_kvstore
 
+    def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, batch_size: Any, ignore_stale_grad: bool = False) -> None:
+            joinable = joinable_of(self)
+            if joinable is None:
+                original(self, batch_size, ignore_stale_grad)
+            else:
+                joinable.step(functools.partial(original, self), batch_size, ignore_stale_grad)
+
+        return step
+
+    def reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def allreduce_grads(self: Any) -> None:
+            joinable = joinable_of(self)
+            if joinable is not None:
+                joinable.check_reduction()
+            original(self)
+
+        return allreduce_grads
+
+    _wrap(mxnet.gluon.Trainer, "step", stepping)
+    _wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)
     _wrap(mxnet.gluon.Trainer, "__init__", constructing)
     _wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)
 
@@ -280,8 +303,8 @@ def _verify_updates(trainer: Any, every: int) -> None:
         original(*args, **kwargs)
         number = next(numbers)
         if number % every == 0:
-            labels = _labels(trainer)
-            keys = [(_key(trainer, param), param) for param in trainer._params]
+            labels = labels_of(trainer)
+            keys = [(key_of(trainer, param), param) for param in trainer._params]
             trainer._kvstore._verify(
                 [(f"'{labels[key]}' (key {key})", param) for key, param in keys], f"after {number} updates"
             )
@@ -361,10 +384,10 @@ def _exchange(trainer: Any, in_one_call: bool) -> bool:
 
 def _tell_staged(trainer: Any) -> None:
     """Tell a Trainer's store which gradients are not summed in place, and why; and the log, once for each."""
-    labels, told = _labels(trainer), getattr(trainer, _TOLD, {})
+    labels, told = labels_of(trainer), getattr(trainer, _TOLD, {})
     reasons = {}
     for param in trainer._params:
-        key, why = _key(trainer, param), gradients.why_staged(param)
+        key, why = key_of(trainer, param), gradients.why_staged(param)
         if why is None:
             continue
         reasons[key] = why
@@ -373,16 +396,3 @@ def _tell_staged(trainer: Any) -> None:
     if hasattr(trainer._kvstore, "_set_staged_reasons"):
         trainer._kvstore._set_staged_reasons(reasons)
     setattr(trainer, _TOLD, reasons)
-
-
-def _labels(trainer: Any) -> dict[int, str]:
-    """Names of a Trainer's parameters by the keys that it uses for them on the store."""
-    names: dict[int, str] = getattr(trainer, "_kvstore_hvd_names", {})
-    return {_key(trainer, param): names.get(id(param), param.name) for param in trainer._params}
-
-
-def _key(trainer: Any, param: Any) -> int:
-    """What a Trainer calls a parameter on its store."""
-    identity = param._uuid if hasattr(param, "_uuid") else param.name  # MXNet 2, MXNet 1
-    key: int = trainer._param2idx[identity]
-    return key

@@ -34,7 +34,7 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
                                       std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
                                       double prescale, double postscale, int root, int priority, bool as_half,
                                       const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts,
-                                      std::size_t contributed, double weight) {
+                                      std::size_t contributed, double weight, std::string input_failure) {
   if (collective < 0 || collective >= kCollectives)
     throw py::value_error("unknown collective " + std::to_string(collective));
   if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
@@ -58,6 +58,7 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
   for (const auto& [rank, from, bytes, to] : parts) request.parts.push_back(Part{rank, from, bytes, to});
   request.contributed = contributed;
   request.weight = weight;
+  request.input_failure = std::move(input_failure);
   return made;
 }
 
@@ -227,11 +228,19 @@ py::object waiting(const Engine& engine, double age_s) {
   return result;
 }
 
-py::object missed(const Engine& engine, std::size_t most) {
-  const auto all = engine.missed(most);
+py::object announced(const Announced& what) {
+  return py::make_tuple(static_cast<int>(what.collective), static_cast<int>(what.dtype), static_cast<int>(what.op),
+                        what.prescale, what.postscale, what.as_half, what.count, what.shape);
+}
+
+py::object missed(const Engine& engine, std::size_t most, bool described) {
+  const auto all = engine.missed(most, described);
   if (!all) return py::none();
   py::list result;
-  for (const Missed& one : *all) result.append(py::make_tuple(one.name, one.operation));
+  for (const Missed& one : *all) {
+    result.append(
+        py::make_tuple(one.name, one.operation, one.announced ? announced(*one.announced) : py::object(py::none())));
+  }
   return result;
 }
 
@@ -257,7 +266,7 @@ void bind_engine(py::module_& module) {
            py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
            py::arg("as_half") = false, py::arg("parts") = py::tuple(), py::arg("contributed") = 0,
-           py::arg("weight") = 1.0);
+           py::arg("weight") = 1.0, py::arg("input_failure") = "");
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(
@@ -295,7 +304,7 @@ void bind_engine(py::module_& module) {
       .def("stop_timeline", &Engine::stop_timeline, py::call_guard<py::gil_scoped_release>())
       .def("take_timeline", &take_timeline)
       .def("waiting", &waiting, py::arg("age_s"))
-      .def("missed", &missed, py::arg("most"))
+      .def("missed", &missed, py::arg("most"), py::arg("described") = false)
       .def("process", &process, py::arg("rank"))
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
 }

@@ -46,7 +46,7 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
 
 Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                               const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale,
-                              int priority, bool as_half) {
+                              int priority, bool as_half, double weight) {
   Request request;
   request.collective = Collective::kAllreduce;
   request.name = name;
@@ -55,6 +55,7 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   request.prescale = prescale;
   request.postscale = postscale;
   request.as_half = as_half;
+  request.weight = weight;
   request.priority = priority;
   return push(std::move(request), inputs, outputs);
 }
@@ -91,10 +92,10 @@ std::shared_ptr<const Step> MXNetAdapter::prepare(const std::vector<ToSum>& arra
   return step;
 }
 
-Status MXNetAdapter::pushpull(const Step& step, bool as_half) {
+Status MXNetAdapter::pushpull(const Step& step, const StepReduction& how) {
   if (process_id() != owner_) return forked(world() + "allreduce: ");
   try {
-    step.push({api_, engine_, unread_, turns_}, world(), as_half);
+    step.push({api_, engine_, unread_, turns_}, world(), how);
     return Status();
   } catch (const Error& error) {
     return Status(ErrorCode::kInvalid, world() + "allreduce: MXNet refused an operation: " + error.what());

@@ -43,7 +43,7 @@ class MXNetAdapter {
   // Operations of one name take part in the order of the calls, whichever of their arrays are ready first.
   Status pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                   const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority,
-                  bool as_half);
+                  bool as_half, double weight = 1.0);
 
   // The common case in one call: `array` summed in place. Returns its bytes. Does nothing, and returns nothing, when
   // there is anything about the case that needs a closer look: an array without elements, sparse, not on the CPU or of
@@ -61,9 +61,9 @@ class MXNetAdapter {
   // when there is anything about an array that needs a closer look, as in pushpull_in_place. Throws Error.
   std::shared_ptr<const Step> prepare(const std::vector<ToSum>& arrays) const;
 
-  // Sums each array of the step in place. Like pushpull for one after the other, but small arrays may share an
+  // Reduces each array of the step in place. Like pushpull for one after the other, but small arrays may share an
   // operation of MXNet: then they are ready together, and the error of one is raised by all of them.
-  Status pushpull(const Step& step, bool as_half);
+  Status pushpull(const Step& step, const StepReduction& how);
 
   // Overwrites `array` with the root's, in place. Otherwise like pushpull.
   Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority);

@@ -11,11 +11,12 @@
 
 namespace kvstore_hvd::mxnet {
 
-GroupOperation::GroupOperation(Links links, std::shared_ptr<const Group> group, std::string world, bool as_half)
+GroupOperation::GroupOperation(Links links, std::shared_ptr<const Group> group, std::string world,
+                               const StepReduction& how)
     : links_(std::move(links)),
       group_(std::move(group)),
       world_(std::move(world)),
-      as_half_(as_half),
+      how_(how),
       pending_(group_->size()),
       failed_(group_->size()) {}
 
@@ -65,8 +66,9 @@ Request GroupOperation::request_of(std::size_t place) const {
   request.collective = Collective::kAllreduce;
   request.name = gradient.name;
   request.label = gradient.label;
-  request.op = ReduceOp::kSum;
-  request.as_half = as_half_;
+  request.op = how_.op;
+  request.as_half = how_.as_half;
+  request.weight = how_.weight;
   request.priority = gradient.priority;
   return request;
 }

@@ -20,7 +20,7 @@ namespace kvstore_hvd::mxnet {
 class GroupOperation final : public AsyncOp, public std::enable_shared_from_this<GroupOperation> {
  public:
   // `world`: how errors that arise here begin.
-  GroupOperation(Links links, std::shared_ptr<const Group> group, std::string world, bool as_half);
+  GroupOperation(Links links, std::shared_ptr<const Group> group, std::string world, const StepReduction& how);
 
   // Hands the operation to MXNet. Throws Error.
   static void push(const std::shared_ptr<GroupOperation>& operation);
@@ -39,7 +39,7 @@ class GroupOperation final : public AsyncOp, public std::enable_shared_from_this
   const Links links_;
   const std::shared_ptr<const Group> group_;
   const std::string world_;
-  const bool as_half_;
+  const StepReduction how_;
   const std::thread::id pusher_ = std::this_thread::get_id();
   std::vector<std::uint64_t> turns_;
 

@@ -24,9 +24,9 @@ void Step::add(Gradient gradient, std::size_t bytes) {
   if (group.size() > 1) group.front().title += " and " + std::to_string(group.size() - 1) + " more";
 }
 
-void Step::push(const Links& links, const std::string& world, bool as_half) const {
+void Step::push(const Links& links, const std::string& world, const StepReduction& how) const {
   for (const std::shared_ptr<Group>& group : groups_) {
-    GroupOperation::push(std::make_shared<GroupOperation>(links, group, world, as_half));
+    GroupOperation::push(std::make_shared<GroupOperation>(links, group, world, how));
   }
 }
 

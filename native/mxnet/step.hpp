@@ -15,7 +15,7 @@
 
 namespace kvstore_hvd::mxnet {
 
-// An array that is summed in place, and how.
+// An array that is reduced in place.
 struct Gradient {
   std::string name, label;
   Array array;
@@ -25,6 +25,13 @@ struct Gradient {
 
 // Gradients of one operation: none shares memory with another.
 using Group = std::vector<Gradient>;
+
+// How the gradients of a step are reduced; see Request.
+struct StepReduction {
+  ReduceOp op = ReduceOp::kSum;
+  bool as_half = false;
+  double weight = 1.0;
+};
 
 // What the operations of an adapter share. They do not keep the engine alive, see Operation.
 struct Links {
@@ -42,7 +49,7 @@ class Step {
 
   // Hands everything to MXNet. `world`: how errors that arise here begin. Throws Error when MXNet refuses an operation;
   // those after it were not handed over then.
-  void push(const Links& links, const std::string& world, bool as_half) const;
+  void push(const Links& links, const std::string& world, const StepReduction& how) const;
 
   // A group waits for the last of its gradients: so it takes only those of up to kSmall bytes, and kMost of them, of
   // neighbouring parameters.

@@ -242,9 +242,9 @@ class Engine::Impl {
   }
 
   // Without mutex_: looks at nothing of this rank's but its marks.
-  std::optional<std::vector<Missed>> missed(std::size_t most) const {
+  std::optional<std::vector<Missed>> missed(std::size_t most, bool described) const {
     if (forked() || world_.failure.is_set()) return std::vector<Missed>{};
-    return pending_.missed(most);
+    return pending_.missed(most, described);
   }
 
   Process process(int rank) const {
@@ -528,7 +528,9 @@ void Engine::start_timeline(std::size_t capacity) { impl_->start_timeline(capaci
 void Engine::stop_timeline() { impl_->stop_timeline(); }
 TimelineEvents Engine::take_timeline() { return impl_->take_timeline(); }
 std::optional<std::vector<Waiting>> Engine::waiting(std::chrono::nanoseconds age) const { return impl_->waiting(age); }
-std::optional<std::vector<Missed>> Engine::missed(std::size_t most) const { return impl_->missed(most); }
+std::optional<std::vector<Missed>> Engine::missed(std::size_t most, bool described) const {
+  return impl_->missed(most, described);
+}
 Engine::Process Engine::process(int rank) const { return impl_->process(rank); }
 Status Engine::health() const { return impl_->health(); }
 std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }

@@ -188,7 +188,8 @@ void Pending::check_left(std::uint32_t slot, const Request& request) {
 std::string Pending::describe_overdue(std::chrono::nanoseconds timeout) {
   const auto now = Clock::now();
   for (auto& [text, name] : names_) {
-    if (!name.queue.empty() && now - name.queue.front()->since >= timeout) return describe_timeout(name, timeout);
+    if (name.queue.empty() || is_patient(text) || now - name.queue.front()->since < timeout) continue;
+    return describe_timeout(name, timeout);
   }
   return "";
 }
@@ -238,7 +239,7 @@ std::vector<Waiting> Pending::waiting(std::chrono::nanoseconds age) {
   const auto now = Clock::now();
   std::vector<Waiting> all;
   for (const auto& [text, name] : names_) {
-    if (!is_announced(name)) continue;
+    if (!is_announced(name) || is_patient(text)) continue;
     const Work& work = *name.queue.front();
     if (now - work.since < age) continue;
     all.push_back(Waiting{text, describe_operation(work.request()), work.since, blamed_for(name.slot.slot)});

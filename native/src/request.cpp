@@ -12,7 +12,10 @@ std::string fault_of(const Request& request, int ranks) {
       return "root " + std::to_string(request.root) + " is not a rank of a world of " + std::to_string(ranks);
     }
   }
-  if (!(request.weight >= 0.0) || std::isinf(request.weight)) return "its weight is not a number of 0 or more";
+  const bool absent = request.weight == Request::kAbsent;
+  if (!absent && (!(request.weight >= 0.0) || std::isinf(request.weight))) {
+    return "its weight is neither a number of 0 or more nor -1";
+  }
   const bool scatters = request.collective == Collective::kReduceScatter;
   if (!scatters && request.collective != Collective::kExchange) return "";
   if (request.inputs.size() != 1 || request.outputs.size() != 1) return "it takes one input and one output";

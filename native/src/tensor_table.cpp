@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "kvstore_hvd/describe.hpp"
@@ -243,17 +244,26 @@ bool TensorTable::announced_by(std::uint32_t slot, int other) {
   return static_cast<std::int32_t>(announced(other) - announced(rank_)) >= 0;
 }
 
-bool TensorTable::is_missed(std::uint32_t slot) const {
+int TensorTable::rank_ahead(std::uint32_t slot) const {
   // Relaxed: as in announced_by().
   const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
   const std::uint32_t own = announced(rank_);
   for (int r = 0; r < static_cast<int>(world_.size); ++r) {
-    if (static_cast<std::int32_t>(announced(r) - own) > 0) return true;
+    if (static_cast<std::int32_t>(announced(r) - own) > 0) return r;
   }
-  return false;
+  return -1;
 }
 
-std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most) const {
+std::optional<Announced> TensorTable::announced(std::uint32_t slot, int rank) const {
+  const Signature& signature = world_.announcement(slot, rank).signature;
+  if (signature.failed || signature.dims > kMaxDims) return std::nullopt;
+  return Announced{signature.collective, signature.dtype,
+                   signature.op,         signature.prescale,
+                   signature.postscale,  signature.as_half != 0,
+                   signature.count,      {signature.shape, signature.shape + signature.dims}};
+}
+
+std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool described) const {
   // Version and operations.
   const auto operation_of = [](std::uint64_t state) { return state >> 16; };
   std::vector<Missed> found;
@@ -262,7 +272,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most) const {
   for (std::uint32_t slot = 0; slot < used && found.size() < most; ++slot) {
     // Acquire: the announcements that it counts are counted in the marks too.
     const std::uint64_t state = world_.slots[slot].state.load(std::memory_order_acquire);
-    if (announced_of(state) == 0 || !is_missed(slot)) continue;
+    if (announced_of(state) == 0 || rank_ahead(slot) < 0) continue;
     found.push_back(Missed{"", operation_of(state)});
     places.push_back(slot);
   }
@@ -275,7 +285,15 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most) const {
     // Relaxed: the version, which says whose the slot is, changes only under the lock.
     const std::uint64_t state = slot.state.load(std::memory_order_relaxed);
     if (operation_of(state) != found[i].operation || announced_of(state) == 0) continue;  // it is over
-    found[kept++] = Missed{std::string(name_in(slot)), found[i].operation};
+    if (is_patient(name_in(slot))) continue;
+    Missed one{std::string(name_in(slot)), found[i].operation};
+    if (described) {
+      // The acquire above ordered what that rank has announced; it stays as it is until this rank announces, too.
+      const int rank = rank_ahead(places[i]);
+      if (rank < 0) continue;
+      one.announced = announced(places[i], rank);
+    }
+    found[kept++] = std::move(one);
   }
   world_.table_lock.unlock();
   found.resize(kept);

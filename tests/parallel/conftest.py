@@ -35,6 +35,19 @@ def no_static_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def dynamic(world: Any) -> Iterator[None]:
+    """Let this test add process sets; they are gone afterwards."""
+    from kvstore_hvd.mxnet import process_sets
+
+    process_sets.allow_dynamic()
+    yield
+    registry = process_sets._registry()
+    for each, _ in list(registry.sets.values()):
+        process_sets.remove_process_set(each)
+    registry.is_dynamic = False
+
+
+@pytest.fixture
 def pair() -> Iterator[Any]:
     """Return a world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
     from support.pair import World, mx

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,22 +13,10 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import divergence
 from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.join import Join, Joinable, JoinHook
-from kvstore_hvd.mxnet import process_sets
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.gluon import array, backward, mlp, samples, weights
 
 mx = pytest.importorskip("mxnet")
-
-
-@pytest.fixture
-def dynamic(world) -> Iterator[None]:
-    """Let this test add sets; they are gone afterwards."""
-    process_sets.allow_dynamic()
-    yield
-    registry = process_sets._registry()
-    for each, _ in list(registry.sets.values()):
-        hvd.remove_process_set(each)
-    registry.is_dynamic = False
 
 
 def sum_of(members, shape=(7, 3), dtype="float32"):

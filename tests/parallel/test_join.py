@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import join
 from kvstore_hvd.errors import HorovodInternalError
-from kvstore_hvd.join import Join, Joinable, JoinHook
+from kvstore_hvd.join import Join, Joinable, JoinHook, context
 from support.zero_copy import meet_again
 
 
@@ -144,7 +143,7 @@ def test_an_exception_frees_the_others(rank, size):
 
 def test_a_large_skew_is_told_of(rank, size, monkeypatch):
     """Once, without touching the filters of the program."""
-    monkeypatch.setattr(join, "_WARN_AFTER", 5)
+    monkeypatch.setattr(context, "_WARN_AFTER", 5)
     filters = list(warnings.filters)
     counter = Counter()
     with warnings.catch_warnings(record=True) as caught:

@@ -94,8 +94,9 @@ class Engine {
   // Empty once the world has failed, and in a forked child.
   std::optional<std::vector<Waiting>> waiting(std::chrono::nanoseconds age) const;
 
-  // Operations that others have announced and this rank has not, up to `most`; as waiting().
-  std::optional<std::vector<Missed>> missed(std::size_t most) const;
+  // Operations that others have announced and this rank has not, up to `most`; as waiting(). For `described` see
+  // TensorTable.
+  std::optional<std::vector<Missed>> missed(std::size_t most, bool described = false) const;
 
   // The process of a rank, and how errors name it: "rank 2 (node1, pid 8123)". 0 when it has not joined.
   struct Process {

@@ -74,14 +74,16 @@ class Pending {
   // Raises the alarm when a rank that has left will never announce what this rank waits for.
   void check_left();
 
-  // What to blame when a request has waited for `timeout`: empty when none has.
+  // What to blame when a request that is not patient has waited for `timeout`: empty when none has.
   std::string describe_overdue(std::chrono::nanoseconds timeout);
 
-  // The announced requests that have waited for at least `age`.
+  // The announced requests that have waited for at least `age`, without patient ones.
   std::vector<Waiting> waiting(std::chrono::nanoseconds age);
 
-  // See TensorTable. Any thread.
-  std::optional<std::vector<Missed>> missed(std::size_t most) const { return table_.missed(most); }
+  // See TensorTable.
+  std::optional<std::vector<Missed>> missed(std::size_t most, bool described) const {
+    return table_.missed(most, described);
+  }
 
   // Names: under the empty one what was measured under names that are forgotten (all but about kSlots, those that are
   // not in use). Ends a round, see Rounds.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvstore_hvd/reduce.hpp"
@@ -36,7 +37,10 @@ struct Request {
   std::vector<std::int64_t> shape;  // compared across ranks; product == count
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
-  double weight = 1.0;  // kAverage divides the sum by that of the ranks' weights, unless they are all 0
+  // kAverage divides the sum by that of the ranks' weights, unless there is none above 0. kAbsent: this rank
+  // contributes nothing, and counts as an average one of the others.
+  double weight = 1.0;
+  static constexpr double kAbsent = -1.0;
   double prescale = 1.0;
   double postscale = 1.0;
   bool as_half = false;  // allreduce only: see Reduction
@@ -55,12 +59,16 @@ struct Request {
   std::function<void(const Status&)> on_done;
 };
 
+// Whether a rank may wait in the operations of this name for any time: for what depends on the length of a program.
+// They are in no stall report.
+inline bool is_patient(std::string_view name) { return name.substr(0, 1) == "~"; }
+
 // What is wrong with the arguments of a request in a world of `ranks`; empty when nothing is.
 std::string fault_of(const Request& request, int ranks);
 
 inline std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
 
-// How the contributions of all ranks are reduced. `weights`: the sum of all ranks'.
+// How the contributions of all ranks are reduced. `weights`: see World::weights().
 inline Reduction reduction_of(const Request& request, double weights) {
   Reduction reduction{request.dtype, request.op, request.prescale, request.postscale, request.as_half};
   if (request.op == ReduceOp::kAverage && weights != 0.0) reduction.postscale /= weights;

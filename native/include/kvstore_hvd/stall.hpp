@@ -3,8 +3,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "kvstore_hvd/types.hpp"
 
 namespace kvstore_hvd {
 
@@ -24,10 +27,22 @@ struct Waiting {
   Blamed blamed;
 };
 
+// What a rank wants to do under a name; without what a broadcast or an exchange needs besides.
+struct Announced {
+  Collective collective;
+  DType dtype;
+  ReduceOp op;
+  double prescale, postscale;
+  bool as_half;
+  std::uint64_t count;
+  std::vector<std::int64_t> shape;
+};
+
 // An operation that other ranks have announced and this rank has not.
 struct Missed {
   std::string name;
-  std::uint64_t operation;  // with the name it tells operations apart
+  std::uint64_t operation;                  // with the name it tells operations apart
+  std::optional<Announced> announced = {};  // by one of them, if that was asked for and can be told
 };
 
 }  // namespace kvstore_hvd

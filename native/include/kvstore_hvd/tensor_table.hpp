@@ -51,13 +51,16 @@ class TensorTable {
   bool announced_by(std::uint32_t slot, int other);
 
   // Operations that other ranks have announced and this rank has not, up to `most` of them; nothing when another rank
-  // has the table's lock. Any thread; never waits. One that this rank announces at this moment may be among them.
-  std::optional<std::vector<Missed>> missed(std::size_t most) const;
+  // has the table's lock. Never waits. One that this rank announces at this moment may be among them; that must not be
+  // when they are to be `described`: then only the thread may call it that submits everything. Without patient ones.
+  std::optional<std::vector<Missed>> missed(std::size_t most, bool described) const;
 
  private:
   std::optional<std::uint32_t> take_slot();
   bool is_busy(std::uint32_t slot) const;
-  bool is_missed(std::uint32_t slot) const;
+  // A rank that has announced an operation on the slot that this rank has not, or -1.
+  int rank_ahead(std::uint32_t slot) const;
+  std::optional<Announced> announced(std::uint32_t slot, int rank) const;
   void unlink(std::uint32_t slot);
   Outcome decide(std::uint32_t slot, const Request& request);
   bool all_announced_the_same(std::uint32_t slot) const;

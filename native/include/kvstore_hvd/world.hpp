@@ -94,7 +94,7 @@ struct Slot {
   Signature agreed;
   std::uint64_t bytes;
   std::uint64_t scheduled;  // bytes, under schedule_lock
-  double weights;           // the sum of all ranks'
+  double weights;           // see World::weights()
   std::uint32_t direct;     // whether every rank's array lies in its arena
   std::uint32_t error;      // ErrorCode, kOk (0) when agreed
   std::uint32_t error_length;
@@ -174,11 +174,20 @@ struct World {
   Entry entries[kEntries];
   Claims claims[kEntries];
 
-  // The sum of the ranks' weights, in rank order. For the rank that was last to announce.
+  // The sum of the ranks' weights, in rank order, see Request. For the rank that was last to announce.
   double weights(std::uint32_t slot) {
     double sum = 0.0;
-    for (int r = 0; r < static_cast<int>(size); ++r) sum += mark(slot, r).weight;
-    return sum;
+    int present = 0, absent = 0;
+    for (int r = 0; r < static_cast<int>(size); ++r) {
+      const double weight = mark(slot, r).weight;
+      if (weight < 0.0) {
+        ++absent;
+      } else {
+        sum += weight;
+        present += weight > 0.0 ? 1 : 0;
+      }
+    }
+    return absent == 0 || present == 0 ? sum : sum * (present + absent) / present;
   }
   char* base() { return reinterpret_cast<char*>(this); }
   RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }

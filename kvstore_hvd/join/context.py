@@ -1,0 +1,294 @@
+"""The context manager in which workers may run out of input at different times.
+
+Who has left its body follows the others, in one of two ways. Joinables that others may have written tell in each
+iteration that this worker is still there, with one small allreduce that nobody waits for; who has left takes part in
+those with zeros, and runs the hooks as long as their sum is not zero. Where all joinables are Trainers, nothing is sent
+in an iteration: who has left sees in the engine what the others have submitted (see `_follow_steps`).
+
+PyTorch, "Distributed Training with Uneven Inputs Using the Join Context Manager", is the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Optional
+
+import numpy as np
+
+from kvstore_hvd import engine, mxnet_compat, native
+from kvstore_hvd.comm.base import PATIENT, Request
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
+from kvstore_hvd.join.joinable import Joinable, _JoinConfig
+from kvstore_hvd.join.trainers import TrainerHook, joinable_for
+
+__all__ = ["Join"]
+
+# Iterations that a worker follows the others before it is told that this is a lot.
+_WARN_AFTER = 1000
+# How long it sleeps between two looks at what others have submitted: at first, and at most.
+_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
+# The n-th enabled context of a world is the same one on all its workers.
+_contexts: weakref.WeakKeyDictionary[engine.Engine, Iterator[int]] = weakref.WeakKeyDictionary()
+# Operations that nobody waits for, with the memory that the engine writes to: kept until they are over, whatever
+# becomes of their context.
+_under_way: list[tuple[native.Work, Any]] = []
+# The contexts that this process is in, the outermost first.
+_entered: list[Join] = []
+
+
+class _Exhausted(RuntimeError):
+    """What `throw_on_early_termination` raises, on every worker."""
+
+
+class Join:
+    """Surrounds training in which workers may run out of input at different times.
+
+    Parameters
+    ----------
+    joinables : sequence of Joinable or mxnet.gluon.Trainer
+        In the order in which each iteration calls them; the same on all workers. Of Trainers alone the order does not
+        matter, nor how often an iteration steps each of them. A Trainer has ``kvstore='horovod'`` or is a
+        `DistributedTrainer`, and its ``step`` is used, with the batch size of this worker.
+    enable : bool
+        False: all workers are known to have the same number of iterations, and nothing is done.
+    throw_on_early_termination : bool
+        Raise on all workers as soon as one has no more input, instead of following the others.
+    **kwargs
+        For every `Joinable.join_hook`. That of a Trainer takes ``divide_by_initial_world_size`` (bool, default True).
+        True: a worker that has no input counts as one with a batch of average size and gradients of zero. False: it
+        does not count; gradients are the mean over all samples that there are, exactly as if one process had them
+        all, also where batches have different sizes.
+
+    Raises
+    ------
+    ValueError
+        There is no joinable, or they have different process sets.
+    TypeError, InvalidRequestError
+        Something else was passed, or a Trainer that does not exchange its gradients.
+
+    Notes
+    -----
+    A Trainer's step takes no additional communication, unless `throw_on_early_termination` is given. A worker without
+    input takes the others' steps with gradients of zero and makes the same updates, so that parameters and states of
+    the optimizer are equal on all workers at any time; in the end the parameters are compared. It does not see what the
+    program does between its steps: a learning rate that changes belongs into a scheduler.
+
+    An exception in the body ends the waiting of all other workers with an error that names it.
+
+    Examples
+    --------
+    >>> with Join([trainer], divide_by_initial_world_size=False):
+    ...     for data, label in uneven_batches:
+    ...         with autograd.record():
+    ...             loss = loss_function(net(data), label)
+    ...         loss.backward()
+    ...         trainer.step(data.shape[0])
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if len(joinables) == 0:
+            raise ValueError("The join context manager requires at least one joinable")
+        self._joinables = [joinable_for(each) for each in joinables]
+        self._enable = enable
+        self._throws = throw_on_early_termination
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        groups = [joinable.join_process_group for joinable in self._joinables]
+        if any(group is not groups[0] for group in groups):
+            raise ValueError("Using join context manager with multiple process groups")
+        # That of a process set, if the joinables have one.
+        self._world = engine.current() if groups[0] is None else groups[0].world("Join")
+        # Whether who has no input sees what the others submit; else they tell in each iteration that they are there.
+        self._trainers = [hook for hook in self._hooks if isinstance(hook, TrainerHook)]
+        self._follows_steps = not self._throws and len(self._trainers) == len(self._hooks)
+        self._followed = 0  # iterations
+        self._name = ""
+        self._before: list[_JoinConfig] = []
+
+    def __enter__(self) -> Join:
+        if self._enable:
+            self._name = f"join/{next(_contexts.setdefault(self._world, itertools.count()))}"
+        self._before = [joinable._join_config for joinable in self._joinables]
+        for place, joinable in enumerate(self._joinables):
+            joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
+        self._followed = 0
+        _entered.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        try:
+            if error is None and self._enable:
+                if self._follows_steps:
+                    self._follow_steps()
+                else:
+                    self._follow()
+                for hook in self._hooks:
+                    hook.post_hook(self._followed == 0)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if error is not None:
+                self._tell_of(error)
+            _entered.remove(self)
+            # A later use outside of the context must not wait for workers that are not in it.
+            for joinable, config in zip(self._joinables, self._before):
+                joinable._join_config = config
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Optional[native.Work]:
+        """Tell the workers that have joined that this one begins an iteration. For joinables, not for their users.
+
+        Returns
+        -------
+        native.Work or None
+            The handle of an allreduce under way; None outside of an enabled context, from all but its first joinable,
+            and where nothing needs to be told.
+
+        Raises
+        ------
+        RuntimeError
+            A worker has no more input, and the context is to throw then.
+        """
+        assert hasattr(joinable, "_join_config"), (
+            f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
+        )
+        config = joinable._join_config
+        if not config.is_first_joinable or not config.enable:
+            return None
+        context: Join = config.context
+        if context._follows_steps:
+            return None
+        work = context._tell_presence(1)
+        if config.throw_on_early_termination and context._sum("early", 0) > 0:
+            raise _Exhausted("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        return work
+
+    # -- The protocol -----------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Run the hooks until no worker has input any more, as the others tell."""
+        while self._sum("presence", 0) > 0:
+            if self._throws:
+                self._sum("early", 1)
+                raise _Exhausted(f"Rank {self._world.topology.rank} exhausted all inputs.")
+            for hook in self._hooks:
+                hook.main_hook()
+            self._count()
+
+    def _follow_steps(self) -> None:
+        """Take the others' steps until no worker has input any more.
+
+        Each worker announces that it has left the body, under a name for which one may wait for any time; when that
+        operation is complete, all have. Until then this one looks at what others have submitted and it has not: the
+        gradients of a step.
+        """
+        current = self._world
+        if current.is_alone:
+            return
+        # Its own last step may still wait for its gradients, or for workers that have left before.
+        mxnet_compat.waitall()
+        token = np.zeros(1, np.int64)
+        with current.submitting():
+            work = current.communicator().submit(self._request("left", token, PATIENT))
+        # Contexts around this one have Trainers, too, that others may step before they leave this one.
+        contexts = [each for each in _entered if each._follows_steps and each._world is current and each._enable]
+        hooks = {hook: each for each in contexts for hook in each._trainers}
+        # Nothing blocks here: of two Trainers another worker may wait for the step of the other one.
+        steps: dict[TrainerHook, Future[None]] = {}
+        pause_s = _SLEEP_S
+        waiting = ThreadPoolExecutor(len(hooks), "kvstore_hvd-join")
+        try:
+            while not work.done or steps:
+                for hook in [hook for hook, step in steps.items() if step.done()]:
+                    steps.pop(hook).result()
+                    hook.finish()
+                begun = [] if work.done else self._begun([hook for hook in hooks if hook not in steps])
+                for hook in begun:
+                    hook.begin()
+                    steps[hook] = waiting.submit(hook.wait)
+                    hooks[hook]._count()
+                if begun:
+                    pause_s = _SLEEP_S
+                else:
+                    time.sleep(pause_s)
+                    pause_s = min(pause_s * 1.05, _LONGEST_SLEEP_S)
+        finally:
+            waiting.shutdown(wait=False)  # after an exception its threads end when the others have been told of it
+        if work.error is not None:
+            raise work.error
+
+    def _begun(self, hooks: Sequence[TrainerHook]) -> list[TrainerHook]:
+        """Those of which others have begun a step that this worker can follow."""
+        missed = self._world.communicator().missed(native.MAX_NAMES, any(hook.is_deferred for hook in hooks))
+        if not missed:
+            return []
+        for hook in hooks:
+            hook.initialize(missed)
+        return [hook for hook in hooks if hook.has_begun(missed)]
+
+    def _count(self) -> None:
+        """Count an iteration of the others."""
+        self._followed += 1
+        if self._followed == _WARN_AFTER + 1:
+            rank = self._world.topology.rank
+            warnings.warn(
+                f"Detected uneven input skew of greater than {_WARN_AFTER}. This means that rank {rank} has at "
+                f"least {_WARN_AFTER} fewer inputs than other currently-active ranks. This level of skew could "
+                "lead to performance degradation during training.",
+                stacklevel=4,
+            )
+
+    def _tell_of(self, error: BaseException) -> None:
+        """Free the workers that would wait for this one, unless they have the same error."""
+        current = self._world
+        of_all = (_Exhausted, DivergedError, MismatchError, InputFailedError, HorovodInternalError)
+        if not self._enable or current.is_alone or isinstance(error, of_all):
+            return
+        rank = current.topology.rank
+        with contextlib.suppress(Exception):  # the error of the body is the one to raise
+            current.abort(f"rank {rank} left a Join context with {type(error).__name__}: {error}")
+
+    def _tell_presence(self, present: int) -> Optional[native.Work]:
+        current = self._world
+        if current.is_alone:
+            return None
+        token = np.array([present], np.int64)
+        # The errors of those that are over are raised by the operations that training waits for.
+        _under_way[:] = [each for each in _under_way if not each[0].done]
+        with current.submitting():
+            work = current.communicator().submit(self._request("presence", token))
+        _under_way.append((work, token))
+        return work
+
+    def _sum(self, what: str, number: int) -> int:
+        """Sum a number over all workers, and wait for it."""
+        current = self._world
+        if current.is_alone:
+            return number
+        token = np.array([number], np.int64)
+        with current.submitting():
+            current.communicator().run(self._request(what, token))
+        return int(token[0])
+
+    def _request(self, what: str, token: Any, prefix: str = "") -> Request:
+        place = [token.ctypes.data]
+        name = f"{prefix}{self._name}/{what}"
+        return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64")

@@ -1,0 +1,269 @@
+"""Gluon's Trainers in a Join: a worker without input takes their steps with gradients of zero.
+
+It averages with the others and applies the same update, so that parameters, the states of the optimizer, its learning
+rate and the scale of AMP stay equal on all workers, bit by bit. What a gradient counts is agreed within the allreduce
+itself: each worker announces its batch size as its weight (see `comm.base.Request`), and nothing else is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.engine import Engine
+from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.join.joinable import Joinable, JoinHook
+from kvstore_hvd.keys import wire_name
+from kvstore_hvd.kvstore import StoreMethods
+
+__all__ = ["TrainerHook", "joinable_for"]
+
+# Of a worker that has no input: counts as an average one of the others, or not at all.
+_ABSENT, _NOT_COUNTED = -1.0, 0.0
+# How often to look for the shapes that the others announce.
+_LOOK_S = 1e-3
+
+
+def joinable_for(thing: Any) -> Joinable:
+    """The joinable itself, or the one of a Trainer.
+
+    Raises
+    ------
+    TypeError
+        It is neither.
+    InvalidRequestError
+        It is a Trainer that does not exchange its gradients through a store of ours.
+    """
+    if mxnet_compat.is_trainer(thing):
+        joinable: Joinable | None = mxnet_compat.joinable_of(thing)
+        if joinable is None:
+            joinable = _TrainerJoinable(thing)
+            mxnet_compat.note_joinable(thing, joinable)
+        return joinable
+    if not isinstance(thing, Joinable):
+        raise TypeError(f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}.")
+    return thing
+
+
+class _TrainerJoinable(Joinable):
+    """Takes part for one Trainer, which need not know of it."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self.store: StoreMethods = _store_of(trainer)
+
+    def join_hook(self, **kwargs: Any) -> TrainerHook:
+        """See `Joinable.join_hook`. Of `kwargs` it knows ``divide_by_initial_world_size``."""
+        return TrainerHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> Any:
+        """See `Joinable.join_device`."""
+        return mxnet_compat.devices_of(self._trainer)[0]
+
+    @property
+    def join_process_group(self) -> Any:
+        """See `Joinable.join_process_group`."""
+        return getattr(self._trainer, "_process_group", None)
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer."""
+        return self._trainer
+
+    @property
+    def world(self) -> Engine:
+        """The workers that it exchanges gradients with."""
+        return self.store._engine
+
+    def step(self, original: Callable[..., None], batch_size: Any, ignore_stale_grad: bool) -> None:
+        """What ``Trainer.step`` does; `original` is that of MXNet."""
+        if not self._join_config.enable or self.world.is_alone:
+            original(batch_size, ignore_stale_grad)
+            return
+        weight = self._checked(batch_size)
+        if ignore_stale_grad:
+            self._check_fresh()
+        self._join_config.context.notify_join_context(self)
+        with self.store._averaging(weight):
+            original(self._batch_size, False)
+
+    def submit_zeros(self, weight: float) -> None:
+        """Take part in a step of the others, up to the update."""
+        trainer = self._trainer
+        for parameter in self._trained():
+            parameter.zero_grad()
+            for array in parameter.list_data():
+                array._fresh_grad = True
+        if not trainer._kv_initialized:
+            trainer._init_kvstore()
+        if trainer._params_to_init:
+            trainer._init_params()
+        with self.store._averaging(weight):
+            trainer._allreduce_grads()
+
+    def wait(self) -> None:
+        """Wait for what `submit_zeros` has submitted. Any thread."""
+        for parameter in self._trained():
+            for gradient in parameter.list_grad():
+                gradient.wait_to_read()
+
+    def update(self) -> None:
+        """Update the parameters as the others do."""
+        trainer = self._trainer
+        scaler = getattr(trainer, "_amp_loss_scaler", None)
+        if scaler is not None:  # as amp.scale_loss does
+            trainer._scale = trainer._amp_original_scale / scaler.loss_scale
+        trainer._optimizer.rescale_grad = trainer._scale / self._batch_size
+        trainer._update(False)
+
+    def check_reduction(self) -> None:
+        """Raise InvalidRequestError in a Join: ``allreduce_grads`` does not say how many samples there were."""
+        if self._join_config.enable and not self.world.is_alone:
+            fact = "allreduce_grads() and update() cannot be used within Join: workers without input could not follow."
+            raise self._refusal(fact, "call step(); to clip gradients, give the optimizer clip_gradient.")
+
+    @property
+    def _batch_size(self) -> float:
+        """By what MXNet is to divide. Gradients are divided by all batch sizes as they are summed, and the Trainer's
+        scale is meant for sums over all workers."""
+        return 1.0 / self.world.topology.size
+
+    def _trained(self) -> list[Any]:
+        return [each for each in self._trainer._params if each.grad_req != "null"]
+
+    def _checked(self, batch_size: Any) -> float:
+        try:
+            weight = float(batch_size)
+        except (TypeError, ValueError):
+            weight = float("nan")
+        if not 0.0 < weight < float("inf"):
+            raise self._refusal(f"batch_size is {batch_size!r}.", "pass the number of samples of this worker's batch.")
+        return weight
+
+    def _check_fresh(self) -> None:
+        for parameter in self._trained():
+            if not all(array._fresh_grad for array in mxnet_compat.arrays_of(parameter) or []):
+                key = mxnet_compat.key_of(self._trainer, parameter)
+                fact = "its gradient is stale: workers without input cannot know that it is to be ignored."
+                fix = "give the Trainer only parameters that every step uses, or leave the Join."
+                raise self._refusal(fact, fix, mxnet_compat.labels_of(self._trainer)[key])
+
+    def _refusal(self, fact: str, fix: str, name: str = "") -> InvalidRequestError:
+        topology = self.world.topology
+        return InvalidRequestError(
+            message(fact, rank=topology.rank, size=topology.size, operation="Trainer.step", name=name, fix=fix)
+        )
+
+
+class TrainerHook(JoinHook):
+    """What a Trainer does in place of its steps on a worker that has no more input.
+
+    Parameters
+    ----------
+    joinable : _TrainerJoinable
+    divide_by_initial_world_size : bool
+        See `Join`.
+    """
+
+    def __init__(self, joinable: _TrainerJoinable, divide_by_initial_world_size: bool) -> None:
+        self._joinable = joinable
+        self._weight = _ABSENT if divide_by_initial_world_size else _NOT_COUNTED
+
+    def main_hook(self) -> None:
+        """See `JoinHook.main_hook`. Waits for its end."""
+        while self.is_deferred:
+            self.initialize(self._joinable.world.communicator().missed(native.MAX_NAMES, described=True) or [])
+            time.sleep(_LOOK_S)
+            self._joinable.world.check()
+        self.begin()
+        self.wait()
+        self.finish()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give all workers the running statistics of one that joined last; compare the rest.
+
+        Raises
+        ------
+        DivergedError
+            The parameters differ: the program changed them, or the learning rate, on some workers only.
+        """
+        trainer, store, world = self._joinable.trainer, self._joinable.store, self._joinable.world
+        if world.is_alone:
+            return
+        is_started = trainer._kv_initialized and not self.is_deferred
+        row = np.array([is_last_joiner, is_started], np.int64)
+        with world.submitting():
+            rows = world.all_rows(f"{store._namespace}/join/end", "the end of a Join", row)
+        if not rows[:, 1].all():
+            return  # nobody has taken a step
+        root = int(np.flatnonzero(rows[:, 0]).max())
+        keys = [(mxnet_compat.key_of(trainer, each), each) for each in trainer._params]
+        for key, parameter in keys:
+            if parameter.grad_req == "null":
+                store._broadcast_from(root, key, parameter.list_data())
+        labels = mxnet_compat.labels_of(trainer)
+        store._verify([(f"'{labels[key]}' (key {key})", each) for key, each in keys], "at the end of a Join")
+
+    # -- A step in parts, for workers that see in the engine what the others submit -----------------------------------
+
+    def begin(self) -> None:
+        """Submit gradients of zero."""
+        self._joinable.submit_zeros(self._weight)
+
+    def wait(self) -> None:
+        """Wait until the gradients are reduced. Any thread."""
+        self._joinable.wait()
+
+    def finish(self) -> None:
+        """Update the parameters."""
+        self._joinable.update()
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a parameter waits for its shape, which the others know."""
+        return any(map(mxnet_compat.is_deferred, self._joinable.trainer._params))
+
+    def initialize(self, missed: Sequence[native.Missed]) -> None:
+        """Initialise the parameters that wait for a shape and that others broadcast."""
+        shapes = {one.name: one.announced.shape for one in missed if one.announced is not None}
+        for key, parameter in self._keys():
+            if not mxnet_compat.is_deferred(parameter):
+                continue
+            names = (self._wire_name(key), *mxnet_compat.awaited_names(parameter))
+            for name in names:
+                if name in shapes:
+                    mxnet_compat.initialize(parameter, shapes[name])
+                    break
+
+    def has_begun(self, missed: Sequence[native.Missed]) -> bool:
+        """Whether others have begun a step, and this worker can follow."""
+        own = {self._wire_name(key) for key, _ in self._keys()}
+        return not self.is_deferred and any(one.name in own for one in missed)
+
+    def _keys(self) -> list[tuple[int, Any]]:
+        trainer = self._joinable.trainer
+        return [(mxnet_compat.key_of(trainer, each), each) for each in trainer._params]
+
+    def _wire_name(self, key: int) -> str:
+        return wire_name(self._joinable.store._namespace, key)
+
+
+def _store_of(trainer: Any) -> StoreMethods:
+    """The store of a Trainer, made now if it is not yet: its name must be known before the first step."""
+    import mxnet
+
+    store = trainer._kvstore if trainer._kv_initialized else trainer._kvstore_params["kvstore"]
+    if isinstance(store, str):
+        with contextlib.suppress(ValueError, mxnet.base.MXNetError):
+            store = trainer._kvstore_params["kvstore"] = mxnet.kvstore.create(store)
+    if not isinstance(store, StoreMethods):
+        fact, fix = "it does not exchange gradients.", "create it with kvstore='horovod', or as a DistributedTrainer."
+        raise InvalidRequestError(message(fact, operation="Join", name="Trainer", fix=fix))
+    return store

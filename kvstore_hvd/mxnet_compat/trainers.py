@@ -1,0 +1,45 @@
+"""What Gluon's Trainers call their parameters, and what takes part for them in a Join."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["devices_of", "is_trainer", "joinable_of", "key_of", "labels_of", "note_joinable"]
+
+_JOINABLE = "_kvstore_hvd_joinable"
+
+
+def is_trainer(thing: Any) -> bool:
+    """Whether it is a Trainer of Gluon. Does not import MXNet."""
+    mxnet = sys.modules.get("mxnet")
+    return mxnet is not None and isinstance(thing, mxnet.gluon.Trainer)
+
+
+def devices_of(trainer: Any) -> list[Any]:
+    """The contexts of MXNet that its parameters live on."""
+    devices: list[Any] = trainer._devices if hasattr(trainer, "_devices") else trainer._contexts  # MXNet 2, MXNet 1
+    return devices
+
+
+def key_of(trainer: Any, param: Any) -> int:
+    """What a Trainer calls a parameter on its store."""
+    identity = param._uuid if hasattr(param, "_uuid") else param.name  # MXNet 2, MXNet 1
+    key: int = trainer._param2idx[identity]
+    return key
+
+
+def labels_of(trainer: Any) -> dict[int, str]:
+    """Names of a Trainer's parameters by the keys that it uses for them on the store."""
+    names: dict[int, str] = getattr(trainer, "_kvstore_hvd_names", {})
+    return {key_of(trainer, param): names.get(id(param), param.name) for param in trainer._params}
+
+
+def note_joinable(trainer: Any, joinable: Any) -> None:
+    """Have the Trainer's steps go through ``joinable.step``, see `join.trainers`."""
+    setattr(trainer, _JOINABLE, joinable)
+
+
+def joinable_of(trainer: Any) -> Any:
+    """What `note_joinable` was told, or None."""
+    return vars(trainer).get(_JOINABLE)
