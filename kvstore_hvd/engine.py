@@ -24,6 +24,7 @@ from kvstore_hvd.errors import HorovodInternalError, ShutdownError, message
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.namespaces import Namespaces
 from kvstore_hvd.recording.recorder import Recorder
+from kvstore_hvd.records import EngineStatistics
 from kvstore_hvd.stall import StallInspector
 from kvstore_hvd.topology import Host, Topology, World
 
@@ -384,10 +385,10 @@ class Engine:
         """The adapter, if it is in use already and no error waits to be raised. For callers in a hurry."""
         return self._adapter if self._deferred is None else None
 
-    def report(self) -> native.EngineStatistics:
+    def report(self) -> EngineStatistics:
         """What was measured of this worker's operations since it joined its world."""
         communicator = self._communicator
-        return native.EngineStatistics() if communicator is None else communicator.report()
+        return EngineStatistics() if communicator is None else communicator.report()
 
     @property
     def arena(self) -> native.Arena | None:

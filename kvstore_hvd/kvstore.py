@@ -19,6 +19,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
 from kvstore_hvd.operations import SUM, Operations, Reduction
+from kvstore_hvd.records import Statistics
 from kvstore_hvd.steps import Step, is_plain
 from kvstore_hvd.usage import Measured, Report, Usage
 
@@ -357,7 +358,7 @@ class StoreMethods:
 
     # -- How it works -----------------------------------------------------------------------------------------------
 
-    def _measured(self, key: str, measured: Mapping[str, native.Statistics]) -> Measured | None:
+    def _measured(self, key: str, measured: Mapping[str, Statistics]) -> Measured | None:
         statistics = measured.get(wire_name(self._namespace, key))
         if statistics is None:
             return None

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore_hvd import log, native
+from kvstore_hvd import log
 from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.errors import rank_list
+from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stacks import OWN_THREADS, python_stacks
 
 __all__ = ["StallInspector"]
@@ -66,7 +67,7 @@ class StallInspector:
         self._shutdown_s = shutdown_s
         self._describe = describe
         self._waiting, self._missing = _Reports(self._check_s), _Reports(self._check_s)
-        self._missed_since: dict[native.Missed, float] = {}
+        self._missed_since: dict[Missed, float] = {}
         self._blocked_since: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True)
@@ -134,18 +135,18 @@ class StallInspector:
             head = f"rank {self._rank} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
             self._communicator.abort(self._waiting_text(head, waiting))
 
-    def _speaks_for(self, one: native.Waiting) -> bool:
+    def _speaks_for(self, one: Waiting) -> bool:
         """Whether this is the lowest of those that wait, and can speak."""
         return all(self._state(rank) in _STOPPED for rank in range(self._rank) if rank not in one.late)
 
-    def _waiting_text(self, head: str, waiting: Sequence[native.Waiting], hint: str = "") -> str:
+    def _waiting_text(self, head: str, waiting: Sequence[Waiting], hint: str = "") -> str:
         lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
         if len(waiting) > _SHOWN:
             lines.append(f"... and {len(waiting) - _SHOWN} more")
         lines += self._ranks({rank for one in waiting for rank in one.late}, hint)
         return "\n  ".join(lines)
 
-    def _who(self, one: native.Waiting) -> str:
+    def _who(self, one: Waiting) -> str:
         if one.announced_by_all:
             behind = f"{rank_list(one.late)} stopped inside it" if one.late else "none of them moves"
             return f"submitted by all; {behind}"

@@ -12,6 +12,7 @@ from kvstore_hvd import affinity, log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
+from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 from kvstore_hvd.rendezvous import share_segment
 from kvstore_hvd.topology import World
 
@@ -96,7 +97,7 @@ class ShmCommunicator(Communicator):
         """See `Communicator.shutdown`."""
         self._engine.shutdown(reason)
 
-    def report(self) -> native.EngineStatistics:
+    def report(self) -> EngineStatistics:
         """See `Communicator.report`."""
         return self._engine.report()
 
@@ -108,15 +109,15 @@ class ShmCommunicator(Communicator):
         """See `Communicator.stop_timeline`."""
         self._engine.stop_timeline()
 
-    def take_timeline(self) -> tuple[list[native.TimelineEvent], int]:
+    def take_timeline(self) -> tuple[list[TimelineEvent], int]:
         """See `Communicator.take_timeline`."""
         return self._engine.take_timeline()
 
-    def waiting(self, age_s: float) -> list[native.Waiting] | None:
+    def waiting(self, age_s: float) -> list[Waiting] | None:
         """See `Communicator.waiting`."""
         return self._engine.waiting(age_s)
 
-    def missed(self, most: int) -> list[native.Missed] | None:
+    def missed(self, most: int) -> list[Missed] | None:
         """See `Communicator.missed`."""
         return self._engine.missed(most)
 

@@ -18,6 +18,7 @@ NATIVE = ROOT / "native"
 LAYERS = (
     ("errors", "log", "horovod_variables", "config"),
     (
+        "records",
         "native",
         "mxnet_compat",
         "gpu",

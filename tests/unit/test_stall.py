@@ -16,7 +16,7 @@ import pytest
 from kvstore_hvd import stacks
 from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.namespaces import Namespaces
-from kvstore_hvd.native import Missed, Waiting
+from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stall import StallInspector
 from support.fake_native import FakeAdapter, FakeCommunicator
 
