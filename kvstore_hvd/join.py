@@ -24,13 +24,14 @@ import numpy as np
 from kvstore_hvd import engine, native
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, MismatchError
+from kvstore_hvd.member import Member
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
 # Iterations that a worker follows the others before it is told that this is a lot.
 _WARN_AFTER = 1000
 # The n-th enabled context of a world is the same one on all its workers.
-_contexts: weakref.WeakKeyDictionary[engine.Engine, Iterator[int]] = weakref.WeakKeyDictionary()
+_contexts: weakref.WeakKeyDictionary[Member, Iterator[int]] = weakref.WeakKeyDictionary()
 # Operations that nobody waits for, with the memory that the engine writes to: kept until they are over, whatever
 # becomes of their context.
 _under_way: list[tuple[native.Work, Any]] = []

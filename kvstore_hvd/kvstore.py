@@ -18,6 +18,7 @@ from kvstore_hvd.compression import parse_compression
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
+from kvstore_hvd.member import Member
 from kvstore_hvd.operations import SUM, Operations, Reduction
 from kvstore_hvd.records import Statistics
 from kvstore_hvd.steps import Step, is_plain
@@ -55,11 +56,11 @@ class StoreMethods:
     of workers is lost, every call raises the same `HorovodInternalError` until `reset`.
     """
 
-    def __init__(self, world: engine.Engine | None = None, reduction: Reduction = SUM) -> None:
+    def __init__(self, world: Member | None = None, reduction: Reduction = SUM) -> None:
         # MXNet passes nothing.
         self._engine = world or engine.current()
         if world is None:
-            self._engine.init()
+            engine.current().init()
         self._names: dict[str, str] = {}
         self._namespace = self._engine.next_namespace(self._label)
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label

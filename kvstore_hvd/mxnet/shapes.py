@@ -15,9 +15,9 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.arrays import ITEM_BYTES
-from kvstore_hvd.engine import Engine
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, rank_list
 from kvstore_hvd.keys import Call, wire_name
+from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE
 
 __all__ = ["Shapes", "exchange_shapes"]
@@ -63,7 +63,7 @@ class Shapes:
 
 def exchange_shapes(
     call: Call,
-    world: Engine,
+    world: Member,
     kind: str,
     name: str,
     tensor: Any,

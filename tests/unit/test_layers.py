@@ -33,7 +33,7 @@ LAYERS = (
     ),
     ("comm",),
     ("recording",),
-    ("stall", "engine"),
+    ("stall", "member", "inner_worlds", "engine"),
     (
         "numpy_ops",
         "timeline",
