@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import DivergedError, HorovodInternalError, message, rank_list
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, message
 from kvstore_hvd.member import Member
 
 __all__ = ["compare", "verify"]
@@ -97,13 +97,14 @@ def _diverged(world: Member, label: str, by_rank: Array, differing: int, total: 
     ranks: dict[int, list[int]] = {}
     for rank, value in enumerate(by_rank.tolist()):
         ranks.setdefault(value, []).append(rank)
-    details = [f"{_SHOWN.get(value, f'{value % 2**64:016x}')}: {rank_list(who)}" for value, who in ranks.items()]
+    details = [
+        f"{_SHOWN.get(value, f'{value % 2**64:016x}')}: {topology.rank_list(who)}" for value, who in ranks.items()
+    ]
     others = f"{differing} of {total} parameters differ; this is the first one." if total > 1 else ""
     return DivergedError(
         message(
             f"the workers' parameters differ{' ' if when else ''}{when}. Hashes of their bytes:",
-            rank=topology.rank,
-            size=topology.size,
+            **topology.speaker,
             operation=f"verify {label}",
             details=[*details, *([others] if others else [])],
             fix="restore a checkpoint on every worker, and find what only some of them do: set_data(), a skipped step,"

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import bootstrap, log, native
+from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import ShutdownError, message
+from kvstore_hvd.errors import LaunchError, ShutdownError, message
 from kvstore_hvd.inner_worlds import InnerMember, InnerWorlds
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.member import Member, log_unread
@@ -148,7 +149,7 @@ class Engine(Member):
         assert self._world is not None
         if self._forked:
             topology = self._world.topology
-            raise ShutdownError(message(self._closed, rank=topology.rank, size=topology.size, fix=self._remedy))
+            raise ShutdownError(message(self._closed, **topology.speaker, fix=self._remedy))
         # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
         # number of times would never meet.
         self.join(self._world.next_epoch())
@@ -158,13 +159,44 @@ class Engine(Member):
     def join_inner(self, ranks: Sequence[int], number: int) -> InnerMember | None:
         """Make a world of some of this one's workers. Left with this one, and made again by `reset`.
 
-        For parameters, result and errors see `InnerWorlds.add`.
+        For parameters and result see `InnerWorlds.add`. Every worker of this world calls it, inside `submitting`.
+
+        Raises
+        ------
+        LaunchError
+            Some of them could not join it. On every worker, and then none is in it.
+        HorovodInternalError
+            The world is lost.
         """
         with self._lock:
             assert self._world is not None
             if config().timeline or self._recorder.is_recording:
                 log.once("timeline-sets", logging.WARNING, "operations of process sets are not in the timeline")
-            return self._inner.add(self._world, ranks, number)
+            inner, failure = None, None
+            try:
+                inner = self._inner.add(self._world, ranks, number)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others have to know
+                failure = error
+            told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            try:
+                faults = exchange(self._others(), self.topology, f"process set {number}", told)
+                if any(faults):
+                    raise LaunchError(self._join_fault(number, faults)) from failure
+            except BaseException:
+                if inner is not None:
+                    self._inner.remove(inner)
+                    inner.leave("not all of its workers could join the process set")
+                raise
+            return inner
+
+    def _join_fault(self, number: int, faults: list[str]) -> str:
+        details = [
+            line if place else f"rank {rank}: {line}"
+            for rank, fault in enumerate(faults)
+            for place, line in enumerate(fault.splitlines())
+        ]
+        fact, fix = f"process set {number} could not be made.", "see the first error; the workers are as before."
+        return message(fact, **self.topology.speaker, details=details, fix=fix)
 
     def leave_inner(self, inner: InnerMember) -> None:
         """Leave a world that `join_inner` made. Raises as `shutdown`."""

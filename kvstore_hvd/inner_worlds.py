@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.member import Member
-from kvstore_hvd.topology import Host, Topology, World
+from kvstore_hvd.topology import Host, Inside, Topology, World
 
 __all__ = ["InnerMember", "InnerWorlds"]
 
@@ -35,7 +35,13 @@ class InnerMember(Member):
         rank = self._ranks.index(topology.rank)
         self.join(
             World(
-                Topology.of(rank, hosts, epoch=topology.epoch, source=topology.source),
+                Topology.of(
+                    rank,
+                    hosts,
+                    epoch=topology.epoch,
+                    source=topology.source,
+                    inside=Inside(self._number, self._ranks, topology.size),
+                ),
                 f"{outer.job}.set{self._number}",
                 outer.secret,
             )

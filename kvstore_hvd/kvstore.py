@@ -380,7 +380,7 @@ class StoreMethods:
 
     def _call(self, operation: str) -> Call:
         topology = self._engine.topology
-        return Call(operation, topology.rank, topology.size, self._names, mxnet_compat.is_ndarray)
+        return Call(operation, topology, self._names, mxnet_compat.is_ndarray)
 
     def _check(self, operation: str, key: Any, value: Any, out: Any = None) -> tuple[Call, list[Group]]:
         """Check everything that this worker can see, before anything is submitted."""

@@ -155,8 +155,9 @@ class Member:
                 stack.callback(arena.after_fork_in_child)
 
     def keep_arenas(self, other: Member) -> None:
-        """Take over the arenas of a world that is left, as arrays may lie in them."""
-        self._arenas = [arena for arena in (*self._arenas, *other._arenas) if arena.used]
+        """Take over those arenas of a world that is left in which arrays lie."""
+        # This world's own stay, whatever lies in them: arrays may come.
+        self._arenas += [arena for arena in other._arenas if arena.used]
 
     def defer(self, error: Exception | None) -> None:
         """Have the next call raise `error`, unless one waits for that already."""
@@ -166,9 +167,7 @@ class Member:
         check_s, shutdown_s = config().stall_check_s, config().stall_shutdown_s
         if config().stall_check_disable or not check_s:
             return
-        self._inspector = StallInspector(
-            communicator, topology.rank, topology.size, check_s, shutdown_s, self._namespaces.describe
-        )
+        self._inspector = StallInspector(communicator, topology, check_s, shutdown_s, self._namespaces.describe)
         self._inspector.start()
 
     def _drain(self) -> None:
@@ -216,7 +215,7 @@ class Member:
         if communicator is None:
             topology = self.topology
             fact = self._closed or "there is only one worker."
-            raise ShutdownError(message(fact, rank=topology.rank, size=topology.size, fix=self._remedy))
+            raise ShutdownError(message(fact, **topology.speaker, fix=self._remedy))
         return communicator
 
     def mxnet_adapter(self) -> native.MXNetAdapter:

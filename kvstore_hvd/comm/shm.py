@@ -14,12 +14,14 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 from kvstore_hvd.rendezvous import share_segment
-from kvstore_hvd.topology import World
+from kvstore_hvd.topology import Topology, World
 
 __all__ = ["ShmCommunicator"]
 
-# For the arenas of all workers of a host: a part of the 128 TiB that a process has.
+# For the arenas of all workers of a host: a part of the 128 TiB that a process has. A process set takes a 32nd of what
+# the world of all takes, so that a worker can be in many.
 _ADDRESS_SPACE = 32 << 40
+_SHIFT_INSIDE = 5
 
 
 class ShmCommunicator(Communicator):
@@ -45,7 +47,7 @@ class ShmCommunicator(Communicator):
         created: list[native.Segment] = []
 
         def create() -> int:
-            created.append(native.Segment.create(topology.size, _arena_bytes(topology.size), changes))
+            created.append(native.Segment.create(topology.size, _arena_bytes(topology), changes))
             return created[0].fd
 
         fd = share_segment(world, create, version=native.abi())
@@ -154,7 +156,7 @@ def _thresholds() -> str:
     return changes
 
 
-def _arena_bytes(size: int) -> int:
+def _arena_bytes(topology: Topology) -> int:
     if not config().zero_copy:
         return 0
     # Address space, not memory: what nobody writes to does not exist.
@@ -165,9 +167,13 @@ def _arena_bytes(size: int) -> int:
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
             available = min(available, limit // 4)
-    if wanted > available // size:
-        log.once("arena", logging.INFO, "gradients of at most %d MiB are shared in place", available // size >> 20)
-    return min(wanted, available // size)
+    if topology.inside is not None:
+        available >>= _SHIFT_INSIDE
+    available //= topology.size
+    if wanted > available:
+        text = "gradients of at most %d MiB are shared in place%s"
+        log.once(f"arena{topology.group}", logging.INFO, text, available >> 20, topology.group)
+    return min(wanted, available)
 
 
 def _native_request(request: Request) -> Any:

@@ -34,8 +34,7 @@ _unnamed: weakref.WeakKeyDictionary[Member, _Unnamed] = weakref.WeakKeyDictionar
 
 def make_call(world: Member, operation: str) -> Call:
     """The call, for messages."""
-    topology = world.topology
-    return Call(operation, topology.rank, topology.size, {}, mxnet_compat.is_ndarray)
+    return Call(operation, world.topology, {}, mxnet_compat.is_ndarray)
 
 
 def operations(world: Member, namespace: str = NAMESPACE) -> Operations:

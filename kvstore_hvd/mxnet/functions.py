@@ -14,7 +14,7 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import check_group, unique
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, rank_list
+from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.keys import Call, Group, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for, operations, root_in, unnamed
@@ -207,12 +207,14 @@ def _broadcast_bytes(
     for rank, told in enumerate(table[:, 0].tolist()):
         roots.setdefault(told, []).append(rank)
     if len(roots) > 1:
-        details = tuple(f"root {told}: {rank_list(ranks)}" for told, ranks in roots.items())
+        details = tuple(
+            f"root {call.topology.rank_of_all(told)}: {call.topology.rank_list(ranks)}" for told, ranks in roots.items()
+        )
         raise MismatchError(
             call.message(name, "ranks disagree on the root.", "name the same root everywhere.", details)
         )
     if table[root, 2]:
-        fact = f"rank {root} could not write its object."
+        fact = f"rank {call.topology.rank_of_all(root)} could not write its object."
         raise InvalidRequestError(call.message(name, fact, "see the error there."))
     buffer = np.empty(table[root, 1], np.uint8)
     if world.topology.rank == root:

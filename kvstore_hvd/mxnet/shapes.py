@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.arrays import ITEM_BYTES
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, rank_list
+from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.keys import Call, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE
@@ -111,7 +111,7 @@ def exchange_shapes(
         raise refusal
     refusing = np.flatnonzero(table[:, 1])
     if refusing.size:
-        fact = f"{rank_list(refusing.tolist())} refused the call."
+        fact = f"{call.topology.rank_list(refusing.tolist())} refused the call."
         raise InvalidRequestError(call.message(name, fact, "see the error there; nothing was exchanged."))
     shapes = [tuple(each[_HEAD : _HEAD + each[4]].tolist()) for each in table]
     _agree(call, name, "the operation", [_KINDS[each[0]] for each in table])
@@ -132,6 +132,6 @@ def _agree(call: Call, name: str, what: str, told: Sequence[Any], shown: Optiona
     by_value: dict[Any, list[int]] = {}
     for rank, value in enumerate(shown or told):
         by_value.setdefault(value, []).append(rank)
-    details = tuple(f"{value}: {rank_list(ranks)}" for value, ranks in by_value.items())
+    details = tuple(f"{value}: {call.topology.rank_list(ranks)}" for value, ranks in by_value.items())
     fix = "call it with arrays that fit together on every rank; nothing was exchanged."
     raise MismatchError(call.message(name, f"ranks disagree on {what}.", fix, details))

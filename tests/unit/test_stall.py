@@ -18,6 +18,7 @@ from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.namespaces import Namespaces
 from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stall import StallInspector
+from kvstore_hvd.topology import Host, Inside, Topology
 from support.fake_native import FakeAdapter, FakeCommunicator
 
 
@@ -47,9 +48,12 @@ class World(FakeCommunicator):
 class Stage:
     """One rank's inspector and what it logs."""
 
-    def __init__(self, rank: int, size: int, check_s: float, shutdown_s: float, records: list[str]) -> None:
+    def __init__(
+        self, rank: int, size: int, check_s: float, shutdown_s: float, records: list[str], inside: Inside | None
+    ) -> None:
         self.world, self.records = World(size), records
-        self.inspector = StallInspector(self.world, rank, size, check_s, shutdown_s, lambda name: f"<{name}>")
+        topology = Topology.of(rank, [Host.here()] * size, source="launcher", inside=inside)
+        self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
     def look(self, now: float) -> list[str]:
         """Look once; returns what was logged."""
@@ -69,7 +73,13 @@ def stage() -> Iterator[object]:
 
     logger, handler = logging.getLogger("kvstore_hvd"), Handler()
     logger.addHandler(handler)
-    yield lambda rank=0, size=4, check_s=60.0, shutdown_s=0.0: Stage(rank, size, check_s, shutdown_s, records)
+
+    def make(
+        rank: int = 0, size: int = 4, check_s: float = 60.0, shutdown_s: float = 0.0, inside: Inside | None = None
+    ) -> Stage:
+        return Stage(rank, size, check_s, shutdown_s, records, inside)
+
+    yield make
     logger.removeHandler(handler)
 
 
