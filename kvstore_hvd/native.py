@@ -130,7 +130,15 @@ class Segment:
         self.impl = impl
 
     @classmethod
-    def create(cls, size: int, arena_bytes: int = 0, thresholds: str = "") -> Segment:
+    def create(
+        cls,
+        size: int,
+        arena_bytes: int = 0,
+        thresholds: str = "",
+        set_number: int = 0,
+        size_of_all: int = 0,
+        ranks: Sequence[int] = (),
+    ) -> Segment:
         """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
 
         Parameters
@@ -138,6 +146,8 @@ class Segment:
         size, arena_bytes : int
         thresholds : str
             What differs from the defaults, see `thresholds`; decides for all workers.
+        set_number, size_of_all, ranks
+            Of a world of some of the workers, as in `topology.Inside`: what messages name.
 
         Raises
         ------
@@ -146,7 +156,7 @@ class Segment:
         ValueError
             As `thresholds`.
         """
-        return cls(_native().Segment.create(size, arena_bytes, thresholds))
+        return cls(_native().Segment.create(size, arena_bytes, thresholds, set_number, size_of_all, list(ranks)))
 
     @classmethod
     def attach(cls, fd: int) -> Segment:

@@ -122,8 +122,10 @@ class Topology:
         """This worker, as messages name it."""
         if self.inside is None:
             return Speaker(rank=self.rank, size=self.size)
-        within = f"rank {self.rank}/{self.size} in process set {self.inside.number}"
-        return Speaker(rank=self.rank_of_all(self.rank), size=self.inside.size, within=within)
+        rank, within = self.rank_of_all(self.rank), f"process set {self.inside.number}"
+        if rank != self.rank:
+            within = f"rank {self.rank}/{self.size} in {within}"
+        return Speaker(rank=rank, size=self.inside.size, within=within)
 
     @property
     def host(self) -> str:

@@ -14,7 +14,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 from kvstore_hvd.rendezvous import share_segment
-from kvstore_hvd.topology import Topology, World
+from kvstore_hvd.topology import Inside, Topology, World
 
 __all__ = ["ShmCommunicator"]
 
@@ -47,7 +47,12 @@ class ShmCommunicator(Communicator):
         created: list[native.Segment] = []
 
         def create() -> int:
-            created.append(native.Segment.create(topology.size, _arena_bytes(topology), changes))
+            inside = topology.inside or Inside(0, (), 0)
+            created.append(
+                native.Segment.create(
+                    topology.size, _arena_bytes(topology), changes, inside.number, inside.size, inside.ranks
+                )
+            )
             return created[0].fd
 
         fd = share_segment(world, create, version=native.abi())

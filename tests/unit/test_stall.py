@@ -114,6 +114,26 @@ def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over
     assert here.look(302) == []
 
 
+def test_a_process_set_is_named_with_its_ranks_among_all(stage) -> None:
+    here = stage(size=3, inside=Inside(7, (0, 4, 5), 9))
+    here.world.answer = [waiting(0, 61)]
+    (text,) = here.look(0)
+    assert text.startswith("rank 0 has waited 61 s for other workers of process set 7.\n")
+    assert "submitted by ranks 0, 5, not by rank 4" in text
+    here.world.answer = []
+    assert here.look(1) == ["the stall of process set 7 is over: rank 0 has what it waited 61 s for."]
+    late = stage(rank=1, size=3, inside=Inside(7, (0, 4, 5), 9))
+    late.world.late_for = [Missed("s0/3", 1)]
+    late.look(0)
+    (text,) = late.look(60)
+    assert text.startswith("the other workers of process set 7 have waited 60 s for rank 4.\n")
+    alone = stage(size=2, check_s=1.0, shutdown_s=2.0, inside=Inside(7, (3, 8), 9))
+    alone.world.answer = [waiting(0, 2.5)]
+    alone.look(0)
+    (text,) = alone.world.left
+    assert text.startswith("abort: rank 3 waited 2 s, longer than the stall shutdown time, for rank 8\n")
+
+
 def test_the_report_names_operations_ranks_and_processes(stage) -> None:
     here = stage()
     here.world.answer = [waiting(0, 61), waiting(1, 62.4, (1, 3)), waiting(2, 59)]
