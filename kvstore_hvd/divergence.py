@@ -11,7 +11,8 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import DivergedError, HorovodInternalError, message, rank_list
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, message
+from kvstore_hvd.member import Member
 
 __all__ = ["compare", "verify"]
 
@@ -46,9 +47,7 @@ def verify(params: Any) -> None:
     compare(_labelled(params), "", "")
 
 
-def compare(
-    parameters: Sequence[tuple[str, Any]], namespace: str, when: str, world: engine.Engine | None = None
-) -> None:
+def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, world: Member | None = None) -> None:
     """What `verify` does.
 
     Parameters
@@ -59,7 +58,7 @@ def compare(
         Only calls with the same one are matched across workers, in their order.
     when : str
         For the message: ``'after 100 updates'``.
-    world : Engine, optional
+    world : Member, optional
         Whose workers to compare with; by default all.
     """
     world = world or engine.current()
@@ -93,18 +92,19 @@ def compare(
         raise failure
 
 
-def _diverged(world: engine.Engine, label: str, by_rank: Array, differing: int, total: int, when: str) -> DivergedError:
+def _diverged(world: Member, label: str, by_rank: Array, differing: int, total: int, when: str) -> DivergedError:
     topology = world.topology
     ranks: dict[int, list[int]] = {}
     for rank, value in enumerate(by_rank.tolist()):
         ranks.setdefault(value, []).append(rank)
-    details = [f"{_SHOWN.get(value, f'{value % 2**64:016x}')}: {rank_list(who)}" for value, who in ranks.items()]
+    details = [
+        f"{_SHOWN.get(value, f'{value % 2**64:016x}')}: {topology.rank_list(who)}" for value, who in ranks.items()
+    ]
     others = f"{differing} of {total} parameters differ; this is the first one." if total > 1 else ""
     return DivergedError(
         message(
             f"the workers' parameters differ{' ' if when else ''}{when}. Hashes of their bytes:",
-            rank=topology.rank,
-            size=topology.size,
+            **topology.speaker,
             operation=f"verify {label}",
             details=[*details, *([others] if others else [])],
             fix="restore a checkpoint on every worker, and find what only some of them do: set_data(), a skipped step,"
@@ -125,7 +125,7 @@ def _hash(parameter: Any) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _allreduce(world: engine.Engine, array: Array, name: str, op: str) -> None:
+def _allreduce(world: Member, array: Array, name: str, op: str) -> None:
     place = [array.ctypes.data]
     label = "of the parameters' hashes"
     # Errors of earlier operations that nobody has read are left for others to raise: all workers have to come this way.

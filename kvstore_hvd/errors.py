@@ -126,6 +126,7 @@ def message(
     *,
     rank: int | None = None,
     size: int | None = None,
+    within: str = "",
     host: str = "",
     operation: str = "",
     name: str = "",
@@ -141,6 +142,8 @@ def message(
         What is wrong, as a full sentence with its stop.
     rank, size : int, optional
         Who says so. Left out when there is no world yet.
+    within : str
+        The rank in a world of some of the workers: ``'rank 1/2 in process set 3'``.
     host : str
         Host of the rank; worth naming only when there are several hosts.
     operation, name, key
@@ -157,7 +160,8 @@ def message(
     """
     head = ""
     if rank is not None:
-        head = f"[rank {rank}/{size if size is not None else '?'}{' ' + host if host else ''}] "
+        place = f"rank {rank}/{size if size is not None else '?'}"
+        head = f"[{place}{', ' + within if within else ''}{' ' + host if host else ''}] "
     subject = " ".join(
         part for part in (operation, f"'{name}'" if name else "", f"(key {key})" if key is not None else "") if part
     )

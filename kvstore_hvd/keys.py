@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Union
 
 from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.topology import Topology
 
 __all__ = ["MAX_KEYS", "Call", "Group", "Key", "group_arguments", "priority_of", "reject_array", "wire_name"]
 
@@ -43,8 +44,8 @@ class Call:
     ----------
     operation : str
         The method's name, such as ``'pushpull'``.
-    rank, size : int
-        This worker and the number of workers.
+    topology : Topology
+        This worker among those that take part.
     names : mapping of str to str
         Names of parameters by ``str(key)``, where the Trainer told them.
     is_array : callable
@@ -52,8 +53,7 @@ class Call:
     """
 
     operation: str
-    rank: int
-    size: int
+    topology: Topology
     names: Mapping[str, str]
     is_array: Callable[[Any], bool]
 
@@ -69,8 +69,7 @@ class Call:
         name, shown = ("", None) if key is None else self._name_and_key(key)
         return message(
             fact,
-            rank=self.rank,
-            size=self.size,
+            **self.topology.speaker,
             operation=self.operation,
             name=name,
             key=shown,

@@ -19,7 +19,9 @@ from kvstore_hvd.compression import parse_compression
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
+from kvstore_hvd.member import Member
 from kvstore_hvd.operations import SUM, Operations, Reduction
+from kvstore_hvd.records import Statistics
 from kvstore_hvd.steps import Step, is_plain
 from kvstore_hvd.usage import Measured, Report, Usage
 
@@ -55,11 +57,11 @@ class StoreMethods:
     of workers is lost, every call raises the same `HorovodInternalError` until `reset`.
     """
 
-    def __init__(self, world: engine.Engine | None = None, reduction: Reduction = SUM) -> None:
+    def __init__(self, world: Member | None = None, reduction: Reduction = SUM) -> None:
         # MXNet passes nothing.
         self._engine = world or engine.current()
         if world is None:
-            self._engine.init()
+            engine.current().init()
         self._names: dict[str, str] = {}
         self._namespace = self._engine.next_namespace(self._label)
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
@@ -373,7 +375,7 @@ class StoreMethods:
 
     # -- How it works -----------------------------------------------------------------------------------------------
 
-    def _measured(self, key: str, measured: Mapping[str, native.Statistics]) -> Measured | None:
+    def _measured(self, key: str, measured: Mapping[str, Statistics]) -> Measured | None:
         statistics = measured.get(wire_name(self._namespace, key))
         if statistics is None:
             return None
@@ -394,7 +396,7 @@ class StoreMethods:
 
     def _call(self, operation: str) -> Call:
         topology = self._engine.topology
-        return Call(operation, topology.rank, topology.size, self._names, mxnet_compat.is_ndarray)
+        return Call(operation, topology, self._names, mxnet_compat.is_ndarray)
 
     def _check(self, operation: str, key: Any, value: Any, out: Any = None) -> tuple[Call, list[Group]]:
         """Check everything that this worker can see, before anything is submitted."""

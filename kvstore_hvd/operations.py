@@ -11,9 +11,9 @@ from typing import Any
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, scaled, unique
-from kvstore_hvd.engine import Engine
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
+from kvstore_hvd.member import Member
 from kvstore_hvd.placement import Placement
 
 __all__ = ["SUM", "Operations", "Reduction"]
@@ -61,7 +61,7 @@ class Operations:
 
     Parameters
     ----------
-    world : Engine
+    world : Member
         Who takes part.
     namespace : str
         What the names of the store's operations begin with; of no other store.
@@ -69,7 +69,7 @@ class Operations:
         Told of every operation: its kind, its key, and the bytes of this worker's array.
     """
 
-    def __init__(self, world: Engine, namespace: str, count: Callable[[str, Key, int], None]) -> None:
+    def __init__(self, world: Member, namespace: str, count: Callable[[str, Key, int], None]) -> None:
         self._world = world
         self._namespace = namespace
         self._count = count

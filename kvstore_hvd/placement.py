@@ -8,8 +8,8 @@ from typing import Any
 
 from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.arrays import unique
-from kvstore_hvd.engine import Engine
 from kvstore_hvd.keys import Group
+from kvstore_hvd.member import Member
 
 __all__ = ["Placement"]
 
@@ -22,7 +22,7 @@ class Placement:
     written.
     """
 
-    def __init__(self, world: Engine, groups: Sequence[Group]) -> None:
+    def __init__(self, world: Member, groups: Sequence[Group]) -> None:
         self._adapter = None if world.is_alone else world.mxnet_adapter()
         self._direct: dict[tuple[int, str], bool] = {}
         self._aliased: set[int] = set()  # ids of arrays

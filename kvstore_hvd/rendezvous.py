@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from kvstore_hvd import log
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import LaunchError, message, rank_list
+from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.topology import Topology, World
 
 __all__ = ["share_segment", "socket_name"]
@@ -105,7 +105,7 @@ def _socket() -> socket.socket:
 
 
 def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: str = "") -> LaunchError:
-    return LaunchError(message(fact, rank=topology.rank, size=topology.size, details=details, fix=fix))
+    return LaunchError(message(fact, **topology.speaker, details=details, fix=fix))
 
 
 # -- Local rank 0 -------------------------------------------------------------------------------------------------
@@ -213,8 +213,8 @@ class _Server:
             # A proved peer has nothing more to say: this is its end.
             raise _error(
                 self._topology,
-                f"rank {self._topology.local_ranks[connection.rank]} (pid {connection.pid}) ended while the workers "
-                "were finding each other.",
+                f"{self._topology.rank_list([self._name(connection.rank)])} (pid {connection.pid}) ended while the "
+                "workers were finding each other.",
                 fix="look at what that worker printed.",
             )
         hello = self._verify(connection, data)
@@ -224,7 +224,10 @@ class _Server:
             self._drop(connection)
             return
         if hello in self._peers or not 0 < hello < self._topology.local_size:
-            self._refuse(connection, f"rank {self._name(hello)} has already joined from another process.")
+            self._refuse(
+                connection,
+                f"rank {self._topology.rank_of_all(self._name(hello))} has already joined from another process.",
+            )
             return
         connection.rank = hello
         self._strangers.pop(connection.socket)
@@ -264,16 +267,19 @@ class _Server:
             raise _error(
                 self._topology,
                 "the workers run different versions of kvstore_hvd.",
-                tuple(f"{version or 'unknown'}: {rank_list(ranks)}" for version, ranks in versions.items()),
+                tuple(
+                    f"{version or 'unknown'}: {self._topology.rank_list(ranks)}" for version, ranks in versions.items()
+                ),
                 fix="install the same version for every worker.",
             )
 
     def _missing(self) -> LaunchError:
         absent = [r for i, r in enumerate(self._topology.local_ranks) if i > 0 and i not in self._peers]
+        arrived = [self._topology.rank, *(self._name(local_rank) for local_rank in self._peers)]
         return _error(
             self._topology,
-            f"{rank_list(absent)} did not arrive within {self._timeout_s:g} s.",
-            (f"arrived: {rank_list([self._topology.rank, *(self._name(i) for i in self._peers)])}",),
+            f"{self._topology.rank_list(absent)} did not arrive within {self._timeout_s:g} s.",
+            (f"arrived: {self._topology.rank_list(arrived)}",),
             fix="see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time.",
         )
 
@@ -310,7 +316,7 @@ def _fetch(world: World, version: str, timeout_s: float) -> int:
             what = "another process answers in its place" if impostor else "it never opened its socket"
             raise _error(
                 topology,
-                f"rank {topology.local_ranks[0]} did not arrive within {timeout_s:g} s ({what}).",
+                f"rank {topology.rank_of_all(topology.local_ranks[0])} did not arrive within {timeout_s:g} s ({what}).",
                 fix="see whether it failed or creates no store; KVHVD_START_TIMEOUT (seconds) gives it more time.",
             )
         with _socket() as connection:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore_hvd import log, native
+from kvstore_hvd import log
 from kvstore_hvd.comm.base import Communicator
-from kvstore_hvd.errors import rank_list
+from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stacks import OWN_THREADS, python_stacks
+from kvstore_hvd.topology import Topology
 
 __all__ = ["StallInspector"]
 
@@ -42,7 +43,8 @@ class StallInspector:
     Parameters
     ----------
     communicator : Communicator
-    rank, size : int
+    topology : Topology
+        Of that world; reports name ranks of a process set by those among all workers.
     check_s : float
         Seconds that an operation may wait before that is a stall.
     shutdown_s : float
@@ -54,19 +56,21 @@ class StallInspector:
     def __init__(
         self,
         communicator: Communicator,
-        rank: int,
-        size: int,
+        topology: Topology,
         check_s: float,
         shutdown_s: float,
         describe: Callable[[str], str],
     ) -> None:
         self._communicator = communicator
-        self._rank, self._size = rank, size
+        self._topology = topology
+        self._rank, self._size = topology.rank, topology.size
+        self._name = f"rank {topology.rank_of_all(topology.rank)}"
+        self._workers = f"workers{topology.group}"
         self._check_s = min(check_s, shutdown_s) if shutdown_s else check_s
         self._shutdown_s = shutdown_s
         self._describe = describe
         self._waiting, self._missing = _Reports(self._check_s), _Reports(self._check_s)
-        self._missed_since: dict[native.Missed, float] = {}
+        self._missed_since: dict[Missed, float] = {}
         self._blocked_since: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True)
@@ -122,35 +126,37 @@ class StallInspector:
         culprits = {rank for one in waiting for rank in one.late}
         report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
         if over is not None:
-            log.logger.warning("the stall is over: rank %d has what it waited %.0f s for.", self._rank, over)
+            log.logger.warning(
+                "the stall%s is over: %s has what it waited %.0f s for.", self._topology.group, self._name, over
+            )
         if not waiting:
             return
         oldest = waiting[0].age_s
         if report:
-            head = f"rank {self._rank} has waited {oldest:.0f} s for other workers."
+            head = f"{self._name} has waited {oldest:.0f} s for other {self._workers}."
             log.logger.warning("%s", self._waiting_text(head, waiting, "it reports where it is"))
         if self._shutdown_s and oldest >= self._shutdown_s:
-            whom = rank_list(culprits) if culprits else "the other ranks"
-            head = f"rank {self._rank} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
+            whom = self._topology.rank_list(culprits) if culprits else "the other ranks"
+            head = f"{self._name} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
             self._communicator.abort(self._waiting_text(head, waiting))
 
-    def _speaks_for(self, one: native.Waiting) -> bool:
+    def _speaks_for(self, one: Waiting) -> bool:
         """Whether this is the lowest of those that wait, and can speak."""
         return all(self._state(rank) in _STOPPED for rank in range(self._rank) if rank not in one.late)
 
-    def _waiting_text(self, head: str, waiting: Sequence[native.Waiting], hint: str = "") -> str:
+    def _waiting_text(self, head: str, waiting: Sequence[Waiting], hint: str = "") -> str:
         lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
         if len(waiting) > _SHOWN:
             lines.append(f"... and {len(waiting) - _SHOWN} more")
         lines += self._ranks({rank for one in waiting for rank in one.late}, hint)
         return "\n  ".join(lines)
 
-    def _who(self, one: native.Waiting) -> str:
+    def _who(self, one: Waiting) -> str:
         if one.announced_by_all:
-            behind = f"{rank_list(one.late)} stopped inside it" if one.late else "none of them moves"
+            behind = f"{self._topology.rank_list(one.late)} stopped inside it" if one.late else "none of them moves"
             return f"submitted by all; {behind}"
         present = [rank for rank in range(self._size) if rank not in one.late]
-        return f"submitted by {rank_list(present)}, not by {rank_list(one.late)}"
+        return f"submitted by {self._topology.rank_list(present)}, not by {self._topology.rank_list(one.late)}"
 
     def _ranks(self, ranks: Collection[int], hint: str = "") -> list[str]:
         """Who they are, and why they do not go on: `hint` where their processes do not tell."""
@@ -182,7 +188,7 @@ class StallInspector:
         stopped = [rank for rank in range(self._size) if self._state(rank) in _STOPPED]
         report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
         if report:
-            head = f"rank {self._rank} has stood still in the engine for {age_s:.0f} s: a stopped rank holds a lock."
+            head = f"{self._name} has stood still in the engine for {age_s:.0f} s: a stopped rank holds a lock."
             log.logger.warning("%s", "\n  ".join([head, *self._ranks(stopped)]))
 
     # -- What others wait for -----------------------------------------------------------------------------------------
@@ -199,9 +205,10 @@ class StallInspector:
         names = [self._describe(one.name) for one in ages]
         more = f", ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         log.logger.warning(
-            "the other workers have waited %.0f s for rank %d.\n  It has not submitted %s\n%s",
+            "the other %s have waited %.0f s for %s.\n  It has not submitted %s\n%s",
+            self._workers,
             max(ages.values()),
-            self._rank,
+            self._name,
             ", ".join(names[:_SHOWN]) + more,
             "\n".join(f"  {line}" for line in python_stacks().splitlines()),
         )

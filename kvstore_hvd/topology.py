@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
-__all__ = ["Host", "Topology", "World"]
+from kvstore_hvd import errors
+
+__all__ = ["Host", "Inside", "Speaker", "Topology", "World"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,31 @@ class Host:
         return cls(socket.gethostname(), " ".join(parts))
 
 
+class Speaker(TypedDict, total=False):
+    """What `errors.message` takes of the worker that speaks: ``message(fact, **topology.speaker)``."""
+
+    rank: int
+    size: int
+    within: str
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The place of a world of some of the workers in the world of all: messages name those by their ranks there."""
+
+    number: int  # of the process set
+    ranks: tuple[int, ...]  # of its workers, in ascending order
+    size: int  # of the world of all
+
+
 @dataclass(frozen=True)
 class Topology:
     """The place of this process in its world. Local ranks follow the order of ranks.
 
     `cross_rank` and `cross_size` are the rank and number among the workers that have this local rank on their host.
     `hosts` names each rank's host, and names are equal exactly where memory can be shared. `epoch` counts the worlds
-    that this process was in. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``.
+    that this process was in. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``. `inside`: this is a world of some
+    of the workers.
     """
 
     rank: int
@@ -56,9 +77,12 @@ class Topology:
     hosts: tuple[str, ...]
     epoch: int = 0
     source: str = "single"
+    inside: Inside | None = None
 
     @classmethod
-    def of(cls, rank: int, hosts: Sequence[Host], *, epoch: int = 0, source: str) -> Topology:
+    def of(
+        cls, rank: int, hosts: Sequence[Host], *, epoch: int = 0, source: str, inside: Inside | None = None
+    ) -> Topology:
         """Derive everything from the hosts of all ranks, given in rank order."""
         names = _unique_names(hosts)
         place: list[int] = []  # local rank of each rank
@@ -77,7 +101,31 @@ class Topology:
             hosts=names,
             epoch=epoch,
             source=source,
+            inside=inside,
         )
+
+    def rank_of_all(self, rank: int) -> int:
+        """The rank among all workers, given that in this world."""
+        return rank if self.inside is None else self.inside.ranks[rank]
+
+    def rank_list(self, ranks: Iterable[int]) -> str:
+        """As `errors.rank_list`: names ranks of this world by those among all workers."""
+        return errors.rank_list(self.rank_of_all(rank) for rank in ranks)
+
+    @property
+    def group(self) -> str:
+        """What messages add to 'the workers': ``' of process set 3'``, or nothing."""
+        return "" if self.inside is None else f" of process set {self.inside.number}"
+
+    @property
+    def speaker(self) -> Speaker:
+        """This worker, as messages name it."""
+        if self.inside is None:
+            return Speaker(rank=self.rank, size=self.size)
+        rank, within = self.rank_of_all(self.rank), f"process set {self.inside.number}"
+        if rank != self.rank:
+            within = f"rank {self.rank}/{self.size} in {within}"
+        return Speaker(rank=rank, size=self.inside.size, within=within)
 
     @property
     def host(self) -> str:

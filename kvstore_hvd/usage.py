@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore_hvd import native
 from kvstore_hvd.keys import MAX_KEYS, Key
+from kvstore_hvd.records import Statistics, Times
 
 __all__ = ["OTHER_KEYS", "Batch", "Measured", "Report", "Usage"]
 
@@ -23,7 +23,7 @@ _MOST_BATCHES = 16
 class Measured:
     """What the engine knows of a key: what it measured, and why it uses staging memory ('': it does not)."""
 
-    statistics: native.Statistics
+    statistics: Statistics
     staged: str
 
     def report(self) -> dict[str, Any]:
@@ -36,8 +36,8 @@ class Measured:
         return {"algorithm": of.algorithm, "staged": self.staged, "submitted": of.submitted, "ms": ms}
 
 
-_NO_TIME = native.Times(0.0, 0.0, 0.0)
-_UNKNOWN = Measured(native.Statistics(0, 0, "", _NO_TIME, _NO_TIME, 0.0), "")
+_NO_TIME = Times(0.0, 0.0, 0.0)
+_UNKNOWN = Measured(Statistics(0, 0, "", _NO_TIME, _NO_TIME, 0.0), "")
 
 
 class Report(dict[str, Any]):

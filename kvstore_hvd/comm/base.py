@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, KVHvdError
+from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 
 __all__ = ["PATIENT", "Communicator", "Request"]
 
@@ -138,9 +139,9 @@ class Communicator(ABC):
         """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
         return 0
 
-    def report(self) -> native.EngineStatistics:
+    def report(self) -> EngineStatistics:
         """What was measured of the operations: nothing in this kind of world."""
-        return native.EngineStatistics()
+        return EngineStatistics()
 
     def start_timeline(self, capacity: int) -> None:  # noqa: B027 - what cannot record, does not
         """Record operations, see `native.Engine`: there is nothing to record in this kind of world."""
@@ -148,15 +149,15 @@ class Communicator(ABC):
     def stop_timeline(self) -> None:  # noqa: B027
         """Record nothing more."""
 
-    def take_timeline(self) -> tuple[list[native.TimelineEvent], int]:
+    def take_timeline(self) -> tuple[list[TimelineEvent], int]:
         """What was recorded since the last call, and how many operations found no room. Also after `shutdown`."""
         return [], 0
 
-    def waiting(self, age_s: float) -> list[native.Waiting] | None:
+    def waiting(self, age_s: float) -> list[Waiting] | None:
         """What this worker has waited for, for at least `age_s` seconds; None when nobody can tell just now."""
         return []
 
-    def missed(self, most: int, described: bool = False) -> list[native.Missed] | None:
+    def missed(self, most: int, described: bool = False) -> list[Missed] | None:
         """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now.
 
         `described`: with what they announced. Then no other thread may submit anything at this time.

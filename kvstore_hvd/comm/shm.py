@@ -12,13 +12,16 @@ from kvstore_hvd import affinity, log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
+from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 from kvstore_hvd.rendezvous import share_segment
-from kvstore_hvd.topology import World
+from kvstore_hvd.topology import Inside, Topology, World
 
 __all__ = ["ShmCommunicator"]
 
-# For the arenas of all workers of a host: a part of the 128 TiB that a process has.
+# For the arenas of all workers of a host: a part of the 128 TiB that a process has. A process set takes a 32nd of what
+# the world of all takes, so that a worker can be in many.
 _ADDRESS_SPACE = 32 << 40
+_SHIFT_INSIDE = 5
 
 
 class ShmCommunicator(Communicator):
@@ -44,7 +47,12 @@ class ShmCommunicator(Communicator):
         created: list[native.Segment] = []
 
         def create() -> int:
-            created.append(native.Segment.create(topology.size, _arena_bytes(topology.size), changes))
+            inside = topology.inside or Inside(0, (), 0)
+            created.append(
+                native.Segment.create(
+                    topology.size, _arena_bytes(topology), changes, inside.number, inside.size, inside.ranks
+                )
+            )
             return created[0].fd
 
         fd = share_segment(world, create, version=native.abi())
@@ -96,7 +104,7 @@ class ShmCommunicator(Communicator):
         """See `Communicator.shutdown`."""
         self._engine.shutdown(reason)
 
-    def report(self) -> native.EngineStatistics:
+    def report(self) -> EngineStatistics:
         """See `Communicator.report`."""
         return self._engine.report()
 
@@ -108,15 +116,15 @@ class ShmCommunicator(Communicator):
         """See `Communicator.stop_timeline`."""
         self._engine.stop_timeline()
 
-    def take_timeline(self) -> tuple[list[native.TimelineEvent], int]:
+    def take_timeline(self) -> tuple[list[TimelineEvent], int]:
         """See `Communicator.take_timeline`."""
         return self._engine.take_timeline()
 
-    def waiting(self, age_s: float) -> list[native.Waiting] | None:
+    def waiting(self, age_s: float) -> list[Waiting] | None:
         """See `Communicator.waiting`."""
         return self._engine.waiting(age_s)
 
-    def missed(self, most: int, described: bool = False) -> list[native.Missed] | None:
+    def missed(self, most: int, described: bool = False) -> list[Missed] | None:
         """See `Communicator.missed`."""
         return self._engine.missed(most, described)
 
@@ -153,7 +161,7 @@ def _thresholds() -> str:
     return changes
 
 
-def _arena_bytes(size: int) -> int:
+def _arena_bytes(topology: Topology) -> int:
     if not config().zero_copy:
         return 0
     # Address space, not memory: what nobody writes to does not exist.
@@ -164,9 +172,13 @@ def _arena_bytes(size: int) -> int:
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
             available = min(available, limit // 4)
-    if wanted > available // size:
-        log.once("arena", logging.INFO, "gradients of at most %d MiB are shared in place", available // size >> 20)
-    return min(wanted, available // size)
+    if topology.inside is not None:
+        available >>= _SHIFT_INSIDE
+    available //= topology.size
+    if wanted > available:
+        text = "gradients of at most %d MiB are shared in place%s"
+        log.once(f"arena{topology.group}", logging.INFO, text, available >> 20, topology.group)
+    return min(wanted, available)
 
 
 def _native_request(request: Request) -> Any:

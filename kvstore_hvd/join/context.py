@@ -27,6 +27,7 @@ from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
 from kvstore_hvd.join.joinable import Joinable, _JoinConfig
 from kvstore_hvd.join.trainers import TrainerHook, joinable_for
+from kvstore_hvd.member import Member
 
 __all__ = ["Join"]
 
@@ -35,7 +36,7 @@ _WARN_AFTER = 1000
 # How long it sleeps between two looks at what others have submitted: at first, and at most.
 _SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
 # The n-th enabled context of a world is the same one on all its workers.
-_contexts: weakref.WeakKeyDictionary[engine.Engine, Iterator[int]] = weakref.WeakKeyDictionary()
+_contexts: weakref.WeakKeyDictionary[Member, Iterator[int]] = weakref.WeakKeyDictionary()
 # Operations that nobody waits for, with the memory that the engine writes to: kept until they are over, whatever
 # becomes of their context.
 _under_way: list[tuple[native.Work, Any]] = []

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.engine import Engine
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.join.joinable import Joinable, JoinHook
 from kvstore_hvd.keys import wire_name
 from kvstore_hvd.kvstore import StoreMethods
+from kvstore_hvd.member import Member
+from kvstore_hvd.records import Missed
 
 __all__ = ["TrainerHook", "joinable_for"]
 
@@ -78,7 +79,7 @@ class _TrainerJoinable(Joinable):
         return self._trainer
 
     @property
-    def world(self) -> Engine:
+    def world(self) -> Member:
         """The workers that it exchanges gradients with."""
         return self.store._engine
 
@@ -200,7 +201,7 @@ class TrainerHook(JoinHook):
         is_started = trainer._kv_initialized and not self.is_deferred
         row = np.array([is_last_joiner, is_started], np.int64)
         with world.submitting():
-            rows = world.all_rows(f"{store._namespace}/join/end", "the end of a Join", row)
+            rows = world.all_rows("Join", f"{store._namespace}/join/end", "the end of a Join", row)
         if not rows[:, 1].all():
             return  # nobody has taken a step
         root = int(np.flatnonzero(rows[:, 0]).max())
@@ -230,7 +231,7 @@ class TrainerHook(JoinHook):
         """Whether a parameter waits for its shape, which the others know."""
         return any(map(mxnet_compat.is_deferred, self._joinable.trainer._params))
 
-    def initialize(self, missed: Sequence[native.Missed]) -> None:
+    def initialize(self, missed: Sequence[Missed]) -> None:
         """Initialise the parameters that wait for a shape and that others broadcast."""
         shapes = {one.name: one.announced.shape for one in missed if one.announced is not None}
         for key, parameter in self._keys():
@@ -242,7 +243,7 @@ class TrainerHook(JoinHook):
                     mxnet_compat.initialize(parameter, shapes[name])
                     break
 
-    def has_begun(self, missed: Sequence[native.Missed]) -> bool:
+    def has_begun(self, missed: Sequence[Missed]) -> bool:
         """Whether others have begun a step, and this worker can follow."""
         own = {self._wire_name(key) for key, _ in self._keys()}
         return not self.is_deferred and any(one.name in own for one in missed)

@@ -7,9 +7,9 @@ import weakref
 from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.engine import Engine
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, reject_array
+from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.operations import Operations
 
@@ -29,16 +29,15 @@ class _Unnamed:
 
 # The n-th calls meet. Workers may have made different numbers of them when a world is lost: each world starts anew.
 _unnamed_lock = threading.Lock()
-_unnamed: weakref.WeakKeyDictionary[Engine, _Unnamed] = weakref.WeakKeyDictionary()
+_unnamed: weakref.WeakKeyDictionary[Member, _Unnamed] = weakref.WeakKeyDictionary()
 
 
-def make_call(world: Engine, operation: str) -> Call:
+def make_call(world: Member, operation: str) -> Call:
     """The call, for messages."""
-    topology = world.topology
-    return Call(operation, topology.rank, topology.size, {}, mxnet_compat.is_ndarray)
+    return Call(operation, world.topology, {}, mxnet_compat.is_ndarray)
 
 
-def operations(world: Engine, namespace: str = NAMESPACE) -> Operations:
+def operations(world: Member, namespace: str = NAMESPACE) -> Operations:
     """What carries out asynchronous calls in this world."""
     return Operations(world, namespace, lambda operation, key, count: None)
 
@@ -55,7 +54,7 @@ def check_array(call: Call, tensor: Any, name: Optional[str]) -> None:
         reject_array(call, name, tensor, "tensor")
 
 
-def names_for(call: Call, world: Engine, name: Optional[str], count: int = 0) -> list[str]:
+def names_for(call: Call, world: Member, name: Optional[str], count: int = 0) -> list[str]:
     """Names for `count` tensors of one call; call it only when nothing can be refused any more on this worker alone.
 
     Without a name they have numbers that are equal on all workers when these make the same calls.
@@ -65,7 +64,7 @@ def names_for(call: Call, world: Engine, name: Optional[str], count: int = 0) ->
     return [name] if count == 1 and not call.operation.startswith("grouped") else [f"{name}.{i}" for i in range(count)]
 
 
-def unnamed(world: Engine, kind: str) -> str:
+def unnamed(world: Member, kind: str) -> str:
     """A name that no call had in this world."""
     epoch = world.topology.epoch
     with _unnamed_lock:

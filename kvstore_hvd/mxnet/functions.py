@@ -14,9 +14,9 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import check_group, unique
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.engine import Engine
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, rank_list
+from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.keys import Call, Group, wire_name
+from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for, operations, root_in, unnamed
 from kvstore_hvd.mxnet.gathers import gather_bytes
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
@@ -197,22 +197,24 @@ def _dumps(obj: Any) -> bytes:
 
 
 def _broadcast_bytes(
-    call: Call, world: Engine, name: str, data: bytes, root: int, refusal: Optional[Exception]
+    call: Call, world: Member, name: str, data: bytes, root: int, refusal: Optional[Exception]
 ) -> bytes:
     row = np.array([root, len(data), refusal is not None], np.int64)
-    table = world.all_rows(wire_name(NAMESPACE, name), f"'{name}'", row)
+    table = world.all_rows(call.operation, wire_name(NAMESPACE, name), f"'{name}'", row)
     if refusal is not None:
         raise refusal
     roots: dict[int, list[int]] = {}
     for rank, told in enumerate(table[:, 0].tolist()):
         roots.setdefault(told, []).append(rank)
     if len(roots) > 1:
-        details = tuple(f"root {told}: {rank_list(ranks)}" for told, ranks in roots.items())
+        details = tuple(
+            f"root {call.topology.rank_of_all(told)}: {call.topology.rank_list(ranks)}" for told, ranks in roots.items()
+        )
         raise MismatchError(
             call.message(name, "ranks disagree on the root.", "name the same root everywhere.", details)
         )
     if table[root, 2]:
-        fact = f"rank {root} could not write its object."
+        fact = f"rank {call.topology.rank_of_all(root)} could not write its object."
         raise InvalidRequestError(call.message(name, fact, "see the error there."))
     buffer = np.empty(table[root, 1], np.uint8)
     if world.topology.rank == root:
@@ -247,7 +249,7 @@ def _group(call: Call, shown: str, arrays: list[Any]) -> Group:
     return group
 
 
-def _broadcast_group(call: Call, world: Engine, namespace: str, groups: list[Group], root: int) -> None:
+def _broadcast_group(call: Call, world: Member, namespace: str, groups: list[Group], root: int) -> None:
     if groups:
         operations(world, f"{NAMESPACE}/{namespace}").broadcast(call, groups, 0, root)
 

@@ -13,9 +13,9 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import buffer_like, check_group, copy, scaled
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.engine import Engine
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, priority_of, wire_name
+from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_name, make_call, names_for
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
@@ -178,7 +178,7 @@ def grouped_reducescatter(
     return _reducescatter(how, tensors, name, priority, process_set)
 
 
-def gather_bytes(call: Call, world: Engine, name: str, data: bytes, refusal: Optional[Exception]) -> list[bytes]:
+def gather_bytes(call: Call, world: Member, name: str, data: bytes, refusal: Optional[Exception]) -> list[bytes]:
     """The bytes of all workers, in the order of ranks; waits for them, inside ``world.submitting()``.
 
     With a `refusal` it raises that here, and InvalidRequestError on the others; else as `allgather`.
@@ -233,7 +233,7 @@ def _reducescatter(
 
 
 def _agree(
-    call: Call, world: Engine, kind: str, name: Optional[str], tensors: Sequence[Any]
+    call: Call, world: Member, kind: str, name: Optional[str], tensors: Sequence[Any]
 ) -> list[tuple[str, Any, Shapes]]:
     """Check all arrays, here and with the others, before anything is exchanged."""
     refusals = [_refusal(call, tensor, name) for tensor in tensors]
@@ -261,7 +261,7 @@ def _refusal(call: Call, tensor: Any, name: Optional[str]) -> Optional[Exception
 
 def _exchange(
     call: Call,
-    world: Engine,
+    world: Member,
     name: str,
     tensor: Any,
     shapes: Shapes,
@@ -285,7 +285,7 @@ def _exchange(
 
 def _run_exchange(
     call: Call,
-    world: Engine,
+    world: Member,
     name: str,
     addresses: tuple[list[int], list[int]],
     shapes: Shapes,
@@ -317,7 +317,7 @@ def _run_exchange(
 
 
 def _reduce_rows(
-    call: Call, world: Engine, name: str, tensor: Any, shapes: Shapes, how: Reduction, priority: int
+    call: Call, world: Member, name: str, tensor: Any, shapes: Shapes, how: Reduction, priority: int
 ) -> Any:
     context, shape = mxnet_compat.context_of(tensor), shapes.shapes[0]
     rank, size = world.topology.rank, world.topology.size
@@ -355,7 +355,7 @@ def _reduce_rows(
     return output
 
 
-def _plain(world: Engine, array: Any, fill: bool) -> tuple[Any, int]:
+def _plain(world: Member, array: Any, fill: bool) -> tuple[Any, int]:
     """An array whose elements lie in the CPU's memory, one after the other, and where: itself or a stand-in."""
     # An input always goes through a copy: an operation that only reads it, too, may have oneDNN move it meanwhile.
     if not fill and mxnet_compat.context_of(array).device_type.startswith("cpu"):

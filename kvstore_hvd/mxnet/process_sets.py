@@ -1,6 +1,6 @@
 """Process sets: some of the workers, with collectives of their own.
 
-A set is a world inside the world of all workers: an engine of its own that only its members join.
+A set is a world inside the world of all workers: one that only its members join.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 from kvstore_hvd import engine
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
+from kvstore_hvd.inner_worlds import InnerMember
+from kvstore_hvd.member import Member
 
 __all__ = ["ProcessSet", "add_process_set", "allow_dynamic", "global_process_set", "register", "remove_process_set"]
 
@@ -69,8 +71,8 @@ class ProcessSet:
         """Whether this worker is a member; None unless the set is registered."""
         return None if self.process_set_id is None else self.rank() != -1
 
-    def world(self, operation: str) -> engine.Engine:
-        """The engine that serves the set.
+    def world(self, operation: str) -> Member:
+        """This worker's part in the world that is the set.
 
         Parameters
         ----------
@@ -91,7 +93,7 @@ class ProcessSet:
         if self.process_set_id is None:
             fact, fix = f"{self} is not registered.", "add it with hvd.add_process_set() or hvd.init(process_sets=...)."
             raise InvalidRequestError(_text(fact, fix, operation))
-        found = _registry().engine_of(self)
+        found = _registry().world_of(self)
         if found is None:
             fact = f"this worker is not one of the members, {rank_list(self.ranks or [])}."
             raise InvalidRequestError(_text(fact, "call it on the members only.", operation))
@@ -129,7 +131,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
-        self.sets: dict[int, tuple[ProcessSet, Optional[engine.Engine]]] = {}
+        self.sets: dict[int, tuple[ProcessSet, Optional[InnerMember]]] = {}
         self.is_dynamic = False
 
     def number_of(self, process_set: ProcessSet) -> Optional[int]:
@@ -138,8 +140,8 @@ class _Registry:
             return 0 if engine.current().is_initialized else None
         return next((number for number, (each, _) in self.sets.items() if each is process_set), None)
 
-    def engine_of(self, process_set: ProcessSet) -> Optional[engine.Engine]:
-        """Engine of a registered set; None if this worker is not a member."""
+    def world_of(self, process_set: ProcessSet) -> Optional[Member]:
+        """World of a registered set; None if this worker is not a member."""
         number = self.number_of(process_set)
         return engine.current() if number == 0 else None if number is None else self.sets[number][1]
 
@@ -198,7 +200,7 @@ def register(process_set: ProcessSet) -> ProcessSet:
         row = np.zeros(size + 1, np.int64)
         for rank in ranks:
             row[rank if 0 <= rank < size else size] = 1
-        table = world.all_rows("hvd.add_process_set", "process set", row)
+        table = world.all_rows(operation, "hvd.add_process_set", "process set", row)
         told = table[table.any(axis=1)]
         _check_agreement(table)
         if told[0][size]:
@@ -212,7 +214,7 @@ def register(process_set: ProcessSet) -> ProcessSet:
             fix = "use that one, or remove it first."
             raise InvalidRequestError(_text(f"a process set with these ranks exists already: {same}.", fix, operation))
         number = next(registry.numbers)
-        registry.sets[number] = (process_set, world.join_inner(ranks, number))
+        registry.sets[number] = (process_set, engine.current().join_inner(ranks, number))
     return process_set
 
 
@@ -238,7 +240,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     world, registry = global_process_set.world(operation), _registry()
     number = registry.number_of(process_set)
     with world.submitting():
-        table = world.all_rows("hvd.remove_process_set", "process set", np.array([number or 0], np.int64))
+        table = world.all_rows(operation, "hvd.remove_process_set", "process set", np.array([number or 0], np.int64))
         if (table != table[0]).any():
             details = [f"set {each}: {rank_list(np.flatnonzero(table[:, 0] == each))}" for each in np.unique(table)]
             fix = "remove the same set on every worker."
@@ -248,7 +250,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         # Before an unread error is raised, which other workers may not have.
         _, inner = registry.sets.pop(number)
         if inner is not None:
-            world.leave_inner(inner)
+            engine.current().leave_inner(inner)
     return True
 
 

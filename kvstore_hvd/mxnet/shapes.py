@@ -15,9 +15,9 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.arrays import ITEM_BYTES
-from kvstore_hvd.engine import Engine
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, rank_list
+from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.keys import Call, wire_name
+from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE
 
 __all__ = ["Shapes", "exchange_shapes"]
@@ -63,7 +63,7 @@ class Shapes:
 
 def exchange_shapes(
     call: Call,
-    world: Engine,
+    world: Member,
     kind: str,
     name: str,
     tensor: Any,
@@ -106,12 +106,12 @@ def exchange_shapes(
         row[_HEAD : _HEAD + len(tensor.shape)] = tensor.shape
         if details is not None:
             row[-size:] = details
-    table = world.all_rows(wire_name(NAMESPACE, name), f"'{name}'", row)
+    table = world.all_rows(call.operation, wire_name(NAMESPACE, name), f"'{name}'", row)
     if refusal is not None:
         raise refusal
     refusing = np.flatnonzero(table[:, 1])
     if refusing.size:
-        fact = f"{rank_list(refusing.tolist())} refused the call."
+        fact = f"{call.topology.rank_list(refusing.tolist())} refused the call."
         raise InvalidRequestError(call.message(name, fact, "see the error there; nothing was exchanged."))
     shapes = [tuple(each[_HEAD : _HEAD + each[4]].tolist()) for each in table]
     _agree(call, name, "the operation", [_KINDS[each[0]] for each in table])
@@ -132,6 +132,6 @@ def _agree(call: Call, name: str, what: str, told: Sequence[Any], shown: Optiona
     by_value: dict[Any, list[int]] = {}
     for rank, value in enumerate(shown or told):
         by_value.setdefault(value, []).append(rank)
-    details = tuple(f"{value}: {rank_list(ranks)}" for value, ranks in by_value.items())
+    details = tuple(f"{value}: {call.topology.rank_list(ranks)}" for value, ranks in by_value.items())
     fix = "call it with arrays that fit together on every rank; nothing was exchanged."
     raise MismatchError(call.message(name, f"ranks disagree on {what}.", fix, details))

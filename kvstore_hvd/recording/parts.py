@@ -1,6 +1,6 @@
 """The part of a timeline that one worker writes: lines of JSON, so that it can be read whatever becomes of the worker.
 
-The first line is an object that says who writes (`Header`). An array is an operation (`native.TimelineEvent`). Further
+The first line is an object that says who writes (`Header`). An array is an operation (`records.TimelineEvent`). Further
 objects: ``{"world": 1}``, the operations that follow belong to the world of this epoch; ``{"lost": 12}``, so many
 operations found no room; ``{"end": "<session>"}``, the worker has written everything.
 """
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from io import FileIO
 from typing import Any
 
-from kvstore_hvd.native import TimelineEvent
+from kvstore_hvd.records import TimelineEvent
 
 __all__ = ["Header", "PartWriter", "has_ended", "part_path", "read_header", "read_lines"]
 

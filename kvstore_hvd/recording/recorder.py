@@ -18,9 +18,9 @@ import threading
 from typing import Any
 
 from kvstore_hvd import log
+from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, message
-from kvstore_hvd.recording.agreement import exchange
 from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path
 from kvstore_hvd.recording.trace import write_trace
 from kvstore_hvd.topology import Topology

@@ -81,7 +81,7 @@ void wait(Engine& engine, Work& work, bool done = false) {
       py::error_already_set interruption;
       {
         const py::gil_scoped_release release;
-        engine.abort("rank " + std::to_string(engine.rank()) + " was interrupted");
+        engine.abort(engine.process(engine.rank()).text + " was interrupted");
         engine.wait(work);
       }
       throw interruption;

@@ -1,3 +1,8 @@
+#include <pybind11/stl.h>
+
+#include <utility>
+#include <vector>
+
 #include "bind.hpp"
 #include "kvstore_hvd/arena.hpp"
 #include "kvstore_hvd/segment.hpp"
@@ -10,10 +15,13 @@ void bind_segment(py::module_& module) {
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment", "The shared memory of one world on one host.")
       .def_static(
           "create",
-          [](int size, std::size_t arena_bytes, const std::string& thresholds) {
-            return Segment::create(size, arena_bytes, parse_thresholds(thresholds));
+          [](int size, std::size_t arena_bytes, const std::string& thresholds, std::uint32_t set_number,
+             int size_of_all, std::vector<int> ranks) {
+            return Segment::create(size, arena_bytes, parse_thresholds(thresholds),
+                                   Inside{set_number, size_of_all, std::move(ranks)});
           },
-          py::arg("size"), py::arg("arena_bytes") = 0, py::arg("thresholds") = "")
+          py::arg("size"), py::arg("arena_bytes") = 0, py::arg("thresholds") = "", py::arg("set_number") = 0,
+          py::arg("size_of_all") = 0, py::arg("ranks") = std::vector<int>{})
       .def_static("attach", &Segment::attach, py::arg("fd"))
       .def_property_readonly("fd", &Segment::fd)
       .def_property_readonly("size", &Segment::size);

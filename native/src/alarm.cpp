@@ -1,10 +1,13 @@
 #include "kvstore_hvd/alarm.hpp"
 
+#include "kvstore_hvd/describe.hpp"
 #include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
 
 const Failure& Alarm::failure() const { return world_.failure; }
+
+std::string Alarm::name_of(int rank) const { return rank_name(world_, rank); }
 
 void Alarm::raise(ErrorCode code, std::string_view fact) {
   {

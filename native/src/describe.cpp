@@ -22,14 +22,17 @@ std::string describe_shape(const Signature& signature) {
   return text + ")";
 }
 
-std::string describe_ranks(const std::vector<int>& ranks) {
+std::string rank_name(World& world, int rank) { return "rank " + std::to_string(world.rank(rank).rank_of_all); }
+
+std::string describe_ranks(World& world, const std::vector<int>& ranks) {
+  const auto shown = [&](std::size_t i) { return world.rank(ranks[i]).rank_of_all; };
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size();) {
     std::size_t end = i;
-    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
+    while (end + 1 < ranks.size() && shown(end + 1) == shown(end) + 1) ++end;
     if (i > 0) text += ", ";
-    text += std::to_string(ranks[i]);
-    if (end > i) text += "-" + std::to_string(ranks[end]);
+    text += std::to_string(shown(i));
+    if (end > i) text += "-" + std::to_string(shown(end));
     i = end + 1;
   }
   return text;
@@ -37,12 +40,24 @@ std::string describe_ranks(const std::vector<int>& ranks) {
 
 std::string describe_rank(World& world, int rank) {
   const RankState& state = world.rank(rank);
-  std::string text = "rank " + std::to_string(rank);
+  std::string text = rank_name(world, rank);
   // Acquire: the fields that are read next were written before.
   if (state.presence.load(std::memory_order_acquire) == Presence::kAbsent) return text + " (never joined)";
   text += " (";
   if (state.host[0] != '\0') text += std::string(state.host) + ", ";
   return text + "pid " + std::to_string(state.pid) + ")";
+}
+
+std::string describe_speaker(World& world, int rank) {
+  std::string text = "[" + rank_name(world, rank) + "/" + std::to_string(world.size_of_all);
+  if (world.set_number != 0) {
+    text += ", ";
+    if (world.rank(rank).rank_of_all != rank) {
+      text += "rank " + std::to_string(rank) + "/" + std::to_string(world.size) + " in ";
+    }
+    text += "process set " + std::to_string(world.set_number);
+  }
+  return text + "] ";
 }
 
 }  // namespace kvstore_hvd

@@ -33,6 +33,8 @@ constexpr std::chrono::microseconds kBriefly{5};
 // For how long a submitting thread carries out what it made ready itself. It may be a thread that computes: longer, and
 // the computation behind it would be late.
 constexpr std::chrono::microseconds kInlineTime{200};
+// How often to look whether another rank is through with what it carries out, once the world is lost.
+constexpr std::chrono::milliseconds kLook{1};
 
 }  // namespace
 
@@ -324,6 +326,31 @@ class Engine::Impl {
     changed_.notify_all();
   }
 
+  // The world is lost; once. Whoever lost it may have done so right after an operation that is complete for it, and so
+  // has to be for this rank. The caller is the driver.
+  void finish_what_is_done(const WaitPolicy& policy) {
+    try {
+      while (pipeline_.finish(policy)) {
+      }
+    } catch (const WorldLost&) {
+    }
+    const auto end = Clock::now() + kMaxSleep;
+    for (;;) {
+      Pending::CarriedOut found;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        found = pending_.carried_out();
+      }
+      for (const std::uint32_t slot : found.slots) {
+        pipeline_.take(slot);
+        complete(slot);
+      }
+      // Whoever carries it out tells one rank after the other, and may have told the one that lost the world.
+      if (!found.may_come || Clock::now() >= end) return;
+      std::this_thread::sleep_for(kLook);
+    }
+  }
+
   // The world is lost, or this rank leaves: nothing that is pending will happen. The caller is the driver.
   void fail_pending() {
     std::deque<std::shared_ptr<Work>> lost;
@@ -353,6 +380,7 @@ class Engine::Impl {
       }
     } catch (const WorldLost&) {
     }
+    if (!std::exchange(finished_, true)) finish_what_is_done(policy);
     fail_pending();
     return false;
   }
@@ -482,6 +510,7 @@ class Engine::Impl {
   Lingering lingering_;
   bool driven_ = false, callers_drive_ = false, parked_ = false, unpark_ = false, stopping_ = false;
   bool leaving_ = false, left_ = false, gone_ = false;
+  bool finished_ = false;  // the driver's: finish_what_is_done() was called
 
   Pipeline pipeline_;  // the driver's
   Liveness liveness_;  // the watcher's

@@ -22,11 +22,16 @@ void InlineReduction::stage(std::uint32_t slot, const Request& request, bool wat
   }
 }
 
-bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
+bool InlineReduction::may_carry_out(World& world, const Request& request) {
   const std::size_t bytes = bytes_of(request);
-  if (request.collective != Collective::kAllreduce || !request.input_failure.empty()) return false;
+  return request.collective == Collective::kAllreduce && request.input_failure.empty() &&
+         (bytes <= world.thresholds.inlined || bytes <= world.thresholds.inlined_direct / world.size);
+}
+
+bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
+  if (!may_carry_out(world_, request)) return false;
+  const std::size_t bytes = bytes_of(request);
   const bool carried = bytes <= world_.thresholds.inlined;
-  if (!carried && bytes > world_.thresholds.inlined_direct / world_.size) return false;
   const int size = static_cast<int>(world_.size);
   for (int r = 0; r < size; ++r) {
     const std::uint64_t place = world_.mark(slot, r).place;

@@ -1,5 +1,7 @@
 #include "kvstore_hvd/messages.hpp"
 
+#include "kvstore_hvd/describe.hpp"
+
 namespace kvstore_hvd {
 namespace {
 
@@ -20,9 +22,7 @@ std::string describe_operation(const Request& request) {
   return std::string(name_of(request.collective)) + " " + (request.label.empty() ? request.name : request.label);
 }
 
-std::string Messages::prefix() const {
-  return "[rank " + std::to_string(rank_) + "/" + std::to_string(world_.size) + "] ";
-}
+std::string Messages::prefix() const { return describe_speaker(world_, rank_); }
 
 std::string Messages::prefix(const Request& request) const { return prefix() + describe_operation(request) + ": "; }
 

@@ -20,24 +20,27 @@ std::string number(double value) {
 struct Aspect {
   const char* name;
   const char* fix;
-  std::function<std::string(const Signature&)> value;
+  std::function<std::string(World&, const Signature&)> value;
 };
 
 const std::vector<Aspect>& aspects() {
   // Never destroyed: threads of the engine may come here while the process ends.
   static const auto& kAspects = *new std::vector<Aspect>{
       {"operation", "call the same operation under this name on every rank.",
-       [](const Signature& s) { return std::string(name_of(s.collective)); }},
-      {"dtype", "use the same dtype on every rank.", [](const Signature& s) { return std::string(name_of(s.dtype)); }},
-      {"shape", "build the same network on every rank.", [](const Signature& s) { return describe_shape(s); }},
-      {"reduce op", "pass the same op on every rank.", [](const Signature& s) { return std::string(name_of(s.op)); }},
+       [](World&, const Signature& s) { return std::string(name_of(s.collective)); }},
+      {"dtype", "use the same dtype on every rank.",
+       [](World&, const Signature& s) { return std::string(name_of(s.dtype)); }},
+      {"shape", "build the same network on every rank.", [](World&, const Signature& s) { return describe_shape(s); }},
+      {"reduce op", "pass the same op on every rank.",
+       [](World&, const Signature& s) { return std::string(name_of(s.op)); }},
       {"gradient compression", "call set_gradient_compression with the same type on every rank.",
-       [](const Signature& s) { return std::string(s.as_half != 0 ? "fp16" : "none"); }},
-      {"root", "pass the same root on every rank.", [](const Signature& s) { return std::to_string(s.root); }},
+       [](World&, const Signature& s) { return std::string(s.as_half != 0 ? "fp16" : "none"); }},
+      {"root", "pass the same root on every rank.",
+       [](World& world, const Signature& s) { return std::to_string(world.rank(s.root).rank_of_all); }},
       {"prescale", "pass the same prescale factor on every rank.",
-       [](const Signature& s) { return number(s.prescale); }},
+       [](World&, const Signature& s) { return number(s.prescale); }},
       {"postscale", "pass the same postscale factor on every rank.",
-       [](const Signature& s) { return number(s.postscale); }},
+       [](World&, const Signature& s) { return number(s.postscale); }},
   };
   return kAspects;
 }
@@ -48,7 +51,7 @@ std::string describe_mismatch(World& world, std::uint32_t slot) {
   for (const Aspect& aspect : aspects()) {
     std::vector<std::pair<std::string, std::vector<int>>> groups;  // in order of the first rank
     for (int r = 0; r < static_cast<int>(world.size); ++r) {
-      const std::string value = aspect.value(world.announcement(slot, r).signature);
+      const std::string value = aspect.value(world, world.announcement(slot, r).signature);
       auto group = groups.begin();
       while (group != groups.end() && group->first != value) ++group;
       if (group == groups.end()) {
@@ -59,7 +62,7 @@ std::string describe_mismatch(World& world, std::uint32_t slot) {
     }
     if (groups.size() < 2) continue;
     std::string text = std::string("ranks disagree on ") + aspect.name + ".\n ";
-    for (const auto& [value, ranks] : groups) text += " " + value + ": " + describe_ranks(ranks) + "   ";
+    for (const auto& [value, ranks] : groups) text += " " + value + ": " + describe_ranks(world, ranks) + "   ";
     while (text.back() == ' ') text.pop_back();
     return text + "\n  Nothing was reduced. Fix: " + aspect.fix;
   }

@@ -42,6 +42,7 @@ Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
 }
 
 Pending::Ready Pending::start(Name& name, bool watched) {
+  if (world_.failure.is_set()) return Ready::kNot;
   try {
     if (const auto ready = announce(name, watched)) return *ready;
     waiting_for_slot_.push_back(name.queue.front()->request().name);
@@ -136,6 +137,22 @@ void Pending::tell_driver(const Name& name, Ready ready) {
   if (ready != Ready::kNot) world_.rank(rank_).bell.ring();
 }
 
+Pending::CarriedOut Pending::carried_out() {
+  CarriedOut found;
+  for (const auto& [text, name] : names_) {
+    if (!is_announced(name)) continue;
+    const Work& work = *name.queue.front();
+    if (InlineReduction::is_done(world_, rank_, name.slot.slot)) {
+      found.slots.push_back(name.slot.slot);
+    } else if (work.scheduled == Clock::time_point() && InlineReduction::may_carry_out(world_, work.request())) {
+      int missing = 0;
+      for (int r = 0; r < size_; ++r) missing += !table_.announced_by(name.slot.slot, r);
+      if (missing == 0) found.may_come = true;
+    }
+  }
+  return found;
+}
+
 std::deque<std::shared_ptr<Work>> Pending::take_all() {
   std::deque<std::shared_ptr<Work>> all;
   const auto now = Clock::now();
@@ -153,7 +170,7 @@ std::deque<std::shared_ptr<Work>> Pending::take_all() {
 }
 
 void Pending::retry_slots() {
-  while (!waiting_for_slot_.empty()) {
+  while (!waiting_for_slot_.empty() && !world_.failure.is_set()) {
     const auto found = names_.find(waiting_for_slot_.front());
     try {
       const auto ready = announce(found->second);
@@ -212,11 +229,11 @@ void Pending::start_timeline(std::size_t capacity) {
 std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout) {
   const Request& request = name.queue.front()->request();
   std::string text =
-      "rank " + std::to_string(rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
+      rank_name(world_, rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
   if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
   const Blamed blamed = blamed_for(name.slot.slot);
   if (blamed.ranks.empty()) return text + "the other ranks, none of which moves";
-  text += describe_ranks(blamed.ranks) + ", which " +
+  text += describe_ranks(world_, blamed.ranks) + ", which " +
           (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");
   for (const int r : blamed.ranks) text += "\n  " + describe_rank(world_, r);
   return text;

@@ -62,8 +62,9 @@ bool Pipeline::advance(const WaitPolicy& policy) {
     finished_(*slot);
     return true;
   }
-  if (fetched_ == filled_ && filled_ - collected_ < kStages &&
-      schedule_.fetch(static_cast<std::uint32_t>(fetched_), entry(fetched_))) {
+  const auto next = static_cast<std::uint32_t>(fetched_);
+  if (fetched_ == filled_ && filled_ - collected_ < kStages && (!lost_ || schedule_.is_decided(next)) &&
+      schedule_.fetch(next, entry(fetched_))) {
     scheduled_(entry(fetched_));
     ++fetched_;
   }
@@ -227,8 +228,9 @@ bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
       break;
     }
     case Algorithm::kDirect:
-      // No waiting: that an entry is scheduled says that all arrays are ready.
-      reduce_claimed(entry, index);
+      // No waiting: that an entry is scheduled says that all arrays are ready. Once the world is lost, the others' may
+      // be in use again.
+      if (!lost_) reduce_claimed(entry, index);
       break;
     case Algorithm::kExchange:
     case Algorithm::kReduceScatter:

@@ -64,7 +64,7 @@ bool Schedule::fetch(std::uint32_t index, Entry& entry) {
   if (!available(index)) return false;
   Entry& shared = world_.entries[index % kEntries];
   // Acquire: the entry is complete once it is published.
-  if (world_.head.load(std::memory_order_acquire) == index) {
+  if (!is_decided(index)) {
     const SharedLockGuard guard(world_.schedule_lock, alarm_);
     // Relaxed, both: written under the lock. Another rank may have been quicker.
     if (world_.head.load(std::memory_order_relaxed) == index) {

@@ -17,7 +17,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303037;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303038;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -86,10 +86,14 @@ std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
   return std::shared_ptr<Segment>(new Segment(fd, static_cast<World*>(memory), bytes));
 }
 
-std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, const Thresholds& thresholds) {
+std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, const Thresholds& thresholds,
+                                         const Inside& inside) {
   if (size < 1 || size > kMaxRanks) {
     throw std::invalid_argument("a world has 1 to " + std::to_string(kMaxRanks) + " ranks on a host, not " +
                                 std::to_string(size));
+  }
+  if (inside.number != 0 && inside.ranks.size() != static_cast<std::size_t>(size)) {
+    throw std::invalid_argument("there is not one rank of the world of all for each rank");
   }
   arena_bytes = round_up(arena_bytes, page_size());
   const Layout layout(static_cast<std::size_t>(size), arena_bytes);
@@ -117,6 +121,9 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.payload_stride = layout.payload_stride;
   world.thresholds = thresholds;
   world.thresholds.inlined = std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(world.size)));
+  world.set_number = inside.number;
+  world.size_of_all = inside.number == 0 ? world.size : static_cast<std::uint32_t>(inside.size);
+  for (int r = 0; r < size; ++r) world.rank(r).rank_of_all = inside.number == 0 ? r : inside.ranks[r];
   world.magic = kMagic;
   return segment;
 }

@@ -218,8 +218,8 @@ void TensorTable::agree(std::uint32_t index) {
     const Announcement& announcement = world_.announcement(index, r);
     if (!announcement.signature.failed) continue;
     code = ErrorCode::kInputFailed;
-    text += (text.empty() ? "an array could not be used.\n  rank " : "\n  rank ") + std::to_string(r) + ": " +
-            announcement.note;
+    text +=
+        (text.empty() ? "an array could not be used.\n  " : "\n  ") + rank_name(world_, r) + ": " + announcement.note;
   }
   if (code == ErrorCode::kInputFailed) {
     text += "\n  Nothing was changed on the other ranks. Fix: see the error of that rank.";

@@ -129,8 +129,8 @@ void SharedLock::lock(Alarm& alarm) {
     alarm.failure().check();
     if (Clock::now() > end) {
       const int holder = holder_.load(std::memory_order_relaxed);
-      alarm.raise(ErrorCode::kTimeout, "rank " + std::to_string(alarm.rank()) + " waited too long for rank " +
-                                           std::to_string(holder) + ", which stopped inside a critical section");
+      alarm.raise(ErrorCode::kTimeout, alarm.name_of(alarm.rank()) + " waited too long for " + alarm.name_of(holder) +
+                                           ", which stopped inside a critical section");
     }
     futex_wait(word_, 2, kMaxSleep);
   }

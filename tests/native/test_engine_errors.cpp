@@ -1,8 +1,10 @@
 // What the engine says, and to whom, when ranks disagree, fail, leave, or do not come; ranks are threads.
+#include <algorithm>
 #include <atomic>
 #include <string>
 
 #include "check.hpp"
+#include "kvstore_hvd/arena.hpp"
 #include "ranks.hpp"
 
 namespace kvstore_hvd {
@@ -96,7 +98,7 @@ const bool invalid = testing::add("wrong requests fail, and nobody waits for the
 
 const bool abortion = testing::add("an abort fails what is pending and all that follows, on every rank", [] {
   with_world(3, [&](Engine& engine, int rank) {
-    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+    check(barrier(engine).ok(), "the barrier");
     auto data = values_of(rank, 1000);
     if (rank == 1) {
       engine.abort("rank 1 gave up");
@@ -112,7 +114,7 @@ const bool abortion = testing::add("an abort fails what is pending and all that 
 
 const bool leaving = testing::add("a rank that left is named by those who still need it, and by nobody else", [] {
   with_world(3, [&](Engine& engine, int rank) {
-    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+    check(barrier(engine).ok(), "the barrier");
     if (rank == 2) {
       engine.shutdown();
       return;
@@ -126,7 +128,7 @@ const bool leaving = testing::add("a rank that left is named by those who still 
 
 const bool early_end = testing::add("a rank that ends early gives its reason to the others", [] {
   with_world(2, [&](Engine& engine, int rank) {
-    static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+    check(barrier(engine).ok(), "the barrier");
     if (rank == 1) {
       engine.shutdown("ValueError: no such file");
       return;
@@ -139,12 +141,104 @@ const bool early_end = testing::add("a rank that ends early gives its reason to 
   });
 });
 
+const bool completed = testing::add("what one rank has completed when it ends the world is complete on all ranks", [] {
+  struct Case {
+    const char* name;
+    std::size_t count;
+    std::function<void(Request&, int)> change;
+    ErrorCode code;
+    bool in_arena = false;
+  };
+  const auto nothing = [](Request&, int) {};
+  const std::vector<Case> cases{
+      {"inline", 1, nothing, ErrorCode::kOk},
+      {"one-shot", 6000, nothing, ErrorCode::kOk},
+      {"two-shot", 100000, nothing, ErrorCode::kOk},
+      {"broadcast", 6000, [](Request& r, int) { r.collective = Collective::kBroadcast; }, ErrorCode::kOk},
+      {"inline in arenas", 6000, nothing, ErrorCode::kOk, true},
+      {"direct", 100000, nothing, ErrorCode::kOk, true},
+      {"mismatch", 16, [](Request& r, int rank) { r.prescale = rank; }, ErrorCode::kMismatch},
+  };
+  Thresholds thresholds;
+  thresholds.inlined = 4096;
+  thresholds.one_shot = 64 << 10;
+  for (const int size : {2, 3, 4}) {
+    for (int round = 0; round < (thread_sanitizer() ? 3 : 20); ++round) {
+      for (const Case& one : cases) {
+        with_world(Segment::create(size, 1 << 20, thresholds), [&](Engine& engine, int rank) {
+          auto data = values_of(rank, one.count);
+          Request request = allreduce("last", data);
+          Arena arena(engine.segment(), rank);
+          auto* shared = static_cast<float*>(arena.allocate(one.count * sizeof(float)));
+          if (one.in_arena) {
+            std::copy(data.begin(), data.end(), shared);
+            request.inputs = {shared};
+            request.outputs = {shared};
+          }
+          one.change(request, rank);
+          // Callers that wait, and others.
+          const auto work = (round + rank) % 2 == 0 ? engine.submit(request)
+                                                    : engine.submit_to_wait(std::make_shared<Request>(request));
+          const Status status = engine.wait(*work);
+          if (rank == round % size) engine.shutdown("the user starts over");
+          check(status.code() == one.code, std::string(one.name) + ": " + status.text());
+          if (one.code != ErrorCode::kOk) return;
+          if (one.in_arena) std::copy_n(shared, one.count, data.begin());
+          check(same_bits(data,
+                          [&](std::size_t i) {
+                            return request.collective == Collective::kBroadcast ? value_of(0, i)
+                                                                                : sum_in_rank_order(size, i);
+                          }),
+                one.name);
+        });
+      }
+    }
+  }
+});
+
+const bool sets = testing::add("messages of a process set name it, and its ranks by those among all", [] {
+  with_world(
+      Segment::create(3, 0, {}, Inside{7, 9, {0, 4, 5}}),
+      [&](Engine& engine, int rank) {
+        const std::string who[] = {"[rank 0/9, process set 7] ", "[rank 4/9, rank 1/3 in process set 7] ",
+                                   "[rank 5/9, rank 2/3 in process set 7] "};
+        auto data = values_of(rank, 9);
+        Request request = allreduce("x", data);
+        if (rank > 0) request.prescale = 2;
+        Status status = engine.run(std::move(request));
+        check(status.text().rfind(who[rank] + "allreduce 'x': ranks disagree on prescale.\n  1: rank 0    2: ranks 4-5",
+                                  0) == 0,
+              status.text());
+        Request other = allreduce("b", data);
+        other.collective = Collective::kBroadcast;
+        other.root = rank == 2 ? 2 : 1;
+        status = engine.run(std::move(other));
+        check(contains(status.text(), "ranks disagree on root.\n  4: ranks 0, 4    5: rank 5"), status.text());
+        Request failed = allreduce("f", data);
+        if (rank == 1) failed.input_failure = "it failed";
+        status = engine.run(std::move(failed));
+        check(contains(status.text(), "\n  rank 4: it failed\n"), status.text());
+        if (rank == 1) {
+          while (engine.health().ok()) std::this_thread::yield();
+          return;
+        }
+        status = engine.run(allreduce("late", data));
+        check(status.code() == ErrorCode::kTimeout, status.text());
+        check(status.text().rfind(who[rank], 0) == 0 &&
+                  contains(status.text(), "for rank 4, which did not submit it") &&
+                  contains(status.text(), "\n  rank 4 (testhost, pid "),
+              status.text());
+        check(engine.process(2).text.rfind("rank 5 (testhost", 0) == 0, engine.process(2).text);
+      },
+      std::chrono::milliseconds(300));
+});
+
 const bool timeout = testing::add("a rank that never submits is named at the deadline", [] {
   std::atomic<int> ready{0};
   with_world(
       3,
       [&](Engine& engine, int rank) {
-        static_cast<void>(barrier(engine));  // another rank may end the world while this one is still inside
+        check(barrier(engine).ok(), "the barrier");
         if (rank == 1) {
           while (engine.health().ok()) std::this_thread::yield();
           return;

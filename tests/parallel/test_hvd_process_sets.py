@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
 import threading
 
 import numpy as np
@@ -10,9 +10,12 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import divergence
+from kvstore_hvd import config, divergence, engine
+from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import DivergedError
+from kvstore_hvd.inner_worlds import InnerMember
 from kvstore_hvd.join import Join, Joinable, JoinHook
+from kvstore_hvd.mxnet import process_sets
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.gluon import array, backward, mlp, samples, weights
 
@@ -130,12 +133,84 @@ def test_a_set_survives_a_reset(dynamic, rank, size):
     for _ in range(2):
         if few.included():
             assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
-        # Whoever is through has left already, and the world is lost to the others.
-        with contextlib.suppress(kvstore_hvd.HorovodInternalError):
-            hvd.barrier()
+        hvd.barrier()
         kvstore_hvd.reset()
     if few.included():
         assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
+
+
+def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monkeypatch):
+    """All workers raise the same error, and the set can be added afterwards."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    join = InnerMember.join_inside
+
+    def join_and_fail(member, outer):
+        join(member, outer)
+        if rank == 1:
+            raise OSError(12, "no memory is left")
+
+    few = hvd.ProcessSet([1] if size == 2 else [0, 1])
+    with monkeypatch.context() as patched:
+        patched.setattr(InnerMember, "join_inside", join_and_fail)
+        with pytest.raises(kvstore_hvd.errors.LaunchError) as caught:
+            hvd.add_process_set(few)
+    first, detail, fix = str(caught.value).split("\n")
+    assert first.startswith(f"[rank {rank}/{size}] process set ")
+    assert first.endswith(" could not be made.")
+    assert detail == "  rank 1: OSError: [Errno 12] no memory is left"
+    assert fix.startswith("  Fix: ")
+    assert few.process_set_id is None
+    assert not process_sets._registry().sets
+    hvd.add_process_set(few)
+    if few.included():
+        x = mx.nd.array(contribution(rank, (7, 3), "float32"))
+        assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
+
+
+def test_many_worlds_fit_into_one(world, rank, size, monkeypatch):
+    """Forty, even where each would take all the address space that it may."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    monkeypatch.setenv("KVHVD_ARENA_MIB", str(1 << 24))
+    config.reload()
+    members = [0, size - 1]
+    try:
+        inner = [engine.current().join_inner(members, 1000 + number) for number in range(40)]
+    finally:
+        monkeypatch.undo()
+        config.reload()
+    token = np.full(3, float(rank))
+    for each in inner:
+        if each is not None:
+            assert each.arena is not None
+            result = np.zeros(3)
+            places = [token.ctypes.data], [result.ctypes.data]
+            each.communicator().run(Request("allreduce", "x", "'x'", *places, (3,), "float64"))
+            assert (result == sum(members)).all()
+    for each in inner:
+        if each is not None:
+            engine.current().leave_inner(each)
+
+
+def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
+    """Those of the engine, of calls that exchange shapes, and of arguments."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    few = hvd.add_process_set([0, size - 1])
+    if few.included():
+        place = f"rank 1/2 in process set {few.process_set_id}" if rank else f"process set {few.process_set_id}"
+        who = re.escape(f"[rank {rank}/{size}, {place}] ")
+        x = mx.nd.ones((rank + 1,))
+        sums = hvd.allreduce(x, name="sums", process_set=few, op=hvd.Sum)
+        shapes = rf"\n  \(1,\): rank 0 +\({size},\): rank {size - 1}\n"
+        with pytest.raises(kvstore_hvd.MismatchError, match=f"{who}allreduce 'sums': ranks disagree on shape.{shapes}"):
+            sums.wait_to_read()
+        with pytest.raises(kvstore_hvd.MismatchError, match=rf"{who}reducescatter 'parts': (.|\n)*: rank {size - 1}\n"):
+            hvd.reducescatter(x, name="parts", process_set=few)
+        with pytest.raises(ValueError, match=f"{who}alltoall 'all': "):
+            hvd.alltoall(x, mx.nd.array([5, 5]), name="all", process_set=few)
+    hvd.barrier()
 
 
 def test_nothing_is_left_behind(dynamic, rank, size):

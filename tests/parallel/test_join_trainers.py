@@ -290,7 +290,7 @@ def test_an_exception_frees_the_others(rank, size):
                 raise ValueError("no such file")
             train(net, trainer, data, label, [range(BATCH)])
             mx.nd.waitall()
-    meet_again()
+    kvstore_hvd.reset()
     with Join([trainer]):
         train(net, trainer, data, label, [range(BATCH)] * rank)
     assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size

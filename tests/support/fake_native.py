@@ -62,9 +62,10 @@ class FakeAdapter:
         postscale: float,
         priority: int,
         as_half: bool,
+        weight: float,
     ) -> None:
         """Write size times the sum of the inputs to every output."""
-        assert (op, prescale, postscale) == (native.OPS["sum"], 1.0, 1.0)
+        assert (op, prescale, postscale, weight) == (native.OPS["sum"], 1.0, 1.0, 1.0)
         sources = [_array(handle).asnumpy() for handle in inputs]
         dtype = str(sources[0].dtype)
         self.operations.append(Submitted("allreduce", name, label, inputs, outputs, priority, dtype, as_half))

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, group_arguments, priority_of, wire_name
+from kvstore_hvd.topology import Host, Topology
 
 
 @dataclass(eq=False)
@@ -22,7 +23,12 @@ A, B, C, D = (Array(name) for name in "abcd")
 
 
 def call(names: dict[str, str] | None = None, operation: str = "pushpull") -> Call:
-    return Call(operation, 1, 4, names or {}, lambda thing: isinstance(thing, Array))
+    return Call(
+        operation,
+        Topology.of(1, [Host.here()] * 4, source="launcher"),
+        names or {},
+        lambda thing: isinstance(thing, Array),
+    )
 
 
 def groups(*args, **kwargs):

@@ -18,6 +18,7 @@ NATIVE = ROOT / "native"
 LAYERS = (
     ("errors", "log", "horovod_variables", "config"),
     (
+        "records",
         "native",
         "mxnet_compat",
         "gpu",
@@ -32,7 +33,7 @@ LAYERS = (
     ),
     ("comm",),
     ("recording",),
-    ("stall", "engine"),
+    ("stall", "member", "inner_worlds", "engine"),
     (
         "numpy_ops",
         "timeline",

@@ -16,8 +16,9 @@ import pytest
 from kvstore_hvd import stacks
 from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.namespaces import Namespaces
-from kvstore_hvd.native import Missed, Waiting
+from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stall import StallInspector
+from kvstore_hvd.topology import Host, Inside, Topology
 from support.fake_native import FakeAdapter, FakeCommunicator
 
 
@@ -47,9 +48,12 @@ class World(FakeCommunicator):
 class Stage:
     """One rank's inspector and what it logs."""
 
-    def __init__(self, rank: int, size: int, check_s: float, shutdown_s: float, records: list[str]) -> None:
+    def __init__(
+        self, rank: int, size: int, check_s: float, shutdown_s: float, records: list[str], inside: Inside | None
+    ) -> None:
         self.world, self.records = World(size), records
-        self.inspector = StallInspector(self.world, rank, size, check_s, shutdown_s, lambda name: f"<{name}>")
+        topology = Topology.of(rank, [Host.here()] * size, source="launcher", inside=inside)
+        self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
     def look(self, now: float) -> list[str]:
         """Look once; returns what was logged."""
@@ -69,7 +73,13 @@ def stage() -> Iterator[object]:
 
     logger, handler = logging.getLogger("kvstore_hvd"), Handler()
     logger.addHandler(handler)
-    yield lambda rank=0, size=4, check_s=60.0, shutdown_s=0.0: Stage(rank, size, check_s, shutdown_s, records)
+
+    def make(
+        rank: int = 0, size: int = 4, check_s: float = 60.0, shutdown_s: float = 0.0, inside: Inside | None = None
+    ) -> Stage:
+        return Stage(rank, size, check_s, shutdown_s, records, inside)
+
+    yield make
     logger.removeHandler(handler)
 
 
@@ -102,6 +112,26 @@ def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over
     here.world.answer = []
     assert here.look(301) == ["the stall is over: rank 0 has what it waited 299 s for."]
     assert here.look(302) == []
+
+
+def test_a_process_set_is_named_with_its_ranks_among_all(stage) -> None:
+    here = stage(size=3, inside=Inside(7, (0, 4, 5), 9))
+    here.world.answer = [waiting(0, 61)]
+    (text,) = here.look(0)
+    assert text.startswith("rank 0 has waited 61 s for other workers of process set 7.\n")
+    assert "submitted by ranks 0, 5, not by rank 4" in text
+    here.world.answer = []
+    assert here.look(1) == ["the stall of process set 7 is over: rank 0 has what it waited 61 s for."]
+    late = stage(rank=1, size=3, inside=Inside(7, (0, 4, 5), 9))
+    late.world.late_for = [Missed("s0/3", 1)]
+    late.look(0)
+    (text,) = late.look(60)
+    assert text.startswith("the other workers of process set 7 have waited 60 s for rank 4.\n")
+    alone = stage(size=2, check_s=1.0, shutdown_s=2.0, inside=Inside(7, (3, 8), 9))
+    alone.world.answer = [waiting(0, 2.5)]
+    alone.look(0)
+    (text,) = alone.world.left
+    assert text.startswith("abort: rank 3 waited 2 s, longer than the stall shutdown time, for rank 8\n")
 
 
 def test_the_report_names_operations_ranks_and_processes(stage) -> None:

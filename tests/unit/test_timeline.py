@@ -13,10 +13,10 @@ import pytest
 
 from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.native import TimelineEvent
 from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path, read_header
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.recording.trace import write_trace
+from kvstore_hvd.records import TimelineEvent
 from kvstore_hvd.timeline.__main__ import main
 from kvstore_hvd.topology import Host, Topology
 from support.launchers import environment

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore_hvd import usage
-from kvstore_hvd.native import Statistics, Times
+from kvstore_hvd.records import Statistics, Times
 from kvstore_hvd.usage import OTHER_KEYS, Batch, Measured, Report, Usage
 
 NOTHING: dict[str, Any] = {

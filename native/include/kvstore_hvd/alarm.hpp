@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <mutex>
+#include <string>
 #include <string_view>
 
 #include "kvstore_hvd/failure.hpp"
@@ -24,6 +25,8 @@ class Alarm {
 
   const Failure& failure() const;
   int rank() const { return rank_; }
+  // As messages name a rank: "rank 3".
+  std::string name_of(int rank) const;
   std::chrono::nanoseconds timeout() const { return timeout_; }
 
  private:

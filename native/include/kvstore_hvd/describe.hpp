@@ -15,10 +15,18 @@ std::string_view utf8_prefix(std::string_view text, std::size_t bytes);
 // "(256, 784)", "(3,)", "()".
 std::string describe_shape(const Signature& signature);
 
+// Ranks are named by those in the world of all.
+
+// "rank 3".
+std::string rank_name(World& world, int rank);
+
 // "rank 3", "ranks 0-2, 5"; `ranks` ascending, not empty.
-std::string describe_ranks(const std::vector<int>& ranks);
+std::string describe_ranks(World& world, const std::vector<int>& ranks);
 
 // "rank 2 (node1, pid 8123)".
 std::string describe_rank(World& world, int rank);
+
+// Who speaks: "[rank 2/8] ", "[rank 5/8, rank 1/2 in process set 3] ".
+std::string describe_speaker(World& world, int rank);
 
 }  // namespace kvstore_hvd

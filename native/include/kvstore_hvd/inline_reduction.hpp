@@ -26,6 +26,9 @@ class InlineReduction {
   // Before this rank announces; its mark says where its array lies. `watched`: a thread will watch the mark.
   void stage(std::uint32_t slot, const Request& request, bool watched);
 
+  // Whether the operation may be carried out here, as far as this rank's own request tells.
+  static bool may_carry_out(World& world, const Request& request);
+
   // As the last rank, when all have announced the same: carries it out and tells the others. Returns false, and does
   // nothing, when it must be scheduled.
   bool carry_out(std::uint32_t slot, const Request& request);

@@ -59,6 +59,14 @@ class Pending {
   };
   Completed complete(std::uint32_t slot, std::chrono::steady_clock::time_point now);
 
+  // Once the world is lost: the slots of this rank's operations that other ranks have carried out, and whether there
+  // are others that one may be carrying out at this moment.
+  struct CarriedOut {
+    std::vector<std::uint32_t> slots;
+    bool may_come = false;
+  };
+  CarriedOut carried_out();
+
   // Hands out everything.
   std::deque<std::shared_ptr<Work>> take_all();
 

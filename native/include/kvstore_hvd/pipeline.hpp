@@ -43,6 +43,13 @@ class Pipeline {
   // kMaxSleep. Returns false when there is nothing under way and nothing to begin. Throws WorldLost.
   bool advance(const WaitPolicy& policy);
 
+  // As advance(), once the world is lost: goes on with what all ranks have scheduled, as far as this rank needs nothing
+  // more of the others, and begins nothing. Whoever lost the world may have completed it before.
+  bool finish(const WaitPolicy& policy) {
+    lost_ = true;
+    return advance(policy);
+  }
+
   // Whether something is under way or could begin.
   bool has_work() const {
     return fetched_ != collected_ || schedule_.available(static_cast<std::uint32_t>(fetched_)) ||
@@ -74,6 +81,8 @@ class Pipeline {
   std::function<const Request&(std::uint32_t)> request_of_;
   std::function<void(const Entry&)> scheduled_;
   std::function<void(std::uint32_t)> finished_;
+
+  bool lost_ = false;  // see finish()
 
   std::array<Entry, kStages> window_;
   // Entries so far: collected_ <= reduced_ <= filled_ <= fetched_ <= collected_ + kStages. In 64 bits, since the place

@@ -23,6 +23,9 @@ class Schedule {
   // Whether entry `index` exists or could be made.
   bool available(std::uint32_t index) const;
 
+  // Whether entry `index` exists. Acquire: see fetch().
+  bool is_decided(std::uint32_t index) const { return world_.head.load(std::memory_order_acquire) != index; }
+
   // Entries are counted modulo 2^32 here.
   //
   // Copies entry `index` to `entry`, deciding it first if no rank has. Returns false when there is nothing to schedule.

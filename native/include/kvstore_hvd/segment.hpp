@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kvstore_hvd/thresholds.hpp"
 
@@ -11,11 +13,19 @@ namespace kvstore_hvd {
 
 struct World;
 
+// The place of a world of some of the ranks in the world of all, whose ranks messages name.
+struct Inside {
+  std::uint32_t number = 0;  // of the process set; 0: this is the world of all
+  int size = 0;              // of the world of all
+  std::vector<int> ranks;    // there
+};
+
 class Segment {
  public:
   // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp), each with an arena of `arena_bytes` of
   // address space; memory is taken when it is first written to. Throws std::invalid_argument, std::system_error.
-  static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0, const Thresholds& thresholds = {});
+  static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0, const Thresholds& thresholds = {},
+                                         const Inside& inside = {});
 
   // The segment behind `fd`, which is duplicated. Throws std::invalid_argument when it is not one of this build.
   static std::shared_ptr<Segment> attach(int fd);

@@ -33,6 +33,7 @@ struct RankState {
   std::atomic<Presence> presence;  // Release: publishes the fields below; the others read them after an acquire.
   std::int32_t pid;
   std::uint64_t start_time;  // of the process, in clock ticks since boot: tells a recycled pid
+  std::int32_t rank_of_all;  // see Inside; written by Segment::create
   char host[64];
 };
 
@@ -152,6 +153,7 @@ struct World {
   std::uint64_t ranks_offset, announcements_offset, marks_offset, payloads_offset, staging_offset, staging_stride;
   std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
   std::uint64_t payload_stride;
+  std::uint32_t set_number, size_of_all;  // see Inside
   Thresholds thresholds;
 
   Failure failure;
