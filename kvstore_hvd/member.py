@@ -334,8 +334,7 @@ class Member:
         if joined:
             text = message(
                 f"{operation.capitalize()} is not supported with Join at this time.",
-                rank=topology.rank,
-                size=topology.size,
+                **topology.speaker,
                 operation=operation,
                 details=[f"{topology.rank_list(joined)} called join()."],
                 fix="only allreduce can be called while workers are in join().",

@@ -263,7 +263,7 @@ class Join:
         of_all = (_Exhausted, DivergedError, MismatchError, InputFailedError, HorovodInternalError)
         if not self._enable or current.is_alone or isinstance(error, of_all):
             return
-        rank = current.topology.rank
+        rank = current.topology.rank_of_all(current.topology.rank)
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
             current.abort(f"rank {rank} left a Join context with {type(error).__name__}: {error}")
 

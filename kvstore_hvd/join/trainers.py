@@ -157,10 +157,8 @@ class _TrainerJoinable(Joinable):
                 raise self._refusal(fact, fix, mxnet_compat.labels_of(self._trainer)[key])
 
     def _refusal(self, fact: str, fix: str, name: str = "") -> InvalidRequestError:
-        topology = self.world.topology
-        return InvalidRequestError(
-            message(fact, rank=topology.rank, size=topology.size, operation="Trainer.step", name=name, fix=fix)
-        )
+        speaker = self.world.topology.speaker
+        return InvalidRequestError(message(fact, **speaker, operation="Trainer.step", name=name, fix=fix))
 
 
 class TrainerHook(JoinHook):

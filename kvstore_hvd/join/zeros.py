@@ -1,0 +1,111 @@
+"""Horovod's join: a worker that has nothing more to do contributes zeros to every allreduce of the others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.comm.base import PATIENT, Request
+from kvstore_hvd.member import Member
+from kvstore_hvd.records import Announced
+
+__all__ = ["join"]
+
+# How long to sleep between two looks at what the others have submitted: at first, and at most.
+_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
+# The bits of infinity, minus infinity and one in bfloat16, which NumPy does not know.
+_BFLOAT16 = {"min": 0x7F80, "max": 0xFF80, "product": 0x3F80}
+
+
+def join(world: Member, name: str) -> int:
+    """Wait until all workers have called it, and take part in their allreduces until then.
+
+    Parameters
+    ----------
+    world : Member
+        Whose workers.
+    name : str
+        Of this call on the wire, on all workers.
+
+    Returns
+    -------
+    int
+        The rank of a worker that was the last to come: the same one on all.
+
+    Raises
+    ------
+    HorovodInternalError
+        The world is lost.
+    """
+    topology = world.topology
+    if world.is_alone:
+        return topology.rank
+    # What this worker has submitted itself may wait for others that call this only after it.
+    mxnet_compat.waitall()
+    arrivals = np.zeros(topology.size, np.int64)
+    arrivals[topology.rank] = time.monotonic_ns()  # one clock for all workers of a host
+    place = [arrivals.ctypes.data]
+    with world.submitting():
+        communicator = world.communicator()
+        work = communicator.submit(
+            Request("allreduce", f"{PATIENT}{name}", "join", place, place, arrivals.shape, "int64")
+        )
+    answers: dict[str, tuple[native.Work, Any]] = {}  # by name: under way, with its memory
+    pause_s = _SLEEP_S
+    while not work.done:
+        answers = {name: answer for name, answer in answers.items() if not answer[0].done}
+        missed = communicator.missed(native.MAX_NAMES, described=True) or []
+        new = [one for one in missed if one.name not in answers]
+        for one in new:
+            request, memory = _answer(one.name, one.announced)
+            answers[one.name] = communicator.submit(request), memory
+        if new:
+            pause_s = _SLEEP_S
+        else:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.05, _LONGEST_SLEEP_S)
+    communicator.wait(work)
+    return int(np.flatnonzero(arrivals == arrivals.max())[-1])
+
+
+def _answer(name: str, what: Announced | None) -> tuple[Request, Any]:
+    """What takes part in an operation of the others, and its memory."""
+    if what is None or what.collective != "allreduce":
+        called = "This operation" if what is None else what.collective.capitalize()
+        failure = f"{called} is not supported with Join at this time."
+        kind = "allreduce" if what is None else what.collective
+        return Request(kind, name, "join", (), (), (0,), "float32", failure=failure), None
+    memory = _neutral(what.op, what.dtype, what.count)
+    place = [memory.ctypes.data]
+    request = Request(
+        "allreduce",
+        name,
+        "join",
+        place,
+        place,
+        what.shape,
+        what.dtype,
+        what.op,
+        what.prescale,
+        what.postscale,
+        as_half=what.as_half,
+    )
+    return request, memory
+
+
+def _neutral(op: str, dtype: str, count: int) -> Any:
+    """What leaves the others' values as they are; zeros in sums, as in Horovod, also where an average is formed."""
+    if dtype == "bfloat16":
+        return np.full(count, _BFLOAT16.get(op, 0), np.uint16)
+    kind = np.dtype(dtype)
+    if op not in ("min", "max", "product"):
+        return np.zeros(count, kind)
+    if op == "product":
+        return np.ones(count, kind)
+    if kind.kind == "f":
+        return np.full(count, np.inf if op == "min" else -np.inf, kind)
+    limits = np.iinfo(kind)
+    return np.full(count, limits.max if op == "min" else limits.min, kind)
