@@ -50,9 +50,12 @@ def check_name(call: Call, name: Optional[str]) -> None:
 
 
 def check_array(call: Call, tensor: Any, name: Optional[str]) -> None:
-    """Raise TypeError unless it is an array of MXNet."""
+    """Raise unless it is an array of MXNet (TypeError) with values (InvalidRequestError)."""
     if not mxnet_compat.is_ndarray(tensor):
         reject_array(call, name, tensor, "tensor")
+    if mxnet_compat.is_tracing():
+        fact, fix = "it is called while a block is being hybridized.", "do not hybridize the block that calls it."
+        raise InvalidRequestError(call.message(name or call.operation, fact, fix))
 
 
 def names_for(call: Call, world: Engine, name: Optional[str], count: int = 0) -> list[str]:
