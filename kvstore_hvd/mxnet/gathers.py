@@ -204,7 +204,7 @@ def _agree(
 
 
 def refusal_of(call: Call, tensor: Any, name: Optional[str]) -> Optional[Exception]:
-    """Why the array cannot take part, as the error to raise (InvalidRequestError and others); the others are to be told.
+    """Why the array cannot take part, as the error to raise (InvalidRequestError and others); the others are told.
 
     Waits until the array is computed.
     """
