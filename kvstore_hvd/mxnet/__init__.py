@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.mxnet import optimizer as _optimizer
+from kvstore_hvd.mxnet import sync_batch_norm as _sync_batch_norm
 from kvstore_hvd.mxnet.basics import (
     ccl_built,
     cross_rank,
@@ -79,6 +80,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_object",
@@ -124,6 +126,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _optimizer.__all__:
-        return getattr(_optimizer, name)
+    for module in (_optimizer, _sync_batch_norm):
+        if name in module.__all__:
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,17 @@ from kvstore_hvd.keys import Call, reject_array
 from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.operations import Operations
 
-__all__ = ["NAMESPACE", "check_array", "check_name", "make_call", "names_for", "operations", "root_in", "unnamed"]
+__all__ = [
+    "NAMESPACE",
+    "check_array",
+    "check_name",
+    "make_call",
+    "names_for",
+    "next_number",
+    "operations",
+    "root_in",
+    "unnamed",
+]
 
 #: What the names of all operations here begin with; stores have others.
 NAMESPACE = "hvd"
@@ -70,13 +80,18 @@ def names_for(call: Call, world: Engine, name: Optional[str], count: int = 0) ->
 
 def unnamed(world: Engine, kind: str) -> str:
     """A name that no call had in this world."""
+    return f"{kind}.noname.{next_number(world, kind)}"
+
+
+def next_number(world: Engine, kind: str) -> int:
+    """How many calls of a kind there were in this world, with this one."""
     epoch = world.topology.epoch
     with _unnamed_lock:
         known = _unnamed.get(world)
         if known is None or known.epoch != epoch:
             known = _unnamed[world] = _Unnamed(epoch)
         number = known.counts[kind] = known.counts.get(kind, 0) + 1
-    return f"{kind}.noname.{number}"
+    return number
 
 
 def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:
