@@ -16,21 +16,25 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import buffer_like, check_group
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, priority_of
-from kvstore_hvd.mxnet import gradients
-from kvstore_hvd.mxnet.alltoall import alltoall
+from kvstore_hvd.mxnet import basics, gradients
+from kvstore_hvd.mxnet.all_to_all import alltoall
+from kvstore_hvd.mxnet.basics import *  # noqa: F403
 from kvstore_hvd.mxnet.calls import check_array, check_name, make_call, names_for, operations, root_in
 from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
-from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
 
+# As in Horovod, its module of operations has the basics as well.
 __all__ = [
     "Adasum",
     "Average",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
+    "add_process_set",
     "allgather",
     "allreduce",
     "allreduce_",
@@ -38,12 +42,15 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
     "reducescatter",
+    "remove_process_set",
 ]
+__all__ += basics.__all__
 
 
 def allreduce(
