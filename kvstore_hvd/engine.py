@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ class Engine(Member):
         Parameters
         ----------
         comm : mpi4py communicator, optional
-            The workers. By default the launcher's environment says who they are.
+            The workers. By default those of the last world, or whom the launcher's environment names.
 
         Returns
         -------
@@ -78,7 +79,7 @@ class Engine(Member):
             if self._world is None:
                 self.join(bootstrap.discover(comm))
             elif self._closed:
-                self._rejoin()
+                self._rejoin(comm)
             else:
                 return self._world.topology
             self._record_from_start()
@@ -145,14 +146,20 @@ class Engine(Member):
         super().abort(text)
         self._inner.abort(text)
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, comm: Any = None) -> None:
         assert self._world is not None
         if self._forked:
             topology = self._world.topology
             raise ShutdownError(message(self._closed, **topology.speaker, fix=self._remedy))
         # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
         # number of times would never meet.
-        self.join(self._world.next_epoch())
+        world = self._world
+        if comm is not None:
+            chosen = bootstrap.discover(comm)
+            # Epochs go on, whoever meets: a name of an earlier meeting is not used again.
+            topology = dataclasses.replace(chosen.topology, epoch=world.topology.epoch)
+            world = dataclasses.replace(chosen, topology=topology)
+        self.join(world.next_epoch())
 
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 

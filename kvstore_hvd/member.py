@@ -186,6 +186,11 @@ class Member:
         return self._world is not None and not self._closed
 
     @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of a worker: it knows the world, and is not in it."""
+        return self._forked
+
+    @property
     def topology(self) -> Topology:
         """Who this worker is in the world and how many there are; stays readable after `leave`."""
         assert self._world is not None

@@ -29,7 +29,7 @@ from kvstore_hvd.join.joinable import Joinable, _JoinConfig
 from kvstore_hvd.join.trainers import TrainerHook, joinable_for
 from kvstore_hvd.member import Member
 
-__all__ = ["Join"]
+__all__ = ["Join", "is_uneven"]
 
 # Iterations that a worker follows the others before it is told that this is a lot.
 _WARN_AFTER = 1000
@@ -293,3 +293,8 @@ class Join:
         place = [token.ctypes.data]
         name = f"{prefix}{self._name}/{what}"
         return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64")
+
+
+def is_uneven() -> bool:
+    """Whether this process is in a context in which some workers may go on without the others' input."""
+    return any(context._enable and not context._throws for context in _entered)

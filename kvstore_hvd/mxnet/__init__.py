@@ -12,118 +12,23 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd.errors import HorovodInternalError
+from kvstore_hvd.mxnet import functions as _functions
+from kvstore_hvd.mxnet import mpi_ops as _mpi_ops
 from kvstore_hvd.mxnet import optimizer as _optimizer
-from kvstore_hvd.mxnet.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
+from kvstore_hvd.mxnet import sync_batch_norm as _sync_batch_norm
 from kvstore_hvd.mxnet.compression import Compression
-from kvstore_hvd.mxnet.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_parameters,
-    broadcast_trainer_states,
-)
-from kvstore_hvd.mxnet.mpi_ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    Sum,
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
-from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from kvstore_hvd.timeline import start_timeline, stop_timeline
+from kvstore_hvd.mxnet.functions import *  # noqa: F403
+from kvstore_hvd.mxnet.mpi_ops import *  # noqa: F403
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "DistributedTrainer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_parameters",
-    "broadcast_trainer_states",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+__all__ = ["Compression", "HorovodInternalError"]
+__all__ += _functions.__all__
+__all__ += _mpi_ops.__all__
+__all__ += _optimizer.__all__
+__all__ += _sync_batch_norm.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name in _optimizer.__all__:
-        return getattr(_optimizer, name)
+    for module in (_optimizer, _sync_batch_norm):
+        if name in module.__all__:
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ from kvstore_hvd import engine
 from kvstore_hvd.errors import InvalidRequestError, NotInitializedError, message
 from kvstore_hvd.mpi_world import initialised_mpi
 from kvstore_hvd.mxnet import process_sets as sets
+from kvstore_hvd.timeline import start_timeline, stop_timeline
 from kvstore_hvd.topology import Topology
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
@@ -42,7 +45,7 @@ def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, N
     Parameters
     ----------
     comm : mpi4py communicator or list of int, optional
-        The workers, or their ranks among those that the launcher started. By default all.
+        The workers, or their ranks among those that the launcher started. By default those of the last world, or all.
     process_sets : list of ProcessSet or 'dynamic', optional
         Process sets to add, the same ones on all workers; or that sets may be added and removed at any time.
 
@@ -82,13 +85,15 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a world of workers."""
-    return engine.current().is_initialized
+    """Whether this process is in a world of workers, or was forked by one that is."""
+    world = engine.current()
+    return world.is_initialized or world.is_forked
 
 
 def _topology() -> Topology:
+    # A forked child, such as a worker process of a DataLoader, may ask what its part of the data is.
     world = engine.current()
-    if not world.is_initialized:
+    if not is_initialized():
         raise NotInitializedError(message("Horovod has not been initialized.", fix="call hvd.init() first."))
     return world.topology
 
@@ -138,7 +143,7 @@ def mpi_threads_supported() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether the workers have found each other through MPI."""
-    return engine.current().is_initialized and _topology().source == "mpi"
+    return is_initialized() and _topology().source == "mpi"
 
 
 def mpi_built() -> bool:

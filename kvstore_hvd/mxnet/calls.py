@@ -13,7 +13,17 @@ from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.operations import Operations
 
-__all__ = ["NAMESPACE", "check_array", "check_name", "make_call", "names_for", "operations", "root_in", "unnamed"]
+__all__ = [
+    "NAMESPACE",
+    "check_array",
+    "check_name",
+    "make_call",
+    "names_for",
+    "next_number",
+    "operations",
+    "root_in",
+    "unnamed",
+]
 
 #: What the names of all operations here begin with; stores have others.
 NAMESPACE = "hvd"
@@ -49,9 +59,12 @@ def check_name(call: Call, name: Optional[str]) -> None:
 
 
 def check_array(call: Call, tensor: Any, name: Optional[str]) -> None:
-    """Raise TypeError unless it is an array of MXNet."""
+    """Raise unless it is an array of MXNet (TypeError) with values (InvalidRequestError)."""
     if not mxnet_compat.is_ndarray(tensor):
         reject_array(call, name, tensor, "tensor")
+    if mxnet_compat.is_tracing():
+        fact, fix = "it is called while a block is being hybridized.", "do not hybridize the block that calls it."
+        raise InvalidRequestError(call.message(name or call.operation, fact, fix))
 
 
 def names_for(call: Call, world: Member, name: Optional[str], count: int = 0) -> list[str]:
@@ -66,13 +79,18 @@ def names_for(call: Call, world: Member, name: Optional[str], count: int = 0) ->
 
 def unnamed(world: Member, kind: str) -> str:
     """A name that no call had in this world."""
+    return f"{kind}.noname.{next_number(world, kind)}"
+
+
+def next_number(world: Member, kind: str) -> int:
+    """How many calls of a kind there were in this world, with this one."""
     epoch = world.topology.epoch
     with _unnamed_lock:
         known = _unnamed.get(world)
         if known is None or known.epoch != epoch:
             known = _unnamed[world] = _Unnamed(epoch)
         number = known.counts[kind] = known.counts.get(kind, 0) + 1
-    return f"{kind}.noname.{number}"
+    return number
 
 
 def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:

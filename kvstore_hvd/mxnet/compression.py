@@ -7,13 +7,14 @@ from typing import Any
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import buffer_like, copy
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["Compression", "Compressor", "store_type"]
 
 
 class Compressor:
     """Turns an array into one that is exchanged in its place, and back."""
 
-    #: What a store's ``set_gradient_compression`` calls it; '' when the store cannot do it by itself.
+    #: What a store's ``set_gradient_compression`` calls it; '' when the store cannot do it by itself. Not inherited: a
+    #: derived class may compress in another way.
     type = ""
 
     @staticmethod
@@ -43,34 +44,42 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
+class _Rounding(Compressor):
+    """Rounds float32 and float64, and leaves the rest as it is."""
+
+    @staticmethod
+    def _target() -> Any:
+        """The dtype to round to."""
+        raise NotImplementedError
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """See `Compressor.compress`."""
+        name = mxnet_compat.dtype_name(tensor)
+        return (_cast(tensor, cls._target()), name) if name in ("float32", "float64") else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """See `Compressor.decompress`."""
+        return tensor if ctx is None else _cast(tensor, ctx)
+
+
+class FP16Compressor(_Rounding):
     """Rounds float32 and float64 to float16, and leaves the rest as it is."""
 
     type = "fp16"
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """See `Compressor.compress`."""
-        return _rounded(tensor, "float16")
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """See `Compressor.decompress`."""
-        return tensor if ctx is None else _cast(tensor, ctx)
+    def _target() -> Any:
+        return "float16"
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_Rounding):
     """Rounds float32 and float64 to bfloat16, and leaves the rest as it is."""
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """See `Compressor.compress`."""
-        return _rounded(tensor, mxnet_compat.bfloat16())
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """See `Compressor.decompress`."""
-        return tensor if ctx is None else _cast(tensor, ctx)
+    def _target() -> Any:
+        return mxnet_compat.bfloat16()
 
 
 class Compression:
@@ -81,9 +90,10 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def _rounded(tensor: Any, dtype: Any) -> tuple[Any, Any]:
-    name = mxnet_compat.dtype_name(tensor)
-    return (_cast(tensor, dtype), name) if name in ("float32", "float64") else (tensor, None)
+def store_type(compressor: Any) -> str:
+    """What a store calls a kind of compression that it does by itself; '' for others, and for derived classes."""
+    kind = compressor if isinstance(compressor, type) else type(compressor)
+    return str(vars(kind).get("type", ""))
 
 
 def _cast(tensor: Any, dtype: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import check_group, unique
+from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.keys import Call, Group, wire_name
@@ -61,16 +61,9 @@ def broadcast_object(
     root = root_in(call, root_rank, process_set)
     check_name(call, name)
     is_root = world.topology.rank == root
-    data, refusal = b"", None
-    if is_root and not world.is_alone:
-        try:
-            data = _dumps(obj)
-        except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
-            refusal = error
+    data, refusal = _written(obj) if is_root and not world.is_alone else (b"", None)
     with world.submitting():
-        if not world.is_alone:
-            (name,) = names_for(call, world, name, 1)
-            received = _broadcast_bytes(call, world, name, data, root, refusal)
+        received = _broadcast_bytes(call, world, name, data, root, refusal)
     return obj if is_root else pickle.loads(received)
 
 
@@ -97,11 +90,7 @@ def allgather_object(obj: Any, name: Optional[str] = None, process_set: ProcessS
     world = process_set.world("allgather_object")
     call = make_call(world, "allgather_object")
     check_name(call, name)
-    data, refusal = b"", None
-    try:
-        data = _dumps(obj)
-    except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
-        refusal = error
+    data, refusal = _written(obj)
     with world.submitting():
         (name,) = names_for(call, world, name, 1)
         return [pickle.loads(each) for each in gather_bytes(call, world, name, data, refusal)]
@@ -112,9 +101,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters with the root's, on all devices. Asynchronous.
 
-    A parameter whose shape is not known yet follows as soon as it is initialised. All workers must come to that, in the
-    same order: operators of MXNet share memory for intermediate results, so what waits for one parameter may keep
-    another one from being initialised.
+    A parameter whose shape is not known yet follows as soon as it is initialised. All workers must come to that, in any
+    order.
 
     Parameters
     ----------
@@ -175,30 +163,46 @@ def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: Proc
         As `broadcast_object`.
     """
     world = process_set.world("broadcast_trainer_states")
-    root = root_in(make_call(world, "broadcast_trainer_states"), root_rank, process_set)
+    call = make_call(world, "broadcast_trainer_states")
+    root = root_in(call, root_rank, process_set)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "states")
-        trainer.save_states(path)  # on all: it may have to make its store first, which is collective
-        with open(path, "rb") as file:
-            states = broadcast_object(file.read(), root_rank, process_set=process_set)
+        data, refusal = b"", None
+        try:
+            trainer.save_states(path)  # on all: it may have to make its store first, which is collective
+            with open(path, "rb") as file:
+                data = file.read()
+        except Exception as error:  # noqa: BLE001 - it may raise anything; the others have to be told
+            refusal = error
+        with world.submitting():
+            states = _broadcast_bytes(call, world, None, data, root, refusal)
         if world.topology.rank != root:
             with open(path, "wb") as file:
                 file.write(states)
             trainer.load_states(path)
 
 
-def _dumps(obj: Any) -> bytes:
+def _written(obj: Any) -> tuple[bytes, Optional[Exception]]:
+    """An object as bytes, or why it cannot be written."""
     try:
         writer = importlib.import_module("cloudpickle")
     except ImportError:
         writer = pickle
-    data: bytes = writer.dumps(obj, protocol=4)
-    return data
+    try:
+        return writer.dumps(obj, protocol=4), None
+    except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
+        return b"", error
 
 
 def _broadcast_bytes(
-    call: Call, world: Member, name: str, data: bytes, root: int, refusal: Optional[Exception]
+    call: Call, world: Member, name: Optional[str], data: bytes, root: int, refusal: Optional[Exception]
 ) -> bytes:
+    """The root's bytes; waits for them, inside ``world.submitting()``. A `refusal` of any worker fails on all."""
+    if world.is_alone:
+        if refusal is not None:
+            raise refusal
+        return data
+    (name,) = names_for(call, world, name, 1)
     row = np.array([root, len(data), refusal is not None], np.int64)
     table = world.all_rows(call.operation, wire_name(NAMESPACE, name), f"'{name}'", row)
     if refusal is not None:
@@ -213,8 +217,9 @@ def _broadcast_bytes(
         raise MismatchError(
             call.message(name, "ranks disagree on the root.", "name the same root everywhere.", details)
         )
-    if table[root, 2]:
-        fact = f"rank {call.topology.rank_of_all(root)} could not write its object."
+    refusing = np.flatnonzero(table[:, 2])
+    if refusing.size:
+        fact = f"{call.topology.rank_list(refusing.tolist())} could not write what was to be sent."
         raise InvalidRequestError(call.message(name, fact, "see the error there."))
     buffer = np.empty(table[root, 1], np.uint8)
     if world.topology.rank == root:
@@ -260,8 +265,18 @@ def _follow(call: Call, process_set: ProcessSet, namespace: str, shown: str, par
     def broadcast() -> None:
         world = process_set.world(call.operation)
         with world.submitting():
-            groups = [_group(call, shown, mxnet_compat.arrays_of(parameter) or [])]
-            _broadcast_group(call, world, namespace, groups, root)
+            arrays = mxnet_compat.arrays_of(parameter) or []
+            check_group(call, Group(shown, arrays[:1], arrays))
+            # Another array goes over the wire. Operators of MXNet share memory for intermediate results: those that
+            # wait for one parameter keep another one from being initialised. So the root's can be used at once, and the
+            # others take part before theirs are.
+            wire = buffer_like(arrays[0])
+            if world.topology.rank == root:
+                copy(arrays[0], wire)
+            _broadcast_group(call, world, namespace, [Group(shown, [wire], [wire])], root)
+            if world.topology.rank != root:
+                for each in unique(arrays):
+                    copy(wire, each)
 
     name = wire_name(f"{NAMESPACE}/{namespace}", shown)
     mxnet_compat.after_initialization(parameter, name, broadcast)

@@ -1,4 +1,4 @@
-"""Collectives on arrays of MXNet whose output depends on all workers' arrays: they wait for their input and the result.
+"""Allgather and reducescatter: their outputs depend on all workers' arrays, so they wait for input and result.
 
 First the workers tell each other their shapes, then the output is made, then one request of the engine fills it.
 """
@@ -16,6 +16,7 @@ from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, priority_of, wire_name
 from kvstore_hvd.member import Member
+from kvstore_hvd.mxnet import gradients
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_name, make_call, names_for
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
@@ -24,11 +25,12 @@ from kvstore_hvd.operations import Reduction
 
 __all__ = [
     "allgather",
-    "alltoall",
+    "exchange",
     "gather_bytes",
     "grouped_allgather",
     "grouped_reducescatter",
     "reducescatter",
+    "refusal_of",
 ]
 
 
@@ -36,6 +38,8 @@ def allgather(
     tensor: Any, name: Optional[str] = None, priority: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Put the arrays of all workers together along their first dimension, in the order of ranks. Waits for the result.
+
+    Within ``mx.autograd.record()`` each worker gets its rows of the sum of all workers' gradients.
 
     Parameters
     ----------
@@ -74,58 +78,6 @@ def grouped_allgather(
 ) -> Sequence[Any]:
     """`allgather` of several arrays: all of them, or none. An empty list is returned itself."""
     return _allgather("grouped_allgather", tensors, name, priority, process_set)
-
-
-def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: Optional[str] = None,
-    priority: int = 0,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Send each worker some rows of this worker's array, and receive its rows from all of them. Waits for the result.
-
-    Parameters
-    ----------
-    tensor : NDArray
-        Of equal dtype and shape on all workers, but for the length of the first dimension. Dtypes as `allreduce`.
-    splits : NDArray or numpy.ndarray of int32, or sequence of int, optional
-        How many rows each worker gets, in the order of ranks; together all rows. By default all get equally many.
-    name, priority, process_set
-        As `allgather`.
-
-    Returns
-    -------
-    NDArray, or tuple of two NDArray
-        The received rows, in the order of the ranks that sent them. With `splits` also how many came from each, as
-        int32.
-
-    Raises
-    ------
-    KVHvdError, TypeError
-        As `allgather`.
-    """
-    world = process_set.world("alltoall")
-    call = make_call(world, "alltoall")
-    priority = priority_of(call, priority)
-    size = world.topology.size
-    check_name(call, name)
-    refusal, rows = _refusal(call, tensor, name), []
-    if refusal is None:
-        try:
-            rows = _rows_to_send(call, name, tensor, splits, size)
-        except Exception as error:  # noqa: BLE001 - what was to compute the splits may have failed with anything
-            refusal = error
-    with world.submitting():
-        (name,) = names_for(call, world, name, 1)
-        shapes = exchange_shapes(call, world, "alltoall", name, tensor, details=rows, refusal=refusal)
-        received = [details[world.topology.rank] for details in shapes.details]
-        starts = [sum(details[: world.topology.rank]) for details in shapes.details]
-        output = _exchange(call, world, name, tensor, shapes, starts, received, priority)
-    if splits is None:
-        return output
-    like = splits if mxnet_compat.is_ndarray(splits) else tensor
-    return output, _int32_like(like, received)
 
 
 def reducescatter(
@@ -203,11 +155,14 @@ def _allgather(
     check_name(call, name)
     if not tensors:
         return tensors
+    tape, outputs, rank = gradients.tape(call, world, name, priority), [], world.topology.rank
     with world.submitting():
-        return [
-            _exchange(call, world, each, tensor, shapes, [0] * len(shapes.rows), shapes.rows, priority)
-            for each, tensor, shapes in _agree(call, world, "allgather", name, tensors)
-        ]
+        for each, tensor, shapes in _agree(call, world, "allgather", name, tensors):
+            output = exchange(call, world, each, tensor, shapes, [0] * len(shapes.rows), shapes.rows, priority)
+            if tape is not None:
+                output = tape.allgather(each, tensor, output, sum(shapes.rows[:rank]))
+            outputs.append(output)
+    return outputs
 
 
 def _reducescatter(
@@ -225,18 +180,22 @@ def _reducescatter(
     check_name(call, name)
     if not tensors:
         return tensors
+    tape, outputs = gradients.tape(call, world, name, priority), []
     with world.submitting():
-        return [
-            _reduce_rows(call, world, each, tensor, shapes, reduce, priority)
-            for each, tensor, shapes in _agree(call, world, "reducescatter", name, tensors)
-        ]
+        for each, tensor, shapes in _agree(call, world, "reducescatter", name, tensors):
+            first, rows = _share(world, tensor.shape[0])
+            output = _reduce_rows(call, world, each, tensor, shapes, reduce, priority, first, rows)
+            if tape is not None:
+                output = tape.reducescatter(each, tensor, output, reduce, first)
+            outputs.append(output)
+    return outputs
 
 
 def _agree(
     call: Call, world: Member, kind: str, name: Optional[str], tensors: Sequence[Any]
 ) -> list[tuple[str, Any, Shapes]]:
     """Check all arrays, here and with the others, before anything is exchanged."""
-    refusals = [_refusal(call, tensor, name) for tensor in tensors]
+    refusals = [refusal_of(call, tensor, name) for tensor in tensors]
     refusal = next((error for error in refusals if error is not None), None)
     return [
         (each, tensor, exchange_shapes(call, world, kind, each, tensor, tensors=len(tensors), refusal=refusal))
@@ -244,8 +203,11 @@ def _agree(
     ]
 
 
-def _refusal(call: Call, tensor: Any, name: Optional[str]) -> Optional[Exception]:
-    """Why the array cannot take part; the others have to be told."""
+def refusal_of(call: Call, tensor: Any, name: Optional[str]) -> Optional[Exception]:
+    """Why the array cannot take part, as the error to raise (InvalidRequestError and others); the others are told.
+
+    Waits until the array is computed.
+    """
     shown = name or call.operation
     try:
         check_array(call, tensor, name)
@@ -259,7 +221,7 @@ def _refusal(call: Call, tensor: Any, name: Optional[str]) -> Optional[Exception
     return None
 
 
-def _exchange(
+def exchange(
     call: Call,
     world: Member,
     name: str,
@@ -269,7 +231,24 @@ def _exchange(
     rows: Sequence[int],
     priority: int,
 ) -> Any:
-    """An array of some rows of each worker's array, given by the first one and their number."""
+    """A new array of some rows of each worker's array; waits for it, inside ``world.submitting()``.
+
+    Parameters
+    ----------
+    call, world, name, priority
+        Who takes part in what.
+    tensor : NDArray
+        This worker's array.
+    shapes : Shapes
+        Of all workers' arrays.
+    starts, rows : sequence of int
+        By rank, the first row to take and how many; the same numbers at both ends.
+
+    Raises
+    ------
+    MismatchError, HorovodInternalError
+        As `allgather`.
+    """
     context = mxnet_compat.context_of(tensor)
     output = buffer_like(tensor, context=context, shape=(sum(rows), *shapes.shapes[0][1:]))
     if world.is_alone:
@@ -316,19 +295,31 @@ def _run_exchange(
     world.communicator().run(request)
 
 
+def _share(world: Member, rows: int) -> tuple[int, int]:
+    """The first one of this worker's rows, and their number."""
+    rank, size = world.topology.rank, world.topology.size
+    share, rest = divmod(rows, size)
+    return share * rank + min(rank, rest), share + (rank < rest)
+
+
 def _reduce_rows(
-    call: Call, world: Member, name: str, tensor: Any, shapes: Shapes, how: Reduction, priority: int
+    call: Call,
+    world: Member,
+    name: str,
+    tensor: Any,
+    shapes: Shapes,
+    how: Reduction,
+    priority: int,
+    first: int,
+    rows: int,
 ) -> Any:
     context, shape = mxnet_compat.context_of(tensor), shapes.shapes[0]
-    rank, size = world.topology.rank, world.topology.size
     if world.is_alone:
         if how.is_scaled:
             return scaled(tensor, how.prescale, how.postscale)
         output = buffer_like(tensor, context=context)
         copy(tensor, output)
         return output
-    share, rest = divmod(shape[0], size)
-    first, rows = share * rank + min(rank, rest), share + (rank < rest)
     output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
     if 0 in shape:
         return output
@@ -346,7 +337,7 @@ def _reduce_rows(
         prescale=how.prescale,
         postscale=how.postscale,
         priority=priority,
-        parts=[(rank, first * unit, rows * unit, 0)],
+        parts=[(world.topology.rank, first * unit, rows * unit, 0)],
     )
     world.communicator().run(request)
     if target is not output:
@@ -373,31 +364,3 @@ def _plain(world: Member, array: Any, fill: bool) -> tuple[Any, int]:
 def _data_name(name: str) -> str:
     # The name itself is that of the table of shapes, where one worker's allgather meets another one's broadcast.
     return wire_name(NAMESPACE, f"{name}/rows")
-
-
-def _rows_to_send(call: Call, name: Optional[str], tensor: Any, splits: Any, size: int) -> list[int]:
-    shown, length = name or call.operation, tensor.shape[0]
-    if splits is None:
-        if length % size:
-            fact, fix = f"{length} rows cannot be divided by {size} workers.", "pass splits."
-            raise InvalidRequestError(call.message(shown, fact, fix))
-        return [length // size] * size
-    fix = f"pass {size} non-negative numbers as int32, which make {length} together."
-    if hasattr(splits, "asnumpy"):
-        splits = splits.asnumpy()
-    if isinstance(splits, np.ndarray):
-        if splits.dtype != np.int32:
-            raise InvalidRequestError(call.message(shown, f"splits has dtype {splits.dtype.name}.", fix))
-        splits = splits.tolist() if splits.ndim == 1 else [splits.tolist()]
-    if not isinstance(splits, (list, tuple)) or not all(type(each) is int for each in splits):
-        raise TypeError(call.message(shown, f"splits is {splits!r}.", fix))
-    if len(splits) != size or any(each < 0 for each in splits) or sum(splits) != length:
-        raise InvalidRequestError(call.message(shown, f"splits is {list(splits)}, for {length} rows.", fix))
-    return list(splits)
-
-
-def _int32_like(array: Any, numbers: Sequence[int]) -> Any:
-    import mxnet as mx
-
-    kind = mx.np if mxnet_compat.is_np_ndarray(array) else mx.nd
-    return kind.array(np.array(numbers, np.int32), dtype="int32")

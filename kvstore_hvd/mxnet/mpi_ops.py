@@ -2,6 +2,8 @@
 
 They are operations of MXNet's engine, like those of the store. They keep the order of the calls for each name; between
 names order does not matter.
+
+Within ``mx.autograd.record()`` gradients flow through those that make new arrays, see `gradients`.
 """
 
 from __future__ import annotations
@@ -14,19 +16,25 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import buffer_like, check_group
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, priority_of
+from kvstore_hvd.mxnet import basics, gradients
+from kvstore_hvd.mxnet.all_to_all import alltoall
+from kvstore_hvd.mxnet.basics import *  # noqa: F403
 from kvstore_hvd.mxnet.calls import check_array, check_name, make_call, names_for, operations, root_in
-from kvstore_hvd.mxnet.gathers import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
-from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
+from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
 
+# As in Horovod, its module of operations has the basics as well.
 __all__ = [
     "Adasum",
     "Average",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
+    "add_process_set",
     "allgather",
     "allreduce",
     "allreduce_",
@@ -34,12 +42,15 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
     "reducescatter",
+    "remove_process_set",
 ]
+__all__ += basics.__all__
 
 
 def allreduce(
@@ -53,6 +64,8 @@ def allreduce(
     op: Optional[ReduceOp] = None,
 ) -> Any:
     """Reduce an array over the workers, into a new array. Asynchronous.
+
+    Within ``mx.autograd.record()`` the gradient is reduced likewise; `Min`, `Max` and `Product` have none.
 
     Parameters
     ----------
@@ -161,6 +174,8 @@ def broadcast(
 ) -> Any:
     """Give every worker the root's array, as a new array. Asynchronous.
 
+    Within ``mx.autograd.record()`` the root's array gets the sum of all workers' gradients, the others get zeros.
+
     Parameters
     ----------
     tensor : NDArray
@@ -225,12 +240,22 @@ def _allreduce(
         return tensors
     for tensor in tensors:
         check_array(call, tensor, name)
+        if in_place:
+            gradients.refuse_in_place(call, name, tensor)
+        elif reduce.op not in ("sum", "average"):
+            fact = f"op {reduce.op.capitalize()} has no gradient."
+            gradients.refuse_in_graph(
+                call, name, tensor, fact, "use Sum or Average, or call it within mx.autograd.pause()."
+            )
     with world.submitting():
         outs = [
             tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor)) for tensor in tensors
         ]
         groups = _groups(call, world, name, tensors, outs)
         operations(world).pushpull(call, groups, priority, reduce)
+        tape = None if in_place else gradients.tape(call, world, name, priority)
+        if tape is not None:
+            outs = [tape.allreduce(str(one.key), each, out, reduce) for one, each, out in zip(groups, tensors, outs)]
     return outs
 
 
@@ -243,9 +268,15 @@ def _broadcast(
     root = root_in(call, root_rank, process_set)
     check_name(call, name)
     check_array(call, tensor, name)
+    if in_place:
+        gradients.refuse_in_place(call, name, tensor)
     with world.submitting():
         out = tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor))
-        operations(world).broadcast(call, _groups(call, world, name, [tensor], [out]), priority, root)
+        groups = _groups(call, world, name, [tensor], [out])
+        operations(world).broadcast(call, groups, priority, root)
+        tape = None if in_place else gradients.tape(call, world, name, priority)
+        if tape is not None:
+            out = tape.broadcast(str(groups[0].key), tensor, out, root)
     return out
 
 

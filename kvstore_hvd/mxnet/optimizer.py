@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from kvstore_hvd.arrays import copy
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.kvstore import make_store_class
-from kvstore_hvd.mxnet.compression import Compression
+from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.operations import Reduction
 
@@ -33,8 +33,8 @@ class TrainerMethods:
         Not a `DistributedOptimizer`: of that the optimizer inside is taken, with a warning.
     optimizer_params : dict, optional
         As ``mxnet.gluon.Trainer``.
-    compression : a class of Compression
-        As what gradients are exchanged.
+    compression : class
+        One of `Compression`, or another with the methods of `Compressor`: as what gradients are exchanged.
     gradient_predivide_factor : float
         Gradients are divided by it before they are summed, and multiplied with it as the optimizer scales them.
     prefix : str, optional
@@ -76,8 +76,9 @@ class TrainerMethods:
         self._compression = compression
         #: See `join.trainers`: None means all workers.
         self._process_group = None if process_set is global_process_set else process_set
-        if compression.type:
-            store.set_gradient_compression({"type": compression.type})
+        self._is_compressed_here = not store_type(compression)
+        if not self._is_compressed_here:
+            store.set_gradient_compression({"type": store_type(compression)})
         super().__init__(params, optimizer, optimizer_params, kvstore=store, update_on_kvstore=False)  # type: ignore[call-arg]
         # Not in the reduction: gradients stay where they are summed, and AMP reads the scale from here.
         self._scale *= scale
@@ -86,7 +87,7 @@ class TrainerMethods:
             self._kvstore_hvd_names = {id(each): prefix + names.get(id(each), each.name) for each in self._params}
 
     def _allreduce_grads(self) -> None:
-        if self._compression.type:
+        if not self._is_compressed_here:
             super()._allreduce_grads()  # type: ignore[misc]
             return
         for place, parameter in enumerate(self._params):

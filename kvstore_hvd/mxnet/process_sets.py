@@ -17,7 +17,17 @@ from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitialize
 from kvstore_hvd.inner_worlds import InnerMember
 from kvstore_hvd.member import Member
 
-__all__ = ["ProcessSet", "add_process_set", "allow_dynamic", "global_process_set", "register", "remove_process_set"]
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "allow_dynamic",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "process_set_by_id",
+    "process_sets",
+    "register",
+    "remove_process_set",
+]
 
 
 class ProcessSet:
@@ -252,6 +262,33 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         if inner is not None:
             engine.current().leave_inner(inner)
     return True
+
+
+def process_sets() -> list[ProcessSet]:
+    """The registered sets in the order of their numbers, first the global one; none outside of a world."""
+    world = [global_process_set] if engine.current().is_initialized else []
+    return [*world, *(each for each, _ in _registry().sets.values())]
+
+
+def process_set_by_id(process_set_id: int) -> ProcessSet:
+    """The registered set of this number.
+
+    Raises
+    ------
+    InvalidRequestError
+        There is none.
+    """
+    found = next((each for each in process_sets() if each.process_set_id == process_set_id), None)
+    if found is None:
+        known = ", ".join(str(each.process_set_id) for each in process_sets()) or "none"
+        fact = f"there is no process set {process_set_id!r}."
+        raise InvalidRequestError(message(fact, operation="process_set_by_id", fix=f"use one of: {known}."))
+    return found
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The ranks of the registered sets, by their numbers."""
+    return {each.process_set_id or 0: each.ranks or [] for each in process_sets()}
 
 
 def _members(comm: Any) -> list[int]:

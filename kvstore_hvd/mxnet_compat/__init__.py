@@ -18,6 +18,7 @@ from kvstore_hvd.mxnet_compat.arrays import (
     is_parameter,
     stype_of,
 )
+from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
 from kvstore_hvd.mxnet_compat.parameters import after_initialization, arrays_of, awaited_names, initialize, is_deferred
@@ -43,6 +44,7 @@ __all__ = [
     "bytes_in",
     "context_of",
     "devices_of",
+    "differentiable",
     "dtype_name",
     "engine_is_naive",
     "engine_text",
@@ -52,9 +54,12 @@ __all__ = [
     "install_hooks_on_import",
     "is_deferred",
     "is_imported",
+    "is_in_graph",
     "is_ndarray",
     "is_np_ndarray",
     "is_parameter",
+    "is_recording",
+    "is_tracing",
     "is_trainer",
     "joinable_of",
     "key_of",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 
 import kvstore_hvd
@@ -62,6 +65,48 @@ def test_outside_of_a_world(rank, size):
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (rank, size)
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy().tolist() == [size] * 2
+
+
+def test_init_with_other_workers(rank, size):
+    """After `shutdown`, `init` meets those that it is told."""
+    hvd.shutdown()
+    hvd.init(comm=list(reversed(range(size))))
+    try:
+        assert (hvd.rank(), hvd.size()) == (size - 1 - rank, size)
+        assert hvd.allgather(mx.nd.array([rank])).asnumpy().tolist() == list(reversed(range(size)))
+        hvd.shutdown()
+        hvd.init()  # the same again
+        assert hvd.rank() == size - 1 - rank
+        hvd.shutdown()
+        alone = hvd.init(comm=[0])
+        assert alone is None
+        assert (hvd.rank(), hvd.size()) == (0, 1)
+    finally:
+        hvd.shutdown()
+        hvd.init(comm=list(range(size)))
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy().tolist() == [size] * 2
+
+
+def test_in_a_forked_child(rank, size):
+    """It knows its worker's place, and cannot take part."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answers = [hvd.is_initialized(), *(question() for question in QUESTIONS)]
+        try:
+            hvd.allreduce(mx.nd.ones((2,)))
+            answers.append("took part")
+        except Exception as error:
+            answers.append(type(error).__name__)
+        os.write(writer, json.dumps(answers).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answers = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    refusal = "NotInitializedError" if size > 1 else answers[-1]  # alone there is nobody to disturb
+    assert answers == [True, *(question() for question in QUESTIONS), refusal]
 
 
 def test_init_refuses_what_is_no_process_set(world):

@@ -99,6 +99,23 @@ def test_deferred_parameters(rank, size, twice):
         assert_equal_on_all_ranks(outputs[id(layer)].asnumpy(), f"deferred-output/{twice}/{i}")
 
 
+def test_deferred_parameters_in_any_order(rank, size):
+    """Workers that come to their layers in different orders, and use each one before they come to the next."""
+    if engine_is_naive():
+        pytest.skip("with NaiveEngine every broadcast waits")
+    layers = [mx.gluon.nn.Dense(4) for _ in range(6)]
+    data = array(np.ones((2, 4), "float32"))
+    for layer in layers:
+        mx.random.seed(rank)
+        layer.initialize(mx.init.Normal(rank + 1.0))
+        hvd.broadcast_parameters(layer.collect_params(), root_rank=size - 1)
+    for layer in np.random.default_rng(rank).permutation(layers):
+        data = layer(data)
+    data.wait_to_read()
+    for i, layer in enumerate(layers):
+        assert_equal_on_all_ranks(weights(layer)[0], f"deferred-any-order/{i}")
+
+
 def test_broadcast_parameters_refuses(rank, size):
     """Nothing is changed when anything is wrong."""
     net = mlp(seed=rank)
@@ -138,3 +155,24 @@ def test_broadcast_trainer_states(rank, size, optimizer):
         trainer.step(4)
     for i, value in enumerate(weights(net)):
         assert_equal_on_all_ranks(value, f"states/{optimizer}/{i}/{is_mxnet_2()}")
+
+
+@pytest.mark.parametrize("failing", [0, -1], ids=["first", "last"])
+def test_states_that_cannot_be_saved(rank, size, failing):
+    """Nobody waits for the worker that fails, whoever it is; all hear of it."""
+    net = mlp(seed=3)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9}, kvstore=mx.kv.create("horovod"))
+    data, labels = (array(each) for each in samples(4))
+    backward(net, [(data, labels)])
+    trainer.step(4)
+    save = trainer.save_states
+    if rank == failing % size:
+
+        def fail(path):
+            raise OSError("disk full")
+
+        trainer.save_states = fail
+    with pytest.raises(OSError if rank == failing % size else kvstore_hvd.InvalidRequestError):
+        hvd.broadcast_trainer_states(trainer, 0)
+    trainer.save_states = save
+    hvd.broadcast_trainer_states(trainer, 0)

@@ -107,6 +107,31 @@ def test_compressors(kind, name, dtype):
         assert small is x
 
 
+@pytest.mark.parametrize("base", ["none", "fp16", "bf16"])
+def test_compressors_of_a_program(rank, size, base):
+    """A class derived from ours is asked itself, and so is one with its methods only."""
+    compressed = []
+
+    class Derived(getattr(hvd.Compression, base)):
+        @classmethod
+        def compress(cls, tensor):
+            compressed.append(tensor)
+            return super().compress(tensor) if base != "none" else (tensor, None)
+
+    class Alike:
+        compress, decompress = Derived.compress, Derived.decompress
+
+    for kind in (Derived, Alike):
+        compressed.clear()
+        net = mlp(seed=5)
+        trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, compression=kind)
+        backward(net, batch_of(rank, size=size))
+        trainer.step(BATCH)
+        assert len(compressed) == len(parameters(net))
+        for ours, expected in zip(weights(net), reference(size, 1, learning_rate=0.1)):
+            np.testing.assert_allclose(ours, expected, atol=5e-2)
+
+
 def test_a_distributed_optimizer_is_unwrapped(rank, size):
     """With a warning, as in Horovod; the average is formed once."""
     inner = mx.optimizer.create("sgd", learning_rate=0.1)

@@ -36,6 +36,20 @@ def test_all_workers(world, rank, size):
     assert hvd.remove_process_set is not None
 
 
+def test_registered_sets(world, size, dynamic):
+    """By their numbers."""
+    everybody = hvd.global_process_set
+    assert process_sets.process_set_by_id(0) is everybody
+    if size > 1:
+        added = hvd.add_process_set([0])
+        assert process_sets.process_sets() == [everybody, added]
+        assert process_sets.process_set_by_id(added.process_set_id) is added
+        expected = {0: list(range(size)), added.process_set_id: [0]}
+        assert process_sets.get_process_set_ids_and_ranks() == expected
+    with pytest.raises(ValueError, match="there is no process set 99"):
+        process_sets.process_set_by_id(99)
+
+
 def test_sets_without_a_world_know_their_ranks():
     """Permuted ranks are equal sets; what is no list of ranks is refused."""
     assert hvd.ProcessSet([2, 0]) == hvd.ProcessSet([0, 2])

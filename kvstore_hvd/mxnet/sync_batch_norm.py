@@ -1,0 +1,152 @@
+"""Batch normalization over the batches of all workers, as a layer of Gluon."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.mxnet.batch_norm import operator_type
+from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
+from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+
+__all__ = ["SyncBatchNorm"]  # noqa: F822 - made when it is asked for
+
+# In the operator's order.
+_PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
+
+
+class SyncBatchNormMethods:
+    """Batch normalization with the mean and variance of all workers' batches, which may differ in size.
+
+    A ``mxnet.gluon.nn.BatchNorm`` in everything else: its parameters, their names and files, `cast`, `hybridize`, and
+    inference, which uses the running statistics. These change in the forward pass, and have the same bits on all
+    workers. The gradients of gamma and beta are those of a worker's own batch: the Trainer sums them.
+
+    Every worker must make its layers in the same order, and train with each of them equally often. Not for several
+    devices in one process, and not within a `Join` that lets workers run out of input: a forward pass needs everybody.
+
+    What goes wrong in a hybridized graph is raised as an ``MXNetError`` where the result is read.
+
+    Parameters
+    ----------
+    axis, momentum, epsilon, center, scale, use_global_stats, in_channels
+        As ``mxnet.gluon.nn.BatchNorm``.
+    beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
+        As ``mxnet.gluon.nn.BatchNorm``.
+    process_set : ProcessSet
+        Whose batches are normalized together; this worker must be a member when it trains.
+    **kwargs
+        As ``mxnet.gluon.nn.BatchNorm``.
+
+    Raises
+    ------
+    InvalidRequestError, NotInitializedError
+        When it trains: there is no world, this worker is not a member of the set, its parameters are on several
+        devices, or it is within a `Join`.
+    MismatchError
+        When the output is read: the workers' arrays differ in the number of channels.
+    HorovodInternalError
+        The world is lost.
+    """
+
+    # Of mxnet.gluon.nn.BatchNorm.
+    _kwargs: dict[str, Any]
+    gamma: Any
+
+    def __init__(
+        self,
+        axis: int = 1,
+        momentum: float = 0.9,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        use_global_stats: bool = False,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        running_mean_initializer: Any = "zeros",
+        running_variance_initializer: Any = "ones",
+        in_channels: int = 0,
+        process_set: ProcessSet = global_process_set,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+            in_channels=in_channels,
+            **kwargs,
+        )
+        self._exchange = StatisticsExchange(process_set, self.gamma)
+
+    def _alias(self) -> str:
+        return "batchnorm"  # in the names of parameters
+
+    def _synchronizes(self, values: Any) -> bool:
+        """Whether a forward pass over arrays needs the other workers; checks what can be checked beforehand."""
+        import mxnet as mx
+
+        if not mx.autograd.is_training() or self._kwargs["use_global_stats"]:
+            return False
+        world, call = self._exchange.check()
+        if not -values.ndim <= self._kwargs["axis"] < values.ndim:
+            fact = f"there is no axis {self._kwargs['axis']} in an array of shape {values.shape}."
+            raise InvalidRequestError(call.message(self.gamma.name, fact, "pass the axis of the channels."))
+        return not world.is_alone
+
+    def _over_all(self, values: Any, *parameters: Any) -> Any:
+        """Submit a forward pass that needs the other workers."""
+        with self._exchange.check()[0].submitting():
+            return self._normalized(values, *parameters)
+
+    def _normalized(self, values: Any, *parameters: Any) -> Any:
+        """The operator, of arrays or in a graph."""
+        import mxnet as mx
+
+        kind = mx.sym if isinstance(values, mx.sym.Symbol) else mx.nd
+        classic = [each.as_nd_ndarray() for each in (values, *parameters)]
+        result = kind.Custom(*classic, op_type=operator_type(), layer=self._exchange.key, **self._kwargs)
+        return result.as_np_ndarray() if isinstance(values, (mx.np.ndarray, mx.sym.np._Symbol)) else result
+
+
+@functools.cache
+def _make() -> type:
+    import mxnet as mx
+
+    base = mx.gluon.nn.BatchNorm
+
+    def hybrid_forward(self: Any, F: Any, x: Any, *parameters: Any, **named: Any) -> Any:  # noqa: N803 - MXNet's name
+        ordered = parameters or [named[name] for name in _PARAMETERS]
+        if isinstance(x, mx.sym.Symbol):
+            return self._normalized(x, *ordered)
+        if self._synchronizes(x):
+            return self._over_all(x, *ordered)
+        return base.hybrid_forward(self, F, x, *ordered)
+
+    def forward(self: Any, x: Any) -> Any:
+        ordered = [getattr(self, name).data(x.device) for name in _PARAMETERS]
+        if mxnet_compat.is_tracing():
+            return self._normalized(x, *ordered)
+        if self._synchronizes(x):
+            return self._over_all(x, *ordered)
+        return base.forward(self, x)
+
+    # What a block defines differs between MXNet's versions.
+    method = hybrid_forward if hasattr(base, "hybrid_forward") else forward
+    description = {"__doc__": SyncBatchNormMethods.__doc__, "__module__": __name__, method.__name__: method}
+    return type("SyncBatchNorm", (SyncBatchNormMethods, base), description)
+
+
+def __getattr__(name: str) -> Any:
+    # The class derives from MXNet's: it is made when it is asked for.
+    if name in __all__:
+        return _make()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

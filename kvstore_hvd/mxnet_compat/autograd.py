@@ -1,0 +1,115 @@
+"""MXNet's autograd, for results that were computed outside of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kvstore_hvd.mxnet_compat.arrays import context_of
+
+__all__ = ["differentiable", "is_in_graph", "is_recording", "is_tracing"]
+
+
+def is_recording() -> bool:
+    """Whether this thread is inside ``autograd.record()``."""
+    import mxnet as mx
+
+    return bool(mx.autograd.is_recording())
+
+
+def is_tracing() -> bool:
+    """Whether a block is being hybridized in this thread, in MXNet 2: arrays have no values then."""
+    import mxnet as mx
+
+    traces = getattr(mx, "_deferred_compute", None)
+    return traces is not None and bool(traces.is_deferred_compute())
+
+
+def is_in_graph(array: Any) -> bool:
+    """Whether gradients may flow to the array: it has one itself, or was recorded. Takes time for long recordings."""
+    import mxnet as mx
+
+    try:
+        mx.autograd.get_symbol(array)
+    except mx.MXNetError:
+        return False
+    return True
+
+
+def differentiable(array: Any, result: Any, gradient: Callable[[Any], Any]) -> Any:
+    """Record that `result` was computed from `array`; to be called while recording.
+
+    Parameters
+    ----------
+    array : NDArray
+    result : NDArray
+        Of any shape; in no graph.
+    gradient : callable
+        From the gradient of the result to that of the array, of their shapes. Called in another thread. What it starts
+        to do with the result's gradient must be over when what it returns has been computed.
+
+    Returns
+    -------
+    NDArray
+        The result, as part of the graph.
+    """
+    import mxnet as mx
+
+    shape, count = result.shape, result.size
+    is_plain, is_plain_result = _is_plain(array), _is_plain(result)
+
+    def backward(output_gradient: Any) -> Any:
+        with mx.util.np_shape(True):  # each thread has its own
+            given = output_gradient.as_np_ndarray()
+            if not is_plain_result:
+                given = given[:count].reshape(shape)
+            found = gradient(given)
+            if not is_plain:
+                found = _flat(found)
+            return found.as_np_ndarray() if isinstance(output_gradient, mx.np.ndarray) else found.as_nd_ndarray()
+
+    with mx.util.np_shape(True):
+        # MXNet drops the gradient of a function's input whose gradients are to be added up, and its functions fail for
+        # arrays without dimensions or elements. An operator of its own before and after the function hides both.
+        source = mx.nd._internal._copy(array.as_nd_ndarray()) if is_plain else _flat(array)
+        with mx.autograd.pause():
+            target = result if is_plain_result else _flat(result)
+        recorded = _function()(target.as_nd_ndarray(), backward)(source.as_nd_ndarray())
+        if not is_plain_result:
+            recorded = recorded.as_np_ndarray()[:count].reshape(shape)
+        return recorded.as_np_ndarray() if isinstance(array, mx.np.ndarray) else recorded.as_nd_ndarray()
+
+
+def _is_plain(array: Any) -> bool:
+    return bool(array.shape) and 0 not in array.shape
+
+
+def _flat(array: Any) -> Any:
+    """The elements in one dimension, and one more if there are none."""
+    import mxnet as mx
+
+    flat = array.as_np_ndarray().reshape(-1)
+    if array.size:
+        return flat
+    return mx.np.concatenate([flat, mx.nd.zeros((1,), context_of(array), array.dtype).as_np_ndarray()])
+
+
+@functools.cache
+def _function() -> type:
+    import mxnet as mx
+
+    class Function(mx.autograd.Function):  # type: ignore[misc]
+        def __init__(self, result: Any, gradient: Callable[[Any], Any]) -> None:
+            super().__init__()
+            self._result = result
+            self._gradient = gradient
+
+        def forward(self, *inputs: Any) -> Any:
+            result, self._result = self._result, None
+            return result
+
+        def backward(self, *output_grads: Any) -> Any:
+            return self._gradient(output_grads[0])
+
+    return Function

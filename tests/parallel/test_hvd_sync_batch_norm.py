@@ -1,0 +1,271 @@
+"""`hvd.SyncBatchNorm` against ``nn.BatchNorm`` in one process that has all the data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.join import Join, Joinable, JoinHook
+from kvstore_hvd.mxnet import process_sets
+from kvstore_hvd.mxnet_compat import engine_is_naive
+from support.arrays import assert_equal_on_all_ranks
+from support.gluon import array, is_mxnet_2
+
+mx = pytest.importorskip("mxnet")
+nn = mx.gluon.nn
+
+HYBRID = [None, {}, {"static_alloc": True, "static_shape": True}]
+
+
+def batches(size, shape, dtype="float32", uneven=False, offset=0.0, seed=0):
+    """Every rank's batch; the first dimension is the length of one batch."""
+    generator = np.random.default_rng(seed)
+    rows = [shape[0] + (rank if uneven else 0) for rank in range(size)]
+    return [(generator.standard_normal((count, *shape[1:])) * 2 + offset).astype(dtype) for count in rows]
+
+
+def layer(kind, dtype="float32", hybridize=None, **options):
+    """A layer whose parameters are not the usual ones."""
+    block = kind(
+        gamma_initializer=mx.init.Constant(1.5),
+        beta_initializer=mx.init.Constant(-0.5),
+        running_variance_initializer=mx.init.Constant(2.0),
+        **options,
+    )
+    block.initialize()
+    block.cast(dtype)
+    if hybridize is not None:
+        block.hybridize(**hybridize)
+    return block
+
+
+def train(block, values, weights):
+    """One forward and backward pass: the output, and the gradient of the input."""
+    x = array(values)
+    x.attach_grad()
+    with mx.autograd.record():
+        y = block(x)
+        total = (y * y * array(weights)).sum()
+    total.backward()
+    return y.asnumpy(), x.grad.asnumpy()
+
+
+def compare(rank, size, data, hybridize=None, dtype="float32", tolerance=1e-5, steps=2, **options):
+    """Train a layer on this rank's batch and another one on all of them, and compare everything."""
+    own, alone = layer(hvd.SyncBatchNorm, dtype, hybridize, **options), layer(nn.BatchNorm, dtype, **options)
+    starts = np.cumsum([0, *(len(each) for each in data)])
+    whole = np.concatenate(data)
+    weights = np.random.default_rng(1).standard_normal(whole.shape).astype(dtype)
+    mine = slice(starts[rank], starts[rank + 1])
+    close = {"rtol": tolerance, "atol": tolerance}
+    for _ in range(steps):
+        y, dx = train(own, whole[mine], weights[mine])
+        expected_y, expected_dx = train(alone, whole, weights)
+        assert y.dtype == expected_y.dtype
+        np.testing.assert_allclose(y, expected_y[mine], **close)
+        np.testing.assert_allclose(dx, expected_dx[mine], **close)
+    for name in ("running_mean", "running_var"):
+        ours, theirs = (getattr(block, name).data().asnumpy() for block in (own, alone))
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, **close)
+        assert_equal_on_all_ranks(ours, f"sync_batch_norm/{name}")
+    for name in ("gamma", "beta"):
+        parameter = getattr(own, name)
+        if parameter.grad_req != "null":
+            total = hvd.allreduce(parameter.grad(), op=hvd.Sum).asnumpy()
+            scale = max(1.0, np.abs(total).max())
+            np.testing.assert_allclose(total / scale, getattr(alone, name).grad().asnumpy() / scale, **close)
+    # Inference uses the running statistics.
+    x = array(whole[mine])
+    np.testing.assert_allclose(own(x).asnumpy(), alone(x).asnumpy(), **close)
+
+
+@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+@pytest.mark.parametrize("shape", [(4, 3), (3, 2, 5), (2, 3, 4, 5), (2, 3, 2, 4, 3)], ids=str)
+def test_as_one_batch(rank, size, shape, hybridize):
+    """Outputs, gradients and running statistics."""
+    compare(rank, size, batches(size, shape), hybridize)
+
+
+@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+def test_uneven_batches(rank, size, hybridize):
+    """Every element counts the same."""
+    compare(rank, size, batches(size, (1, 3, 4, 4), uneven=True), hybridize)
+
+
+@pytest.mark.parametrize("axis", [-1, 2])
+def test_other_axes(rank, size, axis):
+    """Channels in another dimension."""
+    compare(rank, size, batches(size, (3, 4, 5, 2)), axis=axis)
+
+
+@pytest.mark.parametrize(
+    "options", [{"center": False}, {"scale": False}, {"momentum": 0.5, "epsilon": 0.1}, {"use_global_stats": True}]
+)
+@pytest.mark.parametrize("hybridize", HYBRID[:2], ids=["eager", "hybrid"])
+def test_options(rank, size, options, hybridize):
+    """The options of nn.BatchNorm."""
+    compare(rank, size, batches(size, (3, 4, 5)), hybridize, **options)
+
+
+def test_float64(rank, size):
+    """In float64 throughout."""
+    compare(rank, size, batches(size, (3, 4, 5), "float64"), dtype="float64", tolerance=1e-7)
+
+
+def test_float16(rank, size):
+    """Statistics and parameters in float32; outputs are rounded once."""
+    data = batches(size, (8, 4, 3, 3), "float16")
+    compare(rank, size, data, dtype="float16", tolerance=1e-2)
+    if size == 1:
+        pytest.skip("one worker has the precision of nn.BatchNorm")
+    block = layer(hvd.SyncBatchNorm, "float16")
+    train(block, data[rank], np.ones_like(data[rank]))
+    exact = np.concatenate(data).astype("float64")
+    variance = block.running_var.data().asnumpy()
+    assert variance.dtype == np.float32
+    np.testing.assert_allclose(variance, 2 * 0.9 + 0.1 * exact.var((0, 2, 3)), rtol=1e-5)
+
+
+def test_large_means(rank, size):
+    """The variance keeps its digits where the mean is far larger."""
+    if size == 1:
+        pytest.skip("one worker has the precision of nn.BatchNorm")
+    data = batches(size, (64, 3, 8), offset=1e4)
+    block = layer(hvd.SyncBatchNorm)
+    y, _ = train(block, data[rank], np.ones_like(data[rank]))
+    exact = np.concatenate(data).astype("float64")
+    variance = (block.running_var.data().asnumpy() - 2 * 0.9) / 0.1
+    np.testing.assert_allclose(variance, exact.var((0, 2)), rtol=1e-4)
+    deviation = np.sqrt(exact.var((0, 2), keepdims=True) + 1e-5)
+    expected = (data[rank] - exact.mean((0, 2), keepdims=True)) / deviation * 1.5 - 0.5
+    np.testing.assert_allclose(y, expected, atol=2e-3)  # float32 holds 1e4 to 1e-3
+
+
+@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+def test_in_a_network(rank, size, hybridize):
+    """Two layers in branches, one of them used twice: trained with a Trainer, all ranks stay equal."""
+
+    class Branches(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = hvd.SyncBatchNorm(), hvd.SyncBatchNorm()
+            self.dense = nn.Dense(3)
+
+        def run(self, x):
+            return self.dense(self.first(x) + self.second(self.first(x * 2)) + self.second(x))
+
+        if is_mxnet_2():
+
+            def forward(self, x):
+                return self.run(x)
+        else:
+
+            def hybrid_forward(self, F, x):  # noqa: N803 - MXNet's name
+                return self.run(x)
+
+    mx.random.seed(5)
+    net = Branches()
+    net.initialize()
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    data = batches(size, (4, 6))[rank]
+    with mx.autograd.pause():
+        net(array(data))
+    hvd.broadcast_parameters(net.collect_params())
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for _ in range(4):
+        with mx.autograd.record():
+            total = (net(array(data)) ** 2).sum()
+        total.backward()
+        trainer.step(4)
+    for place, parameter in enumerate(net.collect_params().values()):
+        values = parameter.data().asnumpy()
+        assert np.isfinite(values).all()
+        assert_equal_on_all_ranks(values, f"sync_batch_norm/network/{place}")
+
+
+def test_files_are_those_of_batch_norm(rank, size, tmp_path):
+    """Parameters go from one kind of layer to the other."""
+    ours, theirs = nn.HybridSequential(), nn.HybridSequential()
+    ours.add(hvd.SyncBatchNorm())
+    theirs.add(nn.BatchNorm())
+    ours.initialize()
+    with mx.autograd.record():
+        ours(array(batches(size, (4, 3))[rank])).backward()
+    path = str(tmp_path / f"parameters{rank}")
+    ours.save_parameters(path)
+    theirs.load_parameters(path)
+    for one, other in zip(ours.collect_params().values(), theirs.collect_params().values()):
+        assert (one.data().asnumpy() == other.data().asnumpy()).all()
+    assert list(ours[0]._collect_params_with_prefix()) == list(theirs[0]._collect_params_with_prefix())
+    theirs.save_parameters(path)
+    ours.load_parameters(path)
+
+
+def test_process_set(rank, size):
+    """Statistics of the members only."""
+    if size < 3:
+        pytest.skip("needs a set that is not everybody")
+    members = [0, size - 1]
+    process_sets.allow_dynamic()
+    chosen = hvd.add_process_set(members)
+    if rank in members:
+        data = batches(size, (4, 3))
+        block = layer(hvd.SyncBatchNorm, process_set=chosen)
+        with mx.autograd.record():
+            block(array(data[rank]))
+        expected = np.concatenate([data[each] for each in members]).mean(0) * 0.1
+        np.testing.assert_allclose(block.running_mean.data().asnumpy(), expected, rtol=1e-4, atol=1e-6)
+    hvd.remove_process_set(chosen)
+    process_sets._registry().is_dynamic = False
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
+def test_different_channels(rank, size):
+    """Every rank hears of it, and the world works on."""
+    if size == 1:
+        pytest.skip("one worker agrees with itself")
+    block = layer(hvd.SyncBatchNorm)
+    with mx.autograd.record():
+        y = block(array(np.ones((2, 3 + rank), "float32")))
+    with pytest.raises(kvstore_hvd.MismatchError, match=r"gamma' \(key SyncBatchNorm.*disagree on shape"):
+        y.wait_to_read()
+    mx.nd.waitall()
+    assert (block.running_mean.data().asnumpy() == 0).all()
+    assert hvd.allreduce(array(np.ones(1, "float32")), op=hvd.Sum).asnumpy()[0] == size
+
+
+def test_what_cannot_work(rank, size):
+    """Refused before anything is exchanged."""
+    several = hvd.SyncBatchNorm(in_channels=3)
+    several.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    with mx.autograd.record(), pytest.raises(kvstore_hvd.InvalidRequestError, match="on several devices"):
+        several(array(np.ones((2, 3), "float32")))
+    block = layer(hvd.SyncBatchNorm, axis=3, in_channels=2)
+    of_mxnet = IndexError  # MXNet 2 looks at the axis first
+    with mx.autograd.record(), pytest.raises((kvstore_hvd.InvalidRequestError, of_mxnet)):
+        block(array(np.ones((2, 3), "float32")))
+
+
+def test_within_join(rank, size):
+    """Refused where a worker may run out of batches; not where that ends all."""
+
+    class Nothing(Joinable):
+        def join_hook(self, **kwargs):
+            return JoinHook()
+
+        join_device = join_process_group = None
+
+    block = layer(hvd.SyncBatchNorm)
+    data = batches(size, (4, 3))[rank]
+    with Join([Nothing()]):
+        if size > 1:
+            with pytest.raises(kvstore_hvd.InvalidRequestError, match="cannot be used within Join"):
+                train(block, data, data)
+        block(array(data))
+    with Join([Nothing()], throw_on_early_termination=True, enable=size == 1):
+        train(block, data, data)
+    train(block, data, data)
