@@ -33,6 +33,7 @@ from kvstore_hvd.errors import (
     UnsupportedDtypeError,
     UnsynchronisedTrainerError,
 )
+from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.kvstore import make_store_class
 from kvstore_hvd.numpy_ops import allreduce, allreduce_init, barrier, broadcast
 from kvstore_hvd.timeline import start_timeline, stop_timeline
@@ -47,6 +48,9 @@ __all__ = [
     "HorovodInternalError",
     "InputFailedError",
     "InvalidRequestError",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "KVHvdError",
     "LaunchError",
     "MismatchError",

@@ -301,6 +301,10 @@ class Engine:
         """Until `work` is done, bounded by the engine's timeout. Raises what went wrong."""
         self.impl.wait(work.impl)
 
+    def is_met(self, work: Work) -> bool:
+        """Whether all workers have submitted `work`; so if `missed` shows what another one submitted after it."""
+        return bool(self.impl.is_met(work.impl))
+
     def abort(self, text: str) -> None:
         """Fail all pending and later requests of all workers with this text."""
         self.impl.abort(text)

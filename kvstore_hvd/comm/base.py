@@ -118,6 +118,10 @@ class Communicator(ABC):
         """Wait for `work`, bounded by the configured timeout; raises as `run`."""
 
     @abstractmethod
+    def is_met(self, work: native.Work) -> bool:
+        """Whether all workers have submitted `work`; so if `missed` shows what another one submitted after it."""
+
+    @abstractmethod
     def health(self) -> HorovodInternalError | KVHvdError | None:
         """The failure that every later operation will raise, or None."""
 

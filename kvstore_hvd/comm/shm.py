@@ -92,6 +92,10 @@ class ShmCommunicator(Communicator):
         """See `Communicator.wait`."""
         self._engine.wait(work)
 
+    def is_met(self, work: native.Work) -> bool:
+        """See `Communicator.is_met`."""
+        return self._engine.is_met(work)
+
     def health(self) -> KVHvdError | None:
         """See `Communicator.health`."""
         return self._engine.health()

@@ -55,9 +55,11 @@ def join(world: Member, name: str) -> int:
         )
     answers: dict[str, tuple[native.Work, Any]] = {}  # by name: under way, with its memory
     pause_s = _SLEEP_S
-    while not work.done:
+    while True:
         answers = {name: answer for name, answer in answers.items() if not answer[0].done}
         missed = communicator.missed(native.MAX_NAMES, described=True) or []
+        if communicator.is_met(work):  # then what is missed comes after it
+            break
         new = [one for one in missed if one.name not in answers]
         for one in new:
             request, memory = _answer(one.name, one.announced)
@@ -73,17 +75,18 @@ def join(world: Member, name: str) -> int:
 
 def _answer(name: str, what: Announced | None) -> tuple[Request, Any]:
     """What takes part in an operation of the others, and its memory."""
+    label = f"'{name}' of the others, in join(),"
     if what is None or what.collective != "allreduce":
         called = "This operation" if what is None else what.collective.capitalize()
         failure = f"{called} is not supported with Join at this time."
         kind = "allreduce" if what is None else what.collective
-        return Request(kind, name, "join", (), (), (0,), "float32", failure=failure), None
+        return Request(kind, name, label, (), (), (0,), "float32", failure=failure), None
     memory = _neutral(what.op, what.dtype, what.count)
     place = [memory.ctypes.data]
     request = Request(
         "allreduce",
         name,
-        "join",
+        label,
         place,
         place,
         what.shape,

@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import Any, Optional
 
+import numpy as np
+
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, reject_array
@@ -15,6 +17,7 @@ from kvstore_hvd.operations import Operations
 
 __all__ = [
     "NAMESPACE",
+    "agree_on_numbers",
     "check_array",
     "check_name",
     "make_call",
@@ -35,6 +38,7 @@ class _Unnamed:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.counts: dict[str, int] = {}
+        self.before = 0  # the largest number of any kind that there may have been, when `counts` was empty
 
 
 # The n-th calls meet. Workers may have made different numbers of them when a world is lost: each world starts anew.
@@ -83,14 +87,32 @@ def unnamed(world: Member, kind: str) -> str:
 
 
 def next_number(world: Member, kind: str) -> int:
-    """How many calls of a kind there were in this world, with this one."""
-    epoch = world.topology.epoch
+    """A number that no call of this kind had in this world; the n-th calls of all workers have the same one."""
     with _unnamed_lock:
-        known = _unnamed.get(world)
-        if known is None or known.epoch != epoch:
-            known = _unnamed[world] = _Unnamed(epoch)
-        number = known.counts[kind] = known.counts.get(kind, 0) + 1
-    return number
+        known = _unnamed_in(world)
+        known.counts[kind] = known.counts.get(kind, 0) + 1
+        return known.before + known.counts[kind]
+
+
+def agree_on_numbers(world: Member) -> None:
+    """Go on with the same numbers everywhere, after workers have made different numbers of calls; waits for all.
+
+    To be called inside ``world.submitting()``.
+    """
+    with _unnamed_lock:
+        known = _unnamed_in(world)
+        row = np.array([known.before + max(known.counts.values(), default=0)], np.int64)
+    table = world.all_rows("join", f"{NAMESPACE}/numbers", "join", row)
+    with _unnamed_lock:
+        known.before, known.counts = int(table.max()), {}
+
+
+def _unnamed_in(world: Member) -> _Unnamed:
+    epoch = world.topology.epoch
+    known = _unnamed.get(world)
+    if known is None or known.epoch != epoch:
+        known = _unnamed[world] = _Unnamed(epoch)
+    return known
 
 
 def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:

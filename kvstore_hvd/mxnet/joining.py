@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd.join import zeros
-from kvstore_hvd.mxnet.calls import NAMESPACE, unnamed
+from kvstore_hvd.mxnet.calls import NAMESPACE, agree_on_numbers
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 
 __all__ = ["join"]
@@ -39,5 +39,7 @@ def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
         The world is lost.
     """
     world = process_set.world("join")
-    last = zeros.join(world, f"{NAMESPACE}/{unnamed(world, 'join')}")
+    last = zeros.join(world, f"{NAMESPACE}/join")
+    with world.submitting():
+        agree_on_numbers(world)
     return int((process_set.ranks or [])[last])

@@ -21,6 +21,7 @@ from kvstore_hvd.mxnet.all_to_all import alltoall
 from kvstore_hvd.mxnet.basics import *  # noqa: F403
 from kvstore_hvd.mxnet.calls import check_array, check_name, make_call, names_for, operations, root_in
 from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
+from kvstore_hvd.mxnet.joining import join
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
 
@@ -47,6 +48,7 @@ __all__ = [
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
+    "join",
     "reducescatter",
     "remove_process_set",
 ]

@@ -298,6 +298,7 @@ void bind_engine(py::module_& module) {
       .def(
           "wait", [](Engine& engine, Work& work) { wait(engine, work); }, py::arg("work"))
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("is_met", &Engine::is_met, py::arg("work"), py::call_guard<py::gil_scoped_release>())
       .def("health", [](const Engine& engine) { return outcome(engine.health()); })
       .def("report", &report)
       .def("start_timeline", &Engine::start_timeline, py::arg("capacity"), py::call_guard<py::gil_scoped_release>())

@@ -183,6 +183,12 @@ class Engine::Impl {
     return true;
   }
 
+  bool is_met(const Work& work) {
+    if (work.done() || forked()) return true;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pending_.is_met(work);
+  }
+
   // Not with more ranks than cores: the others need this one.
   bool wait_briefly(Work& work) {
     if (callers_policy_.spin.count() == 0) return work.done();
@@ -545,6 +551,7 @@ void Engine::submit_to_wait(const std::shared_ptr<Work>& work) {
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
   return impl_->wait(work, limit, impl_->callers_policy_);
 }
+bool Engine::is_met(const Work& work) const { return impl_->is_met(work); }
 bool Engine::wait_briefly(Work& work) { return impl_->wait_briefly(work); }
 const Status& Engine::wait(Work& work) {
   while (!wait(work, std::chrono::seconds(1))) {

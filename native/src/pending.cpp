@@ -92,6 +92,18 @@ bool Pending::is_announced(const Name& name) const {
          in_flight_[name.slot.slot].work == name.queue.front().get();
 }
 
+bool Pending::is_met(const Work& work) {
+  if (work.done()) return true;
+  const auto found = names_.find(work.request().name);
+  if (found == names_.end() || !is_announced(found->second)) return false;
+  const std::uint32_t slot = found->second.slot.slot;
+  if (in_flight_[slot].work != &work) return false;
+  for (int r = 0; r < size_; ++r) {
+    if (!table_.announced_by(slot, r)) return false;
+  }
+  return true;
+}
+
 void Pending::scheduled(const Entry& entry) const {
   Clock::time_point now;
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {

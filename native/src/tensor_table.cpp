@@ -239,7 +239,7 @@ void TensorTable::complete(std::uint32_t slot) {
 }
 
 bool TensorTable::announced_by(std::uint32_t slot, int other) {
-  // Relaxed: for error messages, and for ranks that left, where `presence` orders it.
+  // Relaxed: for error messages, for ranks that left, where `presence` orders it, and for Pending::is_met().
   const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
   return static_cast<std::int32_t>(announced(other) - announced(rank_)) >= 0;
 }

@@ -61,6 +61,10 @@ class Engine {
   bool wait(Work& work, std::chrono::nanoseconds limit);
   // The same for a few microseconds, without sleeping.
   bool wait_briefly(Work& work);
+
+  // Whether all ranks have submitted it, or it is over. Where missed() shows an operation that a rank submitted after
+  // this one, it is so.
+  bool is_met(const Work& work) const;
   // Bounded by the engine's timeout.
   const Status& wait(Work& work);
 

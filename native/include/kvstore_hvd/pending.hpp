@@ -48,6 +48,10 @@ class Pending {
   // Whether the operation on `slot` is that of `work`, and not completed. Not once the world is lost.
   bool is_in_flight(std::uint32_t slot, const Work& work) const { return in_flight_[slot].work == &work; }
 
+  // Whether every rank has announced it. What TensorTable::missed() shows of a rank orders all that the rank announced
+  // before, or saw to be announced.
+  bool is_met(const Work& work);
+
   // The entry is part of the schedule, and nothing of it is done yet. As request_on().
   void scheduled(const Entry& entry) const;
 

@@ -1,0 +1,137 @@
+"""``hvd.join()``: workers that have nothing more to do, table D of the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError
+from support.arrays import assert_equal_on_all_ranks
+from support.gluon import array, backward, mlp, samples, weights
+
+mx = pytest.importorskip("mxnet")
+
+DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"]
+
+
+def sum_of(x):
+    return hvd.allreduce(x, op=hvd.Sum)
+
+
+def test_the_last_one(rank, size):
+    """All get the rank that joined last, each time anew."""
+    for last in range(size):
+        if rank == last:
+            for _ in range(3):
+                sum_of(mx.nd.ones(1)).wait_to_read()
+        assert hvd.join() == last
+    assert 0 <= hvd.join() < size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uneven_allreduces(rank, size, dtype):
+    """Who has joined contributes zeros; averages are still divided by the number of all workers."""
+    for step in range(1 + 2 * rank):
+        present = sum(step < 1 + 2 * r for r in range(size))
+        x = mx.nd.ones((3, 5), dtype=dtype) * 2
+        np.testing.assert_array_equal(sum_of(x).asnumpy(), np.full((3, 5), 2 * present, dtype))
+        if dtype.startswith("float"):
+            expected = np.full((3, 5), 2 * present / size, dtype)
+            np.testing.assert_allclose(hvd.allreduce(x, prescale_factor=0.5, postscale_factor=2).asnumpy(), expected)
+    assert hvd.join() == size - 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_minima_maxima_and_products(rank, size, dtype):
+    """Who has joined does not count."""
+    if rank == size - 1:
+        x = mx.nd.array([2, 3, 5], dtype=dtype)
+        for op in (hvd.Min, hvd.Max, hvd.Product):
+            np.testing.assert_array_equal(hvd.allreduce(x, op=op).asnumpy(), x.asnumpy())
+    hvd.join()
+
+
+def test_many_at_once(rank, size):
+    """Grouped, of any size, in place, under names, in any order, from stores and NumPy."""
+    kv = mx.kv.create("horovod")
+    if rank == size - 1:
+        sizes = [1, 5, 1000, 300_000, 2_000_000]
+        group = hvd.grouped_allreduce([mx.nd.ones(each) for each in sizes], op=hvd.Sum)
+        named = [hvd.allreduce_(mx.nd.ones(each), op=hvd.Sum, name=f"n{each}") for each in reversed(sizes)]
+        own = mx.nd.ones((7, 3))
+        kv.pushpull(3, own)
+        for result in (*group, *named, own):
+            assert (result.asnumpy() == 1).all()
+        assert kvstore_hvd.allreduce(np.arange(4), "numpy").tolist() == [0, 1, 2, 3]
+        hvd.barrier()
+    assert hvd.join() == size - 1
+
+
+def test_training(rank, size):
+    """Gradients of a Trainer, with the parameters of the last one for all in the end."""
+    net = mlp(seed=rank)
+    hvd.broadcast_parameters(net.collect_params())
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    data, label = samples(4)
+    for _ in range(2 + rank):
+        backward(net, [(array(data), array(label))])
+        trainer.step(4)
+    last = hvd.join()
+    assert last == size - 1
+    hvd.broadcast_parameters(net.collect_params(), root_rank=last)
+    for place, value in enumerate(weights(net)):
+        assert_equal_on_all_ranks(value, f"trained/{place}")
+
+
+def test_what_is_not_supported(rank, size):
+    """It fails on the workers that call it, which name it and can go on."""
+    if size > 1 and rank == size - 1:
+        x = mx.nd.ones((2 * size, 2))
+        text = r"{} is not supported with Join at this time\."
+        for name, call in {
+            "Allgather": lambda: hvd.allgather(x),
+            "Alltoall": lambda: hvd.alltoall(x),
+            "Reducescatter": lambda: hvd.reducescatter(x),
+            "Broadcast_object": lambda: hvd.broadcast_object(1),
+            "Allgather_object": lambda: hvd.allgather_object(1),
+        }.items():
+            with pytest.raises(InvalidRequestError, match=text.format(name)) as caught:
+                call()
+            assert "called join()" in str(caught.value)
+        with pytest.raises(InputFailedError, match=text.format("Broadcast")):
+            hvd.broadcast(x, 0).asnumpy()
+        assert sum_of(x).asnumpy().sum() == 4 * size
+    assert hvd.join() in range(size)
+    # Everything works again.
+    assert hvd.allgather(mx.nd.ones((1, 2))).shape == (size, 2)
+
+
+def test_within_a_process_set(dynamic, rank, size):
+    """Who is not a member is not concerned; ranks are those among all workers."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    some = hvd.add_process_set([0, size - 1])
+    if some.included():
+        if rank == 0:
+            assert hvd.allreduce(mx.nd.ones(3), op=hvd.Sum, process_set=some).asnumpy().tolist() == [1, 1, 1]
+        assert hvd.join(process_set=some) == 0
+    else:
+        with pytest.raises(InvalidRequestError):
+            hvd.join(process_set=some)
+    hvd.barrier()
+
+
+def test_a_lost_world_ends_the_wait(rank, size):
+    """With the reason."""
+    if size == 1:
+        assert hvd.join() == 0
+        return
+    hvd.barrier()  # all are in this test
+    if rank == size - 1:
+        kvstore_hvd.engine.current().abort("the test says so")
+    with pytest.raises(HorovodInternalError, match="the test says so"):
+        hvd.join()
+    kvstore_hvd.reset()
+    assert hvd.join() in range(size)
