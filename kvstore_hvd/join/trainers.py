@@ -99,7 +99,9 @@ class _TrainerJoinable(Joinable):
         """Take part in a step of the others, up to the update."""
         trainer = self._trainer
         for parameter in self._trained():
-            parameter.zero_grad()
+            for gradient in parameter.list_grad():
+                # Parameter.zero_grad of MXNet 2 refuses arrays of mx.np.
+                gradient[() if gradient.ndim == 0 else slice(None)] = 0
             for array in parameter.list_data():
                 array._fresh_grad = True
         if not trainer._kv_initialized:
