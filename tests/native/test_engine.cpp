@@ -371,6 +371,27 @@ const bool reused_in_vain = testing::add("a handle that failed with its world fa
   }
 });
 
+const bool absent = testing::add("an absent rank counts as an average one of the others", [] {
+  for (const std::size_t count : {3, 40000}) {
+    with_world(4, [&](Engine& engine, int rank) {
+      std::vector<float> values(count, rank < 3 ? 12.0F : 0.0F);
+      Request request = allreduce("x", values);
+      request.op = ReduceOp::kAverage;
+      request.weight = rank == 0 ? 8.0 : rank == 1 ? 4.0 : rank == 2 ? 0.0 : Request::kAbsent;
+      check(engine.run(std::move(request)).ok(), "it is reduced");
+      // Two ranks with 12 samples, so three would have had 18.
+      check(same_bits(values, [](std::size_t) { return 2.0F; }), "36 by 18");
+
+      std::fill(values.begin(), values.end(), 1.0F);
+      request = allreduce("x", values);
+      request.op = ReduceOp::kAverage;
+      request.weight = Request::kAbsent;
+      check(engine.run(std::move(request)).ok(), "it is reduced");
+      check(same_bits(values, [](std::size_t) { return 4.0F; }), "nobody counts: a sum");
+    });
+  }
+});
+
 const bool weighted = testing::add("an average is divided by the ranks' weights, whichever way it goes", [] {
   for (const int size : {2, 3, 4}) {
     with_world(size, [size](Engine& engine, int rank) {
@@ -392,7 +413,7 @@ const bool weighted = testing::add("an average is divided by the ranks' weights,
       }
       std::vector<float> data(1);
       Request request = allreduce("negative", data);
-      request.weight = -1.0;
+      request.weight = -2.0;
       check(engine.run(std::move(request)).code() == ErrorCode::kInputFailed, "a weight below 0");
     });
   }

@@ -83,6 +83,73 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
   });
 });
 
+const bool described = testing::add("what others have announced is described to a rank that is to follow them", [] {
+  with_world(3, [](Engine& engine, int rank) {
+    check(barrier(engine).ok(), "all have joined");
+    std::vector<float> values(6, 1.0F);
+    Request request = allreduce("x", values);
+    request.shape = {2, 3};
+    request.op = ReduceOp::kMax;
+    request.prescale = 0.5;
+    std::optional<std::vector<Missed>> missed;
+    if (rank == 2) {
+      check(until([&] { return (missed = engine.missed(kMost, true)) && !missed->empty(); }), "it is missed");
+      const Announced what = missed->front().announced.value();
+      check(what.collective == Collective::kAllreduce && what.dtype == DType::kFloat32, "collective and dtype");
+      check(what.op == ReduceOp::kMax && what.prescale == 0.5 && what.postscale == 1.0 && !what.as_half, "how");
+      check(what.shape == std::vector<std::int64_t>{2, 3} && what.count == 6, "shape");
+      check(!engine.missed(kMost)->front().announced, "only if asked for");
+    }
+    check(engine.run(std::move(request)).ok(), "it is reduced");
+  });
+});
+
+const bool patient = testing::add("for a patient operation a rank may wait for any time", [] {
+  with_world(
+      2,
+      [](Engine& engine, int rank) {
+        check(barrier(engine).ok(), "all have joined");
+        auto token = values_of(rank, 1), after = values_of(rank, 1);
+        if (rank == 0) {
+          const auto work = engine.submit(allreduce("~left", token));
+          std::this_thread::sleep_for(std::chrono::milliseconds(900));
+          check(!work->done() && engine.health().ok(), "no timeout");
+          check(waiting(engine).empty(), "in no report");
+          check(until([&] { return engine.is_met(*work); }), "until all have it");
+          check(engine.wait(*work).ok(), "it is over");
+        } else {
+          check(until([&] { return missed_names(engine).empty(); }), "nor is it missed");
+          std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+          const auto work = engine.submit(allreduce("~left", token));
+          check(engine.is_met(*work), "this rank was the last");
+          check(engine.wait(*work).ok(), "it is over");
+        }
+        check(engine.run(allreduce("after", after)).ok(), "the world goes on");
+      },
+      std::chrono::milliseconds(400));
+});
+
+const bool met = testing::add("what a rank does after an operation is not missed before that one is met", [] {
+  with_world(3, [](Engine& engine, int rank) {
+    for (int round = 0; round < (thread_sanitizer() ? 200 : 2000); ++round) {
+      auto token = values_of(rank, 1), after = values_of(rank, 1);
+      const auto work = engine.submit(allreduce("~left", token));
+      if (rank == 0) {
+        while (true) {
+          const auto missed = engine.missed(kMost);
+          const bool is_met = engine.is_met(*work);
+          check(is_met || !missed || missed->empty(), "missed in time");
+          if (is_met) break;
+        }
+      } else {
+        check(engine.wait(*work).ok(), "it is over");
+      }
+      check(engine.run(allreduce("after", after)).ok(), "the next one");
+      check(engine.wait(*work).ok(), "it is over here, too");
+    }
+  });
+});
+
 const bool processes = testing::add("processes are named as in errors", [] {
   with_world(2, [](Engine& engine, int) {
     check(barrier(engine).ok(), "both have joined");
@@ -107,7 +174,7 @@ class Ghost {
       ring_all(world_);
     }
   }
-  std::optional<std::vector<Missed>> missed() const { return table_.missed(kMost); }
+  std::optional<std::vector<Missed>> missed() const { return table_.missed(kMost, false); }
 
  private:
   World& world_;

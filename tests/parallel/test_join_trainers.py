@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvstore_hvd import engine
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidRequestError
 from kvstore_hvd.join import Join, Joinable
 from support.arrays import assert_equal_on_all_ranks
-from support.gluon import array, backward, mlp, network, parameters, samples, weights
+from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 from support.zero_copy import meet_again, settings
 
 mx = pytest.importorskip("mxnet")
@@ -409,3 +410,27 @@ def test_in_a_process_set(dynamic, rank, size):
         assert trainer._optimizer.num_update == size
         parts = hvd.allgather_object([each.tobytes() for each in weights(net)], process_set=members)
         assert parts[0] == parts[1]
+
+
+def test_the_scale_of_amp(rank, size):
+    """Steps that overflow are skipped by all, and the scale grows and shrinks alike."""
+    amp = importlib.import_module("mxnet.amp" if is_mxnet_2() else "mxnet.contrib.amp")
+    scaler = importlib.import_module(amp.__name__ + ".loss_scaler").LossScaler()
+    scaler._scale_seq_len = 2
+    net = mlp()
+    trainer = trainer_of("DistributedTrainer", net)
+    trainer._amp_loss_scaler, trainer._amp_original_scale = scaler, trainer._scale
+    loss_of = mx.gluon.loss.L2Loss()
+    data, label = samples(BATCH)
+    with Join([trainer]):
+        for step in range(3 + 3 * rank):
+            with mx.autograd.record():
+                loss = loss_of(net(array(data)), array(label))
+                if step == 4:
+                    loss = loss * 1e38
+                with amp.scale_loss(loss, trainer) as scaled:
+                    mx.autograd.backward(scaled)
+            trainer.step(BATCH)
+    assert trainer._optimizer.num_update == 3 * size - (size > 1)
+    assert_same_everywhere(net, trainer, "amp")
+    assert_equal_on_all_ranks(np.array([scaler.loss_scale, scaler._unskipped, trainer._scale]), "scale")
