@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -129,6 +128,7 @@ class Engine(Member):
             register_exit_handler()
         self._recorder.joined(self._communicator, topology)
         self._inner.join(world)
+        self._record(*self._inner)
 
     def leave(self, reason: str = "") -> Exception | None:
         """As `Member.leave`, after the worlds inside it."""
@@ -177,8 +177,6 @@ class Engine(Member):
         """
         with self._lock:
             assert self._world is not None
-            if config().timeline or self._recorder.is_recording:
-                log.once("timeline-sets", logging.WARNING, "operations of process sets are not in the timeline")
             inner, failure = None, None
             try:
                 inner = self._inner.add(self._world, ranks, number)
@@ -186,7 +184,7 @@ class Engine(Member):
                 failure = error
             told = "" if failure is None else f"{type(failure).__name__}: {failure}"
             try:
-                faults = exchange(self._others(), self.topology, f"process set {number}", told)
+                faults = exchange(self._others(), self.topology, "process set", told)
                 if any(faults):
                     raise LaunchError(self._join_fault(number, faults)) from failure
             except BaseException:
@@ -194,6 +192,7 @@ class Engine(Member):
                     self._inner.remove(inner)
                     inner.leave("not all of its workers could join the process set")
                 raise
+            self._record(inner)
             return inner
 
     def _join_fault(self, number: int, faults: list[str]) -> str:
@@ -212,6 +211,7 @@ class Engine(Member):
             try:
                 inner.shutdown()
             finally:
+                self._recorder.left(inner.topology)
                 self.keep_arenas(inner)
 
     # -- Timeline ---------------------------------------------------------------------------------------------------
@@ -221,6 +221,7 @@ class Engine(Member):
         with self._lock:
             topology = self.topology
             self._recorder.start(file_path, mark_cycles, self._others(), topology)
+            self._record(*self._inner)
             register_exit_handler()  # with one worker nobody has done so
 
     def stop_timeline(self) -> None:
@@ -228,6 +229,12 @@ class Engine(Member):
         with self._lock:
             if self._recorder.is_recording:
                 self._recorder.stop(self._others(), self.topology)
+
+    def _record(self, *inner: InnerMember | None) -> None:
+        """Have the recorder know of worlds inside this one."""
+        for member in inner:
+            if member is not None and not member.is_alone:
+                self._recorder.joined(member.communicator(), member.topology)
 
     def _others(self) -> Communicator | None:
         return None if self.is_alone else self.communicator()

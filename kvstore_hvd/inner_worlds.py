@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.member import Member
@@ -81,6 +81,9 @@ class InnerWorlds:
         member.join_inside(outer)
         self._members.append(member)
         return member
+
+    def __iter__(self) -> Iterator[InnerMember]:
+        return iter(tuple(self._members))
 
     def remove(self, member: InnerMember) -> None:
         """Forget one of them; the caller leaves it."""

@@ -64,7 +64,7 @@ class StallInspector:
         self._communicator = communicator
         self._topology = topology
         self._rank, self._size = topology.rank, topology.size
-        self._name = f"rank {topology.rank_of_all(topology.rank)}"
+        self._name = f"rank {topology.rank_in_all}"
         self._workers = f"workers{topology.group}"
         self._check_s = min(check_s, shutdown_s) if shutdown_s else check_s
         self._shutdown_s = shutdown_s

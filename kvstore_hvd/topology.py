@@ -108,6 +108,11 @@ class Topology:
         """The rank among all workers, given that in this world."""
         return rank if self.inside is None else self.inside.ranks[rank]
 
+    @property
+    def rank_in_all(self) -> int:
+        """This worker's rank among all workers."""
+        return self.rank_of_all(self.rank)
+
     def rank_list(self, ranks: Iterable[int]) -> str:
         """As `errors.rank_list`: names ranks of this world by those among all workers."""
         return errors.rank_list(self.rank_of_all(rank) for rank in ranks)
@@ -122,7 +127,7 @@ class Topology:
         """This worker, as messages name it."""
         if self.inside is None:
             return Speaker(rank=self.rank, size=self.size)
-        rank, within = self.rank_of_all(self.rank), f"process set {self.inside.number}"
+        rank, within = self.rank_in_all, f"process set {self.inside.number}"
         if rank != self.rank:
             within = f"rank {self.rank}/{self.size} in {within}"
         return Speaker(rank=rank, size=self.inside.size, within=within)

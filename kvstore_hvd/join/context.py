@@ -189,7 +189,7 @@ class Join:
         while self._sum("presence", 0) > 0:
             if self._throws:
                 self._sum("early", 1)
-                raise _Exhausted(f"Rank {self._world.topology.rank} exhausted all inputs.")
+                raise _Exhausted(f"Rank {self._world.topology.rank_in_all} exhausted all inputs.")
             for hook in self._hooks:
                 hook.main_hook()
             self._count()
@@ -249,7 +249,7 @@ class Join:
         """Count an iteration of the others."""
         self._followed += 1
         if self._followed == _WARN_AFTER + 1:
-            rank = self._world.topology.rank
+            rank = self._world.topology.rank_in_all
             warnings.warn(
                 f"Detected uneven input skew of greater than {_WARN_AFTER}. This means that rank {rank} has at "
                 f"least {_WARN_AFTER} fewer inputs than other currently-active ranks. This level of skew could "
@@ -263,7 +263,7 @@ class Join:
         of_all = (_Exhausted, DivergedError, MismatchError, InputFailedError, HorovodInternalError)
         if not self._enable or current.is_alone or isinstance(error, of_all):
             return
-        rank = current.topology.rank_of_all(current.topology.rank)
+        rank = current.topology.rank_in_all
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
             current.abort(f"rank {rank} left a Join context with {type(error).__name__}: {error}")
 

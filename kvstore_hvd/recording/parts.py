@@ -1,8 +1,9 @@
 """The part of a timeline that one worker writes: lines of JSON, so that it can be read whatever becomes of the worker.
 
 The first line is an object that says who writes (`Header`). An array is an operation (`records.TimelineEvent`). Further
-objects: ``{"world": 1}``, the operations that follow belong to the world of this epoch; ``{"lost": 12}``, so many
-operations found no room; ``{"end": "<session>"}``, the worker has written everything.
+objects: ``{"world": 1}``, the operations that follow belong to the world of this epoch; ``{"set": 3}``, to this
+process set in it (0: to all workers); ``{"lost": 12}``, so many operations found no room; ``{"end": "<session>"}``, the
+worker has written everything.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class PartWriter:
     def __init__(self, target: str, header: Header) -> None:
         self.path = part_path(target, header.rank)
         self._session = header.session
+        self._set = 0
         self._file = _open_alone(self.path)
         try:
             self._write(_JSON.encode(asdict(header)) + "\n")
@@ -72,15 +74,20 @@ class PartWriter:
 
     def world(self, epoch: int) -> None:
         """What follows belongs to the world of this epoch."""
+        self._set = 0
         self._write(f'{{"world":{epoch}}}\n')
 
-    def add(self, events: Iterable[TimelineEvent], lost: int = 0) -> None:
-        """Write operations; `lost`: so many more were not recorded."""
+    def add(self, events: Iterable[TimelineEvent], lost: int = 0, process_set: int = 0) -> None:
+        """Write operations of a process set (0: of all workers); `lost`: so many more were not recorded."""
         lines = [_JSON.encode(event) for event in events]
         if lost:
             lines.append(f'{{"lost":{lost}}}')
-        if lines:
-            self._write("\n".join(lines) + "\n")
+        if not lines:
+            return
+        if process_set != self._set:
+            lines.insert(0, f'{{"set":{process_set}}}')
+            self._set = process_set
+        self._write("\n".join(lines) + "\n")
 
     def end(self) -> None:
         """Say that nothing will follow, and close it."""

@@ -140,16 +140,16 @@ class Recorder:
             log.logger.error("the timeline could not be written: %s\n  Fix: make room, then run `%s`.", fault, command)
 
     def joined(self, communicator: Communicator | None, topology: Topology) -> None:
-        """Record what happens in this world, if a timeline is being recorded."""
+        """Record what happens in this world, if a timeline is being recorded; one inside another is joined after it."""
         recording = self._own()
         if recording is not None:
-            recording.join(communicator, topology.epoch)
+            recording.join(communicator, topology)
 
-    def left(self) -> None:
-        """The world is left: take what there still is of it."""
+    def left(self, topology: Topology | None = None) -> None:
+        """This world is left, or by default all: take what there still is of it."""
         recording = self._own()
         if recording is not None:
-            recording.leave()
+            recording.leave(topology)
 
 
 class _Recording:
@@ -161,7 +161,7 @@ class _Recording:
         self._header = header
         self._part = PartWriter(target, header)
         self._fault = ""  # why nothing is written any more
-        self._communicator: Communicator | None = None
+        self._communicators: dict[int, Communicator] = {}  # by process set; 0: of all workers
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="kvstore_hvd-timeline", daemon=True)
@@ -170,22 +170,26 @@ class _Recording:
         with contextlib.suppress(OSError):
             self._part.discard()
 
-    def join(self, communicator: Communicator | None, epoch: int) -> None:
+    def join(self, communicator: Communicator | None, topology: Topology) -> None:
         with self._lock:
             if self._fault:
                 return
-            self._communicator = communicator
-            with self._noting_faults():
-                self._part.world(epoch)
+            if topology.inside is None:
+                with self._noting_faults():
+                    self._part.world(topology.epoch)
             if communicator is not None:
+                self._communicators[_set_of(topology)] = communicator
                 communicator.start_timeline(_CAPACITY)
 
-    def leave(self) -> None:
+    def leave(self, topology: Topology | None = None) -> None:
         with self._lock:
-            if self._communicator is not None:
-                self._communicator.stop_timeline()
+            left = list(self._communicators) if topology is None else [_set_of(topology)]
+            for process_set in left:
+                if process_set in self._communicators:
+                    self._communicators[process_set].stop_timeline()
             self._write()
-            self._communicator = None
+            for process_set in left:
+                self._communicators.pop(process_set, None)
 
     def finish(self) -> str:
         """End it; returns what went wrong."""
@@ -205,17 +209,17 @@ class _Recording:
                 self._write()
 
     def _write(self) -> None:
-        if self._communicator is None:
-            return
-        events, lost = self._communicator.take_timeline()
-        if lost:
-            text = "the timeline has gaps: more than %d operations were completed in %g s"
-            log.once("timeline-lost", logging.WARNING, text, _CAPACITY, _PERIOD_S)
-        with self._noting_faults():
-            self._part.add(events, lost)
+        for process_set, communicator in self._communicators.items():
+            events, lost = communicator.take_timeline()
+            if lost:
+                text = "the timeline has gaps: more than %d operations were completed in %g s"
+                log.once("timeline-lost", logging.WARNING, text, _CAPACITY, _PERIOD_S)
+            with self._noting_faults():
+                self._part.add(events, lost, process_set)
         if self._fault:
-            self._communicator.stop_timeline()
-            self._communicator = None
+            for communicator in self._communicators.values():
+                communicator.stop_timeline()
+            self._communicators = {}
 
     def _merge_if_last(self) -> None:
         parts = [part_path(self.target, rank) for rank in range(self._header.size)]
@@ -248,6 +252,10 @@ class _Recording:
             self._fault = f"{failure}."
         if self._fault:
             log.once("timeline-fault", logging.ERROR, "the timeline cannot be written: %s", self._fault)
+
+
+def _set_of(topology: Topology) -> int:
+    return 0 if topology.inside is None else topology.inside.number
 
 
 def _absolute(file_path: Any) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """From the parts that workers wrote to one trace for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
 The format is the *trace event format*: a process for each rank, in it a row for each tensor, times in microseconds
-since the recording began. Parts are read line by line: a timeline need not fit into memory.
+since the recording began. Parts are read line by line: a timeline need not fit into memory, whatever its length.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -19,6 +20,10 @@ from kvstore_hvd.records import TimelineEvent
 __all__ = ["Summary", "write_trace"]
 
 _CYCLES = "cycles"
+# Names that count calls: those have a row together.
+_COUNTED = re.compile(r"(?<=\.noname)\.\d+|(?<=^join)/\d+(?=/)|(?<=^'join)/\d+(?=/)")
+# Rounds whose operations may still be coming, out of order.
+_OPEN_ROUNDS = 256
 
 
 @dataclass
@@ -69,6 +74,46 @@ def write_trace(target: str, parts: Sequence[str]) -> Summary:
     return trace.summary
 
 
+@dataclass
+class _Row:
+    """Operations that do not overlap."""
+
+    number: int
+    until: int = 0  # when the last one was over
+
+
+class _Rounds:
+    """When the rounds of one world of workers began. Operations come nearly in the order of their rounds."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}  # by round, its first submission as far as known
+        self._told = -1
+
+    def add(self, event: TimelineEvent) -> list[int]:
+        """Take note of an operation; returns the beginnings that are certain by now."""
+        if event.round > self._told:
+            self._open[event.round] = min(self._open.get(event.round, event.submitted), event.submitted)
+        if len(self._open) <= _OPEN_ROUNDS:
+            return []
+        self._told = min(self._open)
+        return [self._open.pop(self._told)]
+
+    def rest(self) -> list[int]:
+        """The beginnings that have not been told."""
+        return [begin for _, begin in sorted(self._open.items())]
+
+
+class _Rank:
+    """What there is of a rank so far; of worlds and names, not of operations."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.shown = 0  # rows
+        self.rows: dict[tuple[int, str], list[_Row]] = {}  # by process set (0: all workers) and name
+        self.cycles: dict[int, _Row] = {}  # by process set
+        self.rounds: dict[int, _Rounds] = {}  # of the present world, by process set
+
+
 class _Trace:
     def __init__(self, first: Header) -> None:
         self._first = first  # its clock is 0
@@ -95,49 +140,72 @@ class _Trace:
         file.write(f'\n],"otherData":{json.dumps(about)}}}\n')
 
     def _part(self, path: str, header: Header) -> Iterator[dict[str, Any]]:
-        rank = header.rank
-        self.summary.ranks.append(rank)
-        yield self._about(rank, 0, "process_name", name=f"rank {rank} ({header.host}, pid {header.pid})")
-        yield self._about(rank, 0, "process_sort_index", sort_index=rank)
-        rows: dict[str, int] = {}
-        rounds: dict[tuple[int, int], int] = {}  # (world, round): its first submission
-        world, ended = 0, False
+        self.summary.ranks.append(header.rank)
+        yield self._about(header.rank, 0, "process_name", name=f"rank {header.rank} ({header.host}, pid {header.pid})")
+        yield self._about(header.rank, 0, "process_sort_index", sort_index=header.rank)
+        rank = _Rank(header.rank)
+        process_set, ended = 0, False
         for line in read_lines(path):
             if isinstance(line, dict):
-                world = line.get("world", world)
+                if "world" in line:
+                    process_set = 0
+                    yield from self._rest_of_rounds(rank)
+                process_set = line.get("set", process_set)
                 self.summary.lost += line.get("lost", 0)
                 ended = "end" in line
-                continue
-            if not isinstance(line, list) or len(line) != len(TimelineEvent._fields):
-                continue
-            event = TimelineEvent._make(line)
-            self.summary.operations += 1
-            if event.name not in rows:
-                rows[event.name] = self._new_row()
-                title = event.label.replace("'", "") or event.name
-                yield self._about(rank, rows[event.name], "thread_name", name=title)
-                yield self._about(rank, rows[event.name], "thread_sort_index", sort_index=len(rows))
-            yield from self._operation(rank, rows[event.name], event)
-            key = (world, event.round)
-            rounds[key] = min(rounds.get(key, event.submitted), event.submitted)
+            elif isinstance(line, list) and len(line) == len(TimelineEvent._fields):
+                event = TimelineEvent._make(line)
+                self.summary.operations += 1
+                yield from self._operation(rank, process_set, event)
+                if header.mark_cycles:
+                    begins = rank.rounds.setdefault(process_set, _Rounds()).add(event)
+                    yield from self._cycles(rank, process_set, begins)
+        yield from self._rest_of_rounds(rank)
         if not ended:
-            self.summary.unfinished.append(rank)
-        if header.mark_cycles and rounds:
-            row = self._new_row()
-            yield self._about(rank, row, "thread_name", name=_CYCLES)
-            yield self._about(rank, row, "thread_sort_index", sort_index=0)
-            for begin in sorted(rounds.values()):
-                yield {"name": "CYCLE_START", "ph": "i", "s": "p", "pid": rank, "tid": row, "ts": self._us(begin)}
+            self.summary.unfinished.append(header.rank)
 
-    def _operation(self, rank: int, row: int, event: TimelineEvent) -> Iterator[dict[str, Any]]:
+    def _operation(self, rank: _Rank, process_set: int, event: TimelineEvent) -> Iterator[dict[str, Any]]:
+        # A name's operations follow one another; calls without a name may overlap.
+        rows = rank.rows.setdefault((process_set, _COUNTED.sub("", event.name)), [])
+        row = next((row for row in rows if row.until <= event.since), None)
+        if row is None:
+            row = _Row(self._new_row())
+            rows.append(row)
+            rank.shown += 1
+            title = _COUNTED.sub("", event.label).replace("'", "") or event.name
+            yield from self._head(rank, row, process_set, title, rank.shown)
+        row.until = event.completed
         what = event.collective.upper()
         args = {"bytes": event.bytes, "dtype": event.dtype, "algorithm": event.algorithm, "name": event.name}
         if event.collective in ("allreduce", "reducescatter"):
             args["op"] = event.op
+        if process_set:
+            args["process_set"] = process_set
         if event.failed:
             args["failed"] = True
-        yield self._span(f"NEGOTIATE_{what}", "negotiate", rank, row, event.since, event.scheduled)
-        yield {**self._span(what, event.collective, rank, row, event.scheduled, event.completed), "args": args}
+        place = rank.rank, row.number
+        yield self._span(f"NEGOTIATE_{what}", "negotiate", *place, event.since, event.scheduled)
+        yield {**self._span(what, event.collective, *place, event.scheduled, event.completed), "args": args}
+
+    def _rest_of_rounds(self, rank: _Rank) -> Iterator[dict[str, Any]]:
+        for process_set, rounds in rank.rounds.items():
+            yield from self._cycles(rank, process_set, rounds.rest())
+        rank.rounds = {}
+
+    def _cycles(self, rank: _Rank, process_set: int, begins: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for begin in begins:
+            row = rank.cycles.get(process_set)
+            if row is None:
+                row = rank.cycles[process_set] = _Row(self._new_row())
+                yield from self._head(rank, row, process_set, _CYCLES, 0)
+            place = {"pid": rank.rank, "tid": row.number, "ts": self._us(begin)}
+            yield {"name": "CYCLE_START", "ph": "i", "s": "p", **place}
+
+    def _head(self, rank: _Rank, row: _Row, process_set: int, title: str, place: int) -> Iterator[dict[str, Any]]:
+        if process_set:
+            title = f"process set {process_set}: {title}"
+        yield self._about(rank.rank, row.number, "thread_name", name=title)
+        yield self._about(rank.rank, row.number, "thread_sort_index", sort_index=place)
 
     def _span(self, name: str, category: str, rank: int, row: int, begin: int, end: int) -> dict[str, Any]:
         ts = self._us(begin)

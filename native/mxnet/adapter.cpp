@@ -132,9 +132,7 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
   }
 }
 
-std::string MXNetAdapter::world() const {
-  return "[rank " + std::to_string(engine_->rank()) + "/" + std::to_string(engine_->size()) + "] ";
-}
+const std::string& MXNetAdapter::world() const { return engine_->speaker(); }
 
 Handle MXNetAdapter::new_array(const std::vector<std::int64_t>& shape, DType dtype) const {
   const bool is_float = dtype == DType::kFloat16 || dtype == DType::kFloat32 || dtype == DType::kFloat64;

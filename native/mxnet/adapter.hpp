@@ -88,7 +88,7 @@ class MXNetAdapter {
  private:
   Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs);
   // How errors begin: "[rank 0/2] ".
-  std::string world() const;
+  const std::string& world() const;
 
   std::shared_ptr<const Api> api_;
   std::shared_ptr<Engine> engine_;

@@ -49,6 +49,7 @@ class Engine::Impl {
         owner_(process_id()),
         policy_(WaitPolicy::for_ranks(size_)),
         callers_policy_(WaitPolicy::for_callers(size_)),
+        speaker_(describe_speaker(world_, rank)),
         messages_(world_, rank),
         alarm_(world_, rank, options_.timeout),
         pending_(world_, alarm_, messages_),
@@ -504,6 +505,7 @@ class Engine::Impl {
   const EngineOptions options_;
   const pid_t owner_;
   const WaitPolicy policy_, callers_policy_;
+  const std::string speaker_;
   const Messages messages_;
   Alarm alarm_;
 
@@ -535,6 +537,7 @@ Engine::~Engine() {
 int Engine::rank() const { return impl_->rank_; }
 int Engine::size() const { return impl_->size_; }
 const std::shared_ptr<Segment>& Engine::segment() const { return impl_->segment_; }
+const std::string& Engine::speaker() const { return impl_->speaker_; }
 std::shared_ptr<Work> Engine::submit(std::shared_ptr<const Request> request) {
   return impl_->submit(std::move(request), false);
 }

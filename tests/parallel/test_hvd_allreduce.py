@@ -120,6 +120,35 @@ def test_wrong_arguments(rank, size):
 
 
 @pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine is not asynchronous")
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "allreduce",
+        "allreduce_",
+        "grouped_allreduce",
+        "broadcast",
+        "allgather",
+        "grouped_allgather",
+        "alltoall",
+        "reducescatter",
+        "grouped_reducescatter",
+    ],
+)
+def test_a_priority_that_one_rank_refuses(rank, size, operation):
+    """Nothing was submitted or counted: the next call without a name still meets those of the others."""
+    call, x = getattr(hvd, operation), mx.nd.ones((size, 2))
+    grouped = operation.startswith("grouped")
+    arguments = ([x] if grouped else x, *([0] if operation == "broadcast" else []))
+    if rank == size - 1:
+        with pytest.raises(TypeError, match=f"{operation.rstrip('_')}: priority is 'high'"):
+            call(*arguments, priority="high")
+        with pytest.raises(kvstore_hvd.errors.InvalidRequestError, match=f"priority {2**31} does not fit"):
+            call(*arguments, priority=2**31)
+    result = call(*arguments, priority=3)
+    result = result[0] if grouped or isinstance(result, (list, tuple)) else result
+    assert (result.asnumpy() == 1).all()  # means, copies
+
+
 def test_names_match_whatever_the_order(rank, size):
     """Out-of-order tolerance: named calls meet by name."""
     names = [f"order/{i}" for i in range(5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 
@@ -16,6 +17,7 @@ from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.inner_worlds import InnerMember
 from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.mxnet import process_sets
+from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.gluon import array, backward, mlp, samples, weights
 
@@ -225,6 +227,29 @@ def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
         with pytest.raises(ValueError, match=f"{who}alltoall 'all': "):
             hvd.alltoall(x, mx.nd.array([5, 5]), name="all", process_set=few)
     hvd.barrier()
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="an error is raised by the call itself")
+def test_a_fork_keeps_the_unread_error_of_a_set(dynamic, rank, size):
+    """Whichever world is asked first raises it, once; the child has nothing of it."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    few = hvd.add_process_set([0, size - 1])
+    if few.included():
+        x = mx.nd.ones((rank + 1,))
+        inner, unread = few.world("test"), hvd.allreduce(x, name="x", process_set=few)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for world in (inner, engine.current()):
+            with pytest.raises(kvstore_hvd.MismatchError, match=r"'x': ranks disagree on shape"):
+                world.check()
+            world.check()
+        del unread
+        y = hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, name="x", process_set=few)
+        assert y.asnumpy().tolist() == [2, 2]
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
 
 
 def test_nothing_is_left_behind(dynamic, rank, size):

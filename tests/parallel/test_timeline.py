@@ -186,6 +186,47 @@ def test_it_goes_on_over_a_reset(target, rank, size) -> None:
             assert len(Trace(target).cycles(r)) >= 2
 
 
+def test_process_sets_are_recorded(target, rank, size) -> None:
+    """Those that were there before, and those that come; over a reset; until they are removed."""
+    mx = pytest.importorskip("mxnet")
+    import kvstore_hvd.mxnet as hvd
+    from kvstore_hvd.mxnet import process_sets
+
+    if size < 3:
+        pytest.skip("needs three workers")
+    process_sets.allow_dynamic()
+    before = hvd.add_process_set([0, 1])
+    kvstore_hvd.start_timeline(target, mark_cycles=True)
+    later = hvd.add_process_set([1, 2])
+
+    def once() -> None:
+        for each in (before, later):
+            if each.included():
+                hvd.allreduce(mx.nd.ones((7,)), name="x", process_set=each).wait_to_read()
+
+    once()
+    numbers = [each.process_set_id for each in (before, later)]
+    hvd.remove_process_set(before)
+    meet_again()
+    before = hvd.add_process_set([0, 1])
+    once()
+    numbers.append(before.process_set_id)
+    kvstore_hvd.stop_timeline()
+    for each in (before, later):
+        hvd.remove_process_set(each)
+    trace = Trace(target)
+    for r in range(size):
+        rows = {name: trace.row(r, name) for name in trace.names(r) if name.endswith(": x")}
+        assert {name: len(spans) for name, spans in rows.items()} == {
+            f"process set {number}: x": length
+            for number, members, length in zip(numbers, ([0, 1], [1, 2], [0, 1]), (2, 4, 2))
+            if r in members
+        }
+        for spans in rows.values():
+            assert spans[1]["args"]["bytes"] == 28
+            assert spans[1]["name"] == "ALLREDUCE"
+
+
 def test_leaving_the_world_ends_it(target, rank, size) -> None:
     """The last one to leave makes the file; the next world is recorded when it is started again."""
     kvstore_hvd.start_timeline(target)

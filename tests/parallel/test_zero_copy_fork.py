@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import gradients, parameters, weights
 from support.networks import BATCH, backward, batch, built, step, trainer_of
@@ -52,6 +53,20 @@ def change_everything(net, before, data):
     backward(again, data)
     for param in (*parameters(net), *parameters(again)):
         param._grad = None
+
+
+def test_the_arena_is_known_to_forks_when_a_process_set_is_gone(dynamic, rank, size):
+    """Also when nothing lay in it by then."""
+    meet_again()
+    if size > 1:
+        hvd.remove_process_set(hvd.add_process_set([0]))
+    net = built("dense")
+    step(net, trainer_of(net), "dense", 0, rank)
+    assert are_in_arena(net) == [size > 1] * 4
+    data, before = batch((BATCH, 8), rank), gradients(net)
+    assert in_child(lambda: change_everything(net, before, data)) == 0
+    for one, other in zip(gradients(net), before):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("moment", ["in a world", "after a reset", "after a shutdown"])

@@ -14,7 +14,7 @@ import time
 import kvstore_hvd
 
 import mxnet as mx  # isort: skip
-from mxnet import autograd, gluon
+from support.small_training import SmallTraining
 
 FAULTY_RANK = 1
 FAULTY_STEP = 3
@@ -44,11 +44,8 @@ def suffer(fault: str) -> None:
 
 def train(fault: str) -> None:
     """Train until the fault."""
-    store = mx.kv.create("horovod")
-    net = gluon.nn.Dense(4, in_units=3)
-    net.initialize()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=store)
-    data = (mx.np if mx.__version__.startswith("2") else mx.nd).ones((2, 3))
+    training = SmallTraining()
+    store, net = training.store, training.net
     caught: Exception | None = None
     for step in range(1000):
         if step == FAULTY_STEP and store.rank == FAULTY_RANK:
@@ -56,11 +53,7 @@ def train(fault: str) -> None:
                 net.weight.set_data(net.weight.data() * 2 + 1)
             suffer(fault)
         try:
-            with autograd.record():
-                loss = (net(data) ** 2).sum()
-            loss.backward()
-            trainer.step(2)
-            mx.nd.waitall()
+            training.step()
         except Exception as error:
             caught = error
             break

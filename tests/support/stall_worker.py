@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import kvstore_hvd
-
-import mxnet as mx  # isort: skip
-from mxnet import autograd, gluon
+from kvstore_hvd import engine
+from support.small_training import SmallTraining
 
 LATE_RANK = 1
 LATE_STEP = 3
@@ -37,6 +36,14 @@ def write_a_long_checkpoint() -> None:
     wait_for("go")
 
 
+def wait_until_missed() -> None:
+    """Say how many threads look for stalls once the other ranks wait for this one."""
+    while not engine.current().communicator().missed(1):
+        time.sleep(0.005)
+    print(f"missed, {inspectors()} inspectors", flush=True)
+    wait_for("go")
+
+
 def stop() -> None:
     """Until the test continues this process."""
     print(f"stopping {os.getpid()}", flush=True)
@@ -45,20 +52,12 @@ def stop() -> None:
 
 def train(late: str) -> None:
     """Train; rank 1 comes late to a step."""
-    store = mx.kv.create("horovod")
-    net = gluon.nn.Dense(4, in_units=3)
-    net.initialize()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=store)
-    data = (mx.np if mx.__version__.startswith("2") else mx.nd).ones((2, 3))
+    training = SmallTraining()
     for step in range(STEPS):
-        if step == LATE_STEP and store.rank == LATE_RANK:
-            {"late": write_a_long_checkpoint, "stop": stop}[late]()
+        if step == LATE_STEP and training.store.rank == LATE_RANK:
+            {"late": write_a_long_checkpoint, "missed": wait_until_missed, "stop": stop}[late]()
         try:
-            with autograd.record():
-                loss = (net(data) ** 2).sum()
-            loss.backward()
-            trainer.step(2)
-            mx.nd.waitall()
+            training.step()
         except kvstore_hvd.HorovodInternalError as error:
             print(f"caught: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             wait_for("end")

@@ -15,7 +15,7 @@ from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path, read_header
 from kvstore_hvd.recording.recorder import Recorder
-from kvstore_hvd.recording.trace import write_trace
+from kvstore_hvd.recording.trace import _OPEN_ROUNDS, _Rounds, write_trace
 from kvstore_hvd.records import TimelineEvent
 from kvstore_hvd.timeline.__main__ import main
 from kvstore_hvd.topology import Host, Topology
@@ -152,6 +152,70 @@ class TestTrace:
         part.end()
         write_trace(str(target), [part.path])
         assert Trace(target).cycles(0) == [2.0, 8.0, 19.0]
+
+    def test_calls_without_a_name_have_a_row_together(self, tmp_path: Path) -> None:
+        target = tmp_path / "t"
+        unnamed = [
+            event(f"hvd/allreduce.noname.{i}", 2000 + 5000 * i, label=f"'allreduce.noname.{i}'") for i in range(1, 100)
+        ]
+        group = [
+            event(f"hvd/allgather.noname.{i}.{k}", 5000 * i, label=f"'allgather.noname.{i}.{k}'")
+            for i in range(1, 4)
+            for k in range(2)
+        ]
+        joins = [event(f"join/{i}/presence", 5000 * i, label=f"'join/{i}/presence'") for i in range(1, 4)]
+        write_trace(str(target), [write_part(target, header(0, 1), *unnamed, *group, *joins)])
+        trace = Trace(target)
+        assert trace.names(0) == ["allreduce.noname", "allgather.noname.0", "allgather.noname.1", "join/presence"]
+        spans = trace.row(0, "allreduce.noname")
+        assert len(spans) == 2 * 99
+        assert spans[-1]["args"]["name"] == "hvd/allreduce.noname.99"
+
+    def test_those_that_overlap_are_in_different_rows(self, tmp_path: Path) -> None:
+        target = tmp_path / "t"
+        begins = [2000, 3000, 4000, 5000, 6000, 7000]
+        events = [event(f"hvd/allreduce.noname.{i}", begin) for i, begin in enumerate(begins)]
+        write_trace(str(target), [write_part(target, header(0, 1), *events)])
+        trace = Trace(target)  # which looks for overlaps
+        assert sorted(len(spans) for spans in trace.rows().values()) == [4, 4, 4]
+
+    def test_process_sets_have_rows_of_their_own(self, tmp_path: Path) -> None:
+        target = tmp_path / "t"
+        part = PartWriter(str(target), header(0, 1, mark=True))
+        part.world(0)
+        part.add([event("hvd/x", 2000)])
+        part.add([event("hvd/x", 3000)], process_set=3)
+        part.add([])
+        part.add([event("hvd/x", 10_000)], process_set=3)
+        part.add([event("hvd/x", 10_000)])
+        part.world(1)
+        part.add([event("hvd/x", 20_000)])
+        part.end()
+        assert Path(part.path).read_text().count('{"set":') == 2
+        write_trace(str(target), [part.path])
+        trace = Trace(target)
+        title = event("hvd/x").label.replace("'", "")
+        assert trace.names(0) == [title, f"process set 3: {title}", "cycles", "process set 3: cycles"]
+        for name, begins, process_set in ((title, [1, 9, 19], None), (f"process set 3: {title}", [2, 9], 3)):
+            waits, works = trace.row(0, name)[::2], trace.row(0, name)[1::2]
+            assert [wait["ts"] for wait in waits] == begins
+            assert {work["args"].get("process_set") for work in works} == {process_set}
+        assert sorted(trace.cycles(0)) == [1, 2, 19]
+
+    def test_many_rounds_take_no_more_memory(self, tmp_path: Path) -> None:
+        target = tmp_path / "t"
+        # Of each round one operation completes after the next round has begun.
+        events = [
+            event(f"s0/{k}", 10_000 * (i + k) - 500 * k, round=i, submitted=10_000 * i - 500 * k)
+            for i in range(1, 2000)
+            for k in range(2)
+        ]
+        write_trace(str(target), [write_part(target, header(0, 1, mark=True), *events)])
+        assert Trace(target).cycles(0) == [10.0 * i - 1.5 for i in range(1, 2000)]
+        rounds = _Rounds()
+        told = [begin for one in events for begin in rounds.add(one)]
+        assert len(rounds._open) == _OPEN_ROUNDS
+        assert told + rounds.rest() == [10_000 * i - 500 for i in range(1, 2000)]
 
     def test_what_a_worker_died_in_the_middle_of_is_left_out(self, tmp_path: Path) -> None:
         target = tmp_path / "t"

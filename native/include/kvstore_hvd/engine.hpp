@@ -41,6 +41,8 @@ class Engine {
   int rank() const;
   int size() const;
   const std::shared_ptr<Segment>& segment() const;
+  // How what this rank says begins, see describe_speaker(); in a forked child, too.
+  const std::string& speaker() const;
 
   // Never sleeps for another rank. When this rank is the last, and the request is small or all arrays lie in arenas, it
   // may take about 0.2 ms to carry the request out. A request that is wrong, or submitted after a failure, is completed
