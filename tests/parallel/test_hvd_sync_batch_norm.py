@@ -8,7 +8,6 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.join import Join, Joinable, JoinHook
-from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, is_mxnet_2
@@ -205,12 +204,11 @@ def test_files_are_those_of_batch_norm(rank, size, tmp_path):
     ours.load_parameters(path)
 
 
-def test_process_set(rank, size):
+def test_process_set(rank, size, dynamic):
     """Statistics of the members only."""
     if size < 3:
         pytest.skip("needs a set that is not everybody")
     members = [0, size - 1]
-    process_sets.allow_dynamic()
     chosen = hvd.add_process_set(members)
     if rank in members:
         data = batches(size, (4, 3))
@@ -219,8 +217,6 @@ def test_process_set(rank, size):
             block(array(data[rank]))
         expected = np.concatenate([data[each] for each in members]).mean(0) * 0.1
         np.testing.assert_allclose(block.running_mean.data().asnumpy(), expected, rtol=1e-4, atol=1e-6)
-    hvd.remove_process_set(chosen)
-    process_sets._registry().is_dynamic = False
 
 
 @pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
