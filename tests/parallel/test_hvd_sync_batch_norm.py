@@ -144,6 +144,27 @@ def test_large_means(rank, size):
 
 
 @pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+def test_gradients_that_add_up(rank, size, hybridize):
+    """`grad_req='add'`, of the input and of the parameters."""
+    data = batches(size, (4, 3))[rank]
+    block = layer(hvd.SyncBatchNorm, hybridize=hybridize)
+    block(array(data))
+    _, once = train(block, data, data)
+    gamma_once = block.gamma.grad().asnumpy()
+    block.gamma.grad_req = "add"
+    block.gamma.zero_grad()
+    x = array(data)
+    x.attach_grad("add")
+    for _ in range(2):
+        with mx.autograd.record():
+            y = block(x)
+            total = (y * y * array(data)).sum()
+        total.backward()
+    np.testing.assert_allclose(x.grad.asnumpy(), 2 * once, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(block.gamma.grad().asnumpy(), 2 * gamma_once, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
 def test_in_a_network(rank, size, hybridize):
     """Two layers in branches, one of them used twice: trained with a Trainer, all ranks stay equal."""
 
