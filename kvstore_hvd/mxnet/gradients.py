@@ -100,8 +100,8 @@ class Tape:
     def _reduced(self, name: str, array: Any, how: Reduction) -> Any:
         self._check_world(name)
         total = buffer_like(array, context=mxnet_compat.context_of(array))
-        with self._world.submitting():
-            operations(self._world).pushpull(self._call, [Group(name, [array], [total])], self._priority, how)
+        # Not inside `submitting`: what that raises is for the program's own thread, and a lost world fails the result.
+        operations(self._world).pushpull(self._call, [Group(name, [array], [total])], self._priority, how)
         return total
 
     def _check_world(self, name: str) -> None:

@@ -27,7 +27,7 @@ class SyncBatchNormMethods:
     Every worker must make its layers in the same order, and train with each of them equally often. Not for several
     devices in one process, and not within a `Join` that lets workers run out of input: a forward pass needs everybody.
 
-    What goes wrong in a hybridized graph is raised as an ``MXNetError`` where the result is read.
+    What is refused within a hybridized graph is raised as an ``MXNetError`` where the result is read.
 
     Parameters
     ----------

@@ -288,8 +288,8 @@ def test_backward_in_another_world(rank, size, capfd):
     x.attach_grad()
     with mx.autograd.record():
         y = hvd.allreduce(x)
-    y.wait_to_read()
-    kvstore_hvd.reset()
+    hvd.shutdown()
+    hvd.init()
     y.backward()
     with pytest.raises(mx.MXNetError):
         x.grad.wait_to_read()
