@@ -118,10 +118,6 @@ class Communicator(ABC):
         """Wait for `work`, bounded by the configured timeout; raises as `run`."""
 
     @abstractmethod
-    def is_met(self, work: native.Work) -> bool:
-        """Whether all workers have submitted `work`; so if `missed` shows what another one submitted after it."""
-
-    @abstractmethod
     def health(self) -> HorovodInternalError | KVHvdError | None:
         """The failure that every later operation will raise, or None."""
 
@@ -167,6 +163,10 @@ class Communicator(ABC):
         `described`: with what they announced. Then no other thread may submit anything at this time.
         """
         return []
+
+    def is_met(self, work: native.Work) -> bool:
+        """Whether all workers have submitted `work`; so if `missed` shows what another one submitted after it."""
+        return work.done
 
     def process(self, rank: int) -> tuple[int, str]:
         """The process id of a worker on this host, else 0; and how errors name that worker."""

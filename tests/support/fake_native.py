@@ -118,10 +118,6 @@ class FakeCommunicator(Communicator):
         """Not needed by stores."""
         raise NotImplementedError
 
-    def is_met(self, work: Any) -> bool:
-        """Nobody else submits anything."""
-        raise AssertionError("unit tests submit nothing but arrays of MXNet")
-
     def health(self) -> KVHvdError | None:
         """The failure that the test has set."""
         return self.failure
