@@ -165,6 +165,19 @@ def test_errors_that_met_failing_calls_are_all_told(kv, rank, size):
         assert x.asnumpy().tolist() == [1] * x.size
 
 
+@pytest.mark.parametrize("root_has", [3, 4])
+def test_a_failed_broadcast_leaves_the_outs(kv, rank, size, root_has):
+    """The root's out, too, is as it was when the others do not agree."""
+    several(size)
+    shape = (root_has if rank == 0 else 7 - root_has,)
+    x, out = mx.nd.ones(shape), mx.nd.zeros(shape)
+    kv.broadcast("w", x, out=out)
+    with pytest.raises(MismatchError, match="shape"):
+        out.wait_to_read()
+    assert out.asnumpy().tolist() == [0] * out.size
+    assert x.asnumpy().tolist() == [1] * x.size
+
+
 def test_failed_input_is_reported_to_everybody(kv, rank, size):
     """An operation that should have produced the input fails on one rank: no rank hangs, every rank raises."""
     several(size)
