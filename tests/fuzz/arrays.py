@@ -53,7 +53,7 @@ class Arrays:
 
 
 def make_array(arrays: Arrays, values: Array, dtype: str, draw: random.Random, ctx: Any = None) -> Any:
-    """An array of MXNet with these values: of either class, perhaps a view of a larger one, perhaps not computed yet."""
+    """An array of MXNet with these values: of either class, perhaps part of a larger one, perhaps not computed yet."""
     import mxnet as mx
 
     ctx = ctx or mx.cpu()

@@ -74,7 +74,7 @@ class Calls:
             if fault is not None and fault.kind == "input" and tensor == 0:
                 inputs[0] = mx.nd.random.normal(0, -1, shape=changed[0][0].shape)  # fails when it is executed
                 changed[0] = (None, changed[0][1])
-            self._expect(arrays, operation, inputs, changed, results[tensor])
+            self._expect(arrays, operation, inputs, changed, results[tensor], fault)
             arrays.inputs.append(inputs)
         replicated = ("allreduce", "grouped_allreduce", "broadcast", "broadcast_parameters", *_STORED)
         arrays.is_replicated = operation.kind in (*replicated, "allgather", "grouped_allgather")
@@ -110,17 +110,19 @@ class Calls:
         inputs: list[Any],
         given: list[tuple[Array, str]],
         result: Optional[Array],
+        fault: Optional[Fault],
     ) -> None:
         """Note what the arrays have to hold; a failed operation leaves them as they were."""
         outs = []
         if operation.kind in _STORED:
             device = iter((self._mx.cpu(), self._mx.cpu(1), self._mx.cpu()))
             values, dtype = given[0]
-            for number, name in enumerate(operation.outs):
-                name = dtype if name == operation.dtype else name
+            for number, chosen in enumerate(operation.outs):
+                name = dtype if chosen == operation.dtype else chosen
                 # When an operation fails and its error is read at once, MXNet may still copy to further outs what the
                 # first one held, or what the root gave.
-                copied = name != dtype or (operation.kind == "store_broadcast" and (number > 0 or self._rank == 0))
+                broadcasts = operation.kind == "store_broadcast" or (fault is not None and fault.kind == "kind")
+                copied = name != dtype or (broadcasts and (number > 0 or self._rank == 0))
                 before = np.zeros(inputs[0].shape, "float32" if name == "bfloat16" else name)
                 out = make_array(Arrays(arrays.model), before, name, random.Random(0), next(device))
                 outs.append(out)
@@ -189,9 +191,10 @@ class Calls:
         if kind == "count":
             tensors.append(self._mx.nd.ones(2))
         if kind == "kind":
-            other = hvd.allreduce_ if operation.kind != "allreduce" else hvd.broadcast_
-            roots = {"root_rank": operation.root} if other is hvd.broadcast_ else {}
-            other(tensors[0], name=name, process_set=more["process_set"], **roots)
+            if operation.kind == "allreduce":
+                hvd.broadcast_(tensors[0], operation.root, name=name, process_set=more["process_set"])
+            else:
+                hvd.allreduce_(tensors[0], name=name, process_set=more["process_set"])
             if operation.waits:
                 # The others wait; the error may come with this read or with a later call.
                 arrays.expected.append((tensors[0], None, ""))
@@ -240,10 +243,9 @@ class Calls:
         if fault is not None and fault.kind == "kind":
             broadcasts = not broadcasts
             if broadcasts and operation.devices > 1:
-                keys, values = [self._key(operation, tensor) for tensor in range(count)], [
-                    each[0] for each in arrays.inputs
-                ]
-                outs = None if outs is None else [list(each) for each in arrays.outs]
+                keys = [self._key(operation, tensor) for tensor in range(count)]
+                values = [each[0] for each in arrays.inputs]
+                outs = [list(each) for each in arrays.outs] if operation.outs else None
         if broadcasts:
             store.broadcast(keys, values, out=outs, priority=operation.priority)
         elif operation.kind == "push_and_pull":
@@ -291,7 +293,7 @@ class Calls:
             "broadcast_object": lambda: hvd.broadcast_object(1, root, process_set=process_set),
             "allgather_object": lambda: hvd.allgather_object(1, process_set=process_set),
         }
-        one = getattr(hvd, operation.kind, None)
+        one: Any = getattr(hvd, operation.kind, None)
         tensors: Any = [ones] if operation.kind.startswith("grouped") else ones
         calls.get(operation.kind, lambda: one and one(tensors, name=operation.name, process_set=process_set))()
 

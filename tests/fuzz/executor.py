@@ -129,6 +129,10 @@ class _Run:
         self._ask_for_errors()
         with self._errors(None):
             self._calls.wait_for_all()
+        # Of several arrays of one operation some may have failed without being read.
+        for members in {each.members for each in self._program.operations if each.fails and self._rank in each.members}:
+            with self._errors(None):
+                self._calls.check(members)
         self._check_faults()
         return self._outcome
 
@@ -178,7 +182,6 @@ class _Run:
 
     def _compare(self, operation: Operation) -> None:
         arrays = self._arrays[operation.index]
-        results = []
         for array, expected, what in self._draw.sample(arrays.expected, len(arrays.expected)):
             if operation.overwritten and array is arrays.first:
                 continue
@@ -189,11 +192,11 @@ class _Run:
             difference = _difference(actual, expected, any_nan=len(operation.members) == 1)
             if difference:
                 self._problem(operation, f"{what}: {difference}")
-            results.append(actual)
         for difference in arrays.differences:
             self._problem(operation, difference)
         if arrays.is_replicated and not operation.fails and not operation.overwritten and arrays.results:
-            self._outcome.checksums[operation.index] = checksum([self._read(each, operation) for each in arrays.results])
+            results = [self._read(each, operation) for each in arrays.results]
+            self._outcome.checksums[operation.index] = checksum(results)
 
     def _read(self, array: Any, operation: Operation) -> Any:
         for _ in range(8):

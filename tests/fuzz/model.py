@@ -1,9 +1,9 @@
 """What the operations must give, in NumPy and by the words of the documentation; knows neither MXNet nor the engine.
 
-Reductions are formed in the order of ranks: sums of float32 and float64 in their own precision, halves in float32 and
-rounded once. Factors are those of the documentation: floats scale in their own precision (halves in float32), integers
-in float64, truncated and, where they do not fit, clamped; an average is a sum whose postscale is divided by the number of
-members. So nothing is left to rounding, and results are compared bit by bit.
+Reductions are formed in the order of ranks: float32 and float64 in their own precision, halves in float32 and rounded
+once. Floats scale in that precision too; integers in float64, truncated and, where they do not fit, clamped. An average
+is a sum whose postscale is divided by the number of members. So nothing is left to rounding, and results are compared
+bit by bit.
 
 Arrays of bfloat16 are arrays of float32 here, with values that bfloat16 has.
 """
@@ -165,9 +165,8 @@ def _scaled_integers(array: Array, factor: float) -> Array:
     # The maximum of int64 is not a float64: what rounds to it or is larger must not be converted.
     inside = (product > float(info.min)) & (product < float(info.max))
     result = np.where(inside, product, 0).astype(array.dtype)
-    return np.where(product >= float(info.max), info.max, np.where(product <= float(info.min), info.min, result)).astype(
-        array.dtype
-    )
+    result = np.where(product <= float(info.min), array.dtype.type(info.min), result)
+    return np.where(product >= float(info.max), array.dtype.type(info.max), result)
 
 
 def _minimum(a: Array, b: Array) -> Array:

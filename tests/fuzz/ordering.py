@@ -13,14 +13,14 @@ import random
 
 from fuzz.programs import Operation, Program
 
-__all__ = ["order_of"]
+__all__ = ["chains", "order_of"]
 
 
 def order_of(program: Program, rank: int, draw: random.Random) -> list[Operation]:
     """A random order of the operations that the rank is a member of."""
     own = [operation for operation in program.operations if rank in operation.members]
     before: dict[int, set[int]] = {operation.index: set() for operation in own}
-    for chain in _chains(program.operations):
+    for chain in chains(program.operations):
         mine = [operation for operation in chain if rank in operation.members]
         for first, second in zip(mine, mine[1:]):
             before[second.index].add(first.index)
@@ -43,7 +43,7 @@ def order_of(program: Program, rank: int, draw: random.Random) -> list[Operation
     return order
 
 
-def _chains(operations: list[Operation]) -> list[list[Operation]]:
+def chains(operations: list[Operation]) -> list[list[Operation]]:
     """Operations that belong in one order: on one array, or matched by counting."""
     chains: dict[object, list[Operation]] = {}
     for operation in operations:

@@ -14,7 +14,7 @@ from fuzz.programs import Program, generate
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.mxnet import process_sets
 
-__all__ = ["replay", "run_programs"]
+__all__ = ["agree", "replay", "run_programs"]
 
 
 class _GiveUp(Exception):
@@ -50,7 +50,7 @@ def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool 
         try:
             if program.leaver is None:
                 outcome = executor.run(program)
-                _agree(program, outcome, rank)
+                agree(program, outcome, rank)
             else:
                 _lose_and_meet_again(executor, program, rank)
         except Exception as error:
@@ -58,7 +58,7 @@ def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool 
     executor.close()
 
 
-def _agree(program: Program, outcome: Outcome, rank: int) -> None:
+def agree(program: Program, outcome: Outcome, rank: int) -> None:
     """Compare the ranks' checksums, and have all of them fail when one has found a problem."""
     table = np.zeros((program.size, 1 + len(program.operations)), np.int64)
     table[rank, 0] = len(outcome.problems)
@@ -70,8 +70,7 @@ def _agree(program: Program, outcome: Outcome, rank: int) -> None:
         told = column[column != 0]
         if told.size and (told != told[0]).any():
             texts.append(f"{operation}: the ranks have different results: {column.tolist()}")
-    for other in np.flatnonzero(table[:, 0]):
-        texts.append(f"rank {other} has found {table[other, 0]} problems")
+    texts += [f"rank {other} has found {table[other, 0]} problems" for other in np.flatnonzero(table[:, 0])]
     assert not texts, "\n".join(texts)
 
 

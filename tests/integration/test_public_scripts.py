@@ -26,9 +26,7 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 LIMIT_S = 180
 MODULE_API = pytest.param(
     "digits_module.py",
-    marks=pytest.mark.skipif(
-        importlib.metadata.version("mxnet").startswith("2"), reason="MXNet 2 has no Module"
-    ),
+    marks=pytest.mark.skipif(importlib.metadata.version("mxnet").startswith("2"), reason="MXNet 2 has no Module"),
 )
 ALL = ["digits_trainer.py", "digits_kvstore.py", MODULE_API]
 

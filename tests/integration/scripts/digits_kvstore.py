@@ -6,6 +6,7 @@ The batch size is that of all workers together; each of them computes on its sha
 """
 
 import argparse
+import math
 
 import horovod.mxnet as hvd
 import mxnet as mx
@@ -41,7 +42,7 @@ class PartOfBatches(gluon.data.Sampler):
             yield order[start : start + self._batch_size][self._part_index :: self._num_parts]
 
     def __len__(self):
-        return -(-self._length // self._batch_size)
+        return math.ceil(self._length / self._batch_size)
 
 
 digits = load_digits()
@@ -69,7 +70,7 @@ for key, param in params.items():
 
 trainer = gluon.Trainer(params, "adam", {"learning_rate": args.lr}, kvstore=store)
 loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
-for epoch in range(args.epochs):
+for _ in range(args.epochs):
     for data, label in loader:
         with autograd.record():
             loss = loss_fn(net(data), label)
