@@ -71,10 +71,17 @@ class Model:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.seed = program.seed
+        self._inputs: dict[tuple[int, int], list[list[Array]]] = {}
+        self._outputs: dict[tuple[int, int], list[Array]] = {}
 
-    @functools.cache  # noqa: B019 - a model lives as long as its program
     def inputs(self, index: int, rank: int) -> list[list[Array]]:
         """The arrays of each device, of each tensor, that a rank gives to an operation."""
+        known = self._inputs.get((index, rank))
+        if known is None:
+            known = self._inputs[index, rank] = self._make_inputs(index, rank)
+        return known
+
+    def _make_inputs(self, index: int, rank: int) -> list[list[Array]]:
         operation = self._program.operations[index]
         if operation.source is not None:
             return [self.outputs(operation.source, rank)]
@@ -87,9 +94,14 @@ class Model:
             for tensor, shape in enumerate(shapes)
         ]
 
-    @functools.cache  # noqa: B019
     def outputs(self, index: int, rank: int) -> list[Array]:
         """One array for each tensor that the operation gives a rank, were there no fault."""
+        known = self._outputs.get((index, rank))
+        if known is None:
+            known = self._outputs[index, rank] = self._make_outputs(index, rank)
+        return known
+
+    def _make_outputs(self, index: int, rank: int) -> list[Array]:
         operation = self._program.operations[index]
         members = operation.members
         place = members.index(rank)

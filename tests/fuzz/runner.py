@@ -12,7 +12,6 @@ import kvstore_hvd.mxnet as hvd
 from fuzz.executor import Executor, Outcome
 from fuzz.programs import Program, generate
 from kvstore_hvd.errors import HorovodInternalError
-from kvstore_hvd.mxnet import process_sets
 
 __all__ = ["agree", "replay", "run_programs"]
 
@@ -28,7 +27,7 @@ def replay(seed: int, size: int) -> str:
 
 
 def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool = True) -> None:
-    """Run the programs of the seeds from `first` on.
+    """Run the programs of the seeds from `first` on, in a world where process sets may be added.
 
     Parameters
     ----------
@@ -43,7 +42,6 @@ def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool 
     AssertionError
         A result is wrong, or a fault was not reported; on every rank, with the seed.
     """
-    process_sets.allow_dynamic()
     executor = Executor(rank, size)
     for seed in range(first, first + count):
         program = generate(seed, size, leavers)

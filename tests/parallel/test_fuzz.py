@@ -21,13 +21,13 @@ PROGRAMS = int(os.environ.get("KVHVD_TEST_FUZZ_PROGRAMS", "5000"))
 
 
 @pytest.mark.timeout(300)
-def test_random_programs(rank: int, size: int) -> None:
+def test_random_programs(dynamic: None, rank: int, size: int) -> None:
     """No wrong value, every mismatch reported on every rank, and the world works on."""
     run_programs(0, 200, rank, size)
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(600 + PROGRAMS)
-def test_many_random_programs(rank: int, size: int) -> None:
+def test_many_random_programs(dynamic: None, rank: int, size: int) -> None:
     """The same, for a long time."""
     run_programs(FIRST, PROGRAMS, rank, size)
