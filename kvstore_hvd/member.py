@@ -303,8 +303,11 @@ class Member:
     def _take_unread(self) -> Exception | None:
         unread = None if self._adapter is None else self._adapter.take_unread_error()
         deferred, self._deferred = self._deferred, None
-        # Both tell of the same operation; the first is the one with our own class.
-        return unread if unread is not None else deferred
+        if unread is None or deferred is None:
+            return unread if unread is not None else deferred
+        if str(unread).partition("\n")[0] in str(deferred):
+            return unread  # both tell of the same operation; this one has our own class
+        return type(deferred)(f"{deferred}\n{unread}")
 
     def barrier(self, name: str) -> None:
         """Wait until every worker has called it with this name. Raises as `check`."""

@@ -122,13 +122,13 @@ class Operations:
             # Two keys may share memory: read it before the other one writes.
             source = local_sum([value]) if placement.is_aliased(value) else value
             return [(source, array) for array in outs if array is not source]
+        is_root = self._world.topology.rank == root
         # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is one of
-        # them.
-        candidates = [value] if any(array is value for array in outs) else outs
+        # them. The root's would have to hold the value before the others have agreed, and keep it when they do not.
+        candidates = [value] if any(array is value for array in outs) else [] if is_root else outs
         wire = next((array for array in candidates if placement.is_direct(array, dtype)), None)
         if wire is None:
             wire = buffer_like(value)
-        is_root = self._world.topology.rank == root
         if is_root and wire is not value:
             copy(value, wire)
         self._world.mxnet_adapter().broadcast(

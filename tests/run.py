@@ -89,7 +89,7 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     folder = options.out / step.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    selection = "not soak and not gpu" + (" and not slow" if options.quick else "")
+    selection = "not soak and not fuzz and not gpu" + (" and not slow" if options.quick else "")
     program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "rank_main.py"), str(folder)]
     program += [str(TESTS / step.folder), "-v", "-m", selection, *options.pytest]
     command = step.launcher.command(step.ranks, program) if step.launcher else program

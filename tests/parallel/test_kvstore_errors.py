@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import engine
 from kvstore_hvd.errors import (
     InputFailedError,
@@ -135,6 +136,46 @@ def test_unread_error_is_raised_by_a_later_call_once(kv, rank, size):
         # Shows that the other ranks have come, and that this call was carried out whether it raised or not.
         assert y.asscalar() == size
     assert raised == 1
+
+
+def test_errors_that_met_failing_calls_are_all_told(kv, rank, size):
+    """A call that fails for a reason of its own keeps the errors of others for the next one, however many there are."""
+    several(size)
+    arrays = [mx.nd.ones(3 if last(rank, size) else 4) for _ in range(2)]
+    told = ""
+    for number, name in enumerate(("first", "second")):
+        # The last rank is late with the second one, so that its error comes when the first one has been put off.
+        now = [name] if last(rank, size) else ["first", "second"] if number == 0 else []
+        for submitted in now:
+            try:
+                kv.pushpull(submitted, arrays[submitted == "second"])
+            except MismatchError as error:
+                told += str(error)
+        for again in range(10):
+            with pytest.raises(MismatchError, match="dtype"):
+                hvd.allgather(mx.nd.ones(1, dtype="int8" if last(rank, size) else "int32"), name=f"{name}/{again}")
+    deadline = time.monotonic() + 30
+    while not ("'first'" in told and "'second'" in told):
+        assert time.monotonic() < deadline, told
+        try:
+            engine.current().check()
+        except MismatchError as error:
+            told += str(error)
+    for x in arrays:
+        assert x.asnumpy().tolist() == [1] * x.size
+
+
+@pytest.mark.parametrize("root_has", [3, 4])
+def test_a_failed_broadcast_leaves_the_outs(kv, rank, size, root_has):
+    """The root's out, too, is as it was when the others do not agree."""
+    several(size)
+    shape = (root_has if rank == 0 else 7 - root_has,)
+    x, out = mx.nd.ones(shape), mx.nd.zeros(shape)
+    kv.broadcast("w", x, out=out)
+    with pytest.raises(MismatchError, match="shape"):
+        out.wait_to_read()
+    assert out.asnumpy().tolist() == [0] * out.size
+    assert x.asnumpy().tolist() == [1] * x.size
 
 
 def test_failed_input_is_reported_to_everybody(kv, rank, size):

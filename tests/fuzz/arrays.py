@@ -1,0 +1,87 @@
+"""The arrays of one operation on this rank, and what they have to hold when it is over."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd.mxnet_compat import bfloat16, context_of, dtype_name
+from support.arrays import make
+
+__all__ = ["Arrays", "make_array", "read"]
+
+Array = Any  # numpy.ndarray of any dtype
+
+
+@dataclass
+class Arrays:
+    """What an operation is given, and what must come of it.
+
+    Parameters
+    ----------
+    model : Model
+        Of the program.
+    inputs : list of list of NDArray
+        For each tensor, for each device.
+    outs : list of list of NDArray
+        For each tensor; empty lists where the inputs are overwritten, or a new array is returned.
+    expected : list of (NDArray or object, numpy.ndarray or object or None, str)
+        Array, what it must hold (None: anything), and what it is. `calls` adds to it.
+    results : list of NDArray
+        Those that hold the results.
+    is_replicated : bool
+        Whether the results are the same on all members.
+    differences : list of str
+        What was found wrong already: objects and classes are compared where they are received.
+    """
+
+    model: Any
+    inputs: list[list[Any]] = field(default_factory=list)
+    outs: list[list[Any]] = field(default_factory=list)
+    expected: list[tuple[Any, Any, str]] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+    is_replicated: bool = False
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Any:
+        """The array that a chained operation takes."""
+        return self.results[0] if self.results else self.inputs[0][0] if self.inputs else None
+
+
+def make_array(arrays: Arrays, values: Array, dtype: str, draw: random.Random, ctx: Any = None) -> Any:
+    """An array of MXNet with these values: of either class, perhaps part of a larger one, perhaps not computed yet."""
+    import mxnet as mx
+
+    ctx = ctx or mx.cpu()
+    values = np.asarray(values)
+    if dtype == "bfloat16":
+        array = mx.nd.empty(values.shape, ctx, dtype=bfloat16())
+        mx.nd._internal._copyto(mx.nd.array(values, ctx=ctx), out=array)
+        return array
+    if values.size == 0 or values.ndim == 0:
+        return make(mx.np, values, ctx)
+    if draw.random() < 0.1:
+        edge = values[:1]
+        whole = make(mx.nd, np.concatenate([edge, values, edge]), ctx)
+        for place in (slice(0, 1), slice(len(values) + 1, len(values) + 2)):
+            arrays.expected.append((whole[place], edge.copy(), "beside the array"))
+        return whole[1 : len(values) + 1]
+    array = make(draw.choice((mx.nd, mx.np)), values, ctx)
+    return array.copy() if draw.random() < 0.3 else array
+
+
+def read(array: Any) -> Array:
+    """The values of an array of MXNet, bfloat16 as float32; raises its error, if it has one."""
+    import mxnet as mx
+
+    array.wait_to_read()  # without elements, reading would not wait
+    if dtype_name(array) != "bfloat16":
+        return array.asnumpy()
+    if 0 in array.shape:
+        return np.zeros(array.shape, np.float32)
+    wide = mx.nd.empty(array.shape, context_of(array), dtype="float32")
+    return mx.nd._internal._copyto(array.as_nd_ndarray(), out=wide).asnumpy()

@@ -1,0 +1,94 @@
+"""Whole programs as users of Horovod write them, on real data: they know nothing of this package.
+
+Each is started in all the ways that docs/unchanged-scripts.md names, and trains on the same global batches whatever the
+number of workers. So the workers must end with equal bits, and near to one process that computes whole batches: there
+only the rounding of sums differs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.jobs import variables_of
+from support.launchers import environment, kvhvdrun, mpirun
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytest.importorskip("sklearn")
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+LIMIT_S = 180
+MODULE_API = pytest.param(
+    "digits_module.py",
+    marks=pytest.mark.skipif(importlib.metadata.version("mxnet").startswith("2"), reason="MXNet 2 has no Module"),
+)
+ALL = ["digits_trainer.py", "digits_kvstore.py", MODULE_API]
+
+# Of the norm of each parameter. The optimizers are smooth enough not to enlarge a difference in the last bits.
+NEAR = 1e-5
+
+
+def train(command: list[str], folder: Path, env: dict[str, str], ranks: int) -> list[list[np.ndarray]]:
+    """Run a job to its end, check the accuracy that every rank prints, and return every rank's parameters."""
+    done = subprocess.run(
+        [*command, "--save", str(folder / "params")],
+        cwd=folder,
+        env={**env, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"rank (\d+) of (\d+): test accuracy ([\d.]+)", done.stdout)
+    assert sorted(told) == [(str(rank), str(ranks), told[0][2]) for rank in range(ranks)], done.stdout
+    assert float(told[0][2]) > 0.93, done.stdout
+    parameters = []
+    for rank in range(ranks):
+        with np.load(folder / f"params{rank}.npz") as saved:
+            parameters.append([saved[name] for name in saved.files])
+    return parameters
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[np.ndarray]]:
+    """The parameters of each script, trained by one process."""
+    results = {}
+    for script in ("digits_trainer.py", "digits_kvstore.py", "digits_module.py"):
+        if script in MODULE_API.values and importlib.metadata.version("mxnet").startswith("2"):
+            continue
+        command = [sys.executable, "-m", "kvstore_hvd", str(SCRIPTS / script)]
+        (results[script],) = train(command, tmp_path_factory.mktemp("alone"), variables_of(), 1)
+    return results
+
+
+@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("start", ["mpirun -np 2", "kvhvdrun -np 2", "kvhvdrun -np 4"])
+def test_script_written_for_horovod(
+    marker: str, tmp_path: Path, alone: dict[str, list[np.ndarray]], start: str, script: str
+) -> None:
+    """Accuracy, equal parameters on all ranks, and the parameters of one process that computes whole batches."""
+    name, _, count = start.split()
+    ranks, path = int(count), str(SCRIPTS / script)
+    if name == "mpirun":
+        launcher = mpirun()
+        if launcher is None:
+            pytest.skip("no mpirun and mpi4py beside this interpreter")
+        command = launcher.command(ranks, [sys.executable, "-m", "kvstore_hvd", path])
+        env = {**environment(launcher), "PYTHONPATH": variables_of()["PYTHONPATH"]}
+    else:
+        command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, path]
+        env = variables_of(marker)
+    parameters = train(command, tmp_path, env, ranks)
+    for others in parameters[1:]:
+        for mine, first in zip(others, parameters[0]):
+            assert mine.tobytes() == first.tobytes()
+    assert len(parameters[0]) == len(alone[script])
+    for many, one in zip(parameters[0], alone[script]):
+        assert np.linalg.norm(many - one) < NEAR * np.linalg.norm(one)

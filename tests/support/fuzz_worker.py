@@ -1,0 +1,106 @@
+"""One rank of a job that loses a worker: ``fuzz_worker.py SEED SIGNAL``, with the signal 9 (SIGKILL) or 19 (SIGSTOP).
+
+Every rank runs random programs. In one of the first ones the victim, a rank that the seed chooses, sends itself the
+signal: between two operations, or from another thread at any time. Ranks that are told of it print the error behind
+``caught: ``. After SIGSTOP somebody has to continue the victim; then all meet again, and programs are right as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from fuzz.executor import Executor
+from fuzz.programs import Program, generate
+from fuzz.runner import agree
+from kvstore_hvd.errors import HorovodInternalError
+from kvstore_hvd.mxnet import process_sets
+
+PROGRAMS = 200
+AFTERWARDS = 3
+
+
+class Victim:
+    """Sends this process a signal, at a moment that the seed chooses."""
+
+    def __init__(self, draw: random.Random, number: int) -> None:
+        self._number = number
+        self._program = draw.randrange(1, 12)
+        self._delay_s = draw.choice((None, draw.random() * 0.05))
+        self._step = draw.randrange(4)
+
+    @property
+    def is_between_operations(self) -> bool:
+        """Whether it will happen between two operations, and not at any time."""
+        return self._delay_s is None
+
+    def before_step(self, program: int, step: int) -> None:
+        """Die, or be stopped, when the moment has come; `program` is counted from 0."""
+        if (program, step) != (self._program, self._step) and program <= self._program:
+            return
+        if self._delay_s is None or program > self._program:
+            self._send()
+        elif program == self._program:
+            threading.Timer(self._delay_s, self._send).start()
+
+    def _send(self) -> None:
+        print(f"victim: {os.getpid()}", flush=True)
+        number, self._number = self._number, 0
+        if number:
+            os.kill(os.getpid(), number)
+
+
+def run(executor: Executor, first: int, victim: Victim | None, rank: int, size: int) -> None:
+    """Run programs until the world is lost."""
+    for number in range(PROGRAMS):
+        program = generate(first + number, size, leavers=False)
+        check(executor, program, rank, (lambda step, n=number: victim.before_step(n, step)) if victim else None)
+
+
+def check(executor: Executor, program: Program, rank: int, before_step: object = None) -> None:
+    """Run one program, and compare with the other ranks."""
+    outcome = executor.run(program, before_step or (lambda step: None))  # type: ignore[arg-type]
+    agree(program, outcome, rank)
+
+
+def main(seed: int, number: int) -> int:
+    """Lose a worker; returns the exit code: 7 for ranks that were told."""
+    hvd.init()
+    process_sets.allow_dynamic()
+    rank, size = hvd.rank(), hvd.size()
+    draw = random.Random(seed)
+    victim_rank = draw.randrange(size)
+    victim = Victim(draw, number)
+    executor = Executor(rank, size)
+    try:
+        run(executor, seed * 1000, victim if rank == victim_rank else None, rank, size)
+    except HorovodInternalError as error:
+        print(f"caught: {type(error).__name__}: {error}", flush=True)
+    else:
+        print("nobody was told", flush=True)
+        return 1
+    if number != signal.SIGSTOP:
+        time.sleep(0.2)  # the others are told by the victim's end, not by this worker's
+        return 7
+    if victim.is_between_operations:
+        kvstore_hvd.reset()
+    else:  # sets may have been in the making: begin without any
+        with contextlib.suppress(HorovodInternalError):
+            hvd.shutdown()
+        hvd.init(process_sets="dynamic")
+        executor = Executor(rank, size)
+    for after in range(AFTERWARDS):
+        check(executor, generate(seed * 1000 + 500 + after, size, leavers=False), rank)
+    print("met again", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
