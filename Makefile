@@ -48,11 +48,11 @@ INPUTS := setup.cfg setup.py pyproject.toml Makefile \
                   -o -name 'py.typed' -o -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' \) 2>/dev/null)
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \) 2>/dev/null)
 
-.PHONY: help venv demo test test-mpich soak lint format native-test tsan asan bench clean distclean
+.PHONY: help venv demo test test-mpich soak api lint format native-test tsan asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo test test-mpich soak lint format native-test tsan asan bench clean distclean"
+	@echo "Targets: demo test test-mpich soak api lint format native-test tsan asan bench clean distclean"
 
 venv: $(STAMP)
 
@@ -81,6 +81,10 @@ test-mpich:
 # For ten minutes, or as many seconds as KVHVD_TEST_SOAK_S says. From another folder: the package is the installed one.
 soak: $(STAMP)
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py
+
+# The reference of all public names.
+api: $(STAMP)
+	$(BIN)/python docs/make_api.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
