@@ -48,11 +48,11 @@ INPUTS := setup.cfg setup.py pyproject.toml Makefile \
                   -o -name 'py.typed' -o -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' \) 2>/dev/null)
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \) 2>/dev/null)
 
-.PHONY: help venv demo test test-mpich soak fuzz lint format native-test tsan asan bench clean distclean
+.PHONY: help venv demo test test-mpich soak fuzz api lint format native-test tsan asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo test test-mpich soak fuzz lint format native-test tsan asan bench clean distclean"
+	@echo "Targets: demo test test-mpich soak fuzz api lint format native-test tsan asan bench clean distclean"
 
 venv: $(STAMP)
 
@@ -86,6 +86,9 @@ soak: $(STAMP)
 fuzz: $(STAMP)
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_faults.py
+# The reference of all public names.
+api: $(STAMP)
+	$(BIN)/python docs/make_api.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
