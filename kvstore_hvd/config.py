@@ -197,7 +197,11 @@ class Config:
         _seconds, 600.0, "KVHVD_TIMEOUT", doc="Seconds that an operation may wait for the other workers."
     )
     start_timeout_s: float = _knob(
-        _seconds, 30.0, "KVHVD_START_TIMEOUT", doc="Seconds that workers may take to find each other at the start."
+        _seconds,
+        30.0,
+        "KVHVD_START_TIMEOUT",
+        "HOROVOD_START_TIMEOUT",
+        doc="Seconds that workers may take to find each other at the start.",
     )
     exit_timeout_s: float = _knob(
         _seconds, 30.0, "KVHVD_EXIT_TIMEOUT", doc="Seconds that a worker waits at exit for its own pending operations."

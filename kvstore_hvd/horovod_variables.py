@@ -27,6 +27,8 @@ _REASONS = {
     "HOROVOD_TORUS_ALLREDUCE": _MEMORY,
     "HOROVOD_NUM_NCCL_STREAMS": _NO_GPU,
     "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_GPU,
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": _NO_GPU,
+    "HOROVOD_DISABLE_NVTX_RANGES": _NO_GPU,
     "HOROVOD_MPI_THREADS_DISABLE": "MPI is used to find the other workers, not to reduce",
     "HOROVOD_ENABLE_XLA_OPS": "it is for TensorFlow",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "there is no Adasum here",

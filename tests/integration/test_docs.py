@@ -1,0 +1,73 @@
+"""The programs in the pages print what the pages say they print."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.jobs import LIMIT_S, variables_of
+from support.launchers import kvhvdrun
+
+mx = pytest.importorskip("mxnet")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(mx.__version__ >= "2", reason="the pages' programs are for MXNet 1"),
+]
+
+
+def example(page: str) -> tuple[str, str, list[str]]:
+    """The first program of a page, the command that comes after it, and what that prints."""
+    text = (ROOT / page).read_text()
+    found = re.search(r"^```python\n(.*?)^```$.*?^```\n\$ (.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert found is not None, f"{page} has no program with a command after it"
+    return found[1], found[2], found[3].splitlines()
+
+
+def importable(folder: Path) -> dict[str, str]:
+    """Variables with which MXNet can be imported first, as where the package is installed."""
+    variables = variables_of()
+    if importlib.util.find_spec("kvstore_hvd_startup") is None:
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text("import kvstore_hvd_startup")
+        variables["PYTHONPATH"] += f":{folder}:{ROOT / 'startup'}"
+    return variables
+
+
+def plain(line: str) -> str:
+    """A line without what differs from run to run: hosts, processes, folders, the last digits of a loss."""
+    line = re.sub(r"\([\w.-]+, pid \d+\)", "(host, pid)", line)
+    line = re.sub(r'File ".*?/?(\w+\.py)"', r'File "\1"', line)
+    return re.sub(r"loss [\d.]+e-\d+", "loss", line)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/unchanged-scripts.md", "docs/diagnosing-hangs.md"])
+def test_a_program_prints_what_the_page_says(page: str, marker: str, tmp_path: Path) -> None:
+    program, command, shown = example(page)
+    (tmp_path / "train.py").write_text(program)
+    words = shlex.split(command)
+    variables = dict(word.split("=", 1) for word in words[: words.index("kvhvdrun")])
+    arguments = [sys.executable if word == "python" else word for word in words[words.index("kvhvdrun") + 1 :]]
+    done = subprocess.run(
+        [*kvhvdrun().prefix, *arguments],
+        cwd=tmp_path,
+        env={**variables_of(marker), **importable(tmp_path / "site"), **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    printed = [plain(line) for line in (done.stdout + done.stderr).splitlines()]
+    for rank in ("[0]", "[1]"):
+        lines = iter(printed)
+        for line in shown:
+            if line.startswith(rank):
+                assert plain(line) in lines, f"not printed, or out of order: {line}\n{done.stdout}{done.stderr}"
