@@ -37,6 +37,14 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {page.name for page in ROOT.glob("docs/*.md")} <= set(linked)
 
 
+def test_every_part_of_the_package_is_on_the_page_about_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    parts = [path.name + ("/" if path.is_dir() else "") for path in (ROOT / "kvstore_hvd").iterdir()]
+    parts = [part for part in parts if part.endswith((".py", "/")) and part not in ("__init__.py", "__pycache__/")]
+    missing = sorted(part for part in parts if not re.search(rf"(?<![\w/]){re.escape(part)}", text))
+    assert not missing, f"docs/architecture.md does not name {', '.join(missing)}"
+
+
 def test_horovods_variables_are_on_the_page_about_migrating() -> None:
     text = MIGRATING.read_text()
     read = [name for name in config.known_variables() if name.startswith("HOROVOD_")]
