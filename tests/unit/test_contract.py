@@ -39,14 +39,17 @@ def test_there_are_rows() -> None:
 
 @pytest.mark.parametrize(("behaviour", "tests"), ROWS, ids=[behaviour for behaviour, _ in ROWS])
 def test_each_row_names_tests_that_exist(behaviour: str, tests: str) -> None:
-    named = tests.split()
+    named = re.findall(r"`([^`]+)`", tests)
     assert named, "no test proves it"
+    assert re.fullmatch(r"(`[^`]+` )+", tests), f"more than tests: {tests}"
     for each in named:
-        match = re.fullmatch(r"`(tests/\w+/test_\w+\.py)::([\w:]+)`", each)
-        assert match is not None, f"{each} is no test"
-        path, name = match.groups()
+        path, _, name = each.partition("::")
+        assert re.fullmatch(r"tests/(\w+/test_\w+\.py|native/\w+\.cpp)", path), f"{each} is no test"
         assert (ROOT / path).exists(), f"there is no {path}"
-        assert name in names_of_tests(path), f"{path} has no {name}"
+        if path.endswith(".cpp"):
+            assert f'"{name}"' in (ROOT / path).read_text(), f"{path} has no test of this text: {name}"
+        else:
+            assert name in names_of_tests(path), f"{path} has no {name}"
 
 
 @pytest.mark.parametrize("module", [kvstore_hvd.mxnet, kvstore_hvd.join], ids=lambda module: module.__name__)
