@@ -183,6 +183,8 @@ def docstring(definition: Any) -> Iterator[str]:
         kind = section.kind.value
         if kind == "text":
             yield from (*_prose(section.value), "")
+        elif kind == "admonition":  # Notes, See Also and so on
+            yield from (f"*{section.title}*", "", *_prose(section.value.description), "")
         elif kind == "examples":
             for part, text in section.value:
                 yield from ("```python", text, "```", "") if part.value == "examples" else (text, "")
