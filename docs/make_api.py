@@ -96,8 +96,14 @@ class Reference:
             )
         if inspect.isroutine(value):
             return self._at(value.__module__, value.__qualname__)
-        found = self._at(module, public)
-        return self._at(*found.target_path.rsplit(".", 1)) if found.is_alias else found
+        return self._imported(module, public)
+
+    def _imported(self, module: str, name: str) -> Any:
+        found = self._at(module, name)
+        if found is not None:
+            return self._imported(*found.target_path.rsplit(".", 1)) if found.is_alias else found
+        sources = (each.wildcard for each in self._sources[module].members.values() if each.is_alias and each.wildcard)
+        return next(value for value in (self._imported(source, name) for source in sources) if value is not None)
 
     def _at(self, module: str, name: str) -> Any:
         # Module by module: in a package that is loaded as a whole, a module hides a function of its name.
@@ -127,7 +133,12 @@ def entry(definition: Any, name: str, level: int = 3) -> Iterator[str]:
         for member_name, member in definition.members.items():
             if not member_name.startswith("_") and (member.is_function or member.docstring):
                 yield from entry(member, f"{name}.{member_name}", level + 1)
-        values = [each for each, member in definition.members.items() if _is_value(each, member)]
+        is_dataclass = "dataclass" in definition.labels
+        values = [
+            each
+            for each, member in definition.members.items()
+            if _is_value(each, member) and (is_dataclass or member.value is not None)
+        ]
         if values:
             yield from (f"Attributes: {', '.join(f'`{each}`' for each in values)}.", "")
     elif definition.is_function:

@@ -85,7 +85,18 @@ class Engine(Member):
             return self.topology
 
     def shutdown(self, reason: str = "") -> None:
-        """Leave the world and those inside it, which end; `init` joins a fresh one. Raises as `Member.shutdown`."""
+        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one.
+
+        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        the other workers that need this one, with the reason in their text.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world was lost while this worker waited for its operations.
+        KVHvdError
+            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
+        """
         with self._lock:
             try:
                 super().shutdown(reason)
