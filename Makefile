@@ -86,6 +86,7 @@ soak: $(STAMP)
 fuzz: $(STAMP)
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_faults.py
+
 # The reference of all public names.
 api: $(STAMP)
 	$(BIN)/python docs/make_api.py
