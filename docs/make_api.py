@@ -61,11 +61,10 @@ def page() -> str:
 
 
 class Reference:
-    """The entries of modules' public names; each is written once, where it comes first."""
+    """The entries of modules' public names; each is written once, in the module that defines it."""
 
     def __init__(self) -> None:
         self._sources: dict[str, Any] = {}
-        self._written: dict[str, str] = {}  # path of a definition -> module where it stands
 
     def module(self, name: str, prefix: str) -> Iterator[str]:
         """Yield the lines of a module's names."""
@@ -77,10 +76,9 @@ class Reference:
                 elsewhere.setdefault(f"Members of `{type(value).__name__}`", []).append(public)
                 continue
             definition = self._definition(name, public, value)
-            is_error = definition.path.startswith("kvstore_hvd.errors.")
-            if is_error and name == "kvstore_hvd.errors" and not definition.is_class:
+            if name == "kvstore_hvd.errors" and not definition.is_class:
                 continue  # helpers
-            home = "kvstore_hvd.errors" if is_error else self._written.setdefault(definition.path, name)
+            home = max((each for each in MODULES if definition.path.startswith(f"{each}.")), key=len)
             if home == name:
                 yield from entry(definition, prefix + public)
             else:
