@@ -151,8 +151,7 @@ def test_gradients_that_add_up(rank, size, hybridize):
     block(array(data))
     _, once = train(block, data, data)
     gamma_once = block.gamma.grad().asnumpy()
-    block.gamma.grad_req = "add"
-    block.gamma.zero_grad()
+    block.gamma.grad_req = "add"  # with a fresh gradient
     x = array(data)
     x.attach_grad("add")
     for _ in range(2):
