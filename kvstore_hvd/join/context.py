@@ -22,11 +22,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from kvstore_hvd import engine, mxnet_compat, native
+from kvstore_hvd import engine, native
 from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
 from kvstore_hvd.join.joinable import Joinable, _JoinConfig
-from kvstore_hvd.join.trainers import TrainerHook, joinable_for
+from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
 from kvstore_hvd.member import Member
 
 __all__ = ["Join", "is_uneven"]
@@ -70,9 +70,11 @@ class Join:
     Raises
     ------
     ValueError
-        There is no joinable, or they have different process sets.
+        There is no joinable, one was given twice, or they have different process sets.
     TypeError, InvalidRequestError
-        Something else was passed, or a Trainer that does not exchange its gradients.
+        Something else was passed, or a Trainer that does not exchange its gradients through a store of its own.
+    RuntimeError
+        As the context is entered: a Trainer is in one already.
 
     Notes
     -----
@@ -106,6 +108,9 @@ class Join:
         self._enable = enable
         self._throws = throw_on_early_termination
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        if len({id(joinable) for joinable in self._joinables}) < len(joinables):
+            raise ValueError("a joinable was given twice")
+        check_stores(self._joinables)
         groups = [joinable.join_process_group for joinable in self._joinables]
         if any(group is not groups[0] for group in groups):
             raise ValueError("Using join context manager with multiple process groups")
@@ -119,6 +124,8 @@ class Join:
         self._before: list[_JoinConfig] = []
 
     def __enter__(self) -> Join:
+        if self._enable and any(isinstance(each, TrainerHook) and each.is_in_a_context for each in self._hooks):
+            raise RuntimeError("a Trainer is in a Join already")
         if self._enable:
             self._name = f"join/{next(_contexts.setdefault(self._world, itertools.count()))}"
         self._before = [joinable._join_config for joinable in self._joinables]
@@ -204,24 +211,31 @@ class Join:
         current = self._world
         if current.is_alone:
             return
-        # Its own last step may still wait for its gradients, or for workers that have left before.
-        mxnet_compat.waitall()
-        token = np.zeros(1, np.int64)
-        with current.submitting():
-            work = current.communicator().submit(self._request("left", token, PATIENT))
         # Contexts around this one have Trainers, too, that others may step before they leave this one.
         contexts = [each for each in _entered if each._follows_steps and each._world is current and each._enable]
         hooks = {hook: each for each in contexts for hook in each._trainers}
-        # Nothing blocks here: of two Trainers another worker may wait for the step of the other one.
-        steps: dict[TrainerHook, Future[None]] = {}
-        pause_s = _SLEEP_S
         waiting = ThreadPoolExecutor(len(hooks), "kvstore_hvd-join")
+        # Nothing blocks here: of two Trainers another worker may wait for the step of the other one. First come this
+        # worker's own last steps, which may still wait for their gradients or for others.
+        own = set(hooks)
+        steps: dict[TrainerHook, Future[None]] = {hook: waiting.submit(hook.wait) for hook in hooks}
+        token = np.zeros(1, np.int64)
+        left: Optional[native.Work] = None
+        pause_s = _SLEEP_S
         try:
-            while not work.done or steps:
+            while left is None or not left.done or steps:
                 for hook in [hook for hook, step in steps.items() if step.done()]:
                     steps.pop(hook).result()
-                    hook.finish()
-                begun = [] if work.done else self._begun([hook for hook in hooks if hook not in steps])
+                    if hook in own:
+                        own.remove(hook)
+                    else:
+                        hook.finish()
+                if left is None and not own:
+                    with current.submitting():
+                        left = current.communicator().submit(self._request("left", token, PATIENT))
+                begun = (
+                    [] if left is not None and left.done else self._begun([hook for hook in hooks if hook not in steps])
+                )
                 for hook in begun:
                     hook.begin()
                     steps[hook] = waiting.submit(hook.wait)
@@ -233,8 +247,8 @@ class Join:
                     pause_s = min(pause_s * 1.05, _LONGEST_SLEEP_S)
         finally:
             waiting.shutdown(wait=False)  # after an exception its threads end when the others have been told of it
-        if work.error is not None:
-            raise work.error
+        if left.error is not None:
+            raise left.error
 
     def _begun(self, hooks: Sequence[TrainerHook]) -> list[TrainerHook]:
         """Those of which others have begun a step that this worker can follow."""

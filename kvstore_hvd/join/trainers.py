@@ -22,7 +22,7 @@ from kvstore_hvd.kvstore import StoreMethods
 from kvstore_hvd.member import Member
 from kvstore_hvd.records import Missed
 
-__all__ = ["TrainerHook", "joinable_for"]
+__all__ = ["TrainerHook", "check_stores", "joinable_for"]
 
 # Of a worker that has no input: counts as an average one of the others, or not at all.
 _ABSENT, _NOT_COUNTED = -1.0, 0.0
@@ -49,6 +49,14 @@ def joinable_for(thing: Any) -> Joinable:
     if not isinstance(thing, Joinable):
         raise TypeError(f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}.")
     return thing
+
+
+def check_stores(joinables: Sequence[Joinable]) -> None:
+    """Raise InvalidRequestError when two Trainers share a store: nobody could tell whose a gradient is."""
+    stores = [each.store for each in joinables if isinstance(each, _TrainerJoinable)]
+    if len({id(store) for store in stores}) < len(stores):
+        fact, fix = "two Trainers use the same store.", "give each its own: kvstore='horovod'."
+        raise InvalidRequestError(message(fact, operation="Join", fix=fix))
 
 
 class _TrainerJoinable(Joinable):
@@ -114,7 +122,7 @@ class _TrainerJoinable(Joinable):
     def wait(self) -> None:
         """Wait for what `submit_zeros` has submitted. Any thread."""
         for parameter in self._trained():
-            for gradient in parameter.list_grad():
+            for gradient in parameter._grad or ():  # none yet, while a shape is not known
                 gradient.wait_to_read()
 
     def update(self) -> None:
@@ -140,6 +148,11 @@ class _TrainerJoinable(Joinable):
 
     def _trained(self) -> list[Any]:
         return [each for each in self._trainer._params if each.grad_req != "null"]
+
+    @property
+    def is_in_a_context(self) -> bool:
+        """Whether its Join is under way."""
+        return self._join_config.enable
 
     def _checked(self, batch_size: Any) -> float:
         try:
@@ -225,6 +238,11 @@ class TrainerHook(JoinHook):
     def finish(self) -> None:
         """Update the parameters."""
         self._joinable.update()
+
+    @property
+    def is_in_a_context(self) -> bool:
+        """Whether the Trainer is in an enabled Join."""
+        return self._joinable.is_in_a_context
 
     @property
     def is_deferred(self) -> bool:

@@ -434,3 +434,16 @@ def test_the_scale_of_amp(rank, size):
     assert trainer._optimizer.num_update == 3 * size - (size > 1)
     assert_same_everywhere(net, trainer, "amp")
     assert_equal_on_all_ranks(np.array([scaler.loss_scale, scaler._unskipped, trainer._scale]), "scale")
+
+
+def test_trainers_that_nobody_could_tell_apart(rank, size):
+    """They are refused on all workers."""
+    first, second = mlp(seed=1), mlp(seed=2)
+    store = mx.kv.create("horovod")
+    shared = [mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store) for net in (first, second)]
+    with pytest.raises(InvalidRequestError, match="two Trainers use the same store"):
+        Join(shared)
+    with pytest.raises(ValueError, match="given twice"):
+        Join([shared[0], shared[0]])
+    with Join([shared[0]]), pytest.raises(RuntimeError, match="in a Join already"), Join([shared[0]]):
+        pass
