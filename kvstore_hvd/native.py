@@ -248,6 +248,7 @@ def request(
     contributed: int = 0,
     weight: float = 1.0,
     failure: str = "",
+    group: int = 0,
 ) -> Any:
     """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
 
@@ -272,6 +273,7 @@ def request(
         contributed,
         weight,
         failure,
+        group,
     )
 
 
@@ -369,9 +371,9 @@ class Engine:
 
 
 def _announced(collective: int, dtype: int, op: int, *others: Any) -> Announced:
-    prescale, postscale, as_half, count, shape = others
+    prescale, postscale, as_half, group, count, shape = others
     names = _name(COLLECTIVES, collective), _name(DTYPES, dtype), _name(OPS, op)
-    return Announced(*names, prescale, postscale, as_half, count, tuple(shape))
+    return Announced(*names, prescale, postscale, as_half, group, count, tuple(shape))
 
 
 def _name(codes: dict[str, int], code: int) -> str:
@@ -409,12 +411,14 @@ class MXNetAdapter:
         priority: int,
         as_half: bool = False,
         weight: float = 1.0,
+        group: int = 0,
     ) -> None:
         """Reduce `inputs` with those of the other workers into each of `outputs`; asynchronous.
 
-        Operations of one name take part in the order of the calls. For `as_half` and `weight` see `comm.base.Request`.
+        Operations of one name take part in the order of the calls. For `as_half`, `weight` and `group` see
+        `comm.base.Request`.
         """
-        self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half, weight)
+        self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half, weight, group)
 
     def pushpull_step(self, prepared: Any, op: int, as_half: bool, weight: float) -> None:
         """Reduce each array that was prepared in place, as `pushpull` does one after the other; asynchronous.

@@ -33,6 +33,7 @@ class Reduction:
         Factors for the sum of a worker's own values, and for the result.
     as_half : bool
     weight : float
+    group : int
         See `comm.base.Request`.
     """
 
@@ -41,6 +42,7 @@ class Reduction:
     postscale: float = 1.0
     as_half: bool = False
     weight: float = 1.0
+    group: int = 0
 
     @property
     def is_scaled(self) -> bool:
@@ -177,6 +179,7 @@ class Operations:
             priority,
             how.as_half,
             how.weight,
+            how.group,
         )
 
 

@@ -175,6 +175,7 @@ class Announced:
     prescale: float
     postscale: float
     as_half: bool
+    group: int
     count: int
     shape: tuple[int, ...]
 

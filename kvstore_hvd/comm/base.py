@@ -57,6 +57,8 @@ class Request:
         contributes nothing, and counts as an average one of the others.
     as_half : bool
         float32 and float64 are reduced as if they had been cast to float16, and the result is cast back.
+    group : int
+        A hash of what is reduced together with it: all of it fails when workers disagree about a part.
     failure : str
         Why this worker cannot take part: the request fails on all of them with this text.
     """
@@ -77,6 +79,7 @@ class Request:
     contributed: int = 0
     weight: float = 1.0
     as_half: bool = False
+    group: int = 0
     failure: str = ""
 
     @property

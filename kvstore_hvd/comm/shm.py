@@ -204,4 +204,5 @@ def _native_request(request: Request) -> Any:
         weight=request.weight,
         as_half=request.as_half,
         failure=request.failure,
+        group=request.group,
     )

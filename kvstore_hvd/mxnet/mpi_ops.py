@@ -8,6 +8,8 @@ Within ``mx.autograd.record()`` gradients flow through those that make new array
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import warnings
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -130,7 +132,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     op: Optional[ReduceOp] = None,
 ) -> Sequence[Any]:
-    """Reduce arrays over the workers, into new ones: all of them, or none when an argument is wrong. Asynchronous.
+    """Reduce arrays over the workers, into new ones: all, or none where the workers disagree. Asynchronous.
 
     Parameters
     ----------
@@ -254,11 +256,19 @@ def _allreduce(
             tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor)) for tensor in tensors
         ]
         groups = _groups(call, world, name, tensors, outs)
+        if len(tensors) > 1:
+            reduce = dataclasses.replace(reduce, group=_hash(tensors))
         operations(world).pushpull(call, groups, priority, reduce)
         tape = None if in_place else gradients.tape(call, world, name, priority)
         if tape is not None:
             outs = [tape.allreduce(str(one.key), each, out, reduce) for one, each, out in zip(groups, tensors, outs)]
     return outs
+
+
+def _hash(tensors: Sequence[Any]) -> int:
+    """Of shapes and dtypes, in their order."""
+    text = repr([(tuple(each.shape), mxnet_compat.dtype_name(each)) for each in tensors])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _broadcast(

@@ -34,7 +34,8 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
                                       std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
                                       double prescale, double postscale, int root, int priority, bool as_half,
                                       const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts,
-                                      std::size_t contributed, double weight, std::string input_failure) {
+                                      std::size_t contributed, double weight, std::string input_failure,
+                                      std::uint64_t group) {
   if (collective < 0 || collective >= kCollectives)
     throw py::value_error("unknown collective " + std::to_string(collective));
   if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
@@ -59,6 +60,7 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
   request.contributed = contributed;
   request.weight = weight;
   request.input_failure = std::move(input_failure);
+  request.group = group;
   return made;
 }
 
@@ -230,7 +232,7 @@ py::object waiting(const Engine& engine, double age_s) {
 
 py::object announced(const Announced& what) {
   return py::make_tuple(static_cast<int>(what.collective), static_cast<int>(what.dtype), static_cast<int>(what.op),
-                        what.prescale, what.postscale, what.as_half, what.count, what.shape);
+                        what.prescale, what.postscale, what.as_half, what.group, what.count, what.shape);
 }
 
 py::object missed(const Engine& engine, std::size_t most, bool described) {
@@ -266,7 +268,7 @@ void bind_engine(py::module_& module) {
            py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
            py::arg("as_half") = false, py::arg("parts") = py::tuple(), py::arg("contributed") = 0,
-           py::arg("weight") = 1.0, py::arg("input_failure") = "");
+           py::arg("weight") = 1.0, py::arg("input_failure") = "", py::arg("group") = 0);
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(

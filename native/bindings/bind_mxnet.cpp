@@ -47,15 +47,15 @@ void bind_mxnet(py::module_& module) {
           "pushpull",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label,
              const std::vector<Address>& inputs, const std::vector<Address>& outputs, int op, double prescale,
-             double postscale, int priority, bool as_half, double weight) {
+             double postscale, int priority, bool as_half, double weight, std::uint64_t group) {
             if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
             const py::gil_scoped_release release;
             check(adapter.pushpull(name, label, handles(inputs), handles(outputs), static_cast<ReduceOp>(op), prescale,
-                                   postscale, priority, as_half, weight));
+                                   postscale, priority, as_half, weight, group));
           },
           py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("op") = 0,
           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0, py::arg("as_half") = false,
-          py::arg("weight") = 1.0)
+          py::arg("weight") = 1.0, py::arg("group") = 0)
       .def(
           "pushpull_in_place",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int priority,

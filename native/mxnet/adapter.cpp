@@ -46,7 +46,7 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
 
 Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                               const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale,
-                              int priority, bool as_half, double weight) {
+                              int priority, bool as_half, double weight, std::uint64_t group) {
   Request request;
   request.collective = Collective::kAllreduce;
   request.name = name;
@@ -56,6 +56,7 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   request.postscale = postscale;
   request.as_half = as_half;
   request.weight = weight;
+  request.group = group;
   request.priority = priority;
   return push(std::move(request), inputs, outputs);
 }

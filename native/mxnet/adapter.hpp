@@ -43,7 +43,7 @@ class MXNetAdapter {
   // Operations of one name take part in the order of the calls, whichever of their arrays are ready first.
   Status pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                   const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority,
-                  bool as_half, double weight = 1.0);
+                  bool as_half, double weight = 1.0, std::uint64_t group = 0);
 
   // The common case in one call: `array` summed in place. Returns its bytes. Does nothing, and returns nothing, when
   // there is anything about the case that needs a closer look: an array without elements, sparse, not on the CPU or of

@@ -41,6 +41,8 @@ const std::vector<Aspect>& aspects() {
        [](World&, const Signature& s) { return number(s.prescale); }},
       {"postscale", "pass the same postscale factor on every rank.",
        [](World&, const Signature& s) { return number(s.postscale); }},
+      {"the other arrays of the group", "see the error of the array that differs.",
+       [](World&, const Signature& s) { return "group " + std::to_string(s.group % 100000); }},
   };
   return kAspects;
 }

@@ -62,6 +62,7 @@ Signature signature_of(const Request& request) {
   } else if (request.collective != Collective::kExchange) {
     signature.op = request.op;
     signature.as_half = request.as_half && can_be_half(request.dtype, request.op);
+    signature.group = request.group;
     signature.prescale = request.prescale;
     signature.postscale = request.postscale;
   }
@@ -257,10 +258,9 @@ int TensorTable::rank_ahead(std::uint32_t slot) const {
 std::optional<Announced> TensorTable::announced(std::uint32_t slot, int rank) const {
   const Signature& signature = world_.announcement(slot, rank).signature;
   if (signature.failed || signature.dims > kMaxDims) return std::nullopt;
-  return Announced{signature.collective, signature.dtype,
-                   signature.op,         signature.prescale,
-                   signature.postscale,  signature.as_half != 0,
-                   signature.count,      {signature.shape, signature.shape + signature.dims}};
+  return Announced{signature.collective, signature.dtype,     signature.op,
+                   signature.prescale,   signature.postscale, signature.as_half != 0,
+                   signature.group,      signature.count,     {signature.shape, signature.shape + signature.dims}};
 }
 
 std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool described) const {

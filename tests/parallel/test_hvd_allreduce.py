@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.mxnet_compat import bfloat16, dtype_name, engine_is_naive
 from support.arrays import DTYPES, assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum, make
 
@@ -169,6 +171,23 @@ def test_grouped(kind, rank, size):
     empty = []
     assert hvd.grouped_allreduce(empty) is empty
     assert hvd.grouped_allreduce_(empty) is empty
+
+
+def test_a_group_fails_as_a_whole(kind, rank, size):
+    """Where the workers disagree about one array, none is changed."""
+    if size == 1:
+        pytest.skip("nobody to disagree with")
+    arrays = [make(kind, np.ones((3 + (rank == 0) * (place == 1),), "float32")) for place in range(3)]
+    hvd.grouped_allreduce_(arrays, op=hvd.Sum, name="group that differs")
+    text = {1: "disagree on shape"}
+    for place, each in enumerate(arrays):
+        with pytest.raises(MismatchError, match=text.get(place, "disagree on the other arrays of the group")):
+            each.wait_to_read()
+    with contextlib.suppress(MismatchError):  # what nobody has read yet
+        kvstore_hvd.engine.current().check()
+    for each in arrays:
+        assert (each.asnumpy() == 1).all()
+    test_grouped(kind, rank, size)
 
 
 def test_mismatch_is_raised_everywhere(rank, size):

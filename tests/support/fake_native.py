@@ -63,6 +63,7 @@ class FakeAdapter:
         priority: int,
         as_half: bool,
         weight: float,
+        group: int,
     ) -> None:
         """Write size times the sum of the inputs to every output."""
         assert (op, prescale, postscale, weight) == (native.OPS["sum"], 1.0, 1.0, 1.0)

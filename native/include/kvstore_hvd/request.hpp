@@ -45,6 +45,8 @@ struct Request {
   double postscale = 1.0;
   bool as_half = false;  // allreduce only: see Reduction
   int root = 0;          // broadcast only
+  // Allreduce: a hash of what is reduced together with it, so that all of it fails when ranks disagree about a part.
+  std::uint64_t group = 0;
   // Exchange: what this rank takes. Reduce-scatter: the one part of the result that it receives (of no rank's input).
   // One input and one output then, which do not overlap.
   std::vector<Part> parts;

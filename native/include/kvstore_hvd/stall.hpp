@@ -34,6 +34,7 @@ struct Announced {
   ReduceOp op;
   double prescale, postscale;
   bool as_half;
+  std::uint64_t group;
   std::uint64_t count;
   std::vector<std::int64_t> shape;
 };

@@ -46,6 +46,7 @@ struct Signature {
   std::int32_t root;
   double prescale;
   double postscale;
+  std::uint64_t group;  // see Request
   std::uint64_t count;
   std::uint16_t dims;
   std::uint8_t as_half;
@@ -53,7 +54,7 @@ struct Signature {
   std::uint32_t more_dims;  // a hash of the dimensions beyond kMaxDims
   std::int64_t shape[kMaxDims];
 };
-static_assert(sizeof(Signature) == 136 && alignof(Signature) == 8);
+static_assert(sizeof(Signature) == 144 && alignof(Signature) == 8);
 // Entries are also counted in 32 bits (flags, the head of the schedule), where the count may wrap.
 static_assert((kEntries & (kEntries - 1)) == 0);
 
