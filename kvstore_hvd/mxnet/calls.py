@@ -125,7 +125,7 @@ def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:
     """
     ranks = process_set.ranks or []
     if isinstance(root_rank, bool) or root_rank not in ranks:
-        shown = ranks if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"
+        shown = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"
         fact = f"there is no rank {root_rank!r}" + ("." if not process_set.process_set_id else f" in {process_set}.")
-        raise InvalidRequestError(call.message(None, fact, f"use a root_rank of {shown}."))
+        raise InvalidRequestError(call.message(None, fact, f"pass one of these as root_rank: {shown}."))
     return ranks.index(root_rank)

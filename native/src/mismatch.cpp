@@ -66,7 +66,7 @@ std::string describe_mismatch(World& world, std::uint32_t slot) {
     std::string text = std::string("ranks disagree on ") + aspect.name + ".\n ";
     for (const auto& [value, ranks] : groups) text += " " + value + ": " + describe_ranks(world, ranks) + "   ";
     while (text.back() == ' ') text.pop_back();
-    return text + "\n  Nothing was reduced. Fix: " + aspect.fix;
+    return text + "\n  Nothing was changed. Fix: " + aspect.fix;
   }
   return "ranks disagree.";
 }

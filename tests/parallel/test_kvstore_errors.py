@@ -56,7 +56,7 @@ def test_shapes_differ(kv, rank, size):
     assert str(caught.value) == (
         f"[rank {rank}/{size}] allreduce 'dense0_weight' (key 3): ranks disagree on shape.\n"
         f"  (256, 784): {others(size)}    (128, 784): rank {size - 1}\n"
-        "  Nothing was reduced. Fix: build the same network on every rank."
+        "  Nothing was changed. Fix: build the same network on every rank."
     )
     assert (x.asnumpy() == rank + 1).all()
 
