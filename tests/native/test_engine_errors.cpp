@@ -21,7 +21,7 @@ const bool mismatches =
         std::function<void(Request&)> change;
       };
       const std::vector<Case> cases{
-          {"ranks disagree on shape.\n  (64,): ranks 0-1, 3    (8, 8): rank 2\n  Nothing was reduced. "
+          {"ranks disagree on shape.\n  (64,): ranks 0-1, 3    (8, 8): rank 2\n  Nothing was changed. "
            "Fix: build the same network on every rank.",
            [](Request& r) { r.shape = {8, 8}; }},
           {"ranks disagree on dtype.\n  float32: ranks 0-1, 3    int32: rank 2",
@@ -30,7 +30,7 @@ const bool mismatches =
            [](Request& r) { r.op = ReduceOp::kMax; }},
           {"ranks disagree on operation.\n  allreduce: ranks 0-1, 3    broadcast: rank 2",
            [](Request& r) { r.collective = Collective::kBroadcast; }},
-          {"ranks disagree on gradient compression.\n  none: ranks 0-1, 3    fp16: rank 2\n  Nothing was reduced. "
+          {"ranks disagree on gradient compression.\n  none: ranks 0-1, 3    fp16: rank 2\n  Nothing was changed. "
            "Fix: call set_gradient_compression with the same type on every rank.",
            [](Request& r) { r.as_half = true; }},
           {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.5: rank 2", [](Request& r) { r.prescale = 0.5; }},
