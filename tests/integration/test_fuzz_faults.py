@@ -40,7 +40,8 @@ def lose(seed: int, number: int, folder: Path) -> None:
             assert caught.startswith("caught: PeerLostError: ") and f"pid {pid}) died (SIGKILL)" in caught, output
         else:
             # It names who has not come to one operation: perhaps a rank that waits for the victim in another one.
-            fact = r"caught: TimeoutError: .* waited \d s in .* for ranks? .*, which did not submit it"
+            how = r"did not submit it|stopped inside the collective"
+            fact = rf"caught: TimeoutError: .* waited \d s in .* for ranks? .*, which ({how})"
             assert re.match(fact, caught), output
     if number == signal.SIGKILL:
         assert code == 128 + signal.SIGKILL, output
