@@ -81,8 +81,8 @@ class Calls:
         return arrays
 
     def _healthy_tensors(self, operation: Operation, count: int) -> list[int]:
-        """The tensors of a failing operation that do not fail with it."""
-        if not operation.fails or operation.waits:
+        """The tensors of a failing operation that do not fail with it: of a store, each key is by itself."""
+        if not operation.fails or operation.kind not in _STORED:
             return []
         return list(range(1, count)) if operation.fault and operation.fault.kind in ("shape", "dtype", "input") else []
 
