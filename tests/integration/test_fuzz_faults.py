@@ -37,9 +37,10 @@ def lose(seed: int, number: int, folder: Path) -> None:
         lines = [line[4:] for line in output.splitlines() if line.startswith(f"[{rank}] ")]
         (caught,) = (line for line in lines if line.startswith("caught: "))
         if number == signal.SIGKILL:
-            assert caught.startswith("caught: PeerLostError: ") and f"pid {pid}) died (SIGKILL)" in caught, output
+            assert caught.startswith("caught: PeerLostError: "), output
+            assert f"pid {pid}) died (SIGKILL)" in caught, output
         else:
-            # It names who has not come to one operation, perhaps a rank that waits for the victim in another one; or one
+            # It names who has not come to one operation: perhaps a rank that waits for the victim elsewhere; or one
             # that was told before, and has left for the next world.
             how = r"did not submit it|stopped inside the collective"
             late = rf"TimeoutError: .* waited \d s in .* for ranks? .*, which ({how})"
