@@ -458,7 +458,7 @@ class StoreMethods:
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
                 how = self._reduction
-                adapter.pushpull_step(prepared, native.OPS[how.op], how.as_half, how.weight)
+                adapter.pushpull_step(prepared, how.as_half, native.OPS[how.op], how.weight)
         return True
 
     def _no_servers(self, method: str) -> None:

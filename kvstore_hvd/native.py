@@ -420,12 +420,12 @@ class MXNetAdapter:
         """
         self.impl.pushpull(name, label, inputs, outputs, op, prescale, postscale, priority, as_half, weight, group)
 
-    def pushpull_step(self, prepared: Any, op: int, as_half: bool, weight: float) -> None:
+    def pushpull_step(self, prepared: Any, as_half: bool = False, op: int = 0, weight: float = 1.0) -> None:
         """Reduce each array that was prepared in place, as `pushpull` does one after the other; asynchronous.
 
         Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
         """
-        self.impl.pushpull_step(prepared, op, as_half, weight)
+        self.impl.pushpull_step(prepared, as_half, op, weight)
 
     def broadcast(self, name: str, label: str, array: int, root: int, priority: int) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""

@@ -76,12 +76,12 @@ void bind_mxnet(py::module_& module) {
           py::arg("gradients"), WithoutGil())
       .def(
           "pushpull_step",
-          [](MXNetAdapter& adapter, const Step& step, int op, bool as_half, double weight) {
+          [](MXNetAdapter& adapter, const Step& step, bool as_half, int op, double weight) {
             if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
             const py::gil_scoped_release release;
             check(adapter.pushpull(step, {static_cast<ReduceOp>(op), as_half, weight}));
           },
-          py::arg("step"), py::arg("op") = 0, py::arg("as_half") = false, py::arg("weight") = 1.0)
+          py::arg("step"), py::arg("as_half") = false, py::arg("op") = 0, py::arg("weight") = 1.0)
       .def(
           "broadcast",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int root,

@@ -478,7 +478,10 @@ class Engine::Impl {
       fact = pending_.describe_overdue(options_.timeout);
       pending_.retry_slots();
     }
-    if (!fact.empty()) alarm_.raise(ErrorCode::kTimeout, fact);
+    if (fact.empty()) return;
+    // Whom this rank waits for may itself wait for one that is stopped.
+    for (const int r : liveness_.stopped()) fact += "\n  " + describe_rank(world_, r) + " is stopped.";
+    alarm_.raise(ErrorCode::kTimeout, fact);
   }
 
   void stop_communicating() {

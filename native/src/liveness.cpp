@@ -190,6 +190,19 @@ std::optional<Liveness::Death> Liveness::find_death() {
   return std::nullopt;
 }
 
+std::vector<int> Liveness::stopped() const {
+  std::vector<int> ranks;
+  for (int r = 0; watch_ && r < static_cast<int>(world_.size); ++r) {
+    const RankState& state = world_.rank(r);
+    // Acquire: pid and start time are complete.
+    if (state.presence.load(std::memory_order_acquire) != Presence::kJoined) continue;
+    const auto stat = read_stat(state.pid);
+    const bool is_stopped = stat && stat->start_time == state.start_time && (stat->state == 'T' || stat->state == 't');
+    if (is_stopped) ranks.push_back(r);
+  }
+  return ranks;
+}
+
 std::optional<Liveness::Death> Liveness::poll(std::chrono::milliseconds limit) {
   std::vector<pollfd> requests{{wake_fd_, POLLIN, 0}};
   if (watch_) {

@@ -28,6 +28,9 @@ class Liveness {
   // reported once.
   std::optional<Death> poll(std::chrono::milliseconds limit);
 
+  // Ranks whose processes are stopped, by a signal or a debugger.
+  std::vector<int> stopped() const;
+
   // Ends a poll() under way, or the next one.
   void interrupt();
 
