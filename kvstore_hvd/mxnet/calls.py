@@ -19,6 +19,7 @@ __all__ = [
     "NAMESPACE",
     "agree_on_numbers",
     "check_array",
+    "check_list",
     "check_name",
     "make_call",
     "names_for",
@@ -60,6 +61,13 @@ def check_name(call: Call, name: Optional[str]) -> None:
     """Raise TypeError unless it is a str or None."""
     if name is not None and not isinstance(name, str):
         raise TypeError(call.message(None, f"name is {name!r} ({type(name).__name__}).", "pass a str."))
+
+
+def check_list(call: Call, tensors: Any) -> None:
+    """Raise TypeError unless it is a list or tuple."""
+    if not isinstance(tensors, (list, tuple)):
+        fact = f"tensors is a {type(tensors).__name__}, not a list."
+        raise TypeError(call.message(None, fact, "pass a list of arrays."))
 
 
 def check_array(call: Call, tensor: Any, name: Optional[str]) -> None:

@@ -17,7 +17,7 @@ from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, priority_of, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet import gradients
-from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_name, make_call, names_for
+from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_list, check_name, make_call, names_for
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
 from kvstore_hvd.mxnet.shapes import Shapes, exchange_shapes
@@ -153,6 +153,7 @@ def _allgather(
     call = make_call(world, operation)
     priority = priority_of(call, priority)
     check_name(call, name)
+    check_list(call, tensors)
     if not tensors:
         return tensors
     tape, outputs, rank = gradients.tape(call, world, name, priority), [], world.topology.rank
@@ -178,6 +179,7 @@ def _reducescatter(
     priority = priority_of(call, priority)
     reduce = reduction(call, op, prescale, postscale, (Average, Sum))
     check_name(call, name)
+    check_list(call, tensors)
     if not tensors:
         return tensors
     tape, outputs = gradients.tape(call, world, name, priority), []

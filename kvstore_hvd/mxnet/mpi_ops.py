@@ -21,7 +21,7 @@ from kvstore_hvd.keys import Call, Group, priority_of
 from kvstore_hvd.mxnet import basics, gradients
 from kvstore_hvd.mxnet.all_to_all import alltoall
 from kvstore_hvd.mxnet.basics import *  # noqa: F403
-from kvstore_hvd.mxnet.calls import check_array, check_name, make_call, names_for, operations, root_in
+from kvstore_hvd.mxnet.calls import check_array, check_list, check_name, make_call, names_for, operations, root_in
 from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.joining import join
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
@@ -240,6 +240,7 @@ def _allreduce(
     priority = priority_of(call, priority)  # before a call without a name counts
     reduce = reduction(call, _op(call, average, op), prescale, postscale)
     check_name(call, name)
+    check_list(call, tensors)
     if not tensors:
         return tensors
     for tensor in tensors:

@@ -190,6 +190,16 @@ def test_a_group_fails_as_a_whole(kind, rank, size):
     test_grouped(kind, rank, size)
 
 
+@pytest.mark.parametrize(
+    "call", [hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather, hvd.grouped_reducescatter]
+)
+def test_a_group_is_a_list(call, rank, size):
+    """An array in its place is refused."""
+    for wrong in (mx.nd.ones(3), np.ones(3), None):
+        with pytest.raises(TypeError, match=r"tensors is a \w+, not a list(.|\n)*Fix: pass a list of arrays"):
+            call(wrong)
+
+
 def test_mismatch_is_raised_everywhere(rank, size):
     """Cross-rank validation: every rank gets the error, and the world works on."""
     if size == 1:
