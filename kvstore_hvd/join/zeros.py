@@ -9,10 +9,15 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.comm.base import PATIENT, Request
+from kvstore_hvd.errors import MismatchError, message
 from kvstore_hvd.member import Member
 from kvstore_hvd.records import Announced
 
-__all__ = ["join"]
+__all__ = ["LEFT", "explained", "join"]
+
+#: What workers submit who wait for the others, here and in a `Join`: of one name, or those in the one and those in the
+#: other would wait for each other for ever.
+LEFT = f"{PATIENT}left"
 
 # How long to sleep between two looks at what the others have submitted: at first, and at most.
 _SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
@@ -20,15 +25,13 @@ _SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
 _BFLOAT16 = {"min": 0x7F80, "max": 0xFF80, "product": 0x3F80}
 
 
-def join(world: Member, name: str) -> int:
+def join(world: Member) -> int:
     """Wait until all workers have called it, and take part in their allreduces until then.
 
     Parameters
     ----------
     world : Member
         Whose workers.
-    name : str
-        Of this call on the wire, on all workers.
 
     Returns
     -------
@@ -37,6 +40,8 @@ def join(world: Member, name: str) -> int:
 
     Raises
     ------
+    MismatchError
+        Another worker waits in a `Join`.
     HorovodInternalError
         The world is lost.
     """
@@ -50,9 +55,7 @@ def join(world: Member, name: str) -> int:
     place = [arrivals.ctypes.data]
     with world.submitting():
         communicator = world.communicator()
-        work = communicator.submit(
-            Request("allreduce", f"{PATIENT}{name}", "join", place, place, arrivals.shape, "int64")
-        )
+        work = communicator.submit(Request("allreduce", LEFT, "join", place, place, arrivals.shape, "int64"))
     answers: dict[str, tuple[native.Work, Any]] = {}  # by name: under way, with its memory
     pause_s = _SLEEP_S
     while True:
@@ -69,8 +72,19 @@ def join(world: Member, name: str) -> int:
         else:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.05, _LONGEST_SLEEP_S)
-    communicator.wait(work)
+    try:
+        communicator.wait(work)
+    except MismatchError as error:
+        raise explained(error, world) from None
     return int(np.flatnonzero(arrivals == arrivals.max())[-1])
+
+
+def explained(error: Exception, world: Member) -> Exception:
+    """What `LEFT` failed with, in words of the program."""
+    if not isinstance(error, MismatchError):
+        return error
+    fact, fix = "some workers are in hvd.join(), others at the end of a Join.", "use the same on all workers."
+    return MismatchError(message(fact, **world.topology.speaker, operation="join", fix=fix))
 
 
 def _answer(name: str, what: Announced | None) -> tuple[Request, Any]:
@@ -95,7 +109,6 @@ def _answer(name: str, what: Announced | None) -> tuple[Request, Any]:
         what.prescale,
         what.postscale,
         as_half=what.as_half,
-        group=what.group,
     )
     return request, memory
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.join import zeros
-from kvstore_hvd.mxnet.calls import NAMESPACE, agree_on_numbers
+from kvstore_hvd.join.context import is_uneven
+from kvstore_hvd.mxnet.calls import agree_on_numbers, make_call
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 
 __all__ = ["join"]
@@ -34,12 +36,17 @@ def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
     Raises
     ------
     InvalidRequestError, NotInitializedError
-        This worker is not a member of the set, or there is no world.
+        This worker is not a member of the set, it is within a `Join`, or there is no world.
+    MismatchError
+        Another worker waits at the end of a `Join`.
     HorovodInternalError
         The world is lost.
     """
     world = process_set.world("join")
-    last = zeros.join(world, f"{NAMESPACE}/join")
+    if is_uneven() and not world.is_alone:
+        fact, fix = "it cannot be used within Join, whose workers wait for each other at its end.", "call it after it."
+        raise InvalidRequestError(make_call(world, "join").message(None, fact, fix))
+    last = zeros.join(world)
     with world.submitting():
         agree_on_numbers(world)
     return int((process_set.ranks or [])[last])

@@ -285,7 +285,17 @@ def _patch_trainer(mxnet: Any) -> None:
 
         return allreduce_grads
 
+    def updating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def update(self: Any, batch_size: Any, ignore_stale_grad: bool = False) -> None:
+            joinable = joinable_of(self)
+            if joinable is not None:
+                joinable.check_reduction()
+            original(self, batch_size, ignore_stale_grad)
+
+        return update
+
     _wrap(mxnet.gluon.Trainer, "step", stepping)
+    _wrap(mxnet.gluon.Trainer, "update", updating)
     _wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)
     _wrap(mxnet.gluon.Trainer, "__init__", constructing)
     _wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)

@@ -7,7 +7,8 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError
+from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError, MismatchError
+from kvstore_hvd.join import Join
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
 
@@ -134,4 +135,29 @@ def test_a_lost_world_ends_the_wait(rank, size):
     with pytest.raises(HorovodInternalError, match="the test says so"):
         hvd.join()
     kvstore_hvd.reset()
+    assert hvd.join() in range(size)
+
+
+def test_where_others_are_in_a_context(rank, size):
+    """Both wait for any time, but not for each other."""
+    if size == 1:
+        return
+    trainer = hvd.DistributedTrainer(mlp().collect_params(), "sgd")
+    with pytest.raises(MismatchError, match=r"some workers are in hvd.join\(\)"):
+        if rank == 0:
+            hvd.join()
+        else:
+            with Join([trainer]):
+                pass
+    kvstore_hvd.reset()  # contexts are counted anew
+    assert hvd.join() in range(size)
+
+
+def test_refused_within_a_context(rank, size):
+    """Whose workers wait for each other at its end."""
+    if size == 1:
+        return
+    context = Join([hvd.DistributedTrainer(mlp().collect_params(), "sgd")])
+    with context, pytest.raises(InvalidRequestError, match="cannot be used within Join"):
+        hvd.join()
     assert hvd.join() in range(size)
