@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 import warnings
 import weakref
@@ -27,6 +28,7 @@ from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
 from kvstore_hvd.join.joinable import Joinable, _JoinConfig
 from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
+from kvstore_hvd.join.zeros import LEFT, explained
 from kvstore_hvd.member import Member
 
 __all__ = ["Join", "is_uneven"]
@@ -35,8 +37,9 @@ __all__ = ["Join", "is_uneven"]
 _WARN_AFTER = 1000
 # How long it sleeps between two looks at what others have submitted: at first, and at most.
 _SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
-# The n-th enabled context of a world is the same one on all its workers.
-_contexts: weakref.WeakKeyDictionary[Member, Iterator[int]] = weakref.WeakKeyDictionary()
+# The n-th enabled context of a world is the same one on all its workers. Workers may have entered different numbers of
+# them when a world is lost: each world, told by its epoch, starts anew.
+_contexts: weakref.WeakKeyDictionary[Member, tuple[int, Iterator[int]]] = weakref.WeakKeyDictionary()
 # Operations that nobody waits for, with the memory that the engine writes to: kept until they are over, whatever
 # becomes of their context.
 _under_way: list[tuple[native.Work, Any]] = []
@@ -54,8 +57,9 @@ class Join:
     Parameters
     ----------
     joinables : sequence of Joinable or mxnet.gluon.Trainer
-        In the order in which each iteration calls them; the same on all workers. Of Trainers alone the order does not
-        matter, nor how often an iteration steps each of them. A Trainer has ``kvstore='horovod'`` or is a
+        In the order in which each iteration calls them; the same on all workers. Of Trainers alone the order in the
+        list does not matter, nor how often an iteration steps each of them, as long as workers with input step them
+        in the same order. A Trainer has ``kvstore='horovod'`` or is a
         `DistributedTrainer`, and its ``step`` is used, with the batch size of this worker.
     enable : bool
         False: all workers are known to have the same number of iterations, and nothing is done.
@@ -74,7 +78,7 @@ class Join:
     TypeError, InvalidRequestError
         Something else was passed, or a Trainer that does not exchange its gradients through a store of its own.
     RuntimeError
-        As the context is entered: a Trainer is in one already.
+        As the context is entered: a Trainer is in one already, or another thread is.
 
     Notes
     -----
@@ -121,17 +125,21 @@ class Join:
         self._follows_steps = not self._throws and len(self._trainers) == len(self._hooks)
         self._followed = 0  # iterations
         self._name = ""
+        self._thread = 0
         self._before: list[_JoinConfig] = []
 
     def __enter__(self) -> Join:
         if self._enable and any(isinstance(each, TrainerHook) and each.is_in_a_context for each in self._hooks):
             raise RuntimeError("a Trainer is in a Join already")
+        if self._enable and any(each._enable and each._thread != threading.get_ident() for each in _entered):
+            raise RuntimeError("another thread is in a Join")
         if self._enable:
-            self._name = f"join/{next(_contexts.setdefault(self._world, itertools.count()))}"
+            self._name = f"join/{_next_number(self._world)}"
         self._before = [joinable._join_config for joinable in self._joinables]
         for place, joinable in enumerate(self._joinables):
             joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
         self._followed = 0
+        self._thread = threading.get_ident()
         _entered.append(self)
         return self
 
@@ -143,6 +151,7 @@ class Join:
     ) -> None:
         try:
             if error is None and self._enable:
+                self._followed = 0  # not those that it followed as it left a context within this one
                 if self._follows_steps:
                     self._follow_steps()
                 else:
@@ -218,7 +227,7 @@ class Join:
         # Nothing blocks here: of two Trainers another worker may wait for the step of the other one. First come this
         # worker's own last steps, which may still wait for their gradients or for others.
         own = set(hooks)
-        steps: dict[TrainerHook, Future[None]] = {hook: waiting.submit(hook.wait) for hook in hooks}
+        steps: dict[TrainerHook, Future[None]] = {hook: waiting.submit(hook.wait_for_own) for hook in hooks}
         token = np.zeros(1, np.int64)
         left: Optional[native.Work] = None
         pause_s = _SLEEP_S
@@ -232,7 +241,7 @@ class Join:
                         hook.finish()
                 if left is None and not own:
                     with current.submitting():
-                        left = current.communicator().submit(self._request("left", token, PATIENT))
+                        left = current.communicator().submit(self._request(LEFT, token))
                 begun = (
                     [] if left is not None and left.done else self._begun([hook for hook in hooks if hook not in steps])
                 )
@@ -248,7 +257,7 @@ class Join:
         finally:
             waiting.shutdown(wait=False)  # after an exception its threads end when the others have been told of it
         if left.error is not None:
-            raise left.error
+            raise explained(left.error, current)
 
     def _begun(self, hooks: Sequence[TrainerHook]) -> list[TrainerHook]:
         """Those of which others have begun a step that this worker can follow."""
@@ -279,7 +288,8 @@ class Join:
             return
         rank = current.topology.rank_in_all
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
-            current.abort(f"rank {rank} left a Join context with {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": .")
+            current.abort(f"rank {rank} left a Join context with {reason}")
 
     def _tell_presence(self, present: int) -> Optional[native.Work]:
         current = self._world
@@ -289,7 +299,7 @@ class Join:
         # The errors of those that are over are raised by the operations that training waits for.
         _under_way[:] = [each for each in _under_way if not each[0].done]
         with current.submitting():
-            work = current.communicator().submit(self._request("presence", token))
+            work = current.communicator().submit(self._request(self._wire_name("presence"), token))
         _under_way.append((work, token))
         return work
 
@@ -300,13 +310,25 @@ class Join:
             return number
         token = np.array([number], np.int64)
         with current.submitting():
-            current.communicator().run(self._request(what, token))
+            current.communicator().run(self._request(self._wire_name(what), token))
         return int(token[0])
 
-    def _request(self, what: str, token: Any, prefix: str = "") -> Request:
+    def _wire_name(self, what: str) -> str:
+        # Until the others begin an iteration or leave the body, too, any time may pass.
+        return f"{PATIENT if what == 'presence' else ''}{self._name}/{what}"
+
+    @staticmethod
+    def _request(name: str, token: Any) -> Request:
         place = [token.ctypes.data]
-        name = f"{prefix}{self._name}/{what}"
         return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64")
+
+
+def _next_number(world: Member) -> int:
+    epoch = world.topology.epoch
+    known = _contexts.get(world)
+    if known is None or known[0] != epoch:
+        known = _contexts[world] = epoch, itertools.count()
+    return next(known[1])
 
 
 def is_uneven() -> bool:

@@ -122,8 +122,14 @@ class _TrainerJoinable(Joinable):
     def wait(self) -> None:
         """Wait for what `submit_zeros` has submitted. Any thread."""
         for parameter in self._trained():
-            for gradient in parameter._grad or ():  # none yet, while a shape is not known
+            for gradient in parameter.list_grad():
                 gradient.wait_to_read()
+
+    def wait_for_own(self) -> None:
+        """Wait for what this worker's own steps have submitted, broadcasts of parameters too. Any thread."""
+        for parameter in self._trainer._params:
+            for array in (*(parameter._data or ()), *(parameter._grad or ())):  # none while a shape is not known
+                array.wait_to_read()
 
     def update(self) -> None:
         """Update the parameters as the others do."""
@@ -135,7 +141,8 @@ class _TrainerJoinable(Joinable):
         trainer._update(False)
 
     def check_reduction(self) -> None:
-        """Raise InvalidRequestError in a Join: ``allreduce_grads`` does not say how many samples there were."""
+        """Raise InvalidRequestError in a Join: ``allreduce_grads`` does not say how many samples there were, and
+        ``update`` alone is seen by nobody."""
         if self._join_config.enable and not self.world.is_alone:
             fact = "allreduce_grads() and update() cannot be used within Join: workers without input could not follow."
             raise self._refusal(fact, "call step(); to clip gradients, give the optimizer clip_gradient.")
@@ -217,7 +224,8 @@ class TrainerHook(JoinHook):
             rows = world.all_rows("Join", f"{store._namespace}/join/end", "the end of a Join", row)
         if not rows[:, 1].all():
             return  # nobody has taken a step
-        root = int(np.flatnonzero(rows[:, 0]).max())
+        # Nobody has joined last where each has followed another one with a Trainer of its own.
+        root = int(np.flatnonzero(rows[:, 0] if rows[:, 0].any() else rows[:, 1]).max())
         keys = [(mxnet_compat.key_of(trainer, each), each) for each in trainer._params]
         for key, parameter in keys:
             if parameter.grad_req == "null":
@@ -234,6 +242,10 @@ class TrainerHook(JoinHook):
     def wait(self) -> None:
         """Wait until the gradients are reduced. Any thread."""
         self._joinable.wait()
+
+    def wait_for_own(self) -> None:
+        """Wait until this worker's own steps are over. Any thread."""
+        self._joinable.wait_for_own()
 
     def finish(self) -> None:
         """Update the parameters."""

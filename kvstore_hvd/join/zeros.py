@@ -109,6 +109,7 @@ def _answer(name: str, what: Announced | None) -> tuple[Request, Any]:
         what.prescale,
         what.postscale,
         as_half=what.as_half,
+        group=what.group,
     )
     return request, memory
 
