@@ -368,6 +368,8 @@ def test_what_is_refused(rank, size):
                     trainer.step(wrong)
             with pytest.raises(InvalidRequestError, match="call step"):
                 trainer.allreduce_grads()
+            with pytest.raises(InvalidRequestError, match="call step"):
+                trainer.update(BATCH)
             with pytest.raises(InvalidRequestError, match="its gradient is stale"):
                 trainer.step(BATCH, ignore_stale_grad=True)
             train(net, trainer, data, label, [range(BATCH)])
@@ -447,3 +449,95 @@ def test_trainers_that_nobody_could_tell_apart(rank, size):
         Join([shared[0], shared[0]])
     with Join([shared[0]]), pytest.raises(RuntimeError, match="in a Join already"), Join([shared[0]]):
         pass
+
+
+@pytest.mark.parametrize("last_is_common", [False, True])
+def test_steps_of_trainers_in_another_order(rank, size, last_is_common):
+    """A worker whose own last step waits for another one follows that one meanwhile."""
+    nets = [mlp(seed=1), mlp(seed=2)]
+    trainers = [trainer_of("DistributedTrainer", net) for net in nets]
+    data, label = samples(BATCH)
+    order = [0] if rank == 0 else [1, 0] if last_is_common else [1]
+    with Join(trainers):
+        for place in order:
+            train(nets[place], trainers[place], data, label, [range(BATCH)])
+            if rank and place:
+                mx.nd.waitall()
+    for place, (net, trainer) in enumerate(zip(nets, trainers)):
+        assert trainer._optimizer.num_update == (place == 0 or size > 1)
+        assert_same_everywhere(net, trainer, f"order/{last_is_common}/{place}")
+
+
+def test_nested_and_nobody_last(rank, size):
+    """All workers follow a step of the outer context's Trainer as they leave one of the inner contexts."""
+    outer, inner = (mlp(seed=seed, hybridize=True) for seed in (1, 2))
+    trainers = [trainer_of("DistributedTrainer", net) for net in (outer, inner)]
+    data, label = samples(BATCH)
+    with Join([trainers[0]]):
+        for number in (1 + rank, size - rank):
+            with Join([trainers[1]]):
+                for _ in range(number):
+                    train(outer, trainers[0], data, label, [range(BATCH)])
+                    train(inner, trainers[1], data, label, [range(BATCH)])
+    for net, trainer, name in ((outer, trainers[0], "outer"), (inner, trainers[1], "inner")):
+        assert trainer._optimizer.num_update == 2 * size
+        assert_same_everywhere(net, trainer, f"nobody last/{name}")
+
+
+def test_again_after_different_numbers_of_contexts(rank, size):
+    """One worker fails before it enters a context that others are in: in a new world they count anew."""
+    if size == 1:
+        return
+    net = mlp()
+    trainer = trainer_of("DistributedTrainer", net)
+    data, label = samples(BATCH)
+    if rank == size - 1:
+        engine.current().abort("the test says so")
+    else:
+        with pytest.raises(HorovodInternalError, match="the test says so"), Join([trainer]):
+            pass
+    kvstore_hvd.reset()
+    with Join([trainer]):
+        train(net, trainer, data, label, [range(BATCH)] * (1 + rank))
+    assert trainer._optimizer.num_update == size
+    assert_same_everywhere(net, trainer, "counted anew")
+
+
+def test_other_joinables_wait_long_too(rank, size):
+    """Who has no input waits for the others' next iteration for any time."""
+    with settings(KVHVD_TIMEOUT="2", KVHVD_STALL_CHECK_TIME_S="1"):
+        meet_again()
+        joinable = Sum()
+        with Join([joinable]):
+            for step in range(1 + (rank == size - 1)):
+                if size > 1 and step:
+                    threading.Event().wait(3.5)
+                joinable.step(1)
+        assert joinable.sums == [size, 1]
+    meet_again()
+
+
+def test_one_thread_only(rank, size):
+    """In another one than the main thread, too."""
+    net = mlp()
+    trainer = trainer_of("DistributedTrainer", net)
+    data, label = samples(BATCH)
+    other = Join([trainer_of("DistributedTrainer", mlp())])
+    entered, left = threading.Event(), threading.Event()
+
+    def run():
+        with Join([trainer]):
+            entered.set()
+            train(net, trainer, data, label, [range(BATCH)] * (1 + rank))
+            left.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    entered.wait()
+    with pytest.raises(RuntimeError, match="another thread is in a Join"), other:
+        pass
+    left.set()
+    thread.join()
+    with other:
+        pass
+    assert_same_everywhere(net, trainer, "thread")
