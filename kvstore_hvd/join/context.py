@@ -124,7 +124,7 @@ class Join:
         self._trainers = [hook for hook in self._hooks if isinstance(hook, TrainerHook)]
         self._follows_steps = not self._throws and len(self._trainers) == len(self._hooks)
         self._followed = 0  # iterations
-        self._name = ""
+        self._number = -1  # among those of the world
         self._thread = 0
         self._before: list[_JoinConfig] = []
 
@@ -134,7 +134,7 @@ class Join:
         if self._enable and any(each._enable and each._thread != threading.get_ident() for each in _entered):
             raise RuntimeError("another thread is in a Join")
         if self._enable:
-            self._name = f"join/{_next_number(self._world)}"
+            self._number = _next_number(self._world)
         self._before = [joinable._join_config for joinable in self._joinables]
         for place, joinable in enumerate(self._joinables):
             joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
@@ -315,12 +315,12 @@ class Join:
 
     def _wire_name(self, what: str) -> str:
         # Until the others begin an iteration or leave the body, too, any time may pass.
-        return f"{PATIENT if what == 'presence' else ''}{self._name}/{what}"
+        return f"{PATIENT if what == 'presence' else ''}join/{self._number}/{what}"
 
-    @staticmethod
-    def _request(name: str, token: Any) -> Request:
+    def _request(self, name: str, token: Any) -> Request:
         place = [token.ctypes.data]
-        return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64")
+        # The group tells contexts apart that are under one name.
+        return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64", group=self._number + 1)
 
 
 def _next_number(world: Member) -> int:

@@ -15,8 +15,8 @@ from kvstore_hvd.records import Announced
 
 __all__ = ["LEFT", "explained", "join"]
 
-#: What workers submit who wait for the others, here and in a `Join`: of one name, or those in the one and those in the
-#: other would wait for each other for ever.
+#: What workers submit who wait for the others, here and at the end of every `Join`: of one name, or those in different
+#: ones would wait for each other for ever.
 LEFT = f"{PATIENT}left"
 
 # How long to sleep between two looks at what the others have submitted: at first, and at most.
@@ -83,7 +83,8 @@ def explained(error: Exception, world: Member) -> Exception:
     """What `LEFT` failed with, in words of the program."""
     if not isinstance(error, MismatchError):
         return error
-    fact, fix = "some workers are in hvd.join(), others at the end of a Join.", "use the same on all workers."
+    fact = "the workers wait at the ends of different Joins, or some of them in hvd.join()."
+    fix = "enter and leave the same ones, in the same order, on all workers."
     return MismatchError(message(fact, **world.topology.speaker, operation="join", fix=fix))
 
 

@@ -11,7 +11,7 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import engine
-from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidRequestError
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join, Joinable
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
@@ -541,3 +541,21 @@ def test_one_thread_only(rank, size):
     with other:
         pass
     assert_same_everywhere(net, trainer, "thread")
+
+
+def test_workers_at_the_ends_of_different_contexts(rank, size):
+    """They would wait for each other for ever: all of them are told."""
+    if size == 1:
+        return
+    first, second = trainer_of("DistributedTrainer", mlp(seed=1)), trainer_of("DistributedTrainer", mlp(seed=2))
+
+    def run():
+        with Join([first]):
+            if rank == 0:
+                with Join([second]):
+                    pass
+
+    with pytest.raises(MismatchError, match="at the ends of different Joins"):
+        run()
+    assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size
+    kvstore_hvd.reset()  # contexts were counted differently
