@@ -76,7 +76,8 @@ class Join:
     ValueError
         There is no joinable, one was given twice, or they have different process sets.
     TypeError, InvalidRequestError
-        Something else was passed, or a Trainer that does not exchange its gradients through a store of its own.
+        Something else was passed, an argument that nobody knows, or a Trainer that does not exchange its gradients
+        through a store of its own.
     RuntimeError
         As the context is entered: a Trainer is in one already, or another thread is.
 
@@ -123,6 +124,9 @@ class Join:
         # Whether who has no input sees what the others submit; else they tell in each iteration that they are there.
         self._trainers = [hook for hook in self._hooks if isinstance(hook, TrainerHook)]
         self._follows_steps = not self._throws and len(self._trainers) == len(self._hooks)
+        unknown = set(kwargs) - {"divide_by_initial_world_size"}
+        if len(self._trainers) == len(self._hooks) and unknown:  # other joinables may know more
+            raise TypeError(f"Join of Trainers has no argument {sorted(unknown)[0]!r}")
         self._followed = 0  # iterations
         self._number = -1  # among those of the world
         self._thread = 0

@@ -2,7 +2,8 @@
 
 It averages with the others and applies the same update, so that parameters, the states of the optimizer, its learning
 rate and the scale of AMP stay equal on all workers, bit by bit. What a gradient counts is agreed within the allreduce
-itself: each worker announces its batch size as its weight (see `comm.base.Request`), and nothing else is sent.
+itself: each worker announces its batch size as its weight (see `comm.base.Request`), and nothing else is sent. Only
+gradients of float16 are summed, as a mean might be too small for them; then batch sizes are exchanged in each step.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class _TrainerJoinable(Joinable):
         super().__init__()
         self._trainer = trainer
         self.store: StoreMethods = _store_of(trainer)
+        self._weight = 1.0  # of the step without input that is under way
+        self._divisor = 1.0  # what MXNet divides the gradients of the present step by
 
     def join_hook(self, **kwargs: Any) -> TrainerHook:
         """See `Joinable.join_hook`. Of `kwargs` it knows ``divide_by_initial_world_size``."""
@@ -100,6 +103,12 @@ class _TrainerJoinable(Joinable):
         if ignore_stale_grad:
             self._check_fresh()
         self._join_config.context.notify_join_context(self)
+        if self._has_halves:
+            self._start()
+            self._trainer._allreduce_grads()
+            self._divisor = self._agreed_divisor(weight)
+            self._update()
+            return
         with self.store._averaging(weight):
             original(self._batch_size, False)
 
@@ -112,11 +121,9 @@ class _TrainerJoinable(Joinable):
                 gradient[() if gradient.ndim == 0 else slice(None)] = 0
             for array in parameter.list_data():
                 array._fresh_grad = True
-        if not trainer._kv_initialized:
-            trainer._init_kvstore()
-        if trainer._params_to_init:
-            trainer._init_params()
-        with self.store._averaging(weight):
+        self._start()
+        self._weight = weight
+        with contextlib.nullcontext() if self._has_halves else self.store._averaging(weight):
             trainer._allreduce_grads()
 
     def wait(self) -> None:
@@ -124,6 +131,7 @@ class _TrainerJoinable(Joinable):
         for parameter in self._trained():
             for gradient in parameter.list_grad():
                 gradient.wait_to_read()
+        self._divisor = self._agreed_divisor(self._weight) if self._has_halves else self._batch_size
 
     def wait_for_own(self) -> None:
         """Wait for what this worker's own steps have submitted, broadcasts of parameters too. Any thread."""
@@ -137,8 +145,7 @@ class _TrainerJoinable(Joinable):
         scaler = getattr(trainer, "_amp_loss_scaler", None)
         if scaler is not None:  # as amp.scale_loss does
             trainer._scale = trainer._amp_original_scale / scaler.loss_scale
-        trainer._optimizer.rescale_grad = trainer._scale / self._batch_size
-        trainer._update(False)
+        self._update()
 
     def check_reduction(self) -> None:
         """Raise InvalidRequestError in a Join: ``allreduce_grads`` does not say how many samples there were, and
@@ -152,6 +159,32 @@ class _TrainerJoinable(Joinable):
         """By what MXNet is to divide. Gradients are divided by all batch sizes as they are summed, and the Trainer's
         scale is meant for sums over all workers."""
         return 1.0 / self.world.topology.size
+
+    @property
+    def _has_halves(self) -> bool:
+        halves = any(mxnet_compat.dtype_name(each) == "float16" for one in self._trained() for each in one.list_grad())
+        return halves or self.store._reduction.as_half
+
+    def _start(self) -> None:
+        """What a Trainer's first step begins with."""
+        if not self._trainer._kv_initialized:
+            self._trainer._init_kvstore()
+        if self._trainer._params_to_init:
+            self._trainer._init_params()
+
+    def _update(self) -> None:
+        self._trainer._optimizer.rescale_grad = self._trainer._scale / self._divisor
+        self._trainer._update(False)
+
+    def _agreed_divisor(self, weight: float) -> float:
+        """By what MXNet is to divide sums; waits for all workers. As World::weights() in world.hpp."""
+        world = self.world
+        with world.submitting():
+            name = f"{self.store._namespace}/join/weights"
+            rows = world.all_rows("Join", name, "batch sizes", np.array([weight]).view(np.int64))
+        weights = np.ascontiguousarray(rows[:, 0]).view(np.float64)
+        present, absent = int((weights > 0).sum()), int((weights < 0).sum())
+        return float(weights[weights > 0].sum()) * (present + absent) / present / world.topology.size
 
     def _trained(self) -> list[Any]:
         return [each for each in self._trainer._params if each.grad_req != "null"]

@@ -360,6 +360,8 @@ def test_what_is_refused(rank, size):
         Join([mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="device")])
     with pytest.raises(TypeError, match="Trainers of Gluon, not a int"):
         Join([3])
+    with pytest.raises(TypeError, match="divide_by_inital_world_size"):
+        Join([trainer_of("DistributedTrainer", net)], divide_by_inital_world_size=False)
     trainer = trainer_of("DistributedTrainer", net)
     if size > 1:
         with Join([trainer]):
@@ -403,8 +405,8 @@ def test_in_a_process_set(dynamic, rank, size):
     if size < 3:
         return
     members = hvd.add_process_set([0, size - 1])
+    net = mlp()  # on all: MXNet 1 names parameters by counters
     if rank in (0, size - 1):
-        net = mlp()
         trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, process_set=members)
         data, label = samples(BATCH)
         with Join([trainer]):
@@ -491,6 +493,7 @@ def test_again_after_different_numbers_of_contexts(rank, size):
     net = mlp()
     trainer = trainer_of("DistributedTrainer", net)
     data, label = samples(BATCH)
+    kvstore_hvd.barrier()  # all are in this test
     if rank == size - 1:
         engine.current().abort("the test says so")
     else:
@@ -559,3 +562,49 @@ def test_workers_at_the_ends_of_different_contexts(rank, size):
         run()
     assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size
     kvstore_hvd.reset()  # contexts were counted differently
+
+
+class Product(mx.gluon.Block):
+    """Multiplies with a parameter: something that MXNet can do in float16 on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        make = mx.gluon.Parameter if is_mxnet_2() else self.params.get
+        self.weight = make("weight", shape=(4,))
+
+    def forward(self, x):
+        return x * self.weight.data()
+
+
+@pytest.mark.parametrize("initial", [False, True])
+def test_small_gradients_of_float16(rank, size, initial):
+    """They are divided by the optimizer, in float32: as means they would vanish."""
+    net = Product()
+    net.initialize(mx.init.Zero())
+    net.cast("float16")
+    trainer = trainer_of("DistributedTrainer", net, learning_rate=1.0, multi_precision=True)
+    x = array(np.full(4, 1.37e-4, "float16"))
+    batch_size = 1024 * (1 + rank)
+    with Join([trainer], divide_by_initial_world_size=initial):
+        for _ in range(1 + (rank == size - 1)):
+            with mx.autograd.record():
+                loss = net(x).sum()
+            loss.backward()
+            trainer.step(batch_size)
+    gradient = float(np.float16(1.37e-4))
+    first = gradient * size / (1024 * size * (size + 1) / 2)
+    second = gradient / (1024 * size * (size if initial else 1))
+    (master,) = (each for each in states(trainer)[:-1] if each.dtype == np.float32)
+    np.testing.assert_allclose(-master, np.full(4, first + second), rtol=2e-3)  # sums are rounded to float16
+    assert_same_everywhere(net, trainer, f"halves/{initial}")
+
+
+def test_compressed_gradients(rank, size):
+    """Of float16 on the wire: the same on all workers."""
+    net = mlp()
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"momentum": 0.9}, compression=hvd.Compression.fp16)
+    data, label = samples(BATCH)
+    with Join([trainer]):
+        train(net, trainer, data, label, [range(BATCH)] * (1 + rank))
+    assert trainer._optimizer.num_update == size
+    assert_same_everywhere(net, trainer, "compressed")
