@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from kvstore_hvd import engine, native
 from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
 from kvstore_hvd.join.joinable import Joinable, _JoinConfig
+from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
 from kvstore_hvd.join.zeros import LEFT, explained
 from kvstore_hvd.member import Member
@@ -35,8 +35,6 @@ __all__ = ["Join", "is_uneven"]
 
 # Iterations that a worker follows the others before it is told that this is a lot.
 _WARN_AFTER = 1000
-# How long it sleeps between two looks at what others have submitted: at first, and at most.
-_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
 # The n-th enabled context of a world is the same one on all its workers. Workers may have entered different numbers of
 # them when a world is lost: each world, told by its epoch, starts anew.
 _contexts: weakref.WeakKeyDictionary[Member, tuple[int, Iterator[int]]] = weakref.WeakKeyDictionary()
@@ -234,7 +232,7 @@ class Join:
         steps: dict[TrainerHook, Future[None]] = {hook: waiting.submit(hook.wait_for_own) for hook in hooks}
         token = np.zeros(1, np.int64)
         left: Optional[native.Work] = None
-        pause_s = _SLEEP_S
+        pauses = Pauses()
         try:
             while left is None or not left.done or steps:
                 for hook in [hook for hook, step in steps.items() if step.done()]:
@@ -246,18 +244,13 @@ class Join:
                 if left is None and not own:
                     with current.submitting():
                         left = current.communicator().submit(self._request(LEFT, token))
-                begun = (
-                    [] if left is not None and left.done else self._begun([hook for hook in hooks if hook not in steps])
-                )
+                is_over = left is not None and left.done
+                begun = [] if is_over else self._begun([hook for hook in hooks if hook not in steps])
                 for hook in begun:
                     hook.begin()
                     steps[hook] = waiting.submit(hook.wait)
                     hooks[hook]._count()
-                if begun:
-                    pause_s = _SLEEP_S
-                else:
-                    time.sleep(pause_s)
-                    pause_s = min(pause_s * 1.05, _LONGEST_SLEEP_S)
+                pauses.after(found=bool(begun))
         finally:
             waiting.shutdown(wait=False)  # after an exception its threads end when the others have been told of it
         if left.error is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import MismatchError, message
+from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.member import Member
 from kvstore_hvd.records import Announced
 
@@ -19,8 +20,6 @@ __all__ = ["LEFT", "explained", "join"]
 #: ones would wait for each other for ever.
 LEFT = f"{PATIENT}left"
 
-# How long to sleep between two looks at what the others have submitted: at first, and at most.
-_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
 # The bits of infinity, minus infinity and one in bfloat16, which NumPy does not know.
 _BFLOAT16 = {"min": 0x7F80, "max": 0xFF80, "product": 0x3F80}
 
@@ -57,7 +56,7 @@ def join(world: Member) -> int:
         communicator = world.communicator()
         work = communicator.submit(Request("allreduce", LEFT, "join", place, place, arrivals.shape, "int64"))
     answers: dict[str, tuple[native.Work, Any]] = {}  # by name: under way, with its memory
-    pause_s = _SLEEP_S
+    pauses = Pauses()
     while True:
         answers = {name: answer for name, answer in answers.items() if not answer[0].done}
         missed = communicator.missed(native.MAX_NAMES, described=True) or []
@@ -67,11 +66,7 @@ def join(world: Member) -> int:
         for one in new:
             request, memory = _answer(one.name, one.announced)
             answers[one.name] = communicator.submit(request), memory
-        if new:
-            pause_s = _SLEEP_S
-        else:
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.05, _LONGEST_SLEEP_S)
+        pauses.after(found=bool(new))
     try:
         communicator.wait(work)
     except MismatchError as error:
