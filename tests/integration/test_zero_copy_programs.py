@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launchers import environment, kvhvdrun
+from support.launchers import environment, kvhvdrun, with_tests
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mxnet") is None, reason="there is no MXNet")
 
@@ -24,8 +24,6 @@ def run(program: str, ranks: int, *, limit: str = "", code: int = 0, **variables
     command = kvhvdrun().command(ranks, [sys.executable, str(TESTS / "support" / "zero_copy_worker.py"), program])
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", *command]
-    inherited = environment()
-    path = ":".join(filter(None, [str(TESTS), inherited.get("PYTHONPATH")]))
     result = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -33,7 +31,7 @@ def run(program: str, ranks: int, *, limit: str = "", code: int = 0, **variables
         stderr=subprocess.STDOUT,
         text=True,
         timeout=LIMIT_S,
-        env={**inherited, "OMP_NUM_THREADS": "1", "KVHVD_TIMEOUT": "30", **variables, "PYTHONPATH": path},
+        env=with_tests({**environment(), "OMP_NUM_THREADS": "1", "KVHVD_TIMEOUT": "30", **variables}),
     )
     assert result.returncode == code, result.stdout
     assert "Traceback" not in result.stdout, result.stdout

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_TESTS = Path(__file__).resolve().parents[1]
 # Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results.
 # All for Open MPI; MPICH needs none and takes no notice.
 _MPI_ENVIRONMENT = {
@@ -68,6 +69,12 @@ def mpirun() -> Launcher | None:
         raise RuntimeError(f"{path} is of an unknown MPI: {answer[:200]!r}")
     version = f"Open MPI {found[2]}" if found[1] else f"MPICH {found[3]}"
     return Launcher("mpirun", (str(path),), version, _MPI_ENVIRONMENT)
+
+
+def with_tests(variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables with this folder's parent in Python's path: for workers that import `support`."""
+    path = ":".join(filter(None, [str(_TESTS), variables.get("PYTHONPATH")]))
+    return {**variables, "PYTHONPATH": path}
 
 
 def environment(launcher: Launcher | None = None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launchers import environment, kvhvdrun
+from support.launchers import environment, kvhvdrun, with_tests
 
 # Of the run as a whole: start-up of the workers included, far above what any of them takes.
 LIMIT_S = 90
@@ -29,7 +29,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**environment(), **variables},
+                env=with_tests({**environment(), **variables}),
             )
 
     def text(self) -> str:
