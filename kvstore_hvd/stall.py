@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.comm.base import Communicator
+from kvstore_hvd.comm.base import PATIENT, Communicator
 from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stacks import OWN_THREADS, python_stacks
 from kvstore_hvd.topology import Topology
@@ -71,6 +71,7 @@ class StallInspector:
         self._describe = describe
         self._waiting, self._missing = _Reports(self._check_s), _Reports(self._check_s)
         self._missed_since: dict[Missed, float] = {}
+        self._patient: set[tuple[str, float]] = set()
         self._blocked_since: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True)
@@ -122,7 +123,9 @@ class StallInspector:
             self._look_at_blocked(now)
             return
         self._blocked_since = None
-        waiting = sorted((one for one in waiting if self._speaks_for(one)), key=lambda one: -one.age_s)
+        self._tell_of_patient([one for one in waiting if one.name.startswith(PATIENT)])
+        waiting = [one for one in waiting if not one.name.startswith(PATIENT) and self._speaks_for(one)]
+        waiting.sort(key=lambda one: -one.age_s)
         culprits = {rank for one in waiting for rank in one.late}
         report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
         if over is not None:
@@ -139,6 +142,16 @@ class StallInspector:
             whom = self._topology.rank_list(culprits) if culprits else "the other ranks"
             head = f"{self._name} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
             self._communicator.abort(self._waiting_text(head, waiting))
+
+    def _tell_of_patient(self, waiting: Sequence[Waiting]) -> None:
+        """Say once that this worker has nothing to do but to wait for others, which is no fault of theirs."""
+        now = {(one.name, one.since) for one in waiting}
+        for one in waiting:
+            if (one.name, one.since) not in self._patient and one.late:
+                whom = self._topology.rank_list(one.late)
+                head = f"{self._name} has waited {one.age_s:.0f} s for {whom}, where there is more input; it goes on."
+                log.logger.info("%s", "\n  ".join([head, *self._ranks(one.late)]))
+        self._patient = now
 
     def _speaks_for(self, one: Waiting) -> bool:
         """Whether this is the lowest of those that wait, and can speak."""

@@ -25,6 +25,7 @@ import numpy as np
 from kvstore_hvd import engine, native
 from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
+from kvstore_hvd.join import tokens
 from kvstore_hvd.join.joinable import Joinable, _JoinConfig
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
@@ -38,9 +39,6 @@ _WARN_AFTER = 1000
 # The n-th enabled context of a world is the same one on all its workers. Workers may have entered different numbers of
 # them when a world is lost: each world, told by its epoch, starts anew.
 _contexts: weakref.WeakKeyDictionary[Member, tuple[int, Iterator[int]]] = weakref.WeakKeyDictionary()
-# Operations that nobody waits for, with the memory that the engine writes to: kept until they are over, whatever
-# becomes of their context.
-_under_way: list[tuple[native.Work, Any]] = []
 # The contexts that this process is in, the outermost first.
 _entered: list[Join] = []
 
@@ -243,7 +241,7 @@ class Join:
                         hook.finish()
                 if left is None and not own:
                     with current.submitting():
-                        left = current.communicator().submit(self._request(LEFT, token))
+                        left = tokens.submit(current, self._request(LEFT, token), token)
                 is_over = left is not None and left.done
                 begun = [] if is_over else self._begun([hook for hook in hooks if hook not in steps])
                 for hook in begun:
@@ -293,12 +291,9 @@ class Join:
         if current.is_alone:
             return None
         token = np.array([present], np.int64)
-        # The errors of those that are over are raised by the operations that training waits for.
-        _under_way[:] = [each for each in _under_way if not each[0].done]
+        # Nobody reads its error: the operations that training waits for have the same one.
         with current.submitting():
-            work = current.communicator().submit(self._request(self._wire_name("presence"), token))
-        _under_way.append((work, token))
-        return work
+            return tokens.submit(current, self._request(self._wire_name("presence"), token), token)
 
     def _sum(self, what: str, number: int) -> int:
         """Sum a number over all workers, and wait for it."""

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd import engine, mxnet_compat, native
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import InvalidRequestError, TimeoutError, message  # noqa: A004 - not the builtin
 from kvstore_hvd.join.joinable import Joinable, JoinHook
+from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.keys import wire_name
 from kvstore_hvd.kvstore import StoreMethods
 from kvstore_hvd.member import Member
@@ -27,8 +29,6 @@ __all__ = ["TrainerHook", "check_stores", "joinable_for"]
 
 # Of a worker that has no input: counts as an average one of the others, or not at all.
 _ABSENT, _NOT_COUNTED = -1.0, 0.0
-# How often to look for the shapes that the others announce.
-_LOOK_S = 1e-3
 
 
 def joinable_for(thing: Any) -> Joinable:
@@ -57,7 +57,7 @@ def check_stores(joinables: Sequence[Joinable]) -> None:
     stores = [each.store for each in joinables if isinstance(each, _TrainerJoinable)]
     if len({id(store) for store in stores}) < len(stores):
         fact, fix = "two Trainers use the same store.", "give each its own: kvstore='horovod'."
-        raise InvalidRequestError(message(fact, operation="Join", fix=fix))
+        raise InvalidRequestError(message(fact, **stores[0]._engine.topology.speaker, operation="Join", fix=fix))
 
 
 class _TrainerJoinable(Joinable):
@@ -232,10 +232,7 @@ class TrainerHook(JoinHook):
 
     def main_hook(self) -> None:
         """See `JoinHook.main_hook`. Waits for its end."""
-        while self.is_deferred:
-            self.initialize(self._joinable.world.communicator().missed(native.MAX_NAMES, described=True) or [])
-            time.sleep(_LOOK_S)
-            self._joinable.world.check()
+        self._await_shapes()
         self.begin()
         self.wait()
         self.finish()
@@ -294,6 +291,25 @@ class TrainerHook(JoinHook):
         """Whether a parameter waits for its shape, which the others know."""
         return any(map(mxnet_compat.is_deferred, self._joinable.trainer._params))
 
+    def _await_shapes(self) -> None:
+        """Wait for the others to broadcast what this worker does not know the shape of."""
+        world, pauses = self._joinable.world, Pauses()
+        deadline = time.monotonic() + config().timeout_s
+        while self.is_deferred:
+            self.initialize(world.communicator().missed(native.MAX_NAMES, described=True) or [])
+            pauses.after(found=False)
+            world.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(self._no_shapes())
+
+    def _no_shapes(self) -> str:
+        trainer, speaker = self._joinable.trainer, self._joinable.world.topology.speaker
+        labels = mxnet_compat.labels_of(trainer)
+        unknown = next(key for key, each in self._keys() if mxnet_compat.is_deferred(each))
+        fact = f"this worker has no input, and no other has broadcast its shape for {config().timeout_s:g} s."
+        fix = "see why the workers with input take no step; or initialise the network with a batch on every worker."
+        return message(fact, **speaker, operation="Join", name=labels[unknown], key=unknown, fix=fix)
+
     def initialize(self, missed: Sequence[Missed]) -> None:
         """Initialise the parameters that wait for a shape and that others broadcast."""
         shapes = {one.name: one.announced.shape for one in missed if one.announced is not None}
@@ -329,5 +345,6 @@ def _store_of(trainer: Any) -> StoreMethods:
             store = trainer._kvstore_params["kvstore"] = mxnet.kvstore.create(store)
     if not isinstance(store, StoreMethods):
         fact, fix = "it does not exchange gradients.", "create it with kvstore='horovod', or as a DistributedTrainer."
-        raise InvalidRequestError(message(fact, operation="Join", name="Trainer", fix=fix))
+        speaker = engine.current().topology.speaker
+        raise InvalidRequestError(message(fact, **speaker, operation="Join", name="Trainer", fix=fix))
     return store

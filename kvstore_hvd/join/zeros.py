@@ -9,7 +9,8 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.comm.base import PATIENT, Request
-from kvstore_hvd.errors import MismatchError, message
+from kvstore_hvd.errors import KVHvdError, MismatchError, message
+from kvstore_hvd.join import tokens
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.member import Member
 from kvstore_hvd.records import Announced
@@ -47,25 +48,37 @@ def join(world: Member) -> int:
     topology = world.topology
     if world.is_alone:
         return topology.rank
-    # What this worker has submitted itself may wait for others that call this only after it.
-    mxnet_compat.waitall()
+    try:
+        # What this worker has submitted itself may wait for others that call this only after it.
+        mxnet_compat.waitall()
+        return _follow(world)
+    except KVHvdError:
+        raise  # the others have it, too, or the world is as before
+    except BaseException as error:  # Ctrl-C: nobody else takes this worker's part
+        world.abort(f"rank {topology.rank_in_all} left join() with {type(error).__name__}")
+        raise
+
+
+def _follow(world: Member) -> int:
+    topology = world.topology
     arrivals = np.zeros(topology.size, np.int64)
     arrivals[topology.rank] = time.monotonic_ns()  # one clock for all workers of a host
     place = [arrivals.ctypes.data]
+    request = Request("allreduce", LEFT, "join", place, place, arrivals.shape, "int64")
     with world.submitting():
-        communicator = world.communicator()
-        work = communicator.submit(Request("allreduce", LEFT, "join", place, place, arrivals.shape, "int64"))
-    answers: dict[str, tuple[native.Work, Any]] = {}  # by name: under way, with its memory
+        work = tokens.submit(world, request, arrivals)
+    communicator = world.communicator()
+    answers: dict[str, native.Work] = {}  # by name: under way
     pauses = Pauses()
     while True:
-        answers = {name: answer for name, answer in answers.items() if not answer[0].done}
+        answers = {name: answer for name, answer in answers.items() if not answer.done}
         missed = communicator.missed(native.MAX_NAMES, described=True) or []
         if communicator.is_met(work):  # then what is missed comes after it
             break
         new = [one for one in missed if one.name not in answers]
         for one in new:
             request, memory = _answer(one.name, one.announced)
-            answers[one.name] = communicator.submit(request), memory
+            answers[one.name] = tokens.submit(world, request, memory)
         pauses.after(found=bool(new))
     try:
         communicator.wait(work)

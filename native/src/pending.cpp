@@ -268,7 +268,7 @@ std::vector<Waiting> Pending::waiting(std::chrono::nanoseconds age) {
   const auto now = Clock::now();
   std::vector<Waiting> all;
   for (const auto& [text, name] : names_) {
-    if (!is_announced(name) || is_patient(text)) continue;
+    if (!is_announced(name)) continue;
     const Work& work = *name.queue.front();
     if (now - work.since < age) continue;
     all.push_back(Waiting{text, describe_operation(work.request()), work.since, blamed_for(name.slot.slot)});

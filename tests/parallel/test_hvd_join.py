@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+
 import numpy as np
 import pytest
 
@@ -161,3 +164,20 @@ def test_refused_within_a_context(rank, size):
     with context, pytest.raises(InvalidRequestError, match="cannot be used within Join"):
         hvd.join()
     assert hvd.join() in range(size)
+
+
+def test_interrupted(rank, size):
+    """Ctrl-C in join() frees the others, who would have gone on with the zeros of this worker."""
+    if size == 1:
+        return
+    kvstore_hvd.barrier()
+    if rank == 0:
+        timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            hvd.join()
+    else:
+        with pytest.raises(HorovodInternalError, match=r"rank 0 left join\(\) with KeyboardInterrupt"):
+            while True:
+                sum_of(mx.nd.ones(1)).wait_to_read()
+    kvstore_hvd.reset()

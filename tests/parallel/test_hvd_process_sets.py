@@ -35,7 +35,6 @@ def test_all_workers(world, rank, size):
     assert everybody.process_set_id == 0
     assert (everybody.ranks, everybody.size(), everybody.rank()) == (list(range(size)), size, rank)
     assert everybody.included() is True
-    assert hvd.remove_process_set is not None
 
 
 def test_registered_sets(world, size, dynamic):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -154,6 +155,21 @@ def test_many_operations_are_counted(stage) -> None:
     assert len(lines) == 9
     assert "'w5'" in lines[6]
     assert lines[7] == "  ... and 34 more"
+
+
+def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog) -> None:
+    """It is told once, for those who look, and never ends the world."""
+    rank = stage(rank=0, shutdown_s=70.0)
+    left = Waiting("~left", "allreduce 'left'", 61.0, 1000.0, (2,), False)
+    rank.world.answer = [left]
+    with caplog.at_level(logging.INFO, "kvstore_hvd"):
+        (text,) = rank.look(1061.0)
+        assert text.startswith("rank 0 has waited 61 s for rank 2, where there is more input")
+        assert f"pid {os.getpid()}" in text
+        assert caplog.records[-1].levelno == logging.INFO
+        rank.world.answer = [dataclasses.replace(left, age_s=600.0)]
+        assert rank.look(1600.0) == []
+    assert rank.world.left == []
 
 
 def test_the_lowest_rank_that_waits_speaks(stage) -> None:

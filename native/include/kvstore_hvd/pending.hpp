@@ -89,7 +89,7 @@ class Pending {
   // What to blame when a request that is not patient has waited for `timeout`: empty when none has.
   std::string describe_overdue(std::chrono::nanoseconds timeout);
 
-  // The announced requests that have waited for at least `age`, without patient ones.
+  // The announced requests that have waited for at least `age`, patient ones too.
   std::vector<Waiting> waiting(std::chrono::nanoseconds age);
 
   // See TensorTable.
