@@ -320,6 +320,12 @@ class Config:
         _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
     )
     epoch: int = _knob(_count, 0, "KVHVD_EPOCH", doc="Set by kvhvdrun: number of the world, counted from 0.")
+    worker: int | None = _knob(
+        _count, None, "KVHVD_WORKER", doc="Set by kvhvdrun: number of this worker in an elastic job."
+    )
+    daemon: str = _knob(
+        _text, "", "KVHVD_DAEMON", doc="Set by kvhvdrun: name of the socket of the daemon that started this worker."
+    )
     # Read from the variables of others.
     mpi_launch: MPILaunch | None = None
     horovod_size: int | None = None  # HOROVOD_SIZE: started by Horovod's own launcher

@@ -13,16 +13,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import bootstrap, log, native
+from kvstore_hvd import bootstrap, log, native, worker_line
 from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import LaunchError, ShutdownError, message
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, ShutdownError, message
 from kvstore_hvd.inner_worlds import InnerMember, InnerWorlds
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.member import Member, log_unread
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.topology import Topology, World
+from kvstore_hvd.worker_line import WorkerLine
 
 __all__ = ["Engine", "current", "register_exit_handler"]
 
@@ -36,6 +37,8 @@ class Engine(Member):
         self._inner = InnerWorlds()
         self._watchdog: ExitWatchdog | None = None
         self._recorder = Recorder()
+        self._line: WorkerLine | None = None  # in an elastic job
+        self._is_waiting = False  # to be taken in by the others of a running job; the world is a guess until then
 
     @property
     def topology(self) -> Topology:
@@ -76,7 +79,11 @@ class Engine(Member):
         """
         with self._lock:
             if self._world is None:
-                self.join(bootstrap.discover(comm))
+                self._line = worker_line.current()
+                if self._line is None:
+                    self.join(bootstrap.discover(comm))
+                else:
+                    self._enter(self._line, comm)
             elif self._closed:
                 self._rejoin(comm)
             else:
@@ -109,7 +116,8 @@ class Engine(Member):
     def reset(self) -> Topology:
         """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
 
-        Pending operations fail. Stores stay usable.
+        Pending operations fail. Stores stay usable. In an elastic job others may have come or gone, and process sets
+        are not met again.
 
         Raises
         ------
@@ -119,10 +127,62 @@ class Engine(Member):
         with self._lock:
             if self._world is None:
                 return self.init()
-            self.leave("reset() was called")
-            self._drain()  # the errors of what was pending belong to the old world
+            self.abandon("reset() was called")
             self._rejoin()
             return self.topology
+
+    def abandon(self, reason: str) -> None:
+        """Leave the world, lost or not, as the first half of `reset`: arrays can be used again, with any content."""
+        with self._lock:
+            self.leave(reason)
+            self._drain()  # the errors of what was pending belong to the old world
+
+    def meet(self, cause: str, text: str = "") -> Topology:
+        """The other half of `reset`, after `abandon`, or to be taken in by a running job.
+
+        Parameters
+        ----------
+        cause, text : str
+            Why, see `WorkerLine.next_world`.
+
+        Raises
+        ------
+        LaunchError
+            As `reset`.
+        """
+        with self._lock:
+            self._rejoin(cause=cause, text=text)
+            return self.topology
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this worker of an elastic job has come to a running one, and has yet to be taken in by `meet`."""
+        return self._is_waiting
+
+    def why_not_replaced(self) -> str:
+        """Why nobody takes the place of a worker that dies; empty in an elastic job."""
+        if self._line is not None:
+            return ""
+        return "a worker has died, and nobody takes its place: this job is not elastic."
+
+    @property
+    def line(self) -> WorkerLine | None:
+        """The line to the launcher of an elastic job."""
+        return self._line
+
+    def communicator(self) -> Communicator:
+        """As `Member.communicator`.
+
+        Raises
+        ------
+        InvalidRequestError
+            This worker has yet to be taken in.
+        """
+        if self._is_waiting:
+            fact = "this worker has come to a job that is running, whose workers do not know it yet."
+            fix = "call collectives only within the function that kvstore_hvd.elastic.run wraps."
+            raise InvalidRequestError(message(fact, fix=fix))
+        return super().communicator()
 
     def join(self, world: World) -> None:
         """As `Member.join`, and the worlds inside it again."""
@@ -157,11 +217,49 @@ class Engine(Member):
         super().abort(text)
         self._inner.abort(text)
 
-    def _rejoin(self, comm: Any = None) -> None:
+    def _enter(self, line: WorkerLine, comm: Any) -> None:
+        if comm is not None:
+            fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
+            raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
+        line.on_void = self._on_void
+        world, is_real = line.enter()
+        if is_real:
+            self._meet(line, world)
+            return
+        log.set_rank(world.topology.rank, world.topology.size)
+        log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
+        self._world, self._is_waiting = world, True
+
+    def _meet(self, line: WorkerLine, world: World) -> None:
+        """Join a world that the launcher has given out, or the next one that all of its workers reach."""
+        while True:
+            try:
+                self.join(world)
+                break
+            except LaunchError as error:
+                log.logger.info("the workers did not meet: %s", error)
+                world = line.next_world("meeting", str(error).partition("\n")[0])
+        self._is_waiting = False
+        line.joined(world)
+        why = world.lost()  # before there was anything that `_on_void` could have failed
+        if why:
+            self.abort(why)
+
+    def _on_void(self, epoch: int, text: str) -> None:
+        world = self._world
+        if world is not None and world.topology.epoch <= epoch:
+            self.abort(text)
+
+    def _rejoin(self, comm: Any = None, cause: str = "reset", text: str = "") -> None:
         assert self._world is not None
         if self._forked:
             topology = self._world.topology
             raise ShutdownError(message(self._closed, **topology.speaker, fix=self._remedy))
+        if self._line is not None:
+            for inner in self._inner.take_all():  # to be made anew: ranks are not what they were
+                self.keep_arenas(inner)
+            self._meet(self._line, self._line.next_world(cause, text))
+            return
         # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
         # number of times would never meet.
         world = self._world
@@ -174,7 +272,9 @@ class Engine(Member):
 
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 
-    def join_inner(self, ranks: Sequence[int], number: int) -> InnerMember | None:
+    def join_inner(
+        self, ranks: Sequence[int], number: int, former: InnerMember | None = None
+    ) -> InnerMember | None:
         """Make a world of some of this one's workers. Left with this one, and made again by `reset`.
 
         For parameters and result see `InnerWorlds.add`. Every worker of this world calls it, inside `submitting`.
@@ -190,7 +290,7 @@ class Engine(Member):
             assert self._world is not None
             inner, failure = None, None
             try:
-                inner = self._inner.add(self._world, ranks, number)
+                inner = self._inner.add(self._world, ranks, number, former)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others have to know
                 failure = error
             told = "" if failure is None else f"{type(failure).__name__}: {failure}"

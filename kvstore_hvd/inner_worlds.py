@@ -44,6 +44,7 @@ class InnerMember(Member):
                 ),
                 f"{outer.job}.set{self._number}",
                 outer.secret,
+                lost=outer.lost,
             )
         )
 
@@ -54,7 +55,9 @@ class InnerWorlds:
     def __init__(self) -> None:
         self._members: list[InnerMember] = []
 
-    def add(self, outer: World, ranks: Sequence[int], number: int) -> InnerMember | None:
+    def add(
+        self, outer: World, ranks: Sequence[int], number: int, former: InnerMember | None = None
+    ) -> InnerMember | None:
         """Join one more; every worker of the outer world calls it, in the same order.
 
         Parameters
@@ -64,6 +67,8 @@ class InnerWorlds:
             In ascending order.
         number : int
             Of no other world inside it; the same on all workers.
+        former : InnerMember, optional
+            This worker's part in such a world that was left; it is used again.
 
         Returns
         -------
@@ -77,7 +82,7 @@ class InnerWorlds:
         """
         if outer.topology.rank not in ranks:
             return None
-        member = InnerMember(ranks, number)
+        member = former or InnerMember(ranks, number)
         member.join_inside(outer)
         self._members.append(member)
         return member

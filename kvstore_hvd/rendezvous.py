@@ -40,6 +40,8 @@ _MAX_MESSAGE = 16 * 1024
 _MAX_STRANGERS = 256
 # The server gives up first, so that its text, which names the missing ranks, reaches those who wait.
 _CLIENT_EXTRA_S = 5.0
+# How often to look whether the others are still to be waited for.
+_LOOK_S = 0.02
 _PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
 
 _HELLO = struct.Struct("!II")  # local rank, process id
@@ -68,8 +70,8 @@ def share_segment(world: World, create: Callable[[], int], *, version: str = "",
     Raises
     ------
     LaunchError
-        Workers are missing at the deadline (the text names them), one ended meanwhile, versions differ, or the socket
-        cannot be used.
+        Workers are missing at the deadline (the text names them), one ended meanwhile, the world is lost, versions
+        differ, or the socket cannot be used.
     Exception
         On local rank 0, whatever `create` raised; the others get it as LaunchError.
     """
@@ -102,6 +104,12 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _check_wanted(world: World) -> None:
+    why = world.lost()
+    if why:
+        raise _error(world.topology, f"the workers need not meet any more: {why}")
 
 
 def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: str = "") -> LaunchError:
@@ -175,7 +183,8 @@ class _Server:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._missing()
-            for key, _ in self._selector.select(left):
+            _check_wanted(self._world)
+            for key, _ in self._selector.select(min(left, _LOOK_S)):
                 if key.fileobj is listener:
                     self._accept(listener)
                 else:
@@ -312,6 +321,7 @@ def _fetch(world: World, version: str, timeout_s: float) -> int:
     attempt = 0
     while True:
         left = start + timeout_s - time.monotonic()
+        _check_wanted(world)
         if left <= 0:
             what = "another process answers in its place" if impostor else "it never opened its socket"
             raise _error(
@@ -366,8 +376,15 @@ def _ask(connection: socket.socket, world: World, version: str, deadline: float)
     server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(_NONCE)
     body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + version.encode()
     connection.send(body + _mac(world.secret, b"client", server_nonce, body))
-    wait_at_most(float("inf"))
-    answer, fds = _receive_fds(connection)
+    while True:
+        wait_at_most(_LOOK_S)
+        try:
+            answer, fds = _receive_fds(connection)
+            break
+        except socket.timeout:  # noqa: UP041 - before Python 3.10 it is a class of its own
+            _check_wanted(world)
+            if time.monotonic() >= deadline:
+                raise
     try:
         body, mac = answer[:-_MAC], answer[-_MAC:]
         if not body or not hmac.compare_digest(mac, _mac(world.secret, b"server", server_nonce, nonce, body)):

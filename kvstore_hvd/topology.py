@@ -164,13 +164,15 @@ class World:
     """A topology and what its ranks need to find and trust each other.
 
     `job` and `secret` are equal on all ranks of the world and on no others. `allgather` (only when MPI is the source)
-    gives every rank the bytes of all ranks, in rank order; it is collective.
+    gives every rank the bytes of all ranks, in rank order; it is collective. `lost` tells, before the ranks have met
+    and afterwards, why they need not any more; empty as long as they need.
     """
 
     topology: Topology
     job: str
     secret: bytes = field(repr=False)
     allgather: Callable[[bytes], list[bytes]] | None = field(default=None, repr=False, compare=False)
+    lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
 
     def next_epoch(self) -> World:
         """The same ranks one epoch later."""

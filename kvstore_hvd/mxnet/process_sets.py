@@ -5,13 +5,14 @@ A set is a world inside the world of all workers: one that only its members join
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
 
 from kvstore_hvd import engine
+from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
 from kvstore_hvd.inner_worlds import InnerMember
@@ -104,6 +105,9 @@ class ProcessSet:
             fact, fix = f"{self} is not registered.", "add it with hvd.add_process_set() or hvd.init(process_sets=...)."
             raise InvalidRequestError(_text(fact, fix, operation))
         found = _registry().world_of(self)
+        if found is None and max(self.ranks or [0]) >= world.topology.size:
+            fact = f"{self} has ranks that do not exist any more: there are {world.topology.size} workers."
+            raise InvalidRequestError(_text(fact, "use it when enough workers are there.", operation))
         if found is None:
             fact = f"this worker is not one of the members, {rank_list(self.ranks or [])}."
             raise InvalidRequestError(_text(fact, "call it on the members only.", operation))
@@ -140,7 +144,8 @@ class _Registry:
     """The sets of one world."""
 
     def __init__(self) -> None:
-        self.numbers = itertools.count(1)
+        self.next_number = 1
+        self.wanted: list[ProcessSet] = []  # by a worker that has yet to be taken in by a running job
         self.sets: dict[int, tuple[ProcessSet, Optional[InnerMember]]] = {}
         self.is_dynamic = False
 
@@ -201,6 +206,9 @@ def register(process_set: ProcessSet) -> ProcessSet:
     """As `add_process_set`, in any world. Raises as `add_process_set`."""
     operation = "add_process_set"
     world, registry = global_process_set.world(operation), _registry()
+    if engine.current().is_waiting:
+        registry.wanted.append(process_set)
+        return process_set
     if process_set.mpi_comm is not None:
         process_set._ranks = _members(process_set.mpi_comm)
     ranks = process_set.ranks or []
@@ -223,7 +231,8 @@ def register(process_set: ProcessSet) -> ProcessSet:
         if same is not None:
             fix = "use that one, or remove it first."
             raise InvalidRequestError(_text(f"a process set with these ranks exists already: {same}.", fix, operation))
-        number = next(registry.numbers)
+        number = registry.next_number
+        registry.next_number += 1
         registry.sets[number] = (process_set, engine.current().join_inner(ranks, number))
     return process_set
 
@@ -262,6 +271,44 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         if inner is not None:
             engine.current().leave_inner(inner)
     return True
+
+
+def rejoin() -> None:
+    """Make the registered sets anew in a world that other workers may have come to, or left; every worker calls it.
+
+    The sets are those of rank 0. One with ranks that do not exist cannot be used, until a later world has them.
+
+    Raises
+    ------
+    InvalidRequestError
+        This worker is new, and was given a set by `init` that the others do not have.
+    LaunchError, HorovodInternalError
+        As `register`.
+    """
+    world, registry = engine.current(), _registry()
+    if world.is_alone:
+        told = _as_text(registry)
+    else:
+        with world.submitting():
+            told = exchange(world.communicator(), world.topology, "process sets", _as_text(registry))[0]
+    dynamic, registry.next_number, sets = json.loads(told)
+    registry.is_dynamic = registry.is_dynamic or dynamic
+    before, registry.sets = registry.sets, {}
+    for number, ranks in sets:
+        wanted = next((each for each in registry.wanted if each.ranks == ranks), None)
+        process_set, inner = before.get(number, (wanted or ProcessSet(ranks), None))
+        exists = ranks[-1] < world.topology.size
+        registry.sets[number] = process_set, world.join_inner(ranks, number, inner) if exists else None
+    foreign = [each for each in registry.wanted if registry.number_of(each) is None]
+    registry.wanted.clear()
+    if foreign:
+        fact = f"{foreign[0]} is not one of the process sets of the running job."
+        raise InvalidRequestError(_text(fact, "give init() the same sets on all workers.", "init"))
+
+
+def _as_text(registry: _Registry) -> str:
+    sets = [(number, process_set.ranks) for number, (process_set, _) in registry.sets.items()]
+    return json.dumps([registry.is_dynamic, registry.next_number, sets])
 
 
 def process_sets() -> list[ProcessSet]:

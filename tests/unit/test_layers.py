@@ -26,6 +26,8 @@ LAYERS = (
         "mpi_world",
         "bootstrap",
         "rendezvous",
+        "wire",
+        "worker_line",
         "leaving",
         "affinity",
         "stacks",

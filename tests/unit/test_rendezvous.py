@@ -105,6 +105,20 @@ def test_nobody_returns_before_the_slowest_has_come(pool: ThreadPoolExecutor) ->
     assert same_file([future.result(LONG_S) for future in [*early, late]])
 
 
+@pytest.mark.parametrize("present", [(0,), (1,), (1, 2), (0, 1)])
+def test_a_world_that_is_lost_is_waited_for_no_longer(pool: ThreadPoolExecutor, present: tuple[int, ...]) -> None:
+    """Whoever waits, for the server or in it, goes at once, with the reason."""
+    lost: list[str] = [""]
+    group = [dataclasses.replace(world, lost=lambda: lost[0]) for world in worlds(3)]
+    early = [start(pool, group[rank]) for rank in present]
+    threading.Event().wait(0.1)
+    assert not any(future.done() for future in early)
+    lost[0] = "worker 2 was killed."
+    for future in early:
+        with pytest.raises(LaunchError, match=r"need not meet any more: worker 2 was killed\."):
+            future.result(5.0)
+
+
 def test_epochs_and_jobs_do_not_meet(pool: ThreadPoolExecutor) -> None:
     one, other = worlds(2), worlds(2)
     groups = [one, other, [world.next_epoch() for world in one]]

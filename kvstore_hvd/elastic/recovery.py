@@ -1,0 +1,46 @@
+"""Which errors training recovers from, and where."""
+
+from __future__ import annotations
+
+from kvstore_hvd import engine, errors
+from kvstore_hvd.errors import HorovodInternalError, PeerLostError, message
+
+__all__ = ["as_lost_world", "check_recoverable"]
+
+_LOST = tuple(
+    name
+    for name in errors.__all__
+    if isinstance(getattr(errors, name), type) and issubclass(getattr(errors, name), HorovodInternalError)
+)
+
+
+def as_lost_world(error: BaseException) -> HorovodInternalError | None:
+    """The error as one that tells of a lost world; None if it is another one.
+
+    MXNet raises the errors of our operations as their classes where it can. Where it cannot, as in a graph, it raises an
+    ``MXNetError`` with their name and text.
+    """
+    if isinstance(error, HorovodInternalError):
+        return error
+    if type(error).__name__ != "MXNetError":
+        return None
+    for line in str(error).splitlines():
+        for name in _LOST:
+            place = line.find(f"{name}: [rank ")
+            if place >= 0:
+                lost: HorovodInternalError = getattr(errors, name)(line[place + len(name) + 2 :])
+                lost.__cause__ = error
+                return lost
+    return None
+
+
+def check_recoverable(error: HorovodInternalError) -> None:
+    """Raise the error, with the reason, where nothing can take the place of a worker that died."""
+    world = engine.current()
+    if world.line is not None or not isinstance(error, PeerLostError):
+        return  # whoever lives meets again
+    why = world.why_not_replaced()
+    if why:
+        fix = "start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers."
+        text = message(f"training cannot recover: {why}", details=str(error).splitlines(), fix=fix)
+        raise PeerLostError(text) from error

@@ -1,0 +1,146 @@
+"""The loop around elastic training: what a lost world costs, and how the next one begins.
+
+Horovod, "Elastic Horovod", is the reference for the order of calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore_hvd import engine, log
+from kvstore_hvd.elastic.notification import notification_manager
+from kvstore_hvd.elastic.recovery import as_lost_world, check_recoverable
+from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, TimeoutError  # noqa: A004 - Horovod's word
+from kvstore_hvd.mxnet import process_sets
+
+__all__ = ["run", "run_fn"]
+
+Result = TypeVar("Result")
+
+
+def run(func: Callable[..., Result]) -> Callable[..., Result]:
+    """Let training go on when workers are lost, come, or go.
+
+    Parameters
+    ----------
+    func : callable
+        Trains from the state that is its first argument, whatever that is, and commits it from time to time
+        (``state.commit()``). All operations among workers belong into it. Called again in every new world.
+
+    Returns
+    -------
+    callable
+        Takes the same arguments. It brings the state of all workers into line (``state.sync()``) and calls `func`. When
+        the world is lost it goes back to the last commit (``state.restore()``); when workers come or go, training goes
+        on from where it is. Then the workers meet again, ``state.on_reset()`` follows, and all begins anew. It returns
+        what `func` returns. Other exceptions than `HorovodInternalError` and `HostsUpdatedInterrupt` leave it.
+
+    Raises
+    ------
+    HorovodInternalError
+        The world was lost, and without an elastic launcher nothing can take the place of who died.
+    LaunchError
+        The launcher ends the job, or the workers could not meet again.
+    """
+    return run_fn(func, reset=None)
+
+
+def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None) -> Callable[..., Result]:
+    """As `run`, with what to do in the place of `kvstore_hvd.reset` to meet the workers of the next world."""
+
+    @functools.wraps(func)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Result:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        loop = _Loop(state, reset)
+        try:
+            if engine.current().is_waiting:
+                loop.meet("start")
+            while True:
+                try:
+                    if not loop.skips_sync:
+                        state.sync()
+                    result = func(state, *args, **kwargs)
+                    loop.finish()
+                    return result
+                except HostsUpdatedInterrupt as interrupt:
+                    loop.skips_sync = interrupt.skip_sync
+                    loop.meet("updated")
+                except Exception as error:
+                    lost = as_lost_world(error)
+                    if lost is None:
+                        raise
+                    loop.recover(lost)
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper
+
+
+class _Loop:
+    """What is between one world and the next."""
+
+    def __init__(self, state: Any, reset: Callable[[], None] | None) -> None:
+        self._state, self._reset = state, reset
+        self.skips_sync = False
+
+    def recover(self, error: HorovodInternalError) -> None:
+        """Go back to the last commit, and on into the next world.
+
+        Raises
+        ------
+        HorovodInternalError
+            That is not possible here.
+        """
+        check_recoverable(error)
+        text = str(error).partition("\n")[0]
+        log.logger.info("the world is lost, back to the last commit: %s", text)
+        engine.current().abandon(text)  # whatever is under way fails, and nothing writes to arrays any more
+        self._state.restore()
+        self.skips_sync = False
+        self.meet("timeout" if isinstance(error, TimeoutError) else "lost", text)
+
+    def meet(self, cause: str, text: str = "") -> None:
+        """Form the next world, or one after it, should that be lost before it has begun."""
+        while True:
+            try:
+                if self._reset is not None:
+                    self._reset()
+                else:
+                    _meet(cause, text)
+                self._agree()
+                self._state.on_reset()
+                notification_manager.repeat()
+                return
+            except Exception as error:
+                lost = as_lost_world(error)
+                if lost is None:
+                    raise
+                check_recoverable(lost)
+                self.skips_sync = False
+                cause, text = "lost", str(lost).partition("\n")[0]
+
+    def finish(self) -> None:
+        """Training is over on this worker."""
+        line = engine.current().line
+        if line is not None:
+            line.finished()
+
+    def _agree(self) -> None:
+        """Skip the next sync only if all workers would: those that are new to the world need it."""
+        world = engine.current()
+        with world.submitting():
+            rows = world.all_rows("elastic.run", "elastic/skip", "the start of a world", np.array([self.skips_sync], np.int64))
+        self.skips_sync = bool(rows.all())
+        process_sets.rejoin()
+
+
+def _meet(cause: str, text: str) -> None:
+    world = engine.current()
+    if not world.is_waiting:
+        world.abandon(text or "workers come or go")
+    world.meet(cause, text)
