@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import array
 import errno
-import hashlib
 import hmac
 import os
 import secrets
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore_hvd import log
+from kvstore_hvd.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.topology import Topology, World
@@ -33,8 +33,6 @@ from kvstore_hvd.topology import Topology, World
 __all__ = ["share_segment", "socket_name"]
 
 _MAGIC = b"KVHVD\x01"
-_NONCE = 32
-_MAC = 32
 _MAX_MESSAGE = 16 * 1024
 # Connections that have not proved themselves; past this number the oldest is closed.
 _MAX_STRANGERS = 256
@@ -87,19 +85,7 @@ def socket_name(world: World) -> bytes:
     """The abstract address of a world's meeting; without the secret it cannot be guessed or taken beforehand."""
     topology = world.topology
     text = f"{world.job}/{topology.epoch}/{topology.host}".encode()
-    return b"\0kvstore_hvd-" + _mac(world.secret, b"name", text).hex()[:32].encode()
-
-
-def _mac(secret: bytes, *parts: bytes) -> bytes:
-    """HMAC over parts, each with its length, so that no two lists of parts have the same text."""
-    text = b"".join(struct.pack("!I", len(part)) + part for part in parts)
-    return hmac.new(secret, text, hashlib.sha256).digest()
-
-
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other side, from the kernel."""
-    pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid
+    return b"\0kvstore_hvd-" + mac(world.secret, b"name", text).hex()[:32].encode()
 
 
 def _socket() -> socket.socket:
@@ -122,7 +108,7 @@ def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: st
 @dataclass
 class _Connection:
     socket: socket.socket
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     peer_nonce: bytes = b""
     rank: int | None = None  # local rank, once proved
     pid: int = 0
@@ -195,7 +181,7 @@ class _Server:
             accepted, _ = listener.accept()
         except OSError:
             return  # gone again, or no descriptor free: the peer tries again
-        pid, uid = _peer(accepted)
+        pid, uid = peer_process(accepted)
         if uid != os.geteuid():
             log.logger.info("rendezvous: refused process %d of user %d", pid, uid)
             accepted.close()
@@ -244,14 +230,14 @@ class _Server:
 
     def _verify(self, connection: _Connection, data: bytes) -> int | None:
         """The local rank that a hello proves, or None. Fills in what the hello says."""
-        head = len(_MAGIC) + _NONCE + _HELLO.size
-        if len(data) < head + _MAC or not data.startswith(_MAGIC):
+        head = len(_MAGIC) + NONCE_BYTES + _HELLO.size
+        if len(data) < head + MAC_BYTES or not data.startswith(_MAGIC):
             return None
-        body, mac = data[:-_MAC], data[-_MAC:]
-        if not hmac.compare_digest(mac, _mac(self._world.secret, b"client", connection.nonce, body)):
+        body, proof = data[:-MAC_BYTES], data[-MAC_BYTES:]
+        if not hmac.compare_digest(proof, mac(self._world.secret, b"client", connection.nonce, body)):
             return None
-        connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + _NONCE]
-        rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + _NONCE)
+        connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES]
+        rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + NONCE_BYTES)
         connection.version = body[head:].decode("utf-8", "replace")
         return int(rank)
 
@@ -298,7 +284,7 @@ class _Server:
 
     def _send(self, connection: _Connection, status: bytes, text: str, fd: int | None) -> None:
         body = status + text.encode()[: _MAX_MESSAGE // 2]
-        data = body + _mac(self._world.secret, b"server", connection.nonce, connection.peer_nonce, body)
+        data = body + mac(self._world.secret, b"server", connection.nonce, connection.peer_nonce, body)
         try:
             if fd is None:
                 connection.socket.send(data)
@@ -333,7 +319,7 @@ def _fetch(world: World, version: str, timeout_s: float) -> int:
             connection.settimeout(left)
             try:
                 connection.connect(name)
-                if _peer(connection)[1] != os.geteuid():
+                if peer_process(connection)[1] != os.geteuid():
                     raise _NotTheServer
                 return _ask(connection, world, version, start + timeout_s + _CLIENT_EXTRA_S)
             except _NotTheServer:
@@ -371,11 +357,11 @@ def _ask(connection: socket.socket, world: World, version: str, deadline: float)
     # A server speaks first and at once; who does not is none.
     wait_at_most(2.0)
     challenge = connection.recv(_MAX_MESSAGE)
-    if len(challenge) != len(_MAGIC) + _NONCE or not challenge.startswith(_MAGIC):
+    if len(challenge) != len(_MAGIC) + NONCE_BYTES or not challenge.startswith(_MAGIC):
         raise _NotTheServer
-    server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(_NONCE)
+    server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(NONCE_BYTES)
     body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + version.encode()
-    connection.send(body + _mac(world.secret, b"client", server_nonce, body))
+    connection.send(body + mac(world.secret, b"client", server_nonce, body))
     while True:
         wait_at_most(_LOOK_S)
         try:
@@ -386,8 +372,8 @@ def _ask(connection: socket.socket, world: World, version: str, deadline: float)
             if time.monotonic() >= deadline:
                 raise
     try:
-        body, mac = answer[:-_MAC], answer[-_MAC:]
-        if not body or not hmac.compare_digest(mac, _mac(world.secret, b"server", server_nonce, nonce, body)):
+        body, proof = answer[:-MAC_BYTES], answer[-MAC_BYTES:]
+        if not body or not hmac.compare_digest(proof, mac(world.secret, b"server", server_nonce, nonce, body)):
             if not answer:
                 raise ConnectionResetError(errno.ECONNRESET, "the server ended")
             raise _NotTheServer

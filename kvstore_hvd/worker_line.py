@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_hvd import log, wire
+from kvstore_hvd import log, messages, wire
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.topology import Host, Topology, World
@@ -174,14 +174,14 @@ class WorkerLine:
                 self._end(error)
 
     def _on_message(self, text: dict[str, Any]) -> None:
-        kind = text["t"]
+        kind = messages.check(text, messages.LAUNCHER_TO_WORKER)
         if kind == "void":
             self._void = max(self._void, (text["epoch"], text["text"]))
             self.on_void(text["epoch"], text["text"])
         elif kind == "updated":
             self._number, self._result = text["number"], text["result"]
             self.on_update(self._number, self._result)
-        elif kind in ("place", "world", "leave", "fail"):
+        else:
             if kind == "world":
                 self._epoch, self._number_then = text["epoch"], self._number
             self._places.put(text)

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from kvstore_hvd import rendezvous
+from kvstore_hvd.authentication import mac
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.rendezvous import share_segment, socket_name
 from kvstore_hvd.topology import Host, Topology, World
@@ -227,7 +228,7 @@ def test_replayed_hello_is_refused(pool: ThreadPoolExecutor) -> None:
         body = rendezvous._MAGIC + bytes(32) + rendezvous._HELLO.pack(1, 1)
         other.recv(100)
         # Right for the first connection, sent on the second.
-        other.send(body + rendezvous._mac(second.secret, b"client", nonce, body))
+        other.send(body + mac(second.secret, b"client", nonce, body))
         assert other.recv(100) == b""
     assert same_file(results(leader, start(pool, second)))
 
@@ -256,7 +257,7 @@ def test_a_peer_that_ends_meanwhile_is_named_at_once(pool: ThreadPoolExecutor) -
     with connect(socket_name(three[0])) as peer:
         nonce = peer.recv(100)[6:]
         body = rendezvous._MAGIC + bytes(32) + rendezvous._HELLO.pack(2, 4711)
-        peer.send(body + rendezvous._mac(three[0].secret, b"client", nonce, body))
+        peer.send(body + mac(three[0].secret, b"client", nonce, body))
     with pytest.raises(LaunchError, match=r"rank 2 \(pid 4711\) ended while"):
         leader.result(LONG_S)
 
