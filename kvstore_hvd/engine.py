@@ -272,9 +272,7 @@ class Engine(Member):
 
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 
-    def join_inner(
-        self, ranks: Sequence[int], number: int, former: InnerMember | None = None
-    ) -> InnerMember | None:
+    def join_inner(self, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember | None:
         """Make a world of some of this one's workers. Left with this one, and made again by `reset`.
 
         For parameters and result see `InnerWorlds.add`. Every worker of this world calls it, inside `submitting`.

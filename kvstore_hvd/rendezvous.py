@@ -206,6 +206,7 @@ class _Server:
             data = b""
         if connection.rank is not None:
             # A proved peer has nothing more to say: this is its end.
+            _check_wanted(self._world)
             raise _error(
                 self._topology,
                 f"{self._topology.rank_list([self._name(connection.rank)])} (pid {connection.pid}) ended while the "
@@ -367,7 +368,7 @@ def _ask(connection: socket.socket, world: World, version: str, deadline: float)
         try:
             answer, fds = _receive_fds(connection)
             break
-        except socket.timeout:  # noqa: UP041 - before Python 3.10 it is a class of its own
+        except socket.timeout:
             _check_wanted(world)
             if time.monotonic() >= deadline:
                 raise

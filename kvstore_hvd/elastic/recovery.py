@@ -17,8 +17,8 @@ _LOST = tuple(
 def as_lost_world(error: BaseException) -> HorovodInternalError | None:
     """The error as one that tells of a lost world; None if it is another one.
 
-    MXNet raises the errors of our operations as their classes where it can. Where it cannot, as in a graph, it raises an
-    ``MXNetError`` with their name and text.
+    MXNet raises the errors of our operations as their classes where it can. Where it cannot, as in a graph, it raises
+    an ``MXNetError`` with their name and text.
     """
     if isinstance(error, HorovodInternalError):
         return error
@@ -35,7 +35,13 @@ def as_lost_world(error: BaseException) -> HorovodInternalError | None:
 
 
 def check_recoverable(error: HorovodInternalError) -> None:
-    """Raise the error, with the reason, where nothing can take the place of a worker that died."""
+    """Check that the workers that are left can meet again.
+
+    Raises
+    ------
+    PeerLostError
+        One has died, and nothing can take its place.
+    """
     world = engine.current()
     if world.line is not None or not isinstance(error, PeerLostError):
         return  # whoever lives meets again

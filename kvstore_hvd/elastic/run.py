@@ -134,7 +134,8 @@ class _Loop:
         """Skip the next sync only if all workers would: those that are new to the world need it."""
         world = engine.current()
         with world.submitting():
-            rows = world.all_rows("elastic.run", "elastic/skip", "the start of a world", np.array([self.skips_sync], np.int64))
+            own = np.array([self.skips_sync], np.int64)
+            rows = world.all_rows("elastic.run", "elastic/skip", "the start of a world", own)
         self.skips_sync = bool(rows.all())
         process_sets.rejoin()
 
