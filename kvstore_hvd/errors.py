@@ -2,7 +2,8 @@
 
 Two families. *Lost worlds* (`HorovodInternalError` and its subclasses): the world of workers is broken; every later
 operation raises the same error until the world is reset, and elastic training recovers from them. *User errors*: one
-call was wrong; it fails, no array is changed, and the world stays usable.
+call was wrong; it fails, no array is changed, and the world stays usable. `HostsUpdatedInterrupt` is in neither:
+nothing has failed.
 
 Texts have one form (see `message`)::
 
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DivergedError",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "InputFailedError",
     "InvalidRequestError",
     "KVHvdError",
@@ -102,6 +104,28 @@ class NotInitializedError(ShutdownError, ValueError):
 
 class ConfigError(KVHvdError, ValueError):
     """An environment variable or option of this package is misspelt or has a value that is not allowed."""
+
+
+# -- No error: workers come or go ---------------------------------------------------------------------------------
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Workers are about to come or go; elastic training leaves the training function with it, to meet them.
+
+    As in Horovod no error of the package: ``except KVHvdError`` around a training step lets it pass.
+
+    Parameters
+    ----------
+    skip_sync : bool
+        Whether workers only go, so that those that stay have nothing to hand over.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+    def __str__(self) -> str:
+        return "workers are about to come or go; elastic.run meets them."
 
 
 # -- Texts --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ _NAMES = {
 }
 # What the error names that tells of a module that is not there.
 _OFFERED = (
-    "horovod.mxnet (with mpi_ops, compression, functions, process_sets)",
+    "horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets)",
     "horovod.common (with util, exceptions, process_sets)",
     "horovod.runner",
 )

@@ -9,6 +9,7 @@ trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd', {'learning_rate': 
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from kvstore_hvd.errors import HorovodInternalError
@@ -28,6 +29,8 @@ __all__ += _sync_batch_norm.__all__
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":  # stands above this package
+        return importlib.import_module("kvstore_hvd.mxnet.elastic")
     for module in (_optimizer, _sync_batch_norm):
         if name in module.__all__:
             return getattr(module, name)

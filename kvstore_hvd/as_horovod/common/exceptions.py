@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore_hvd.errors import HorovodInternalError
+from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt
 
-__all__ = ["HorovodInternalError"]
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

@@ -1,0 +1,28 @@
+"""Training that goes on when workers are lost, come, or go; with Horovod's names::
+
+state = elastic.GluonState(net, trainer, epoch=0, sampler=sampler)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore_hvd.elastic import sampler as _sampler
+from kvstore_hvd.elastic.state import ObjectState, State
+from kvstore_hvd.elastic.updates import HostUpdateResult
+from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostUpdateResult",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _sampler.__all__:
+        return getattr(_sampler, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

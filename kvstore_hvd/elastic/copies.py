@@ -1,0 +1,56 @@
+"""Copies of Python objects that share nothing with them, arrays of MXNet included."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.arrays import buffer_like
+from kvstore_hvd.arrays import copy as copy_array
+
+__all__ = ["deep_copy"]
+
+
+def deep_copy(value: Any) -> Any:
+    """A copy as ``copy.deepcopy`` makes it, in which arrays of MXNet stay on their devices.
+
+    Parameters
+    ----------
+    value : object
+        Anything that ``copy.deepcopy`` can copy. Waits for the values of arrays.
+
+    Raises
+    ------
+    Exception
+        What a part of it raises as it is copied.
+    """
+    # MXNet's arrays are copied by pickling them: slowly, to cpu(0), and not those that are empty.
+    copies: dict[int, Any] = {}
+    for array in _arrays_in(value):
+        copied = copies[id(array)] = buffer_like(array, context=mxnet_compat.context_of(array))
+        copy_array(array, copied)
+    for copied in copies.values():
+        copied.wait_to_read()
+    return copy.deepcopy(value, copies)
+
+
+def _arrays_in(value: Any) -> list[Any]:
+    """The arrays of MXNet in a tree of containers and objects, each once."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (str, bytes, int, float, complex, type(None))) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if mxnet_compat.is_ndarray(one):
+            found.append(one)
+        elif isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            waiting += one
+        elif not isinstance(one, type) and not hasattr(one, "__deepcopy__"):
+            waiting.append(getattr(one, "__dict__", None))
+    return found

@@ -1,0 +1,282 @@
+"""Which samples of an epoch each worker takes, whatever becomes of the workers: each sample exactly once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd import engine, log, mxnet_compat
+from kvstore_hvd.errors import InvalidRequestError, message
+
+__all__ = ["ElasticSampler"]  # noqa: F822 - made when it is asked for
+
+Indices = Any  # numpy.ndarray of int64
+
+
+class SamplerMethods:
+    """Splits the samples of a dataset among the workers, and remembers which of them were processed.
+
+    In every world the samples that are left are dealt out in *rows*, one sample for each worker; where the last row is
+    not full, samples at the beginning of what is left stand in. All workers take equally many samples in a step, so
+    each knows which samples of the others were processed, also of those that are lost later. What a loader has read
+    ahead does not count before it is recorded.
+
+    A sampler of Gluon: pass it to ``DataLoader(dataset, batch_size, sampler=...)`` or to a ``BatchSampler``; not with
+    ``'rollover'``, whose batches mix epochs. It belongs into a `GluonState`, which saves, restores and synchronises it,
+    and adapts it to each new world.
+
+    Parameters
+    ----------
+    dataset : sequence
+        Of the same length on all workers; only ``len(dataset)`` is used.
+    shuffle : bool
+        Whether each epoch has an order of its own, equal on all workers.
+    seed : int
+        Chooses the orders; the same one on all workers.
+
+    Attributes
+    ----------
+    epoch : int
+        See `set_epoch`.
+    indices : list of int
+        This worker's samples, those that stand in included, from when the present world began.
+    rank, num_replicas : int
+        This worker's rank, and the number of workers.
+    num_samples, total_size : int
+        The length of `indices`, and of those of all workers together.
+    """
+
+    def __init__(self, dataset: Sequence[Any], shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = bool(shuffle)
+        self.seed = operator.index(seed)
+        self.epoch = 0
+        self._processed = np.zeros(len(dataset), bool)
+        self._order: Indices = None
+        self.reset()
+
+    # -- Epochs and worlds -------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, with nothing processed. Call it at the end of the one before, on every worker.
+
+        Called at the beginning it would also begin anew an epoch in which training goes on in a new world.
+
+        Parameters
+        ----------
+        epoch : int
+            Chooses the order, with the seed.
+        """
+        epoch = operator.index(epoch)
+        if epoch == self.epoch and 0 < self.processed_num < len(self._processed):
+            log.once(
+                "sampler-epoch-again",
+                logging.WARNING,
+                "ElasticSampler.set_epoch(%d) begins the epoch anew that is under way, with %d of %d samples "
+                "processed; call it once, at the end of an epoch, with the number of the next one.",
+                epoch,
+                self.processed_num,
+                len(self._processed),
+            )
+        self.epoch = epoch
+        self._order = None
+        self._processed = np.zeros(len(self._processed), bool)
+        self.reset()
+
+    def reset(self) -> None:
+        """Deal out what is left of the epoch among the workers of the present world."""
+        topology = engine.current().topology
+        self.rank, self.num_replicas = topology.rank, topology.size
+        if self._order is None:
+            self._order = self._epoch_order()
+        self._remaining = self._order[~self._processed[self._order]]
+        self.num_samples = -(-len(self._remaining) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        # numpy.resize repeats what there is, as often as it takes.
+        self._rows = np.resize(self._remaining, (self.num_samples, self.num_replicas))
+        self.indices: list[int] = self._rows[:, self.rank].tolist()
+        self._row_of: dict[int, int] | None = None
+
+    def _epoch_order(self) -> Indices:
+        count = len(self._processed)
+        if not self.shuffle:
+            return np.arange(count)
+        # The legacy generator's numbers are the same in all versions of NumPy.
+        return np.random.RandomState([self.seed % 2**32, self.epoch % 2**32]).permutation(count)
+
+    # -- As a sampler ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    # -- What was processed ------------------------------------------------------------------------------------------
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that a batch was processed, on this worker and so on all of them.
+
+        Parameters
+        ----------
+        batch_idx : int
+            Number of the batch, counted from 0 in each iteration over the loader.
+        batch_size : int
+            Samples of a full batch on one worker; the last batch may have fewer.
+
+        Raises
+        ------
+        InvalidRequestError
+            There is no such batch.
+        """
+        rows = self._rows_of_batch("record_batch", batch_idx, batch_size)
+        if rows.start and not self._processed[self._rows[: rows.start]].all():
+            log.once(
+                "sampler-batch-left-out",
+                logging.WARNING,
+                "ElasticSampler.record_batch(%d, %d): batches before it were not recorded, and will be processed again "
+                "in a new world. Count batches from 0 in every iteration over the loader.",
+                batch_idx,
+                batch_size,
+            )
+        self._processed[self._rows[rows]] = True
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """The samples of one of this worker's batches. Parameters and exceptions as `record_batch`."""
+        return self.indices[self._rows_of_batch("get_indices", batch_idx, batch_size)]
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Note that these of this worker's samples were processed, and with each those of the others in its row.
+
+        Parameters
+        ----------
+        indices : iterable of int
+            Some of `indices`. Samples of other workers count by themselves.
+
+        Raises
+        ------
+        InvalidRequestError
+            The dataset has no such sample.
+        """
+        if self._row_of is None:
+            self._row_of = {index: row for row, index in enumerate(self.indices)}
+        rows, others = [], []
+        for each in indices:
+            index = operator.index(each)
+            if not 0 <= index < len(self._processed):
+                fact = f"there is no sample {index} in a dataset of {len(self._processed)}."
+                raise InvalidRequestError(self._text("record_indices", fact, "pass some of the sampler's indices."))
+            row = self._row_of.get(index)
+            if row is None:
+                others.append(index)
+            else:
+                rows.append(row)
+        self._processed[self._rows[rows]] = True
+        self._processed[others] = True
+
+    @property
+    def processed_num(self) -> int:
+        """How many samples of this epoch were processed, by all workers."""
+        return int(np.count_nonzero(self._processed))
+
+    @property
+    def processed_indices(self) -> set[int]:
+        """The samples of this epoch that were processed, by all workers."""
+        return set(np.flatnonzero(self._processed).tolist())
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        """The samples that were left when the present world began, of all workers and in order."""
+        return self._remaining.tolist()  # type: ignore[no-any-return]
+
+    def _rows_of_batch(self, operation: str, batch_idx: int, batch_size: int) -> slice:
+        number, length = operator.index(batch_idx), operator.index(batch_size)
+        if length < 1:
+            fact = f"batch_size is {length}."
+            raise InvalidRequestError(self._text(operation, fact, "pass the batch size of one worker."))
+        count = -(-self.num_samples // length)
+        if not 0 <= number < count:
+            fact = f"there is no batch {number} of {length} samples: this worker has {self.num_samples} samples."
+            fix = "count batches from 0 in every iteration over the loader."
+            raise InvalidRequestError(self._text(operation, fact, fix))
+        return slice(number * length, min((number + 1) * length, self.num_samples))
+
+    # -- State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes; small, and equal on all workers after the same steps.
+
+        Returns
+        -------
+        dict
+            ``'epoch'``, ``'processed_num'``, and ``'processed_mask'``: a bit for each sample of the dataset, as bytes.
+        """
+        mask = np.packbits(self._processed).tobytes()
+        return {"epoch": self.epoch, "processed_num": self.processed_num, "processed_mask": mask}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state, in the present world.
+
+        Parameters
+        ----------
+        state_dict : dict
+            Of `state_dict`, or one of Horovod's: ``'epoch'`` with ``'processed_num'`` or ``'processed_indices'``.
+
+        Raises
+        ------
+        InvalidRequestError
+            It has nothing of these, or is of another dataset.
+        """
+        count = len(self._processed)
+        epoch = state_dict.get("epoch", self.epoch)
+        before, self.epoch = self.epoch, epoch
+        order = self._order if epoch == before and self._order is not None else self._epoch_order()
+        processed = np.zeros(count, bool)
+        fact = ""
+        if "processed_mask" in state_dict:
+            mask = np.frombuffer(state_dict["processed_mask"], np.uint8)
+            if len(mask) == -(-count // 8):
+                processed = np.unpackbits(mask, count=count).astype(bool)
+            else:
+                fact = f"it is of a dataset with another length than {count}."
+        elif "processed_indices" in state_dict:
+            indices = np.array(sorted(state_dict["processed_indices"]), np.int64)
+            if not indices.size or (indices[0] >= 0 and indices[-1] < count):
+                processed[indices] = True
+            else:
+                fact = f"it has samples that a dataset of {count} does not have."
+        elif "processed_num" in state_dict:
+            processed[order[: state_dict["processed_num"]]] = True
+        else:
+            fact = f"it has none of processed_mask, processed_indices and processed_num, but {sorted(state_dict)}."
+        if fact:
+            self.epoch = before
+            raise InvalidRequestError(self._text("load_state_dict", fact, "pass what state_dict() returned."))
+        self._order, self._processed = order, processed
+        self.reset()
+
+    def _text(self, operation: str, fact: str, fix: str) -> str:
+        speaker = engine.current().topology.speaker
+        return message(fact, **speaker, operation=f"ElasticSampler.{operation}", fix=fix)
+
+
+@functools.cache
+def _make() -> type:
+    try:
+        base = mxnet_compat.require_mxnet().gluon.data.Sampler
+    except mxnet_compat.MXNetUnavailableError:
+        base = object  # other loaders ask for the methods only
+    namespace = {"__doc__": SamplerMethods.__doc__, "__module__": __name__}
+    return type("ElasticSampler", (SamplerMethods, base), namespace)
+
+
+def __getattr__(name: str) -> Any:
+    # The class derives from one of MXNet's: it is made when it is asked for.
+    if name in __all__:
+        return _make()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,197 @@
+"""What training goes on from when the world changes: the last commit, and how all workers come to have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvstore_hvd import engine
+from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
+from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
+from kvstore_hvd.mxnet.basics import rank
+from kvstore_hvd.mxnet.functions import broadcast_object
+
+__all__ = ["ObjectState", "State"]
+
+
+class State:
+    """What `run` needs of a state of training. Base of others, which say how it is saved, restored and synchronised.
+
+    Parameters
+    ----------
+    bcast_object : callable
+        Gives every worker rank 0's object.
+    get_rank : callable
+        This worker's rank.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._updates = HostUpdates()
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Have these called, in order and without arguments, after the workers have met in a new world.
+
+        They run before `sync`, and suit what depends on the number of workers, such as the learning rate.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Called by `run` after the workers have met in a new world: forgets updates, calls `reset`, then callbacks."""
+        self._updates.clear()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Note that workers are about to come or go; `check_host_updates` acts on it. Any thread.
+
+        Parameters
+        ----------
+        timestamp : int
+            Grows from one update to the next.
+        update_res : int
+            A `HostUpdateResult`.
+        """
+        self._updates.put(timestamp, update_res)
+
+    def commit(self) -> None:
+        """Save the state, then look for updates: `save`, then `check_host_updates`. Every worker calls it.
+
+        Raises
+        ------
+        HostsUpdatedInterrupt, HorovodInternalError, InvalidRequestError
+            As `check_host_updates`, and what `save` raises.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Leave the training function if any worker was told that workers come or go. Every worker calls it.
+
+        Costs less than `commit`, and belongs to the same places: between two steps.
+
+        Raises
+        ------
+        HostsUpdatedInterrupt
+            On all workers alike, after the state was saved.
+        HorovodInternalError
+            The world is lost.
+        InvalidRequestError
+            A worker is in ``hvd.join()``.
+        """
+        result = self._updates.agree()
+        if result is None:
+            return
+        # Without a commit before it, `sync` would take back what was done since the last one in a part of the state.
+        self.save()
+        raise HostsUpdatedInterrupt(skip_sync=result is HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Keep a copy of the state in this process, in place of the last one."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all workers rank 0's state, and save it. Every worker calls it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to a new world; nothing here."""
+
+
+class ObjectState(State):
+    """A state of Python objects, which are its attributes.
+
+    Attributes are copied when they are saved and when they are restored: what was done to a list or an array since the
+    last commit is taken back.
+
+    Parameters
+    ----------
+    bcast_object, get_rank : callable, optional
+        As `State`; by default those of ``kvstore_hvd.mxnet``.
+    **kwargs
+        Names and first values of the attributes. Anything that ``copy.deepcopy`` can copy and that can be pickled.
+        Values are those saved first.
+
+    Raises
+    ------
+    InvalidRequestError
+        A name is one of the class, or a value cannot be copied.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = rank,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        for name, value in kwargs.items():
+            if hasattr(self, name):
+                fix = "choose another name."
+                raise InvalidRequestError(_text(name, f"{type(self).__name__} has something of this name.", fix))
+            setattr(self, name, value)
+        self._saved_state = self._copies(kwargs)
+
+    def save(self) -> None:
+        """Keep copies of the attributes that the state was made with.
+
+        Raises
+        ------
+        InvalidRequestError
+            A value cannot be copied; what was saved last is still there.
+        HorovodInternalError
+            The world was lost while a value was being computed.
+        """
+        self._saved_state = self._copies({name: getattr(self, name) for name in self._saved_state})
+
+    def restore(self) -> None:
+        """Give the attributes the values saved last."""
+        self._set(deep_copy(self._saved_state))
+
+    def sync(self) -> None:
+        """Give the attributes on all workers the values that rank 0 saved last. Every worker calls it.
+
+        What rank 0 has assigned since is taken back: `commit` it, after a checkpoint was loaded for example.
+
+        Raises
+        ------
+        Exception
+            As ``broadcast_object``.
+        """
+        self._saved_state = self._bcast_object(self._saved_state)
+        self.restore()
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def _copies(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Copies of attributes. One copy for all, so that what two of them share they still share."""
+        try:
+            return deep_copy(values)  # type: ignore[no-any-return]
+        except Exception:
+            for name, value in values.items():
+                _check_copy(name, value)
+            raise
+
+
+def _check_copy(name: str, value: Any) -> None:
+    try:
+        deep_copy(value)
+    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        fact = f"a value of {type(value).__name__} cannot be copied: {error}."
+        raise InvalidRequestError(_text(name, fact, "keep it outside of the state.")) from error
+
+
+def _text(name: str, fact: str, fix: str) -> str:
+    world = engine.current()
+    speaker = world.topology.speaker if world.is_initialized else {}
+    return message(fact, **speaker, operation="state", name=name, fix=fix)
