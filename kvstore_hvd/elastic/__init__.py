@@ -1,6 +1,14 @@
 """Training that goes on when workers are lost, come, or go; with Horovod's names::
 
 state = elastic.GluonState(net, trainer, epoch=0, sampler=sampler)
+
+@elastic.run
+def train(state):
+    while state.epoch < 10:
+        for batch in loader:  # of state.sampler
+            ...
+            state.commit()
+        state.epoch += 1
 """
 
 from __future__ import annotations
@@ -8,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd.elastic import sampler as _sampler
+from kvstore_hvd.elastic.run import run, run_fn
 from kvstore_hvd.elastic.state import ObjectState, State
 from kvstore_hvd.elastic.updates import HostUpdateResult
 from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -19,6 +28,8 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "run",
+    "run_fn",
 ]
 
 

@@ -1,0 +1,231 @@
+"""The loop of `elastic.run` in a job that is not elastic: a world that is lost while all its workers live."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import elastic, engine
+from kvstore_hvd.elastic.notification import notification_manager
+from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
+from support.arrays import assert_equal_on_all_ranks
+
+mx = pytest.importorskip("mxnet")
+
+
+class Traced(elastic.ObjectState):
+    """Notes the order in which it is called."""
+
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.calls = []
+        self.register_reset_callbacks([lambda: self.calls.append("callback")])
+
+    def note(self, name):
+        self.calls.append(name)
+
+    def sync(self):
+        self.note("sync")
+        super().sync()
+
+    def restore(self):
+        self.note("restore")
+        super().restore()
+
+    def save(self):
+        self.note("save")
+        super().save()
+
+    def on_reset(self):
+        self.note("on_reset")
+        super().on_reset()
+
+    def reset(self):
+        self.note("reset")
+        super().reset()
+
+
+def lose_the_world(rank, size, text="lost on purpose"):
+    """Have the present world fail on all workers."""
+    if rank == size - 1:
+        engine.current().abort(text)
+    while True:
+        kvstore_hvd.allreduce(np.ones(1), "goes on")
+
+
+def test_nothing_happens(rank, size):
+    """One sync, and what the function returns."""
+    state = Traced(step=0)
+
+    @elastic.run
+    def train(state, more, option=0):
+        state.step += more
+        state.commit()
+        return state.step + option
+
+    assert train(state, 3, option=4) == 7
+    restores = state.calls.count("restore")
+    assert state.calls[0] == "sync"
+    assert "on_reset" not in state.calls
+    assert restores <= 1  # sync may use it
+    assert train.__name__ == "train"
+
+
+def test_a_lost_world(rank, size):
+    """Back to the last commit, which is rank 0's; then reset, callbacks, sync, in this order."""
+    state = Traced(step=0, log=[])
+    worlds = []
+
+    @elastic.run
+    def train(state):
+        worlds.append(engine.current().topology.epoch)
+        while state.step < 6:
+            total = kvstore_hvd.allreduce(np.ones(3), "gradient")
+            assert (total == size).all()
+            state.step += 1
+            state.log.append(rank)
+            if state.step % 2 == 0:
+                state.commit()
+            if state.step == 3 and len(worlds) < 3:
+                state.calls.clear()
+                if size > 1:
+                    lose_the_world(rank, size)
+                raise HorovodInternalError("there is one worker only")
+        return list(state.log)
+
+    log = train(state)
+    assert len(worlds) == 3
+    assert worlds == sorted(set(worlds))
+    # Of what followed the commit nothing is left; that of rank 0 is everybody's.
+    assert log == [0, 0, 0, *log[3:]] if size > 1 else [0] * 6
+    assert len(log) == 6
+    calls = [each for each in state.calls if each != "save"]
+    assert calls[:5] == ["restore", "on_reset", "reset", "callback", "sync"]
+
+
+def test_other_errors_leave(rank, size):
+    """Only lost worlds are recovered from; listeners are gone afterwards."""
+    before = list(notification_manager._listeners)
+    for error in (ValueError("mine"), MismatchError("a mistake"), mx.base.MXNetError("of MXNet")):
+
+        @elastic.run
+        def train(state, error=error):
+            raise error
+
+        with pytest.raises(type(error)):
+            train(elastic.ObjectState(step=0))
+    assert notification_manager._listeners == before
+
+
+@pytest.mark.parametrize("kind", ["added", "removed"])
+def test_updates(rank, size, kind):
+    """One worker is told; all leave the function after the commit, and lose nothing."""
+    state = Traced(step=0)
+    state_of_worker = [0]
+    result = getattr(elastic.HostUpdateResult, kind)
+
+    @elastic.run
+    def train(state):
+        while state.step < 5:
+            state.step += 1
+            state_of_worker[0] += 1
+            if state.step == 2 and rank == size - 1:
+                notification_manager.handle_hosts_updated(1, result)
+            state.commit()
+
+    train(state)
+    assert state_of_worker == [5]
+    assert state.calls.count("on_reset") == 1
+    assert state.calls.count("sync") == (1 if kind == "removed" else 2)
+
+
+def test_an_interrupt_on_some_skips_no_sync(rank, size):
+    """The sync is left out only if all would."""
+    state = Traced(step=0)
+
+    @elastic.run
+    def train(state):
+        if state.step == 0:
+            state.step = 1
+            state.save()
+            raise HostsUpdatedInterrupt(skip_sync=rank == 0)
+        return state.calls.count("sync")
+
+    assert train(state) == (2 if size > 1 else 1)
+
+
+def test_losses_between_worlds(rank, size):
+    """A world that is lost in on_reset, or in sync, is followed by another one."""
+    if size == 1:
+        return
+    state = Traced(step=0)
+    losses = ["callback", "sync"]
+
+    def lose_once(where):
+        if losses and losses[0] == where and engine.current().topology.epoch > first:
+            losses.pop(0)
+            lose_the_world(rank, size)
+
+    class Fragile(Traced):
+        def sync(self):
+            lose_once("sync")
+            super().sync()
+
+    kvstore_hvd.barrier()
+    first = engine.current().topology.epoch
+    state = Fragile(step=0)
+    state.register_reset_callbacks([lambda: lose_once("callback")])
+
+    @elastic.run
+    def train(state):
+        if state.step == 0 and losses:
+            lose_the_world(rank, size)
+        state.step += 1
+        state.commit()
+        return engine.current().topology.epoch
+
+    assert train(state) == first + 3
+    assert state.step == 1
+
+
+def test_stores_and_process_sets_go_on(dynamic, rank, size):
+    """What was made before a loss works after it."""
+    store = mx.kv.create("horovod")
+    members = hvd.add_process_set(sorted({0, size - 2})) if size > 1 else hvd.global_process_set
+    tries = []
+
+    @elastic.run
+    def train(state):
+        tries.append(1)
+        x = mx.nd.ones(4) * (rank + 1)
+        store.pushpull("x", x)
+        np.testing.assert_array_equal(x.asnumpy(), np.full(4, size * (size + 1) / 2, np.float32))
+        if members.included():
+            y = hvd.allreduce(mx.nd.ones(2), op=hvd.Sum, process_set=members)
+            assert y.asnumpy()[0] == members.size()
+        if len(tries) < 3 and size > 1:
+            lose_the_world(rank, size)
+
+    train(elastic.ObjectState(step=0))
+    assert len(tries) == (3 if size > 1 else 1)
+    if size > 1:
+        assert hvd.remove_process_set(members)
+
+
+def test_an_error_of_a_graph_is_recognised(rank, size):
+    """MXNet may wrap our error into its own class."""
+    tries = []
+
+    @elastic.run
+    def train(state):
+        tries.append(1)
+        if len(tries) == 1:
+            raise mx.base.MXNetError(f"Error in operator x: PeerLostError: [rank {rank}/{size}] it died.")
+        return kvstore_hvd.allreduce(np.ones(1), "after")[0]
+
+    # Who died cannot come back in a job that is not elastic: all say so.
+    with pytest.raises(HorovodInternalError, match=r"this job is not elastic(.|\n)*it died"):
+        train(elastic.ObjectState())
+    assert_equal_on_all_ranks(np.ones(1), "still there")
