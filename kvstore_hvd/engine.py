@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -351,6 +352,10 @@ class Engine(Member):
     def _record_from_start(self) -> None:
         path = config().timeline
         if path in ("", "DYNAMIC") or self._recorder.is_recording:
+            return
+        if self._is_waiting:
+            text = "the timeline holds the workers that began with the job: this one, which came later, is not in it"
+            log.once("timeline-newcomer", logging.WARNING, text)
             return
         try:
             self.start_timeline(path, config().timeline_mark_cycles)

@@ -112,6 +112,11 @@ class StoreMethods:
         """Number of hosts that have a worker with this local rank."""
         return self._engine.topology.cross_size
 
+    @property
+    def _epoch(self) -> int:
+        """Number of the world."""
+        return self._engine.topology.epoch
+
     # -- Collectives ------------------------------------------------------------------------------------------------
 
     def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:

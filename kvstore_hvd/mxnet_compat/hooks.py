@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Optional
@@ -306,12 +305,15 @@ def _verify_updates(trainer: Any, every: int) -> None:
     original = trainer._update  # what `step` and `update` call
     if hasattr(original, _WRAPPED):
         return
-    numbers = itertools.count(1)
+    epoch, number = None, 0
 
     @functools.wraps(original)
     def update(*args: Any, **kwargs: Any) -> None:
+        nonlocal epoch, number
         original(*args, **kwargs)
-        number = next(numbers)
+        present = trainer._kvstore._epoch
+        # Workers that are new to a world have not counted what came before it.
+        epoch, number = present, number + 1 if epoch == present else 1
         if number % every == 0:
             labels = labels_of(trainer)
             keys = [(key_of(trainer, param), param) for param in trainer._params]

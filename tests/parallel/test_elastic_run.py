@@ -10,7 +10,9 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic, engine
 from kvstore_hvd.elastic.notification import notification_manager
 from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
+from kvstore_hvd.join import Join
 from support.arrays import assert_equal_on_all_ranks
+from support.gluon import array, backward, mlp, samples, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -211,6 +213,31 @@ def test_stores_and_process_sets_go_on(dynamic, rank, size):
     assert len(tries) == (3 if size > 1 else 1)
     if size > 1:
         assert hvd.remove_process_set(members)
+
+
+def test_a_join_goes_on_in_the_next_world(rank, size):
+    """A world that is lost within a Join, with workers in the body and others that have left it."""
+    net = mlp()
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    state = elastic.GluonState(net=net, trainer=trainer, tries=0)
+    data, label = samples(4)
+
+    @elastic.run
+    def train(state):
+        state.tries += 1
+        state.commit()
+        tries = state.tries
+        with Join([trainer]):
+            for step in range(2 + rank):
+                backward(net, [(array(data), array(label))])
+                trainer.step(4)
+                if tries < 3 and size > 1 and step == 1 + rank:
+                    lose_the_world(rank, size)
+
+    train(state)
+    assert state.tries == (3 if size > 1 else 1)
+    for place, values in enumerate(weights(net)):
+        assert_equal_on_all_ranks(values, f"joined/{place}")
 
 
 def test_an_error_of_a_graph_is_recognised(rank, size):
