@@ -1,0 +1,568 @@
+"""The daemon of elastic jobs: what it starts, reports and passes on, and how it ends. The launcher is a fake."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_hvd.wire import WireError, connect
+from support.fake_launcher import FakeLauncher
+from support.jobs import processes
+
+pytestmark = pytest.mark.timeout(300)
+
+READY = {"t": "ready", "epoch": -1, "cause": "start", "text": ""}
+
+
+def memory_kib(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1])
+    return 0
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def daemon_name(pid: int) -> str:
+    """The name of the daemon's socket, as a worker with this process id has been told."""
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if entry.startswith(b"KVHVD_DAEMON="):
+            return entry.partition(b"=")[2].decode()
+    raise AssertionError(f"process {pid} has no daemon")
+
+
+# -- Workers --------------------------------------------------------------------------------------------------------
+
+
+def test_workers_start_and_their_ends_are_reported(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, "print('out'); print('first', file=sys.stderr); sys.stderr.write('last'); sys.exit(3)")
+        launcher.start(7, "os.kill(os.getpid(), signal.SIGKILL)")
+        launcher.start(3, "")
+        pids = {n: launcher.next("started", n)["pid"] for n in (0, 7, 3)}
+        assert len(set(pids.values())) == 3
+        launcher.wait(lambda: sum(message["t"] == "exited" for message in launcher.heard) == 3)
+        exits = {message["worker"]: message for message in launcher.heard if message["t"] == "exited"}
+        assert {n: (message["code"], message["lines"]) for n, message in exits.items()} == {
+            0: (3, ["first", "last"]),
+            7: (-signal.SIGKILL, []),
+            3: (0, []),
+        }
+        code, out, err = launcher.end()
+    assert code == 0
+    assert out == b"[0] out\n"
+    assert err == b"[0] first\n[0] last"
+
+
+def test_without_prefix_lines_pass_as_they_are(marker: str) -> None:
+    with FakeLauncher(marker, prefix=False) as launcher:
+        launcher.start(0, "print('out')")
+        launcher.next("exited", 0)
+        assert launcher.end() == (0, b"out\n", b"")
+
+
+def test_a_worker_has_the_job_its_id_and_its_daemon(marker: str) -> None:
+    program = """
+names = sorted(name for name in os.environ if name.startswith('KVHVD_') and not name.startswith('KVHVD_TEST_'))
+print(json.dumps({name: os.environ[name] for name in names}), os.environ['MINE'], sorted(os.sched_getaffinity(0)))
+print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()))
+"""
+    core = min(os.sched_getaffinity(0))
+    with FakeLauncher(marker, prefix=False) as launcher:
+        command = [sys.executable, "-c", "import json, os, sys\n" + program]
+        launcher.start_command(4, command, cores=(core,), MINE="ä", KVHVD_WORKER="99", KVHVD_SECRET="no")
+        launcher.next("exited", 4)
+        _, out, _ = launcher.end()
+        names = json.loads(out.splitlines()[0].partition(b"}")[0] + b"}")
+    assert names.pop("KVHVD_DAEMON").startswith("kvstore_hvd-")
+    assert names == {"KVHVD_JOB": launcher.job, "KVHVD_SECRET": launcher.secret.hex(), "KVHVD_WORKER": "4"}
+    assert out.partition(b"}")[2].decode().split("\n") == [f" ä [{core}]", "True ''", ""]
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["/nowhere/program"], "No such file"),
+        ([], ""),
+        ([""], ""),
+        (["/bin/sh", "a\0b"], "null"),
+        (["/etc/hostname"], "/etc/hostname"),
+    ],
+)
+def test_what_cannot_be_started_is_reported(marker: str, command: list[str], text: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        launcher.start_command(0, command)
+        message = launcher.next("not_started", 0)
+        assert message["text"]
+        assert text in message["text"]
+        launcher.start_command(1, [sys.executable, "-c", ""], cores=(100_000,))
+        assert launcher.next("not_started", 1)
+        launcher.start(2, "")
+        assert launcher.next("exited", 2)["code"] == 0
+
+
+def test_messages_pass_both_ways(marker: str) -> None:
+    program = """
+line = open_line()
+assert line.identity['role'] == 'daemon' and line.identity['host'] == 'localhost', line.identity
+line.send({'t': 'enter', 'host': ['localhost', 'boot']})
+for message in hear(line):
+    line.send({'t': 'ready', 'epoch': -1, 'cause': 'reset', 'text': message['text']})
+line.send({'t': 'finished'})
+"""
+    with FakeLauncher(marker) as launcher:
+        for worker in (0, 1):
+            launcher.start(worker, program)
+        for worker in (1, 0):
+            launcher._taken = 0
+            assert launcher.told(worker) == {"t": "enter", "host": ["localhost", "boot"]}
+            launcher.send("to", worker=worker, message={"t": "leave", "text": f"for {worker}"})
+        for worker in (0, 1):
+            launcher._taken = 0
+            launcher.next("exited", worker)
+            said = [m["message"] for m in launcher.heard if m["t"] == "from" and m["worker"] == worker]
+            # All of it, though it ended at once; and all of it before its end was told.
+            assert said[1:] == [
+                {"t": "ready", "epoch": -1, "cause": "reset", "text": f"for {worker}"},
+                {"t": "finished"},
+            ]
+            kinds = [m["t"] for m in launcher.heard if m["worker"] == worker]
+            assert kinds == ["started", "from", "from", "from", "exited"]
+        # To workers that are no more, or never were: nothing happens.
+        launcher.send("to", worker=0, message={"t": "leave", "text": ""})
+        launcher.send("to", worker=55, message={"t": "leave", "text": ""})
+        launcher.send("signal", worker=55, signal=9, ended=True)
+        launcher.settle()
+        assert not launcher.ended
+
+
+def test_signals_reach_one_worker_or_all(marker: str) -> None:
+    program = """
+signal.signal(signal.SIGUSR1, lambda *_: print('USR1'))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+line = open_line()
+line.send({'t': 'joined', 'epoch': worker})
+while True:
+    time.sleep(0.01)
+"""
+    with FakeLauncher(marker) as launcher:
+        for worker in (0, 1, 2):
+            launcher.start(worker, program)
+        for worker in (0, 1, 2):
+            launcher._taken = 0
+            assert launcher.told(worker) == {"t": "joined", "epoch": worker}
+        launcher.send("signal", worker=1, signal=signal.SIGUSR1, ended=False)
+        launcher.settle()
+        launcher.send("signal", worker=2, signal=signal.SIGKILL, ended=True)
+        assert launcher.next("exited")["worker"] == 2
+        launcher.send("signal", worker=None, signal=signal.SIGTERM, ended=True)
+        assert {launcher.next("exited")["worker"] for _ in range(2)} == {0, 1}
+        assert [m["code"] for m in launcher.heard if m["t"] == "exited"] == [-9, 5, 5]
+        code, out, _ = launcher.end()
+    assert (code, out) == (0, b"[1] USR1\n")
+
+
+def test_one_that_is_being_ended_and_does_not_is_killed_after_the_grace(marker: str) -> None:
+    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen_line().send({'t': 'finished'})\nforever()"
+    with FakeLauncher(marker, kill_grace_s=0.3) as launcher:
+        launcher.start(0, program)
+        launcher.told(0)
+        launcher.send("signal", worker=0, signal=signal.SIGTERM, ended=False)
+        launcher.settle()
+        assert not any(message["t"] == "exited" for message in launcher.heard)
+        launcher.send("signal", worker=0, signal=signal.SIGTERM, ended=True)
+        assert launcher.next("exited", 0)["code"] == -signal.SIGKILL
+
+
+def test_what_a_dead_worker_leaves_in_its_group_is_killed(marker: str) -> None:
+    program = """
+child = subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(100)'])
+print(child.pid)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with FakeLauncher(marker, prefix=False) as launcher:
+        launcher.start(0, program)
+        launcher.next("exited", 0)
+        assert launcher.daemon.stdout is not None
+        child = int(launcher.daemon.stdout.readline())
+        launcher.wait(lambda: child not in processes(marker), "the end of the child")
+        launcher.settle()
+        assert not launcher.ended
+
+
+# -- Ends -----------------------------------------------------------------------------------------------------------
+
+# Ignores SIGTERM, and has a child that has left its session.
+STUBBORN = """
+subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(100)'], start_new_session=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+line = open_line()
+line.send({'t': 'finished'})
+forever()
+"""
+
+
+def with_stubborn_workers(launcher: FakeLauncher) -> None:
+    for worker in (0, 1):
+        launcher.start(worker, STUBBORN)
+    launcher.wait(lambda: sum(message["t"] == "from" for message in launcher.heard) == 2)
+
+
+def test_end_leaves_nothing_and_reports_everything(marker: str) -> None:
+    with FakeLauncher(marker, kill_grace_s=0.2) as launcher:
+        with_stubborn_workers(launcher)
+        assert launcher.end()[0] == 0
+        assert [m["code"] for m in launcher.heard if m["t"] == "exited"] == [-9, -9]
+        assert processes(marker) == []
+
+
+def test_workers_that_obey_end_on_their_own(marker: str) -> None:
+    program = """
+signal.signal(signal.SIGTERM, lambda *_: (print('bye'), sys.exit(0)))
+open_line().send({'t': 'finished'})
+while True:
+    time.sleep(0.01)
+"""
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, program)
+        launcher.told(0)
+        assert launcher.end() == (0, b"[0] bye\n", b"")
+        assert launcher.next("exited", 0)["code"] == 0
+
+
+def test_what_is_to_be_started_during_the_end_is_not(marker: str) -> None:
+    with FakeLauncher(marker, kill_grace_s=0.5) as launcher:
+        with_stubborn_workers(launcher)
+        launcher.send("end", text="the lesson is over")
+        launcher.start(9, "")
+        assert launcher.next("not_started", 9)["text"] == "the lesson is over"
+
+
+def test_killing_the_daemon_ends_everything(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        with_stubborn_workers(launcher)
+        launcher.daemon.kill()
+        launcher.wait(lambda: processes(marker) == [], "the end of all processes")
+
+
+def test_the_end_of_the_launcher_ends_everything(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        with_stubborn_workers(launcher)
+        launcher.line.close()
+        launcher.ended = "by us"
+        launcher.wait(lambda: processes(marker) == [], "the end of all processes")
+        assert launcher.result()[0] == 1
+        assert launcher.last_words() == (
+            b"kvhvdrun: the line to the launcher is lost: the other side closed the connection. "
+            b"The workers on localhost are being ended.\n"
+        )
+
+
+def test_a_silent_launcher_counts_as_gone(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        with_stubborn_workers(launcher)
+        launcher.silent = True
+        launcher.wait(lambda: launcher.ended, "the end of the lease")
+        assert b"has said nothing for 2 s" in launcher.last_words()
+        launcher.wait(lambda: processes(marker) == [], "the end of all processes")
+
+
+def test_a_launcher_that_is_stopped_with_its_job_may_be_silent(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, "line = open_line()\nline.send({'t': 'finished'})\nforever()")
+        launcher.told(0)
+        launcher.send("signal", worker=None, signal=signal.SIGSTOP, ended=False)
+        launcher.silent = True
+        with pytest.raises(subprocess.TimeoutExpired):
+            launcher.daemon.wait(3)  # more than the lease
+        launcher.silent = False
+        launcher.send("signal", worker=None, signal=signal.SIGCONT, ended=False)
+        launcher.settle()
+        assert not launcher.ended
+        assert launcher.end()[0] == 0
+
+
+def test_a_daemon_that_is_asked_to_end_says_so(marker: str) -> None:
+    with FakeLauncher(marker, kill_grace_s=0.2) as launcher:
+        with_stubborn_workers(launcher)
+        launcher.daemon.terminate()
+        launcher.wait(lambda: launcher.ended)
+        launcher.line.close()
+        code, _, err = launcher.result()
+        assert code == 1
+        assert b"kvhvdrun: the daemon on localhost got SIGTERM\n" in err
+        assert [m["code"] for m in launcher.heard if m["t"] == "exited"] == [-9, -9]
+
+
+def test_the_output_of_a_launcher_that_reads_no_more_does_not_keep_the_daemon(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, "open_line().send({'t': 'finished'})\nwhile True: print('x' * 1000)")
+        launcher.told(0)
+        launcher.settle()
+        launcher.settle()
+        assert not launcher.ended  # though its pipe is full
+        launcher.line.close()
+        launcher.ended = "by us"
+        assert launcher.daemon.wait(60) == 1
+
+
+# -- The launcher's mistakes ----------------------------------------------------------------------------------------
+
+START = {"t": "start", "worker": 0, "command": ["true"], "environment": {}, "cores": []}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"t": None},
+        {"t": "stop"},
+        {"t": "beat", "more": 1},
+        {**START, "worker": "0"},
+        {**START, "worker": -1},
+        {**START, "worker": True},
+        {**START, "worker": 0.0},
+        {**START, "command": "true"},
+        {**START, "environment": {"A": 1}},
+        {**START, "cores": [-1]},
+        {name: value for name, value in START.items() if name != "cores"},
+        {"t": "to", "worker": 0, "message": {"t": "leave"}},
+        {"t": "to", "worker": 0, "message": {"t": "finished"}},
+        {"t": "to", "worker": 0, "message": []},
+        {"t": "signal", "worker": None, "signal": 0, "ended": False},
+        {"t": "signal", "worker": None, "signal": 9, "ended": 0},
+        {"t": "end"},
+    ],
+    ids=lambda message: json.dumps(message)[:60],
+)
+def test_a_message_that_is_none_ends_the_line(marker: str, message: dict[str, Any]) -> None:
+    with FakeLauncher(marker) as launcher:
+        launcher.line.send(message)
+        launcher.wait(lambda: launcher.ended)
+        assert b"the line to the launcher is lost: a message" in launcher.last_words()
+        assert launcher.result()[0] == 1
+        assert not any(heard["t"] == "started" for heard in launcher.heard)
+
+
+def test_no_worker_is_started_twice(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, "")
+        launcher.next("exited", 0)
+        launcher.start(0, "")
+        assert b"worker 0 was to be started twice" in launcher.last_words()
+
+
+@pytest.mark.parametrize("line", [b"", b"\n", b"{}\n", b"[]\n", b"nonsense\n", b'{"address": 1}\n', b"x" * 100_000])
+def test_settings_that_are_none(marker: str, line: bytes) -> None:
+    with FakeLauncher(marker, line=line) as launcher:
+        code, _, err = launcher.result()
+        assert code == 1
+        assert err.startswith(b"kvhvdrun: the daemon could not be started: ")
+        assert err.count(b"\n") == 1
+
+
+def test_a_launcher_with_another_secret_is_none(marker: str) -> None:
+    with FakeLauncher(marker) as honest:
+        settings = {
+            "address": list(honest.listener.address),
+            "secret": "00" * 32,
+            "job": "j",
+            "host": "localhost",
+            "last_words_fd": None,
+            "kill_grace_s": 1,
+            "prefix": True,
+        }
+        with FakeLauncher(marker, line=json.dumps(settings).encode() + b"\n") as launcher:
+            honest.wait(lambda: (honest.listener.accept(), launcher.daemon.poll() is not None)[1])
+            code, _, err = launcher.result()
+    assert code == 1
+    assert b"no connection to 127.0.0.1:" in err
+
+
+# -- Strangers, and workers out of their minds ----------------------------------------------------------------------
+
+
+def test_the_secret_stands_in_no_command_line(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, "line = open_line()\nline.send({'t': 'finished'})\nforever()")
+        worker = launcher.next("started", 0)["pid"]
+        launcher.told(0)
+        for pid in processes(marker):
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert launcher.secret.hex().encode() not in arguments
+            # The kernel shows the environment to this user only.
+            assert Path(f"/proc/{pid}/environ").stat().st_mode & 0o077 == 0
+        assert launcher.secret.hex().encode() not in Path(f"/proc/{launcher.daemon.pid}/environ").read_bytes()
+        assert worker in processes(marker)
+
+
+def test_only_the_worker_itself_and_what_it_starts_get_a_line(marker: str) -> None:
+    program = """
+def refused(**more):
+    return closed(open_line(**more))
+print('another id', refused(worker=1))
+print('no id', refused(worker='0'), refused(role='launcher'), refused(more=1))
+first = open_line()
+print('a second', refused())
+first.send({'t': 'joined', 'epoch': 1})
+first.close()
+again = open_line()
+again.send({'t': 'joined', 'epoch': 2})
+again.close()
+if os.fork() == 0:  # as under a shell
+    if os.fork() == 0:
+        time.sleep(0.2)  # an orphan by now
+        line = open_line()
+        line.send({'t': 'joined', 'epoch': 3})
+        hear(line)
+        os._exit(0)
+    os._exit(0)
+os.wait()
+forever()
+"""
+    with FakeLauncher(marker, prefix=False) as launcher:
+        launcher.start(1, "line = open_line()\nline.send({'t': 'finished'})\nforever()")
+        launcher.told(1)
+        launcher.start(0, program)
+        pid = launcher.next("started", 0)["pid"]
+        assert [launcher.told(0)["epoch"] for _ in range(3)] == [1, 2, 3]
+        # This process knows the secret, and is no worker.
+        for worker in (0, 1, 2):
+            identity = {"role": "worker", "worker": worker, "pid": pid}
+            stranger = connect(daemon_name(pid), launcher.secret, identity, 30)
+            with pytest.raises(WireError, match="closed"):
+                while True:
+                    stranger.receive()
+                    launcher.pump()
+            stranger.close()
+        with pytest.raises(WireError, match="no connection"):
+            connect(daemon_name(pid), b"x" * 32, {"role": "worker", "worker": 0, "pid": pid}, 0.2)
+        launcher.settle()
+        _, out, _ = launcher.end()
+    assert out.splitlines() == [b"another id True", b"no id True True True", b"a second True"]
+
+
+def test_nonsense_costs_a_worker_its_line_and_nothing_else(marker: str) -> None:
+    program = """
+import random
+def refused(*messages):
+    line = open_line()
+    try:
+        for message in messages:
+            line.send(message)
+    except WireError:
+        pass
+    return closed(line)
+assert refused({'t': 'exited', 'worker': 1, 'code': 0, 'lines': [], 'at': 0})
+assert refused({'t': 'end', 'text': ''})
+assert refused({'t': 'ready', 'epoch': -1, 'cause': 'start'})
+assert refused({'t': 'ready', 'epoch': -2, 'cause': 'start', 'text': ''})
+assert refused({'t': 'ready', 'epoch': -1, 'cause': 'start', 'text': 'x' * 1048515})  # too long to be passed on
+assert refused(*[{'t': 'joined', 'epoch': 0}] * 1000)
+time.sleep(1)
+line = open_line()
+line.send({'t': 'finished'})
+"""
+    with FakeLauncher(marker) as launcher:
+        launcher.start(1, "line = open_line()\nline.send({'t': 'enter', 'host': ['a', 'b']})\nprint(hear(line))")
+        launcher.told(1)
+        launcher.start(0, program)
+        launcher.next("exited", 0)
+        said = [m["message"]["t"] for m in launcher.heard if m["t"] == "from" and m["worker"] == 0]
+        assert said[-1] == "finished"
+        assert set(said[:-1]) <= {"joined"}
+        assert len(said) <= 201
+        launcher.send("to", worker=1, message={"t": "leave", "text": "still here"})
+        assert launcher.next("exited", 1)["code"] == 0
+        assert b"still here" in launcher.end()[1]
+
+
+FUZZER = """
+import random
+generator = random.Random(SEED)
+kinds = ['enter', 'ready', 'joined', 'finished', 'started', 'exited', 'from', 'to', 'start', 'end', 'beat', None, 7]
+names = ['epoch', 'cause', 'text', 'host', 'worker', 'message', 'code', 'lines', 'at', 'pid', 'signal', 'more']
+values = [None, True, -1, 0, 1 << 62, 1.5, '', 'start', 'x' * 5000, [], [[]], ['a', 'b'], {}, {'t': 'beat'}]
+def junk():
+    fields = {name: generator.choice(values) for name in generator.sample(names, generator.randrange(4))}
+    return {'t': generator.choice(kinds), **fields} if generator.random() < 0.9 else fields
+sent = 0
+while sent < COUNT:
+    line = open_line()
+    raw = line._socket
+    if generator.random() < 0.5:
+        for _ in range(generator.randrange(1, 4)):
+            line.send(junk())
+            sent += 1
+    else:  # frames that do not verify, or are none
+        raw.setblocking(True)
+        data = generator.randbytes(generator.randrange(200))
+        data = generator.choice([data, b'\\0\\0\\0\\x02' + bytes(32) + b'{}', b'\\xff' * 40])
+        try:
+            raw.sendall(data)
+        except OSError:
+            pass
+        sent += 1
+    line.close()
+print('sent', sent)
+"""
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(1_000, id="short"), pytest.param(20_000, id="long", marks=pytest.mark.fuzz)]
+)
+def test_fuzz_of_the_socket_of_a_daemon(marker: str, count: int) -> None:
+    """Half of it from strangers, half from a worker that knows the secret; another worker lives through it."""
+    seed = int(os.environ.get("KVHVD_TEST_SEED", "1"))
+    generator = random.Random(seed)
+    quiet = """
+line = open_line()
+line.send({'t': 'enter', 'host': ['a', 'b']})
+while True:
+    for message in hear(line):
+        line.send({'t': 'joined', 'epoch': message['epoch']})
+"""
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, quiet)
+        pid = launcher.next("started", 0)["pid"]
+        launcher.told(0)
+        launcher.settle()
+        before, memory = descriptors(launcher.daemon.pid), memory_kib(launcher.daemon.pid)
+        launcher.start(1, FUZZER.replace("SEED", str(seed)).replace("COUNT", str(count)))
+        name = b"\0" + daemon_name(pid).encode()
+        strangers: list[socket.socket] = []
+        for n in range(count):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stranger.settimeout(60)
+            while stranger.connect_ex(name):  # too many wait already
+                launcher.pump()
+            with contextlib.suppress(OSError):
+                stranger.sendall(generator.randbytes(generator.choice((1, 36, 60, 100, 5000))))
+            strangers.append(stranger)
+            if len(strangers) > 100:
+                strangers.pop(generator.randrange(100)).close()
+            launcher.pump()
+            if n % 200 == 0:
+                launcher.send("to", worker=0, message={"t": "void", "epoch": n, "text": ""})
+        for stranger in strangers:
+            stranger.close()
+        assert launcher.next("exited", 1)["code"] == 0, f"KVHVD_TEST_SEED={seed}"
+        answers = [m["message"] for m in launcher.heard if m["t"] == "from" and m["worker"] == 0][1:]
+        assert answers == [{"t": "joined", "epoch": n} for n in range(0, count, 200)]
+        launcher.settle()
+        assert descriptors(launcher.daemon.pid) == before
+        assert memory_kib(launcher.daemon.pid) < memory + 8192
+        assert launcher.end()[0] == 0
+        assert processes(marker) == []

@@ -1,0 +1,194 @@
+"""A launcher of one daemon that decides nothing: tests say what it sends, and look at what it hears."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstore_hvd.driver.daemon_settings import DaemonSettings
+from kvstore_hvd.messages import DAEMON, check
+from kvstore_hvd.wire import Connection, Listener, WireError
+from support.jobs import LIMIT_S, processes, variables_of
+
+__all__ = ["LINE", "FakeLauncher"]
+
+# What a worker's program begins with if it speaks to its daemon.
+LINE = """
+import json, os, select, signal, subprocess, sys, threading, time
+from kvstore_hvd.wire import WireError, connect
+worker = int(os.environ['KVHVD_WORKER'])
+def open_line(**more):
+    identity = {'role': 'worker', 'worker': worker, 'pid': os.getpid(), **more}
+    return connect(os.environ['KVHVD_DAEMON'], bytes.fromhex(os.environ['KVHVD_SECRET']), identity, 30)
+def hear(line):
+    messages = []
+    while not messages:
+        select.select([line], [line] if line.wants_to_write else [], [])
+        line.flush()
+        messages = line.receive()
+    return messages
+def closed(line):
+    try:
+        while True:
+            hear(line)
+    except WireError:
+        return True
+def forever():
+    threading.Event().wait(100)
+"""
+
+
+class FakeLauncher:
+    """Starts one daemon, keeps its lease, and collects what it says; use as a context manager."""
+
+    def __init__(self, marker: str, *, kill_grace_s: float = 5.0, prefix: bool = True, **changed: Any) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.job = secrets.token_hex(8)
+        self.heard: list[dict[str, Any]] = []
+        self.beats = 0
+        self.ended: str = ""  # how the line to the daemon ended
+        self.silent = False
+        self._beat_at = 0.0
+        self._taken = 0
+        self._marker = marker
+        self._environment = variables_of(marker)
+        self.listener = Listener(("127.0.0.1", 0), self.secret, {"role": "launcher"})
+        self._last_words, write = os.pipe()
+        address: Any = self.listener.address
+        settings = DaemonSettings(address, self.secret, self.job, "localhost", write, kill_grace_s, prefix)
+        self.daemon = subprocess.Popen(
+            [sys.executable, "-m", "kvstore_hvd.driver.daemon"],
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[write],
+            start_new_session=True,
+        )
+        os.close(write)
+        assert self.daemon.stdin is not None
+        self.daemon.stdin.write(changed.get("line", settings.line()))
+        self.daemon.stdin.close()
+        self.daemon.stdin = None
+        self.line: Connection
+        if not changed:
+            self.wait(self._accept)
+
+    def __enter__(self) -> FakeLauncher:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.daemon.kill()
+        for stream in (self.daemon.stdout, self.daemon.stderr):
+            if stream is not None:
+                stream.close()
+        self.daemon.wait()
+        deadline = time.monotonic() + LIMIT_S
+        while processes(self._marker) and time.monotonic() < deadline:
+            time.sleep(0.01)  # after a kill, its guard has work to do
+        self.listener.close()
+        if hasattr(self, "line"):
+            self.line.close()
+        os.close(self._last_words)
+
+    def _accept(self) -> bool:
+        for connection in self.listener.accept():
+            self.line = connection
+        return hasattr(self, "line")
+
+    # -- What it says
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Say this to the daemon."""
+        self.line.send({"t": kind, **fields})
+
+    def start(self, worker: int, program: str, **variables: str) -> None:
+        """Start a worker that runs a few lines of Python."""
+        self.start_command(worker, [sys.executable, "-c", LINE + program], **variables)
+
+    def start_command(self, worker: int, command: list[str], cores: tuple[int, ...] = (), **variables: str) -> None:
+        """Start a worker that runs a command."""
+        environment = {**self._environment, "PYTHONUNBUFFERED": "1", **variables}
+        self.send("start", worker=worker, command=command, environment=environment, cores=list(cores))
+
+    # -- What it hears
+
+    def pump(self) -> None:
+        """Hear what there is, and keep the lease."""
+        if self.ended or not hasattr(self, "line"):
+            return
+        if not self.silent and time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + 0.5
+            self.send("beat")
+        self.line.flush()
+        try:
+            messages = self.line.receive()
+        except WireError as error:
+            self.ended = str(error)
+            return
+        for message in messages:
+            if check(message, DAEMON) == "beat":
+                self.beats += 1
+            else:
+                self.heard.append(message)
+
+    def wait(self, condition: Callable[[], object], what: str = "") -> None:
+        """Pump until the condition holds; fails after a minute."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, (
+                f"waited in vain for {what or condition}; heard: {str(self.heard)[-3000:]}"
+            )
+            self.pump()
+            waiting = [self.line] if hasattr(self, "line") and not self.ended else [self.listener]
+            select.select(waiting, [], [], 0.02)
+
+    def next(self, kind: str, worker: int | None = None) -> dict[str, Any]:
+        """The next message of this type, of this worker; those before it are passed over."""
+        found: list[dict[str, Any]] = []
+
+        def look() -> bool:
+            while self._taken < len(self.heard) and not found:
+                message = self.heard[self._taken]
+                self._taken += 1
+                if message["t"] == kind and worker in (None, message["worker"]):
+                    found.append(message)
+            return bool(found)
+
+        self.wait(look, f"{kind} of worker {worker}")
+        return found[0]
+
+    def told(self, worker: int) -> dict[str, Any]:
+        """The next message that this worker has sent."""
+        message: dict[str, Any] = self.next("from", worker)["message"]
+        return message
+
+    def settle(self) -> None:
+        """Wait until the daemon has done whatever it was told before, and has found time for two beats."""
+        before = self.beats
+        self.wait(lambda: self.beats >= before + 2 or self.ended)
+
+    def end(self) -> tuple[int, bytes, bytes]:
+        """End the daemon as a launcher would; its exit code and output."""
+        self.send("end", text="")
+        self.wait(lambda: self.ended)
+        self.line.close()
+        return self.result()
+
+    def result(self) -> tuple[int, bytes, bytes]:
+        """Exit code and output of the daemon, which is ending."""
+        out, err = self.daemon.communicate(timeout=LIMIT_S)
+        return self.daemon.returncode, out, err
+
+    def last_words(self) -> bytes:
+        """What the daemon has written to the launcher's own standard error."""
+        assert select.select([self._last_words], [], [], LIMIT_S)[0]
+        return os.read(self._last_words, 1 << 16)
