@@ -1,4 +1,4 @@
-"""The daemon of an elastic job on one host: ``python -m kvstore_hvd.driver.daemon``.
+"""The daemon of an elastic job on one host.
 
 Starts and reaps the workers of its host as the launcher tells it, carries what they write, and passes messages on
 between them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing for two
@@ -39,6 +39,7 @@ _LEASE_S = 2.0
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
 _START_S = 10.0
+_TRY_S = 1.0
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
 _GOODBYE_S = 1.0
@@ -91,7 +92,7 @@ class Daemon:
             stack.callback(self._listener.close)
             self._connections = Connections(self._inbox, self._listener)
             stack.callback(self._connections.close_all)
-            self._launcher = connect(self._settings.address, self._settings.secret, identity, _START_S)
+            self._launcher = self._connect(identity)
             self._connections.add(self._launcher)
             check(self._launcher.identity or {}, {"launcher": IDENTITIES["launcher"]}, "role")
             self._relay = Relay(self._connections.fileno())
@@ -107,6 +108,17 @@ class Daemon:
             self._sweep([guard.pid])
             self._say_goodbye()
         return self._code
+
+    def _connect(self, identity: dict[str, Any]) -> Connection:
+        """Connect to the launcher, as long as it lives."""
+        parent = os.getppid()
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                return connect(self._settings.address, self._settings.secret, identity, _TRY_S)
+            except WireError:
+                if os.getppid() != parent or time.monotonic() > deadline:
+                    raise
 
     # -- The loop -------------------------------------------------------------------------------------------------
 
@@ -362,7 +374,3 @@ def main() -> int:
     except WireError as error:
         print(f"kvhvdrun: the daemon could not be started: {error}", file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the launcher tells a daemon at its start: one line of JSON on the daemon's standard input.
+"""How a daemon is started, and what the launcher tells it then: one line of JSON on its standard input.
 
 Not in its command line or its environment, which others may be able to read: there is a secret in it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +17,15 @@ from typing import Any
 from kvstore_hvd.messages import check
 from kvstore_hvd.wire import WireError
 
-__all__ = ["DaemonSettings"]
+__all__ = ["DaemonSettings", "daemon_command"]
+
+# `-m` would look for modules in the working folder first, where a user's json.py or queue.py may lie.
+_PROGRAM = """import sys
+if sys.path[0] == "":
+    del sys.path[0]
+from kvstore_hvd.driver.daemon import main
+sys.exit(main())"""
+
 
 _LONGEST = 1 << 16
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -63,6 +72,11 @@ class DaemonSettings:
             return cls(**{**values, "address": tuple(values["address"]), "secret": bytes.fromhex(values["secret"])})
         except (ValueError, TypeError) as error:
             raise WireError(f"its settings cannot be understood: {error}.") from None
+
+
+def daemon_command() -> list[str]:
+    """The command line that starts a daemon with this interpreter."""
+    return [sys.executable, "-c", _PROGRAM]
 
 
 def _first_line(timeout_s: float) -> bytes:

@@ -202,6 +202,18 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert not launcher.ended
 
 
+def test_modules_of_the_working_folder_do_not_get_in_the_way(
+    marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "signal", "queue", "kvstore_hvd"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    with FakeLauncher(marker) as launcher:
+        launcher.start_command(0, ["/bin/pwd"])
+        launcher.next("exited", 0)
+        assert launcher.end() == (0, f"[0] {tmp_path}\n".encode(), b"")
+
+
 # -- Ends -----------------------------------------------------------------------------------------------------------
 
 # Ignores SIGTERM, and has a child that has left its session.

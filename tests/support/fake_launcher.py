@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_hvd.driver.daemon_settings import DaemonSettings
+from kvstore_hvd.driver.daemon_settings import DaemonSettings, daemon_command
 from kvstore_hvd.messages import DAEMON, check
 from kvstore_hvd.wire import Connection, Listener, WireError
 from support.jobs import LIMIT_S, processes, variables_of
@@ -64,7 +64,7 @@ class FakeLauncher:
         address: Any = self.listener.address
         settings = DaemonSettings(address, self.secret, self.job, "localhost", write, kill_grace_s, prefix)
         self.daemon = subprocess.Popen(
-            [sys.executable, "-m", "kvstore_hvd.driver.daemon"],
+            daemon_command(),
             env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -110,9 +110,9 @@ class FakeLauncher:
         """Say this to the daemon."""
         self.line.send({"t": kind, **fields})
 
-    def start(self, worker: int, program: str, **variables: str) -> None:
+    def start(self, worker: int, program: str) -> None:
         """Start a worker that runs a few lines of Python."""
-        self.start_command(worker, [sys.executable, "-c", LINE + program], **variables)
+        self.start_command(worker, [sys.executable, "-c", LINE + program])
 
     def start_command(self, worker: int, command: list[str], cores: tuple[int, ...] = (), **variables: str) -> None:
         """Start a worker that runs a command."""
@@ -144,9 +144,8 @@ class FakeLauncher:
         """Pump until the condition holds; fails after a minute."""
         deadline = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < deadline, (
-                f"waited in vain for {what or condition}; heard: {str(self.heard)[-3000:]}"
-            )
+            heard = str(self.heard)[-3000:]
+            assert time.monotonic() < deadline, f"waited in vain for {what or condition}; heard: {heard}"
             self.pump()
             waiting = [self.line] if hasattr(self, "line") and not self.ended else [self.listener]
             select.select(waiting, [], [], 0.02)
