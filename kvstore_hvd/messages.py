@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore_hvd.wire import WireError
 
-__all__ = ["DAEMON", "LAUNCHER_TO_DAEMON", "LAUNCHER_TO_WORKER", "WORKER", "check"]
+__all__ = ["DAEMON", "IDENTITIES", "LAUNCHER_TO_DAEMON", "LAUNCHER_TO_WORKER", "WORKER", "check"]
 
 
 def _whole(low: int, high: int = 2**53) -> Callable[[Any], bool]:
@@ -68,7 +68,15 @@ LAUNCHER_TO_WORKER: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def check(message: dict[str, Any], table: Mapping[str, Mapping[str, Any]]) -> str:
+#: who a process says it is in the handshake of a connection; here ``"role"`` takes the place of ``"t"``
+IDENTITIES: Mapping[str, Mapping[str, Any]] = {
+    "launcher": {},
+    "daemon": {"host": str, "pid": _whole(1)},
+    "worker": {"worker": _ID, "pid": _whole(1)},
+}
+
+
+def check(message: dict[str, Any], table: Mapping[str, Mapping[str, Any]], type_field: str = "t") -> str:
     """The type of a message, if the table allows it.
 
     Raises
@@ -76,11 +84,11 @@ def check(message: dict[str, Any], table: Mapping[str, Mapping[str, Any]]) -> st
     WireError
         The type is unknown, or a field is missing, superfluous, or not what it should be.
     """
-    kind = message.get("t")
+    kind = message.get(type_field)
     if not isinstance(kind, str) or kind not in table:
         raise WireError(f"a message has the unknown type {_shown(kind)}.")
     fields = table[kind]
-    if message.keys() - {"t"} != fields.keys():
+    if message.keys() - {type_field} != fields.keys():
         raise WireError(f"a message '{kind}' has not the fields {', '.join(fields) or 'that it should: none'}.")
     for name, allowed in fields.items():
         if not _fits(message[name], allowed):

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Guard", "adopt_orphans", "job_processes", "kill_job", "spawn", "usable_cores"]
+__all__ = ["Guard", "adopt_orphans", "descends_from", "job_processes", "kill_job", "spawn", "usable_cores"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -142,6 +142,19 @@ def job_processes(variable: bytes, sessions: Iterable[int], root: int = 0, spare
     return sorted(found - {root, os.getpid(), *spare})
 
 
+def descends_from(pid: int, worker: int) -> bool:
+    """Whether a process is this worker, is in its session, or was started by it or by what it has started."""
+    try:
+        if os.getsid(pid) == worker:
+            return True
+        while pid not in (0, 1, worker):
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:
+        return False  # it has ended
+    return pid == worker
+
+
 def kill_job(find: Callable[[], list[int]], rounds: int = 50) -> None:
     """SIGKILL what `find` returns until it finds nothing: processes may fork while they are being killed."""
     for attempt in range(rounds):
@@ -176,6 +189,11 @@ class Guard:
         with contextlib.suppress(OSError):
             os.write(self._write, f"{session}\n".encode())
 
+    def remove(self, session: int) -> None:
+        """This worker is gone: its number may come to belong to others."""
+        with contextlib.suppress(OSError):
+            os.write(self._write, f"-{session}\n".encode())
+
     def close(self) -> None:
         """The launcher has cleaned up: the guard ends without doing anything."""
         with contextlib.suppress(OSError):
@@ -199,7 +217,8 @@ class Guard:
             text += data
         words = text.split()
         if b"done" not in words:
-            sessions = [int(word) for word in words]
+            numbers = [int(word) for word in words]
+            sessions = {number for number in numbers if number > 0} - {-number for number in numbers if number < 0}
             kill_job(lambda: job_processes(variable, sessions))
 
 

@@ -149,6 +149,11 @@ class Connection:
         """Close the socket; what has not been written is dropped. May be called again."""
         self._socket.close()
 
+    def finish(self) -> None:
+        """Say nothing more. Who closes at once may tear away what the other side has not read yet."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
     # -- Receiving
 
     def receive(self) -> list[dict[str, Any]]:

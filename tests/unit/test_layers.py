@@ -56,7 +56,7 @@ LAYERS = (
         "as_horovod",
     ),
     ("elastic",),
-    ("horovod_alias", "launcher", "launch", "__main__"),
+    ("horovod_alias", "launcher", "driver", "launch", "__main__"),
 )
 ORDER = {unit: position for position, unit in enumerate(unit for layer in LAYERS for unit in layer)}
 # Names only: they gather what the layers offer.

@@ -1,0 +1,1 @@
+"""The launcher of elastic jobs: who takes part in which epoch, and the processes that it takes."""

@@ -1,0 +1,368 @@
+"""The daemon of an elastic job on one host: ``python -m kvstore_hvd.driver.daemon``.
+
+Starts and reaps the workers of its host as the launcher tells it, carries what they write, and passes messages on
+between them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing for two
+seconds, it ends its workers and itself.
+
+The launcher must not start it so that it dies with the launcher: it has to end the workers, and to say why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from kvstore_hvd.config import config
+from kvstore_hvd.driver.connections import Connections
+from kvstore_hvd.driver.daemon_settings import DaemonSettings
+from kvstore_hvd.driver.local_workers import LocalWorker, LocalWorkers, NotStarted
+from kvstore_hvd.launcher import processes
+from kvstore_hvd.launcher.relay import Relay
+from kvstore_hvd.launcher.signals import ENDING, SignalInbox
+from kvstore_hvd.log import logger
+from kvstore_hvd.messages import IDENTITIES, LAUNCHER_TO_DAEMON, LAUNCHER_TO_WORKER, WORKER, check
+from kvstore_hvd.wire import Connection, Listener, WireError, connect
+
+__all__ = ["BEAT_S", "Daemon", "main"]
+
+BEAT_S = 0.5
+# Less than what the launcher grants us: when it counts this host as lost, nothing runs here any more.
+_LEASE_S = 2.0
+# After the loss of the launcher everything has to be gone within five seconds.
+_ORPHAN_GRACE_S = 1.0
+_START_S = 10.0
+# Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
+_KILLED_S = 1.0
+_GOODBYE_S = 1.0
+
+
+class Daemon:
+    """Runs the workers of one host; use once. Call from the main thread, with no other threads running."""
+
+    def __init__(self, settings: DaemonSettings) -> None:
+        self._settings = settings
+        # Every process of this daemon carries it in its environment, and no other does.
+        self._name = f"kvstore_hvd-{secrets.token_hex(16)}"
+        self._code = 0
+        self._launcher: Connection
+        self._listener: Listener
+        self._inbox: SignalInbox
+        self._connections: Connections
+        self._relay: Relay
+        self._workers: LocalWorkers
+        self._heard_at = 0.0  # when the launcher said something last
+        self._beat_at = 0.0
+        self._suspended = False  # the launcher has been stopped with its job, and cannot say anything
+        self._why = ""  # we are ending, and this is the reason
+        self._kill_at = 0.0
+        self._give_up_at = float("inf")
+
+    def run(self) -> int:
+        """Do the launcher's work until it says that it is done, or is gone.
+
+        Returns
+        -------
+        int
+            0 when the launcher has ended this daemon, 1 when something else did.
+
+        Raises
+        ------
+        WireError
+            The launcher does not answer.
+        OSError
+            There are too few descriptors or processes.
+        """
+        processes.adopt_orphans()
+        with ExitStack() as stack:
+            # Before there are sockets, which it would hold open.
+            guard = processes.Guard(f"KVHVD_DAEMON={self._name}".encode())
+            stack.callback(guard.close)
+            self._inbox = stack.enter_context(SignalInbox())
+            identity = {"role": "daemon", "host": self._settings.host, "pid": os.getpid()}
+            self._listener = Listener(self._name, self._settings.secret, identity)
+            stack.callback(self._listener.close)
+            self._connections = Connections(self._inbox, self._listener)
+            stack.callback(self._connections.close_all)
+            self._launcher = connect(self._settings.address, self._settings.secret, identity, _START_S)
+            self._connections.add(self._launcher)
+            check(self._launcher.identity or {}, {"launcher": IDENTITIES["launcher"]}, "role")
+            self._relay = Relay(self._connections.fileno())
+            stack.callback(self._relay.close)
+            logging.getLogger().addHandler(_RelayHandler(self._relay))
+            self._workers = LocalWorkers(self._relay, guard, self._settings.prefix)
+            stack.callback(self._sweep, [guard.pid])
+            self._heard_at = time.monotonic()
+            while not self._done():
+                self._connections.arm()
+                self._relay.wait(self._next_event())
+                self._turn()
+            self._sweep([guard.pid])
+            self._say_goodbye()
+        return self._code
+
+    # -- The loop -------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        for connection in self._connections.ready():
+            if connection is self._launcher:
+                self._hear_launcher()
+            for worker in self._workers:
+                if connection is worker.line:
+                    self._hear(worker)
+        # After the lines: one that has been closed makes room for a new one.
+        for line in self._listener.accept():
+            self._admit(line)
+        for number in self._inbox.take():
+            if number in ENDING:
+                why = f"the daemon on {self._settings.host} got {signal.Signals(number).name}"
+                self._relay.say(why)
+                self._end(why, self._settings.kill_grace_s, code=1)
+        self._on_ends(self._workers.reap())
+        for fd, error in self._relay.take_lost():
+            self._lose(f"descriptor {fd}, which leads to the launcher, cannot be written: {error.strerror}")
+        self._act_on_time(time.monotonic())
+
+    def _done(self) -> bool:
+        return bool(self._why) and (not self._workers or time.monotonic() >= self._give_up_at)
+
+    def _next_event(self) -> float:
+        """Seconds until something must be done even if nothing happens."""
+        times = [self._kill_at if self._why else float("inf")]
+        if not self._suspended:
+            times.append(self._beat_at)
+        times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
+        return min(max(0.0, min(times) - time.monotonic()), BEAT_S)
+
+    def _act_on_time(self, now: float) -> None:
+        if now >= self._beat_at and not self._suspended:
+            self._beat_at = now + BEAT_S
+            self._tell({"t": "beat"})
+        # What has arrived meanwhile has been read by now, however long this process was kept from running.
+        if now > self._heard_at + _LEASE_S and not self._suspended:
+            self._lose(f"the launcher has said nothing for {_LEASE_S:g} s")
+        for worker in self._workers:
+            if worker.kill_at is not None and now >= worker.kill_at:
+                worker.kill_at = None
+                worker.signal(signal.SIGKILL)
+        if self._why and now >= self._kill_at:
+            self._kill_at = float("inf")
+            self._give_up_at = now + _KILLED_S
+            for worker in self._workers:
+                worker.signal(signal.SIGKILL)
+
+    # -- The launcher ---------------------------------------------------------------------------------------------
+
+    def _hear_launcher(self) -> None:
+        try:
+            messages = self._launcher.receive()
+            for message in messages:
+                self._obey(message)
+        except WireError as error:
+            self._lose(f"the line to the launcher is lost: {str(error).rstrip('.')}")
+            return
+        if messages:
+            self._heard_at = time.monotonic()
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        kind = check(message, LAUNCHER_TO_DAEMON)
+        if kind == "start":
+            self._start(message)
+        elif kind == "to":
+            check(message["message"], LAUNCHER_TO_WORKER)
+            self._pass_on(message["worker"], message["message"])
+        elif kind == "signal":
+            self._signal(message)
+        elif kind == "end":
+            self._end(message["text"] or "the job has ended", self._settings.kill_grace_s, code=0)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        worker = message["worker"]
+        if self._workers.has_been_used(worker):
+            raise WireError(f"worker {worker} was to be started twice.")
+        if self._why:
+            self._tell({"t": "not_started", "worker": worker, "text": self._why})
+            return
+        environment = {
+            **message["environment"],
+            "KVHVD_JOB": self._settings.job,
+            "KVHVD_SECRET": self._settings.secret.hex(),
+            "KVHVD_WORKER": str(worker),
+            "KVHVD_DAEMON": self._name,
+        }
+        try:
+            started = self._workers.start(worker, message["command"], environment, message["cores"])
+        except NotStarted as error:
+            self._tell({"t": "not_started", "worker": worker, "text": str(error)})
+        else:
+            self._tell({"t": "started", "worker": worker, "pid": started.pid})
+
+    def _pass_on(self, worker: int, message: dict[str, Any]) -> None:
+        running = self._workers.get(worker)
+        if running is None or running.line is None:
+            logger.info("worker %d has no line any more; not delivered: %s", worker, message["t"])
+            return
+        running.line.send(message)
+
+    def _signal(self, message: dict[str, Any]) -> None:
+        everyone = message["worker"] is None
+        found = list(self._workers) if everyone else [self._workers.get(message["worker"])]
+        for worker in found:
+            if worker is None:
+                continue  # it has just ended
+            worker.signal(message["signal"])
+            if message["ended"] and worker.kill_at is None:
+                worker.kill_at = time.monotonic() + self._settings.kill_grace_s
+        if everyone and message["signal"] in (signal.SIGSTOP, signal.SIGCONT):
+            # Ctrl-Z: next it stops itself, and cannot say anything until it goes on.
+            self._suspended = message["signal"] == signal.SIGSTOP
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._launcher.fileno() >= 0:
+            self._launcher.send(message)
+
+    # -- The workers ----------------------------------------------------------------------------------------------
+
+    def _admit(self, line: Connection) -> None:
+        """Take a connection that knows the secret for a worker's, if it is from one that has none."""
+        try:
+            check(line.identity or {}, {"worker": IDENTITIES["worker"]}, "role")
+            worker = self._workers.get((line.identity or {})["worker"])
+            if worker is None or not processes.descends_from(line.peer_pid, worker.pid):
+                raise WireError("this process is not the worker that it says it is.")
+            if worker.line is not None:
+                raise WireError(f"worker {worker.id} is connected already.")
+        except WireError as error:
+            logger.info("refused the connection of process %d: %s", line.peer_pid, error)
+            line.close()
+        else:
+            worker.line = line
+            self._connections.add(line)
+
+    def _hang_up(self, worker: LocalWorker) -> None:
+        if worker.line is not None:
+            self._connections.close(worker.line)
+            worker.line = None
+
+    def _hear(self, worker: LocalWorker) -> bool:
+        """Pass on what a worker says; whether there may be more."""
+        if worker.line is None:
+            return False
+        try:
+            messages = worker.line.receive()
+            if worker.says_too_much(len(messages), time.monotonic()):
+                raise WireError("it says more than a worker has to say.")
+            for message in messages:
+                check(message, WORKER)
+                self._tell({"t": "from", "worker": worker.id, "message": message})
+        except WireError as error:
+            # Its process decides what that means for it; the end of the process is what counts.
+            logger.info("closed the line of worker %d: %s", worker.id, error)
+            self._hang_up(worker)
+            return False
+        return bool(messages)
+
+    def _on_ends(self, ended: list[LocalWorker]) -> None:
+        if not ended:
+            return
+        at = time.monotonic()
+        # Its last words may still be on their way: what it wrote, and then the end of the stream.
+        for _ in range(2):
+            self._relay.wait(0)
+        for worker in ended:
+            while self._hear(worker):
+                pass
+            self._hang_up(worker)
+            lines = [line.decode("utf-8", "replace") for line in worker.tail.lines()]
+            self._tell({"t": "exited", "worker": worker.id, "code": worker.code, "lines": lines, "at": at})
+
+    # -- The end --------------------------------------------------------------------------------------------------
+
+    def _lose(self, why: str) -> None:
+        """The launcher is gone, or as good as that."""
+        self._connections.close(self._launcher)
+        if not self._why:
+            self._relay.drop()
+            self._speak_for_launcher(why)
+        self._end(why, min(_ORPHAN_GRACE_S, self._settings.kill_grace_s), code=1)
+
+    def _end(self, why: str, grace_s: float, code: int) -> None:
+        """Ask all workers to end, and start no more of them; who still runs after the grace is killed."""
+        now = time.monotonic()
+        if not self._why:
+            self._why, self._code, self._kill_at = why, code, now + grace_s
+            for worker in self._workers:
+                worker.signal(signal.SIGTERM)
+        elif self._kill_at != float("inf"):
+            self._kill_at = min(self._kill_at, now + grace_s)
+
+    def _speak_for_launcher(self, why: str) -> None:
+        fd = self._settings.last_words_fd
+        if fd is None:
+            return
+        text = f"kvhvdrun: {why}. The workers on {self._settings.host} are being ended.\n"
+        with contextlib.suppress(OSError):
+            poll = select.poll()
+            poll.register(fd, select.POLLOUT)
+            if poll.poll(0):  # a terminal that is held, or a full pipe, must not keep us
+                os.write(fd, text.encode()[: select.PIPE_BUF])
+
+    def _sweep(self, spare: list[int]) -> None:
+        """Kill everything of this daemon that still runs."""
+        variable = f"KVHVD_DAEMON={self._name}".encode()
+
+        def find() -> list[int]:
+            self._on_ends(self._workers.reap())
+            return processes.job_processes(variable, self._workers.sessions, os.getpid(), spare)
+
+        processes.kill_job(find)
+        self._on_ends(self._workers.reap())
+
+    def _say_goodbye(self) -> None:
+        """Let the launcher have all that was said and written, as long as it takes it."""
+        deadline = time.monotonic() + _GOODBYE_S
+        self._relay.flush()
+        finished = False
+        while time.monotonic() < deadline and (self._launcher.fileno() >= 0 or self._relay.pending):
+            if self._launcher.fileno() >= 0:
+                self._launcher.flush()
+                if not self._launcher.wants_to_write and not finished:
+                    self._launcher.finish()
+                    finished = True
+                try:
+                    self._launcher.receive()
+                except WireError:  # it has heard everything
+                    self._connections.close(self._launcher)
+            self._relay.wait(0.01)
+
+
+class _RelayHandler(logging.Handler):
+    """Puts diagnostics in order with what the workers write; a full pipe does not hold them up."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self._relay = relay
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._relay.say(f"daemon: {record.getMessage()}")
+
+
+def main() -> int:
+    """Run the daemon with the settings from standard input; returns its exit code."""
+    config()  # sets the level of diagnostics
+    try:
+        return Daemon(DaemonSettings.read(_START_S)).run()
+    except WireError as error:
+        print(f"kvhvdrun: the daemon could not be started: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

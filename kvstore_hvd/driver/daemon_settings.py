@@ -1,0 +1,82 @@
+"""What the launcher tells a daemon at its start: one line of JSON on the daemon's standard input.
+
+Not in its command line or its environment, which others may be able to read: there is a secret in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvstore_hvd.messages import check
+from kvstore_hvd.wire import WireError
+
+__all__ = ["DaemonSettings"]
+
+_LONGEST = 1 << 16
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "settings": {
+        "address": (str, int),
+        "secret": str,
+        "job": str,
+        "host": str,
+        "last_words_fd": {None, int},
+        "kill_grace_s": float,
+        "prefix": bool,
+    }
+}
+
+
+@dataclass(frozen=True)
+class DaemonSettings:
+    """How a daemon finds its launcher, and how it treats its workers."""
+
+    address: tuple[str, int]  # of the launcher
+    secret: bytes
+    job: str
+    host: str  # its name, as the user wrote it
+    last_words_fd: int | None  # the launcher's standard error, for the case that the launcher is gone
+    kill_grace_s: float  # seconds between SIGTERM and SIGKILL
+    prefix: bool  # put '[id] ' before lines of output
+
+    def line(self) -> bytes:
+        """The line for the daemon's standard input."""
+        return json.dumps({**asdict(self), "secret": self.secret.hex()}).encode() + b"\n"
+
+    @classmethod
+    def read(cls, timeout_s: float) -> DaemonSettings:
+        """Read them from standard input, which is empty from then on.
+
+        Raises
+        ------
+        WireError
+            They did not come in time, or are not what they should be.
+        """
+        try:
+            values = json.loads(_first_line(timeout_s))
+            check({"t": "settings", **values}, _FIELDS)
+            return cls(**{**values, "address": tuple(values["address"]), "secret": bytes.fromhex(values["secret"])})
+        except (ValueError, TypeError) as error:
+            raise WireError(f"its settings cannot be understood: {error}.") from None
+
+
+def _first_line(timeout_s: float) -> bytes:
+    deadline = time.monotonic() + timeout_s
+    line = b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or len(line) > _LONGEST or not select.select([0], [], [], left)[0]:
+            raise WireError("its settings did not come.")
+        data = os.read(0, _LONGEST)
+        if not data:
+            raise WireError("standard input ended before its settings had come.")
+        line += data
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return line

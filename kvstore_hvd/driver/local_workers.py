@@ -1,0 +1,142 @@
+"""The workers of one daemon: their processes, their streams, and their lines to the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from kvstore_hvd.launcher import processes
+from kvstore_hvd.launcher.output import Tail
+from kvstore_hvd.launcher.relay import Relay
+from kvstore_hvd.wire import Connection
+
+__all__ = ["LocalWorker", "LocalWorkers", "NotStarted"]
+
+# A worker says a few messages in each epoch. One that says more than this in a second is out of its mind.
+_MAX_MESSAGES = 200
+_WINDOW_S = 1.0
+
+
+class NotStarted(Exception):
+    """A worker cannot be started; the text says why."""
+
+
+@dataclass
+class LocalWorker:
+    """One running worker; its process id is also that of its group and session."""
+
+    id: int
+    pid: int = 0
+    code: int | None = None  # exit code, or -signal; None while it runs
+    tail: Tail = field(default_factory=Tail)  # of its stderr
+    line: Connection | None = None
+    kill_at: float | None = None
+    _said: int = 0
+    _since: float = 0.0
+
+    def says_too_much(self, count: int, now: float) -> bool:
+        """Count messages that it has sent; whether they are more than any worker has reason to send."""
+        if now >= self._since + _WINDOW_S:
+            self._said, self._since = 0, now
+        self._said += count
+        return self._said > _MAX_MESSAGES
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its group, as a terminal would."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, number)
+
+
+class LocalWorkers:
+    """All workers that run here, by their ids.
+
+    Parameters
+    ----------
+    relay : Relay
+        Carries what they write.
+    guard : Guard
+        Kills them when this process is killed.
+    prefix : bool
+        Whether to put ``[id]`` before each line that they write.
+    """
+
+    def __init__(self, relay: Relay, guard: processes.Guard, prefix: bool) -> None:
+        self._relay = relay
+        self._guard = guard
+        self._prefix = prefix
+        self._running: dict[int, LocalWorker] = {}
+        self._used: set[int] = set()
+
+    def __iter__(self) -> Iterator[LocalWorker]:
+        return iter(list(self._running.values()))
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def get(self, worker: int) -> LocalWorker | None:
+        """The worker with this id, if it runs."""
+        return self._running.get(worker)
+
+    def has_been_used(self, worker: int) -> bool:
+        """Whether a worker with this id has been started before, or tried."""
+        return worker in self._used
+
+    @property
+    def sessions(self) -> list[int]:
+        """Sessions of the workers that run."""
+        return [worker.pid for worker in self._running.values()]
+
+    def start(
+        self, worker: int, command: Sequence[str], environment: dict[str, str], cores: Sequence[int]
+    ) -> LocalWorker:
+        """Start a worker.
+
+        Raises
+        ------
+        NotStarted
+            The command cannot be executed, or there is not enough of something.
+        """
+        self._used.add(worker)
+        started = LocalWorker(worker)
+        prefix = f"[{worker}] ".encode() if self._prefix else b""
+        try:
+            with ExitStack() as ends:
+                stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                ends.callback(os.close, stdin)
+                stdout = self._relay.connect(1, prefix)
+                ends.callback(os.close, stdout)
+                stderr = self._relay.connect(2, prefix, started.tail.add)
+                ends.callback(os.close, stderr)
+                started.pid = processes.spawn(command, environment, stdin, stdout, stderr, cores)
+        except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+            raise NotStarted(str(error) or type(error).__name__) from None
+        self._guard.add(started.pid)
+        self._running[worker] = started
+        return started
+
+    def reap(self) -> list[LocalWorker]:
+        """Collect every child that has ended, adopted orphans too; returns the workers among them."""
+        ended = []
+        by_pid = {worker.pid: worker for worker in self._running.values()}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            worker = by_pid.get(pid)
+            if worker is None:
+                continue
+            worker.code = os.waitstatus_to_exitcode(status)
+            # What it left behind may hold locks, ports, or the pipes that we read.
+            worker.signal(signal.SIGKILL)
+            del self._running[worker.id]
+            self._guard.remove(pid)
+            ended.append(worker)
+        return ended
