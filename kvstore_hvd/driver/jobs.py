@@ -102,9 +102,8 @@ class Job:
 
     def host_lost(self, host: str, text: str, now: float) -> None:
         """All workers of a host are gone, because of what `text` says."""
-        for worker in self._roster.running:
-            if worker.slot.host == host:
-                self._ended(worker, -signal.SIGKILL, (), now, text)
+        workers = [worker for worker in self._roster.running if worker.slot.host == host]
+        self._ended(workers, -signal.SIGKILL, (), now, text)
         self._decide(now)
 
     def started(self, number: int, pid: int, now: float) -> None:
@@ -118,7 +117,7 @@ class Job:
         """A worker has ended, with the exit code or minus the signal that killed it, and these last lines on stderr."""
         worker = self._roster.get(number)
         if worker is not None and worker.code is None:
-            self._ended(worker, code, lines, now)
+            self._ended([worker], code, lines, now)
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
@@ -132,13 +131,13 @@ class Job:
         worker = self._roster.get(number)
         if worker is None:
             raise ValueError(f"there is no worker {number}")
+        if not worker.alive or self._over:
+            return  # its last words
         kind = message["t"]
         if kind != "enter" and worker.place is None:
             raise ValueError(f"worker {number} says '{kind}' before it has called init()")
         if message.get("epoch", -1) > worker.epoch:
             raise ValueError(f"worker {number} tells of an epoch that it was not given")
-        if not worker.alive or self._over:
-            return  # its last words
         if kind == "enter":
             self._on_enter(worker, message["host"])
         elif kind == "ready":
@@ -158,7 +157,8 @@ class Job:
         if worker.leaving:
             self._tell(worker, "leave", text=_NOT_NEEDED)
         elif self._epoch.begun and not self._epoch.has(worker):
-            ranked = rank_order([*self._epoch.left, *self._newcomers(), worker])
+            others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
+            ranked = rank_order([*self._epoch.left, *others, worker])
             hosts = [w.place for w in ranked]
             self._tell(worker, "place", rank=ranked.index(worker), size=len(ranked), hosts=hosts)
 
@@ -185,19 +185,21 @@ class Job:
             self._short_since = None
             self._note("epoch_joined", epoch=epoch)
 
-    def _ended(self, worker: Worker, code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
-        in_world = self._epoch.has(worker) and not worker.killed
-        self._roster.end(worker, code, lines, lost)
-        self._note("worker_exited", worker=worker.id, code=code, lines=list(lines))
-        if worker.leaving:
-            return
-        if code == 0:
-            self._succeeded = True
-        else:
-            self._on_crash(worker, now)
-        # Who has finished and ends after that takes nothing with it that the others need; if it does, they say so.
-        if in_world and (self._epoch.phase is Phase.MEETING or (code != 0 and not worker.finished)):
-            self._void("lost", f"worker {worker.id} ({worker.slot}) {worker.ending}", now)
+    def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
+        missed = [worker for worker in workers if self._epoch.has(worker) and not worker.killed]
+        for worker in workers:
+            self._roster.end(worker, code, lines, lost)
+            self._note("worker_exited", worker=worker.id, code=code, lines=list(lines))
+            if worker.leaving:
+                continue
+            if code == 0:
+                self._succeeded = True
+            else:
+                self._on_crash(worker, now)
+        for worker in missed:
+            # Who has finished and ends after that takes nothing with it that the others need; if it does, they say so.
+            if self._epoch.phase is Phase.MEETING or (code != 0 and not worker.finished):
+                self._void("lost", f"worker {worker.id} ({worker.slot}) {worker.ending}", now)
 
     def _on_crash(self, worker: Worker, now: float) -> None:
         if worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S:
@@ -264,7 +266,7 @@ class Job:
             if worker.act_at is None or now < worker.act_at:
                 continue
             if worker.killed:
-                self._ended(worker, -signal.SIGKILL, (), now)
+                self._ended([worker], -signal.SIGKILL, (), now)
             elif worker.told_to_end:
                 self._kill(worker, "it did not leave", now)
             else:
