@@ -24,6 +24,7 @@ __all__ = ["Job"]
 _LOST = ("lost", "timeout", "meeting")
 # A worker that has been in a world for so long was not what made its slot crash before.
 _LONG_LIFE_S = 600.0
+_EXIT_FAILED = 1
 _NOT_NEEDED = "this worker is not needed any more"
 # A worker that the kernel has not ended so long after SIGKILL is taken for gone: it will not run again.
 _KILL_TAKES_S = 5.0
@@ -78,6 +79,11 @@ class Job:
         """All workers."""
         return self._roster
 
+    @property
+    def slots(self) -> Slots:
+        """The slots that there are now."""
+        return self._slots
+
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
         times = [self._epoch.kill_at]
@@ -105,6 +111,15 @@ class Job:
         workers = [worker for worker in self._roster.running if worker.slot.host == host]
         self._ended(workers, -signal.SIGKILL, (), now, text)
         self._decide(now)
+
+    def give_up(self, text: str) -> None:
+        """There is a reason outside of it to end the job."""
+        if not self._over:
+            self._end(Reason(_EXIT_FAILED, text))
+
+    def stop(self) -> None:
+        """The user ends the job: decide nothing any more."""
+        self._over = True
 
     def started(self, number: int, pid: int, now: float) -> None:
         """A worker runs."""
