@@ -154,7 +154,7 @@ class Job:
         if message.get("epoch", -1) > worker.epoch:
             raise ValueError(f"worker {number} tells of an epoch that it was not given")
         if kind == "enter":
-            self._on_enter(worker, message["host"])
+            self._on_enter(worker, message["host"], now)
         elif kind == "ready":
             self._on_ready(worker, message, now)
         elif kind == "joined":
@@ -166,12 +166,16 @@ class Job:
 
     # -- What workers say -----------------------------------------------------------------------------------------
 
-    def _on_enter(self, worker: Worker, host: Sequence[str]) -> None:
+    def _on_enter(self, worker: Worker, host: Sequence[str], now: float) -> None:
         worker.place = (host[0], host[1])
         self._note("worker_entered", worker=worker.id)
         if worker.leaving:
             self._tell(worker, "leave", text=_NOT_NEEDED)
-        elif self._epoch.begun and not self._epoch.has(worker):
+        elif not self._epoch.begun:
+            # There is nobody yet whom it could keep waiting while it prepares: it waits for the first world at once.
+            worker.ready = True
+            self._epoch.expect(now, "start")
+        elif not self._epoch.has(worker):
             others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
             ranked = rank_order([*self._epoch.left, *others, worker])
             hosts = [w.place for w in ranked]
@@ -186,10 +190,8 @@ class Job:
             if self._epoch.phase is Phase.MEETING or cause in _LOST:
                 self._void(cause, message["text"], now)
             self._epoch.expect(now, cause)
-        elif self._epoch.begun:
-            self._note("newcomer_ready", worker=worker.id)
         else:
-            self._epoch.expect(now, cause)
+            self._note("newcomer_ready", worker=worker.id)
 
     def _on_joined(self, worker: Worker, epoch: int, now: float) -> None:
         if epoch != self._epoch.number or self._epoch.phase is not Phase.MEETING:

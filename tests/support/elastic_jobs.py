@@ -54,11 +54,13 @@ class Play:
         self.say(worker, "enter", host=["name", identity])
 
     def ready(self, worker: int, cause: str = "lost", epoch: int | None = None) -> None:
-        """A worker waits for its next world."""
+        """A worker waits for its next world: the first one of a job from init() on, others when it says so."""
         known = self.job.workers.get(worker)
         assert known is not None
         if known.place is None:
             self.enter(worker)
+            if known.ready or known.epoch >= 0:
+                return
         cause = "start" if known.epoch < 0 else cause
         self.say(worker, "ready", epoch=known.epoch if epoch is None else epoch, cause=cause, text="")
 

@@ -46,7 +46,7 @@ class FakeWorker:
         self.steps = 0
         self.epoch = -1
         self.update = 0
-        self.void = False
+        self.lost = -1  # the last epoch that is void
         self.inbox: list[dict[str, Any]] = []
         if "deaf" in acts:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -83,44 +83,45 @@ class FakeWorker:
             if message["t"] in ("leave", "fail") and "deaf" not in self.acts:
                 print(f"{message['t']}: {message['text']}", flush=True)
                 raise Left(message["t"])
-            if message["t"] == "void" and message["epoch"] == self.epoch:
-                self.void = True
+            if message["t"] == "void":
+                self.lost = max(self.lost, message["epoch"])
             if message["t"] == "updated":
                 self.update = message["result"]
 
-    def take(self, kind: str) -> dict[str, Any] | None:
-        """The newest message of this type that has come; those before it count no more."""
-        found = [message for message in self.inbox if message["t"] == kind]
-        if not found:
-            return None
-        del self.inbox[: self.inbox.index(found[-1]) + 1]
-        return found[-1]
+    def take(self, *kinds: str) -> dict[str, Any]:
+        """Wait for a message of these types; those before it count no more."""
+        while True:
+            for position, message in enumerate(self.inbox):
+                if message["t"] in kinds:
+                    del self.inbox[: position + 1]
+                    return message
+            self.hear(1.0)
 
-    def wait_for_world(self, cause: str) -> dict[str, Any]:
+    def first_world(self) -> dict[str, Any]:
+        """Enter the job; the first world."""
+        self.moment("enter")
+        self.say("enter", host=["fake", "fake"])
+        answer = self.take("place", "world")
+        return answer if answer["t"] == "world" else self.next_world("start")
+
+    def next_world(self, cause: str) -> dict[str, Any]:
         """Say that a world is waited for; the next one that is given."""
         self.moment("ready")
         self.say("ready", epoch=self.epoch, cause=cause, text="")
-        while True:
-            world = self.take("world")
-            if world is not None:
-                self.epoch, self.void, self.update = world["epoch"], False, 0
-                return world
-            self.hear(1.0)
+        return self.take("world")
 
     def run(self) -> None:
         """Train."""
-        self.moment("enter")
-        self.say("enter", host=["fake", "fake"])
-        cause = "start"
+        world = self.first_world()
         while True:
-            world = self.wait_for_world(cause)
+            self.epoch, self.update = world["epoch"], 0
             print(f"epoch {world['epoch']} rank {world['rank']} of {world['size']}", flush=True)
             self.moment("world")
             self.say("joined", epoch=self.epoch)
-            lost = self.train()
-            if not lost:
+            cause = self.train()
+            if not cause:
                 break
-            cause = lost
+            world = self.next_world(cause)
         print(f"done after {self.steps} steps", flush=True)
         self.say("finished")
         self.end(int(self.acts.get("exit", "0")))
@@ -136,7 +137,7 @@ class FakeWorker:
             end = time.monotonic() + _STEP_S
             while (left := end - time.monotonic()) > 0:
                 self.hear(left)
-                if self.void:
+                if self.lost >= self.epoch:
                     return "lost"
             self.steps += 1
             if self.update:

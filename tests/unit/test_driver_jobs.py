@@ -228,8 +228,7 @@ def test_workers_of_a_machine_are_neighbours_and_the_oldest_machine_is_first() -
     play = Play({"a": 2, "b": 2}, min_np=1)
     for worker, identity in ((2, "y"), (3, "y"), (0, "x"), (1, "x")):
         play.enter(worker, identity)
-    play.begin()
-    assert play.members == [0, 1, 2, 3]
+    assert play.meet() == [0, 1, 2, 3]
     play.kill(0)
     play.enter(4, "x")
     play.kill(1)
@@ -658,7 +657,7 @@ def test_too_many_resets() -> None:
 
 
 def test_words_out_of_place_change_nothing() -> None:
-    play = Play({"a": 1}, min_np=1)
+    play = Play({"a": 2}, min_np=1)
     seen = len(play.seen)
     with pytest.raises(ValueError, match="there is no worker 7"):
         play.say(7, "finished")

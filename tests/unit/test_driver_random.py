@@ -32,7 +32,7 @@ class Actor:
         self.outbox: deque[Any] = deque()  # messages, then perhaps an exit code
         self.stopped = False
         self.code: int | None = None
-        self.entered = self.in_init = self.waiting = self.training = False
+        self.entered = self.placed = self.waiting = self.meeting = self.training = False
         self.asked = 0  # to come to a commit
         self.epoch = -1
 
@@ -55,8 +55,10 @@ class Actor:
         kind = message["t"]
         if kind == "world":
             assert self.waiting, "a world for a worker that does not wait"
-            self.epoch, self.waiting, self.in_init = message["epoch"], False, False
-            self.meeting = True
+            self.epoch, self.waiting, self.meeting = message["epoch"], False, True
+        elif kind == "place":
+            assert self.waiting, "a place for a worker that does not ask for one"
+            self.waiting, self.placed = False, True
         elif kind == "void":
             if message["epoch"] == self.epoch and (self.training or self.meeting):
                 self.meeting = False
@@ -68,15 +70,14 @@ class Actor:
         elif kind == "fail":
             self.exit(1)
 
-    meeting = False
-
     def go_on(self, well: bool) -> None:
         """Do something of one's own."""
         rng = self.rng
         if not self.entered:
-            self.entered = self.in_init = True
+            self.entered = self.waiting = True  # for the first world, or a place
             self.say("enter", host=["name", self.identity])
-        elif self.epoch < 0 and not self.waiting:
+        elif self.placed:
+            self.placed = False
             self.wait("start")
         elif self.meeting:
             self.meeting = False
