@@ -310,6 +310,13 @@ class Config:
     kill_grace_s: float = _knob(
         _seconds, 5.0, "KVHVD_KILL_GRACE", doc="kvhvdrun: seconds between SIGTERM and SIGKILL when it ends workers."
     )
+    elastic_timeout_s: float = _knob(
+        _seconds,
+        600.0,
+        "KVHVD_ELASTIC_TIMEOUT",
+        "HOROVOD_ELASTIC_TIMEOUT",
+        doc="kvhvdrun: seconds that an elastic job waits for enough workers.",
+    )
     # Set by kvhvdrun for its workers; not meant to be set by hand.
     rank: int | None = _knob(_count, None, "KVHVD_RANK", doc="Set by kvhvdrun: this worker's rank.")
     size: int | None = _knob(_count, None, "KVHVD_SIZE", doc="Set by kvhvdrun: number of workers.")

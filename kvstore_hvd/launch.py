@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd.config import Config, config, environment
+from kvstore_hvd.driver.driver import ElasticDriver
+from kvstore_hvd.driver.options import add_elastic_options, elastic_plan, is_elastic
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.launcher.as_horovod import through_this_package
 from kvstore_hvd.launcher.capacity import check_count
 from kvstore_hvd.launcher.check_build import build_report
 from kvstore_hvd.launcher.config_file import read_options
 from kvstore_hvd.launcher.console import check_streams, say, write_all
-from kvstore_hvd.launcher.hosts import count_slots, hosts_of_file, hosts_of_option
+from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
 from kvstore_hvd.launcher.plan import Limits, Plan, StartError, WorkerPlan
-from kvstore_hvd.launcher.processes import usable_cores
+from kvstore_hvd.launcher.processes import share_of_cores, usable_cores
 from kvstore_hvd.launcher.supervisor import Supervisor
 
 __all__ = ["main"]
@@ -72,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.check_build:
             _print(build_report())
             return 0
+        if is_elastic(options):
+            return ElasticDriver(elastic_plan(options, *_program(options))).run()
         return Supervisor(_plan(options)).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
@@ -114,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-cb", "--check-build", action="store_true", help="say what is installed and what can be used, and do no more"
     )
+    add_elastic_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
     return parser
 
@@ -125,9 +130,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.config_file is None:
         return options
     names = {
-        next(text for text in action.option_strings if text.startswith("--"))[2:]: action
+        text[2:]: action
         for action in parser._actions
-        if action.dest not in ("help", "command", "config_file", "check_build")
+        for text in action.option_strings
+        if text.startswith("--") and action.dest not in ("help", "config_file", "check_build")
     }
     flags = [name for name, action in names.items() if action.nargs == 0]
     of_file = read_options(options.config_file, [name for name in names if name not in flags], flags)
@@ -139,16 +145,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command of every worker, and the variables that all of them have."""
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
     if options.as_horovod:
         command = through_this_package(command)
-    count = _worker_count(options)
-    # A pipe from each stream of each worker, and a file to each.
-    check_count(count, streams=2 if options.output_filename is None else 4)
-    cfg = config()
     inherited = {
         name: value
         for name, value in environment().items()
@@ -161,6 +164,15 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.timeline_filename is not None:
         _set_timeline(inherited, options.timeline_filename)
     command[0] = _executable(command, inherited)
+    return command, inherited
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    command, inherited = _program(options)
+    count = _worker_count(options)
+    # A pipe from each stream of each worker, and a file to each.
+    check_count(count, streams=2 if options.output_filename is None else 4)
+    cfg = config()
     cores = usable_cores()
     notes = []
     if count > 1:
@@ -188,7 +200,7 @@ def _plan(options: argparse.Namespace) -> Plan:
                 "KVHVD_SECRET": secret,
                 "KVHVD_EPOCH": "0",
             },
-            _share(cores, rank, count) if options.bind_cores else (),
+            share_of_cores(cores, rank, count) if options.bind_cores else (),
         )
         for rank in range(count)
     ]
@@ -205,14 +217,12 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 def _is_of_outer_job(name: str) -> bool:
     """Whether a variable describes a worker of a kvhvdrun around us."""
-    return name in ("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL_RANK", "KVHVD_LOCAL_SIZE", "KVHVD_SECRET", "KVHVD_EPOCH")
-
-
-def _share(cores: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
-    """The cores of one worker: equal runs of neighbours; with more workers than cores, one core each, in turn."""
-    if count >= len(cores):
-        return (cores[rank % len(cores)],)
-    return tuple(cores[rank * len(cores) // count : (rank + 1) * len(cores) // count])
+    return name.startswith(("KVHVD_LOCAL_", "KVHVD_DAEMON", "KVHVD_WORKER")) or name in (
+        "KVHVD_RANK",
+        "KVHVD_SIZE",
+        "KVHVD_SECRET",
+        "KVHVD_EPOCH",
+    )
 
 
 def _set_timeline(variables: dict[str, str], path: str) -> None:
@@ -231,9 +241,9 @@ def _worker_count(options: argparse.Namespace) -> int:
     if options.hosts is not None and options.hostfile is not None:
         raise LaunchError(message("both -H and --hostfile name hosts.", fix="give one of them."))
     if options.hosts is not None:
-        slots = count_slots(hosts_of_option(options.hosts))
+        slots = _slots(hosts_of_option(options.hosts))
     elif options.hostfile is not None:
-        slots = count_slots(hosts_of_file(options.hostfile))
+        slots = _slots(hosts_of_file(options.hostfile))
     if options.num_proc is None:
         if slots is None:
             raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
@@ -251,6 +261,13 @@ def _worker_count(options: argparse.Namespace) -> int:
             message(f"-np {count}, but the hosts have {slots} slots.", fix="give more slots, as in -H localhost:N.")
         )
     return count
+
+
+def _slots(entries: Sequence[str]) -> int:
+    """How many workers these hosts take; each must be this host."""
+    hosts = slots_of(entries)
+    refuse_others(hosts)
+    return sum(hosts.values())
 
 
 def _executable(command: Sequence[str], variables: dict[str, str]) -> str:

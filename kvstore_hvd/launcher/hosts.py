@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from collections.abc import Iterable
 
 from kvstore_hvd.errors import LaunchError, message
 
-__all__ = ["count_slots", "hosts_of_file", "hosts_of_option"]
+__all__ = ["hosts_of_file", "hosts_of_option", "is_here", "refuse_others", "slots_of"]
 
 _ENTRY = re.compile(
     r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d+)|\s+slots\s*=\s*(?P<slots>-?\d+))?(?:\s+max_slots\s*=\s*\d+)?"
@@ -39,37 +40,52 @@ def hosts_of_file(path: str) -> list[str]:
     return entries
 
 
-def count_slots(entries: Iterable[str]) -> int:
-    """How many workers these hosts take; each must be this host.
+def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
+    """The hosts of these entries, in their order, each with its number of slots; `default` where none is given.
 
     Raises
     ------
     LaunchError
-        An entry is not of the form, names another host, has no slots, or has been there before.
+        An entry is not of the form, has no slots, or its host has been there before.
     """
     slots: dict[str, int] = {}
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
         if match is None:
             raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix="for example -H localhost:4"))
-        host, count = match["host"].strip("[]").lower(), int(match["n"] or match["slots"] or 1)
+        host, count = match["host"].strip("[]").lower(), int(match["n"] or match["slots"] or default)
         if count < 1:
             raise LaunchError(
                 message(f"'{entry}': a host takes at least 1 worker.", fix="give it a slot, or leave the host away.")
             )
         if host in slots:
             raise LaunchError(message(f"the host '{host}' is named twice.", fix="add its slots up in one entry."))
-        if not _is_here(host):
+        slots[host] = count
+    return slots
+
+
+def refuse_others(hosts: Iterable[str]) -> None:
+    """Refuse hosts that are not this one.
+
+    Raises
+    ------
+    LaunchError
+        One of them is not.
+    """
+    for host in hosts:
+        if not is_here(host):
             raise LaunchError(
                 message(
                     f"'{host}' is another host, and several hosts are not supported yet.",
                     fix=f"start on this host: -H localhost:N, or leave -H away; this host is '{socket.gethostname()}'.",
                 )
             )
-        slots[host] = count
-    return sum(slots.values())
 
 
-def _is_here(host: str) -> bool:
-    name = socket.gethostname().lower()
-    return host in ("localhost", "127.0.0.1", "::1", name, name.partition(".")[0])
+def is_here(host: str) -> bool:
+    """Whether a name, in small letters, is one of this host: its own, localhost, or an address of the loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        name = socket.gethostname().lower()
+        return host in ("localhost", name, name.partition(".")[0])

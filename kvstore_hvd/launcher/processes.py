@@ -17,7 +17,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Guard", "adopt_orphans", "descends_from", "job_processes", "kill_job", "spawn", "usable_cores"]
+__all__ = [
+    "Guard",
+    "adopt_orphans",
+    "descends_from",
+    "job_processes",
+    "kill_job",
+    "share_of_cores",
+    "spawn",
+    "usable_cores",
+]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -50,12 +59,15 @@ def spawn(
     stdout: int | None,
     stderr: int | None,
     cores: Iterable[int] = (),
+    *,
+    outlives: bool = False,
+    keep: Iterable[int] = (),
 ) -> int:
     """Start a worker in its own session; returns its process id, which is also its group and session.
 
-    `stdin`, `stdout` and `stderr` are descriptors, or None to share the launcher's. `cores` pins the worker. The
-    caller reaps the process with waitpid. Must be called from the launcher's main thread: the worker dies with the
-    thread that started it.
+    `stdin`, `stdout` and `stderr` are descriptors, or None to share the launcher's; it has those of `keep` too. `cores`
+    pins the worker. The caller reaps the process with waitpid. Must be called from the launcher's main thread: the
+    worker dies with the thread that started it, unless it `outlives` the launcher.
 
     Raises
     ------
@@ -71,9 +83,10 @@ def spawn(
         for number in caught:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher:  # it died before the call
-            os._exit(1)
+        if not outlives:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != launcher:  # it died before the call
+                os._exit(1)
         if pinned:
             os.sched_setaffinity(0, pinned)
 
@@ -85,6 +98,7 @@ def spawn(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
+            pass_fds=tuple(keep),
             preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
         )
     process.returncode = 0  # reaped by our own waitpid; the object must not wait too
@@ -233,3 +247,10 @@ def usable_cores() -> list[int]:
     except (OSError, ValueError):
         pass  # no limit, or another version of control groups
     return cores
+
+
+def share_of_cores(cores: Sequence[int], place: int, count: int) -> tuple[int, ...]:
+    """The cores of one worker: equal runs of neighbours; with more workers than cores, one core each, in turn."""
+    if count >= len(cores):
+        return (cores[place % len(cores)],)
+    return tuple(cores[place * len(cores) // count : (place + 1) * len(cores) // count])

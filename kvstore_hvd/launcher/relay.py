@@ -141,6 +141,10 @@ class Relay:
         """Put a line of the launcher's own on stderr, in order with what the workers write there."""
         LineStream(self._output(2).sink, b"").feed(f"kvhvdrun: {text}\n".encode())
 
+    def insert(self, fd: int, data: bytes) -> None:
+        """Put data before everything that waits to be written to our stream `fd`: it belongs to no line."""
+        self._output(fd).sink.pending[:0] = data
+
     def wait(self, seconds: float | None) -> None:
         """Wait until something can be read, written or shown, at most `seconds` (None: without limit), and do it."""
         now = time.monotonic()

@@ -5,14 +5,41 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvstore_hvd.launcher.output import Tail
 
-__all__ = ["Worker", "Workers"]
+__all__ = ["Worker", "Workers", "exit_code", "first_culprit", "how_it_ended"]
+
+_W = TypeVar("_W")
 
 # Not the first cause of a failure: a worker that ends with it tells of another's end.
 _SECONDARY = b"PeerLostError"
+
+
+def exit_code(code: int) -> int:
+    """The exit code as a shell gives it: 128 + n when signal n killed a process, which is -n here."""
+    return code if code >= 0 else 128 - code
+
+
+def how_it_ended(code: int) -> str:
+    """How a process with this exit code (or -signal) ended, as the end of a sentence."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def first_culprit(failed: Sequence[_W], last_lines: Callable[[_W], Iterable[bytes]]) -> _W | None:
+    """The first of those that failed, in the order of their ends, whose last lines do not tell of another's end."""
+    for worker in failed:
+        if not any(_SECONDARY in line for line in last_lines(worker)):
+            return worker
+    return failed[0] if failed else None
 
 
 @dataclass
@@ -27,20 +54,13 @@ class Worker:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell gives it: 128 + n when signal n killed it."""
-        code = self.code or 0
-        return code if code >= 0 else 128 - code
+        """The exit code as a shell gives it."""
+        return exit_code(self.code or 0)
 
     @property
     def ending(self) -> str:
         """How it ended, as the end of a sentence."""
-        code = self.code or 0
-        if code >= 0:
-            return f"exited with code {code}"
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
+        return how_it_ended(self.code or 0)
 
 
 class Workers:
@@ -95,7 +115,4 @@ class Workers:
     def culprit(self) -> Worker | None:
         """The worker whose failure came first, not counting those that failed because another did."""
         failed = [worker for worker in self._ended if worker.code and not worker.ended_by_us]
-        for worker in failed:
-            if not any(_SECONDARY in line for line in worker.tail.lines()):
-                return worker
-        return failed[0] if failed else None
+        return first_culprit(failed, lambda worker: worker.tail.lines())

@@ -18,6 +18,7 @@ from kvstore_hvd import launch, native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
+from kvstore_hvd.launcher.processes import share_of_cores
 
 # -- Output -------------------------------------------------------------------------------------------------------
 
@@ -452,4 +453,4 @@ def test_one_worker_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_shares_of_cores(cores: list[int], count: int, shares: list[tuple[int, ...]]) -> None:
-    assert [launch._share(cores, rank, count) for rank in range(count)] == shares
+    assert [share_of_cores(cores, rank, count) for rank in range(count)] == shares

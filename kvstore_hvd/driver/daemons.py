@@ -1,0 +1,231 @@
+"""The launcher's side of its daemons: one process and one line for each host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import kvstore_hvd
+from kvstore_hvd.driver.connections import Connections
+from kvstore_hvd.driver.daemon_settings import DaemonSettings
+from kvstore_hvd.launcher import processes
+from kvstore_hvd.launcher.relay import Relay
+from kvstore_hvd.launcher.workers import how_it_ended
+from kvstore_hvd.log import logger
+from kvstore_hvd.messages import DAEMON, IDENTITIES, check
+from kvstore_hvd.wire import Connection, WireError
+
+__all__ = ["Daemons"]
+
+_BEAT_S = 0.5
+# More than a daemon waits before it ends everything on its host because it hears nothing of us.
+_LEASE_S = 3.0
+_START_S = 20.0
+# A line that ends because its daemon died is followed by the news of that.
+_NEWS_S = 0.5
+
+# The folder that the program was started from must not come before everything else in the daemon's path: files in it
+# may have names of modules.
+_PROGRAM = "import sys; sys.path[0:1] = []; sys.path.append(sys.argv[1]); "
+_PROGRAM += "from kvstore_hvd.driver.daemon import main; sys.exit(main())"
+
+
+@dataclass
+class _Daemon:
+    host: str
+    pid: int
+    heard_at: float
+    line: Connection | None = None
+    unsent: list[dict[str, Any]] = field(default_factory=list)  # while there is no line yet
+    fault: str = ""  # how the line ended
+    ending: bool = False  # it was told to end
+    code: int | None = None
+
+
+class Daemons:
+    """All daemons of a job.
+
+    Parameters
+    ----------
+    settings : DaemonSettings
+        What each is told at its start, but for the name of its host.
+    environment : dict
+        Theirs.
+    relay : Relay
+        Carries what they write.
+    connections : Connections
+        Attends to their lines.
+    """
+
+    def __init__(
+        self, settings: DaemonSettings, environment: dict[str, str], relay: Relay, connections: Connections
+    ) -> None:
+        self._settings = settings
+        self._environment = environment
+        self._relay = relay
+        self._connections = connections
+        self._running: dict[str, _Daemon] = {}
+        self._beat_at = 0.0
+        self.sessions: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    # -- Starting -------------------------------------------------------------------------------------------------
+
+    def start(self, host: str, now: float) -> None:
+        """Start the daemon of a host, if there is none.
+
+        Raises
+        ------
+        OSError
+            It cannot be started.
+        """
+        if host in self._running:
+            return
+        with ExitStack() as ends:
+            stdin, write = os.pipe()
+            ends.callback(os.close, stdin)
+            ends.callback(os.close, write)
+            stdout = self._relay.connect(1, b"")
+            ends.callback(os.close, stdout)
+            stderr = self._relay.connect(2, b"")
+            ends.callback(os.close, stderr)
+            command = [sys.executable, "-c", _PROGRAM, os.path.dirname(os.path.dirname(kvstore_hvd.__file__))]
+            last_words = os.dup(2)
+            ends.callback(os.close, last_words)
+            settings = replace(self._settings, host=host, last_words_fd=last_words)
+            pid = processes.spawn(command, self._environment, stdin, stdout, stderr, outlives=True, keep=[last_words])
+            os.write(write, settings.line())  # far less than a pipe holds
+        self._running[host] = _Daemon(host, pid, now)
+        self.sessions.append(pid)
+
+    def admit(self, line: Connection, now: float) -> None:
+        """Take a connection that knows the secret for a daemon's, if it is from one that has none."""
+        try:
+            identity = line.identity or {}
+            check(identity, {"daemon": IDENTITIES["daemon"]}, "role")
+            daemon = self._running.get(identity["host"])
+            if daemon is None or daemon.pid != identity["pid"] or daemon.line is not None or daemon.fault:
+                raise WireError("it is not a daemon that is waited for.")
+        except WireError as error:
+            logger.info("refused a connection: %s", error)
+            line.close()
+            return
+        daemon.line, daemon.heard_at = line, now
+        self._connections.add(line)
+        for message in daemon.unsent:
+            line.send(message)
+        daemon.unsent.clear()
+
+    # -- Sending --------------------------------------------------------------------------------------------------
+
+    def send(self, host: str, message: dict[str, Any]) -> None:
+        """Say something to the daemon of a host; without effect if it is lost.
+
+        Raises
+        ------
+        WireError
+            The message is too long.
+        """
+        daemon = self._running.get(host)
+        if daemon is None or daemon.fault:
+            return
+        if daemon.line is None:
+            daemon.unsent.append(message)
+        else:
+            daemon.line.send(message)
+
+    def send_all(self, message: dict[str, Any]) -> None:
+        """Say something to all of them."""
+        for host in list(self._running):
+            self.send(host, message)
+
+    def end(self, text: str) -> None:
+        """Have all of them end their workers and themselves."""
+        for daemon in self._running.values():
+            daemon.ending = True
+        self.send_all({"t": "end", "text": text})
+
+    def kill(self) -> None:
+        """Kill them, and their workers with them."""
+        for daemon in self._running.values():
+            _kill(daemon)
+
+    def forgive(self, now: float) -> None:
+        """We were stopped: what was not heard meanwhile does not count."""
+        for daemon in self._running.values():
+            daemon.heard_at = now
+
+    # -- What happens ---------------------------------------------------------------------------------------------
+
+    def hear(self, line: Connection, now: float) -> tuple[str, list[dict[str, Any]]]:
+        """The host of a connection that can be read, and what its daemon says."""
+        (daemon,) = (daemon for daemon in self._running.values() if daemon.line is line)
+        messages = []
+        try:
+            for message in line.receive():
+                check(message, DAEMON)
+                messages.append(message)
+            daemon.heard_at = now
+        except WireError as error:
+            self.refuse(daemon.host, str(error), now)
+        return daemon.host, messages
+
+    def refuse(self, host: str, fault: str, now: float) -> None:
+        """Close the line to a daemon: it ended, or said what it may not say."""
+        daemon = self._running[host]
+        if daemon.line is not None:
+            self._connections.close(daemon.line)
+        daemon.line, daemon.fault, daemon.heard_at = None, fault.rstrip("."), now
+
+    def reaped(self, pid: int, code: int) -> None:
+        """A child of ours has ended."""
+        for daemon in self._running.values():
+            if daemon.pid == pid:
+                daemon.code = code
+
+    def act_on_time(self, now: float, lost: Callable[[str, str], None]) -> None:
+        """Send beats, and give up daemons: `lost` is called with the host of each and what happened to it."""
+        if now >= self._beat_at:
+            self._beat_at = now + _BEAT_S
+            for daemon in self._running.values():
+                if daemon.line is not None:
+                    daemon.line.send({"t": "beat"})
+        for host, daemon in list(self._running.items()):
+            why = _fate(daemon, now)
+            if not why:
+                continue
+            _kill(daemon)
+            if daemon.line is not None:
+                self._connections.close(daemon.line)
+            del self._running[host]
+            lost(host, why)
+
+    def deadline(self) -> float:
+        """When `act_on_time` has something to do."""
+        return self._beat_at
+
+
+def _fate(daemon: _Daemon, now: float) -> str:
+    """What happened to a daemon that is lost; empty while it is not."""
+    if daemon.code is not None:
+        return f"its daemon (pid {daemon.pid}) {how_it_ended(daemon.code)}"
+    silent = now - daemon.heard_at
+    if daemon.fault:
+        return f"the line to its daemon was lost: {daemon.fault}" if silent >= _NEWS_S and not daemon.ending else ""
+    if daemon.line is None:
+        return f"its daemon did not come within {_START_S:g} s" if silent >= _START_S else ""
+    return f"its daemon has said nothing for {_LEASE_S:g} s" if silent >= _LEASE_S else ""
+
+
+def _kill(daemon: _Daemon) -> None:
+    if daemon.code is None:
+        with contextlib.suppress(OSError):
+            os.killpg(daemon.pid, signal.SIGKILL)

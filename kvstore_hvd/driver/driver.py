@@ -1,0 +1,386 @@
+"""The loop of an elastic job: hears daemons, the discovery of hosts and signals, and does what the job decides."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from kvstore_hvd.driver.actions import End, Kill, Note, Start, Tell
+from kvstore_hvd.driver.connections import Connections
+from kvstore_hvd.driver.daemon_settings import DaemonSettings
+from kvstore_hvd.driver.daemons import Daemons
+from kvstore_hvd.driver.discovery import DiscoveryError
+from kvstore_hvd.driver.events import EventLog
+from kvstore_hvd.driver.jobs import Job
+from kvstore_hvd.driver.news import event_text, news_text
+from kvstore_hvd.driver.plan import ElasticPlan
+from kvstore_hvd.driver.shares import Shares
+from kvstore_hvd.driver.status import StatusLine
+from kvstore_hvd.launcher import console, processes
+from kvstore_hvd.launcher.hosts import is_here
+from kvstore_hvd.launcher.plan import StartError
+from kvstore_hvd.launcher.relay import Relay
+from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
+from kvstore_hvd.wire import Connection, Listener, WireError
+
+__all__ = ["ElasticDriver"]
+
+_EXIT_FAILED = 1
+_EXIT_NOT_STARTED = 126
+# A daemon may take this much longer to end than its workers.
+_DAEMON_ENDS_S = 3.0
+# Once all processes are gone, how long a pipe may stay open (held by a process of another user).
+_DRAIN_S = 2.0
+
+
+class ElasticDriver:
+    """Runs one elastic job; use once. Call from the main thread, with no other threads running."""
+
+    def __init__(self, plan: ElasticPlan) -> None:
+        self._plan = plan
+        self._settings = plan.settings
+        self._stopped_s = 0.0  # for how long the job has been stopped by Ctrl-Z
+        self._job = Job(plan.settings, self._clock())
+        self._shares = Shares(plan.bind_cores, plan.environment, plan.settings.max_np)
+        self._discovery_fails_since: float | None = None
+        self._discovered = False
+        self._strange_hosts: set[str] = set()
+        self._last_event = ""
+        self._asked: int | None = None  # the first signal that asked the job to end
+        self._lost_code = 0  # exit code for output that could not be written
+        self._end: End | None = None
+        self._stop_at: float | None = None  # workers that still run are ended then
+        self._give_up_at: float | None = None  # daemons that still run are killed then
+        self._gone_at: float | None = None  # when the last daemon was gone
+        self._inbox: SignalInbox
+        self._listener: Listener
+        self._connections: Connections
+        self._relay: Relay
+        self._daemons: Daemons
+        self._log: EventLog
+        self._status: StatusLine
+
+    def run(self) -> int:
+        """Run the job to its end.
+
+        Returns
+        -------
+        int
+            128 + n when signal n asked the launcher to end. Otherwise the exit code of the job: 0 when a worker has
+            ended with 0, and all that were left then did; else that of the worker that failed first, 128 + n when
+            signal n killed it, or 1 for another reason. For a job that went well, 141 when the reader of the output
+            has gone, 1 when output was lost.
+
+        Raises
+        ------
+        StartError
+            There are too few descriptors or processes even to begin.
+        LaunchError
+            The event log cannot be made.
+        """
+        processes.adopt_orphans()
+        secret = secrets.token_bytes(32)
+        with ExitStack() as stack:
+            self._log = stack.enter_context(EventLog(self._plan.event_log))
+            stack.callback(self._plan.discovery.close)
+            try:
+                self._inbox = stack.enter_context(SignalInbox())
+                self._listener = Listener(("127.0.0.1", 0), secret, {"role": "launcher"})
+            except OSError as error:
+                raise StartError(f"the launcher could not be started: {error}.", _EXIT_NOT_STARTED) from None
+            stack.callback(self._listener.close)
+            self._connections = Connections(self._inbox, self._listener)
+            stack.callback(self._connections.close_all)
+            self._relay = Relay(self._connections.fileno())
+            stack.callback(self._relay.close)
+            self._status = StatusLine(self._relay)
+            settings = DaemonSettings(
+                self._listener.address,  # type: ignore[arg-type]
+                secret,
+                self._settings.job,
+                "",
+                None,
+                self._settings.kill_grace_s,
+                self._plan.prefix,
+            )
+            environment = {**self._plan.environment, "KVHVD_JOB": self._settings.job}
+            self._daemons = Daemons(settings, environment, self._relay, self._connections)
+            stack.callback(self._sweep)
+            while not self._done():
+                self._turn()
+            self._sweep()
+            return self._farewell()
+
+    # -- The loop -------------------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        return time.monotonic() - self._stopped_s
+
+    def _turn(self) -> None:
+        self._act_on_time(self._clock())
+        self._act()
+        workers = len(self._job.workers.running)
+        epoch = self._job.epoch
+        self._status.update(
+            f"kvhvdrun: epoch {epoch.number}, {len(epoch.left)} of {workers} workers; {self._last_event}"
+            if epoch.begun
+            else f"kvhvdrun: {workers} workers start; {self._last_event}"
+        )
+        self._connections.arm()
+        self._relay.wait(self._next_event(self._clock()))
+        self._on_signals(self._inbox.take())
+        now = self._clock()
+        for line in self._connections.ready():
+            self._hear(line, now)
+        for line in self._listener.accept():
+            self._daemons.admit(line, now)
+        self._reap()
+        for fd, error in self._relay.take_lost():
+            self._on_lost_output(fd, error)
+
+    def _next_event(self, now: float) -> float:
+        """Seconds until something must be done even if nothing happens."""
+        times = [
+            self._daemons.deadline(),
+            self._job.deadline(now),
+            self._plan.discovery.deadline() if self._end is None else None,
+            self._stop_at,
+            self._give_up_at,
+            None if self._gone_at is None else self._gone_at + _DRAIN_S,
+        ]
+        return max(0.0, min(time for time in times if time is not None) - now)
+
+    def _act_on_time(self, now: float) -> None:
+        self._daemons.act_on_time(now, lambda host, why: self._job.host_lost(host, why, now))
+        if self._end is None:
+            self._discover(now)
+            self._job.tick(now)
+        elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
+            self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
+            self._daemons.end(self._end.reason)
+        if self._give_up_at is not None and now >= self._give_up_at:
+            self._give_up_at = None
+            self._daemons.kill()
+
+    def _done(self) -> bool:
+        if self._end is None or self._stop_at is not None or self._daemons:
+            return False
+        now = self._clock()
+        if self._gone_at is None:
+            self._sweep()
+            self._gone_at = now
+        if self._relay.reading and now <= self._gone_at + _DRAIN_S:
+            return False
+        self._relay.flush()
+        self._status.erase()
+        return not self._relay.pending
+
+    def _discover(self, now: float) -> None:
+        try:
+            hosts = self._plan.discovery.poll(now)
+        except DiscoveryError as error:
+            self._note("discovery_failed", {"text": str(error)})
+            if self._discovery_fails_since is None:
+                self._discovery_fails_since = now
+            limit = self._settings.elastic_timeout_s
+            if not self._discovered:
+                self._job.give_up(f"{error}.")
+            elif now - self._discovery_fails_since >= limit:
+                self._job.give_up(f"{error}; it has failed for {limit:g} s.")
+            return
+        if hosts is None:
+            return
+        self._discovered, self._discovery_fails_since = True, None
+        for host in hosts.keys() - self._strange_hosts:
+            if not is_here(host):
+                self._strange_hosts.add(host)
+                self._say(f"'{host}' is another host, and several hosts are not supported yet; it is not used.")
+        self._job.hosts({host: count for host, count in hosts.items() if host not in self._strange_hosts}, now)
+
+    # -- What the job decides -------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        while actions := self._job.take():
+            for action in actions:
+                if isinstance(action, Note):
+                    self._note(action.event, action.fields)
+                elif isinstance(action, Start):
+                    self._start(action)
+                elif isinstance(action, Tell):
+                    self._send(action.worker, {"t": "to", "worker": action.worker, "message": action.message})
+                elif isinstance(action, Kill):
+                    number, ended = int(action.number), action.ended
+                    self._send(
+                        action.worker, {"t": "signal", "worker": action.worker, "signal": number, "ended": ended}
+                    )
+                elif self._end is None:
+                    self._begin_end(action, self._settings.survivor_time_s if action.reason else 0.0)
+
+    def _start(self, action: Start) -> None:
+        now = self._clock()
+        host = action.slot.host
+        try:
+            self._daemons.start(host, now)
+        except OSError as error:
+            self._job.host_lost(host, f"its daemon could not be started: {error}", now)
+            return
+        environment, cores = self._shares.of(action.slot, self._job.slots)
+        message = {
+            "t": "start",
+            "worker": action.worker,
+            "command": list(self._plan.command),
+            "environment": {**self._plan.environment, **environment},
+            "cores": list(cores),
+        }
+        try:
+            self._daemons.send(host, message)
+        except WireError as error:
+            self._job.exited(action.worker, _EXIT_NOT_STARTED, [f"it could not be started: {error}"], now)
+
+    def _send(self, worker: int, message: dict[str, Any]) -> None:
+        known = self._job.workers.get(worker)
+        if known is not None:
+            self._daemons.send(known.slot.host, message)
+
+    def _begin_end(self, end: End, grace_s: float) -> None:
+        """No more decisions: what still runs after the grace is ended, and then the daemons."""
+        self._end = end
+        self._stop_at = self._clock() + grace_s
+
+    # -- What happens ---------------------------------------------------------------------------------------------
+
+    def _hear(self, line: Connection, now: float) -> None:
+        host, messages = self._daemons.hear(line, now)
+        for message in messages:
+            worker = self._job.workers.get(message.get("worker", -1))
+            try:
+                if message["t"] != "beat" and (worker is None or worker.slot.host != host):
+                    raise ValueError(f"it speaks of worker {message['worker']}, which is none of its own")
+                self._take(message, now)
+            except ValueError as error:
+                self._daemons.refuse(host, str(error), now)
+                return
+
+    def _take(self, message: dict[str, Any], now: float) -> None:
+        kind = message["t"]
+        if kind == "started":
+            self._job.started(message["worker"], message["pid"], now)
+        elif kind == "not_started":
+            self._job.exited(message["worker"], _EXIT_NOT_STARTED, [message["text"]], now)
+        elif kind == "exited":
+            self._job.exited(message["worker"], message["code"], message["lines"], now)
+        elif kind == "from":
+            self._job.heard(message["worker"], message["message"], now)
+
+    def _reap(self) -> None:
+        """Collect every child that has ended, adopted orphans too."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            self._daemons.reaped(pid, code)
+            child = self._plan.discovery.child()
+            if child is not None and child.pid == pid:
+                child.code = code
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number in ENDING:
+                if number == signal.SIGINT and self._asked == signal.SIGINT:
+                    self._signal_all(signal.SIGKILL, ended=True)
+                    if self._gone_at is not None:  # only the reader of our output keeps us
+                        self._relay.drop()
+                else:
+                    self._asked = self._asked or number
+                    self._end_by(number)
+            elif number in PASSED:
+                self._signal_all(number)
+            elif number == signal.SIGTSTP:
+                self._stop()
+            elif number == signal.SIGCONT:
+                self._signal_all(signal.SIGCONT)
+            elif number == signal.SIGWINCH:
+                self._relay.resize()
+
+    def _stop(self) -> None:
+        """Ctrl-Z: stop the workers, then ourselves. Their daemons wait for us."""
+        self._signal_all(signal.SIGSTOP)
+        self._status.erase()
+        self._relay.wait(0)
+        before = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._stopped_s += time.monotonic() - before
+        self._daemons.forgive(self._clock())
+
+    def _end_by(self, number: int) -> None:
+        """A signal ends the job: the workers get it too."""
+        self._job.stop()
+        self._signal_all(number, ended=True)
+        if self._end is None:
+            self._begin_end(End(0), self._settings.kill_grace_s)
+
+    def _signal_all(self, number: int, *, ended: bool = False) -> None:
+        self._daemons.send_all({"t": "signal", "worker": None, "signal": int(number), "ended": ended})
+
+    def _on_lost_output(self, fd: int, error: OSError) -> None:
+        """One of our streams can be written no longer."""
+        if error.errno == errno.EPIPE:
+            # The reader has gone. Alone, the program would end by SIGPIPE; so does the job.
+            self._lost_code = 128 + signal.SIGPIPE
+            self._end_by(signal.SIGTERM)
+            return
+        # A full disk is no reason to lose the work as well.
+        self._lost_code = self._lost_code or _EXIT_FAILED
+        name = "standard error" if fd == 2 else "standard output"
+        self._say(f"{name} cannot be written: {error.strerror}. What the workers write there from here on is lost.")
+
+    # -- The end --------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Kill everything of the job that still runs."""
+        variable = f"KVHVD_JOB={self._settings.job}".encode()
+
+        def find() -> list[int]:
+            self._reap()
+            return processes.job_processes(variable, self._daemons.sessions, os.getpid())
+
+        processes.kill_job(find)
+
+    def _farewell(self) -> int:
+        """Say why the job has ended; returns its exit code."""
+        end = self._end or End(_EXIT_FAILED)
+        code = 128 + self._asked if self._asked is not None else end.code or self._lost_code
+        reason = f"signal {signal.Signals(self._asked).name}" if self._asked is not None else end.reason
+        self._note("job_end", {"code": code, "reason": reason})
+        if end.reason and self._asked is None:
+            block = [f"kvhvdrun: {end.reason}", *(f"    {line}" for line in end.details)]
+            start = "\n" if self._relay.within_line(2) else ""
+            with contextlib.suppress(OSError):
+                console.write_all(2, (start + "\n".join(block) + "\n").encode())
+        return code
+
+    # -- Saying ---------------------------------------------------------------------------------------------------
+
+    def _note(self, event: str, fields: dict[str, Any]) -> None:
+        self._log.write(event, fields)
+        if self._log.lost:
+            self._lost_code = self._lost_code or _EXIT_FAILED
+            self._say(self._log.lost)
+            self._log.lost = ""
+        self._last_event = event_text(event, fields)
+        text = self._last_event if self._plan.verbose else news_text(event, fields, self._job)
+        if text and event != "job_end":
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._relay.say(text)

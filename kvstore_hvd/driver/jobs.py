@@ -1,0 +1,433 @@
+"""All decisions about an elastic job, without processes, sockets or a clock of its own.
+
+Events go in, each with its time; what is to be done comes out as `actions`. Whatever the order of events, the
+decisions depend only on what is known of the workers and slots: after each event they are taken anew.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstore_hvd.driver.actions import Action, End, Kill, Note, Start, Tell
+from kvstore_hvd.driver.epochs import ADDED, REMOVED, Epoch, Phase
+from kvstore_hvd.driver.reasons import Reason, because_of, state_lost, too_few, too_many_resets
+from kvstore_hvd.driver.roster import Roster, Worker, rank_order
+from kvstore_hvd.driver.settings import Settings
+from kvstore_hvd.driver.slots import Slots
+
+__all__ = ["Job"]
+
+# Why a worker waits that tells of a lost world; with the others ('updated', 'reset') all come on their own.
+_LOST = ("lost", "timeout", "meeting")
+# A worker that has been in a world for so long was not what made its slot crash before.
+_LONG_LIFE_S = 600.0
+_EXIT_FAILED = 1
+_NOT_NEEDED = "this worker is not needed any more"
+# A worker that the kernel has not ended so long after SIGKILL is taken for gone: it will not run again.
+_KILL_TAKES_S = 5.0
+
+
+class Job:
+    """The state of a job.
+
+    Parameters
+    ----------
+    settings : Settings
+        What the user asked for.
+    now : float
+        The time; of ``time.monotonic()``, as that of every event.
+    chance : random.Random, optional
+        As for `Slots`.
+    """
+
+    def __init__(self, settings: Settings, now: float, chance: random.Random | None = None) -> None:
+        self._settings = settings
+        self._slots = Slots(settings.cooldown, chance)
+        self._roster = Roster()
+        self._epoch = Epoch(-1, (), now, settings.start_timeout_s, settings.timeout_s)
+        self._begun = False  # there were slots enough to start
+        self._succeeded = False  # a worker has ended with 0
+        self._short_since: float | None = now  # since when there are too few workers
+        self._updates = 0
+        self._over = False
+        self._actions: list[Action] = [
+            Note("job_start", {"job": settings.job, "min_np": settings.min_np, "max_np": settings.max_np})
+        ]
+
+    # -- What can be asked ----------------------------------------------------------------------------------------
+
+    def take(self) -> list[Action]:
+        """What is to be done, in order; told once."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def over(self) -> bool:
+        """Whether the end has been decided: nothing is, from then on."""
+        return self._over
+
+    @property
+    def epoch(self) -> Epoch:
+        """The last epoch that was given out."""
+        return self._epoch
+
+    @property
+    def workers(self) -> Roster:
+        """All workers."""
+        return self._roster
+
+    @property
+    def slots(self) -> Slots:
+        """The slots that there are now."""
+        return self._slots
+
+    def deadline(self, now: float) -> float | None:
+        """When `tick` must be called even if nothing happens; None for never."""
+        times = [self._epoch.kill_at]
+        if self._short_since is not None:
+            times.append(self._short_since + self._settings.elastic_timeout_s)
+        times += [worker.act_at for worker in self._roster.running]
+        if not self._finishing:
+            times.append(self._slots.next_return(now))
+        return min((time for time in times if time is not None), default=None) if not self._over else None
+
+    # -- Events ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._decide(now)
+
+    def hosts(self, hosts: Mapping[str, int], now: float) -> None:
+        """These are the hosts now, with so many slots each."""
+        for event, host, count in self._slots.update(hosts):
+            self._note(event, host=host, slots=count)
+        self._decide(now)
+
+    def host_lost(self, host: str, text: str, now: float) -> None:
+        """All workers of a host are gone, because of what `text` says."""
+        workers = [worker for worker in self._roster.running if worker.slot.host == host]
+        self._ended(workers, -signal.SIGKILL, (), now, text)
+        self._decide(now)
+
+    def give_up(self, text: str) -> None:
+        """There is a reason outside of it to end the job."""
+        if not self._over:
+            self._end(Reason(_EXIT_FAILED, text))
+
+    def stop(self) -> None:
+        """The user ends the job: decide nothing any more."""
+        self._over = True
+
+    def started(self, number: int, pid: int, now: float) -> None:
+        """A worker runs."""
+        worker = self._roster.get(number)
+        if worker is not None:
+            self._note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
+        self._decide(now)
+
+    def exited(self, number: int, code: int, lines: Sequence[str], now: float) -> None:
+        """A worker has ended, with the exit code or minus the signal that killed it, and these last lines on stderr."""
+        worker = self._roster.get(number)
+        if worker is not None and worker.code is None:
+            self._ended([worker], code, lines, now)
+        self._decide(now)
+
+    def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
+        """A worker says something: a message whose form has been checked.
+
+        Raises
+        ------
+        ValueError
+            The worker cannot say this now. Nothing has changed.
+        """
+        worker = self._roster.get(number)
+        if worker is None:
+            raise ValueError(f"there is no worker {number}")
+        if not worker.alive or self._over:
+            return  # its last words
+        kind = message["t"]
+        if kind != "enter" and worker.place is None:
+            raise ValueError(f"worker {number} says '{kind}' before it has called init()")
+        if message.get("epoch", -1) > worker.epoch:
+            raise ValueError(f"worker {number} tells of an epoch that it was not given")
+        if kind == "enter":
+            self._on_enter(worker, message["host"], now)
+        elif kind == "ready":
+            self._on_ready(worker, message, now)
+        elif kind == "joined":
+            self._on_joined(worker, message["epoch"], now)
+        elif not worker.finished:
+            worker.finished = True
+            self._note("worker_finished", worker=worker.id)
+        self._decide(now)
+
+    # -- What workers say -----------------------------------------------------------------------------------------
+
+    def _on_enter(self, worker: Worker, host: Sequence[str], now: float) -> None:
+        worker.place = (host[0], host[1])
+        self._note("worker_entered", worker=worker.id)
+        if worker.leaving:
+            self._tell(worker, "leave", text=_NOT_NEEDED)
+        elif not self._epoch.begun:
+            # There is nobody yet whom it could keep waiting while it prepares: it waits for the first world at once.
+            worker.ready = True
+            self._epoch.expect(now, "start")
+        elif not self._epoch.has(worker):
+            others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
+            ranked = rank_order([*self._epoch.left, *others, worker])
+            hosts = [w.place for w in ranked]
+            self._tell(worker, "place", rank=ranked.index(worker), size=len(ranked), hosts=hosts)
+
+    def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
+        if worker.ready or worker.leaving or message["epoch"] < worker.epoch:
+            return  # said before it knew of the world that it has been given since
+        worker.ready, worker.finished = True, False
+        cause = message["cause"]
+        if self._epoch.has(worker):
+            if self._epoch.phase is Phase.MEETING or cause in _LOST:
+                self._void(cause, message["text"], now)
+            self._epoch.expect(now, cause)
+        else:
+            self._note("newcomer_ready", worker=worker.id)
+
+    def _on_joined(self, worker: Worker, epoch: int, now: float) -> None:
+        if epoch != self._epoch.number or self._epoch.phase is not Phase.MEETING:
+            return
+        if self._epoch.joined(worker):
+            for member in self._epoch.members:
+                member.joined_at = now if member.joined_at is None else member.joined_at
+            self._short_since = None
+            self._note("epoch_joined", epoch=epoch)
+
+    def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
+        missed = [worker for worker in workers if self._epoch.has(worker) and not worker.killed]
+        for worker in workers:
+            self._roster.end(worker, code, lines, lost)
+            self._note("worker_exited", worker=worker.id, code=code, lines=list(lines))
+            if worker.leaving:
+                continue
+            if code == 0:
+                self._succeeded = True
+            else:
+                self._on_crash(worker, now)
+        for worker in missed:
+            # Who has finished and ends after that takes nothing with it that the others need; if it does, they say so.
+            if self._epoch.phase is Phase.MEETING or (code != 0 and not worker.finished):
+                self._void("lost", f"worker {worker.id} ({worker.slot}) {worker.ending}", now)
+
+    def _on_crash(self, worker: Worker, now: float) -> None:
+        if worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S:
+            self._slots.forgive(worker.slot)
+        seconds = self._slots.crashed(worker.slot, now)
+        if seconds > 0:
+            self._note("slot_blacklisted", slot=str(worker.slot), seconds=round(seconds, 3))
+
+    # -- Decisions ------------------------------------------------------------------------------------------------
+
+    @property
+    def _finishing(self) -> bool:
+        """Whether a worker is done: none is started any more, and whoever is left goes on, however few they are."""
+        return self._succeeded or any(worker.finished and worker.alive for worker in self._roster)
+
+    @property
+    def _least(self) -> int:
+        return 1 if self._finishing else self._settings.min_np
+
+    def _newcomers(self) -> list[Worker]:
+        """Who waits to be in a world for the first time, oldest first."""
+        return [
+            worker
+            for worker in self._roster
+            if worker.taking_part and worker.ready and not self._epoch.has(worker) and worker.slot in self._slots
+        ]
+
+    def _decide(self, now: float) -> None:
+        if self._over:
+            return
+        self._kill_late(now)
+        self._end_leavers(now)
+        self._start(now)
+        if self._is_over():
+            return
+        self._see_off(now)
+        if self._epoch.phase is Phase.TRAINING:
+            self._tell_changes()
+        if self._epoch.phase is not Phase.MEETING:
+            self._form(now)
+
+    def _kill_late(self, now: float) -> None:
+        if self._epoch.kill_at is None or now < self._epoch.kill_at:
+            return
+        self._epoch.kill_at = None
+        late = self._epoch.late()
+        if not self._epoch.begun:
+            late = [worker for worker in self._roster if worker.taking_part and not worker.ready]
+        for worker in late:
+            self._kill(worker, "it did not answer while the others waited for it", now)
+        if late:
+            self._void("timeout", f"worker {late[0].id} ({late[0].slot}) was killed: {late[0].killed}", now)
+        if not self._epoch.begun:
+            self._epoch.expect(now, "start")  # of those that take the place of the killed ones
+
+    def _kill(self, worker: Worker, why: str, now: float) -> None:
+        worker.killed, worker.act_at = why, now + _KILL_TAKES_S
+        self._note("worker_killed", worker=worker.id, why=why)
+        self._actions.append(Kill(worker.id, signal.SIGKILL, ended=worker.leaving))
+
+    def _end_leavers(self, now: float) -> None:
+        """Who was to leave, or was killed, and is still there."""
+        for worker in self._roster.running:
+            if worker.act_at is None or now < worker.act_at:
+                continue
+            if worker.killed:
+                self._ended([worker], -signal.SIGKILL, (), now)
+            elif worker.told_to_end:
+                self._kill(worker, "it did not leave", now)
+            else:
+                worker.told_to_end, worker.act_at = True, now + self._settings.kill_grace_s
+                self._actions.append(Kill(worker.id, signal.SIGTERM, ended=True))
+
+    def _start(self, now: float) -> None:
+        """Fill the slots with workers."""
+        if self._finishing or (self._epoch.begun and not self._epoch.left):
+            return
+        free = [slot for slot in self._slots if self._slots.usable(slot, now) and not self._roster.on(slot)]
+        if not self._begun:
+            if len(free) < max(self._settings.first_np or 0, self._settings.min_np):
+                return
+            self._begun = True
+        room = len(free)
+        if self._settings.max_np is not None:
+            held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
+            room = max(0, self._settings.max_np - held)
+        for slot in free[:room]:
+            self._actions.append(Start(self._roster.add(slot).id, slot))
+
+    def _is_over(self) -> bool:
+        """End the job when nobody is left who could go on."""
+        running = self._roster.running
+        if self._succeeded and not running:
+            culprit = self._roster.culprit(self._last_of_slots() if not self._epoch.begun else self._epoch.members)
+            self._end(because_of(culprit) if culprit is not None else Reason(0, ""))
+        elif self._epoch.begun and all(worker.code is not None for worker in self._epoch.members):
+            if not self._succeeded:
+                self._end(state_lost(self._epoch.number, self._roster.culprit(self._epoch.members)))
+        elif not self._epoch.begun and self._begun and not running:
+            culprit = self._roster.culprit(self._roster)
+            if culprit is not None:
+                self._end(because_of(culprit))
+        return self._over
+
+    def _last_of_slots(self) -> list[Worker]:
+        """The last worker of each slot: before the first epoch, only a crash that was not made good counts."""
+        return list({worker.slot: worker for worker in self._roster}.values())
+
+    def _see_off(self, now: float) -> None:
+        """Have those leave who are in no world and will not be."""
+        for worker in self._roster.running:
+            useless = worker.slot not in self._slots or (self._finishing and self._epoch.begun)
+            if useless and worker.taking_part and not self._epoch.has(worker):
+                self._dismiss(worker, now)
+
+    def _dismiss(self, worker: Worker, now: float) -> None:
+        worker.leaving, worker.act_at = True, now
+        if worker.place is not None:  # else there is nobody yet who could hear it
+            worker.act_at += self._settings.survivor_time_s
+            self._tell(worker, "leave", text=_NOT_NEEDED)
+
+    def _tell_changes(self) -> None:
+        """Have the members of the epoch come to their next commit, if the next world would be another one."""
+        result = 0
+        if any(worker.ready for worker in self._epoch.left):
+            return  # they are coming
+        if any(worker.slot not in self._slots for worker in self._epoch.left):
+            result |= REMOVED
+        if self._newcomers() and not self._finishing:
+            result |= ADDED
+        if result | self._epoch.told == self._epoch.told:
+            return
+        self._epoch.told |= result
+        self._updates += 1
+        self._note("updated", epoch=self._epoch.number, number=self._updates, result=self._epoch.told)
+        for worker in self._epoch.left:
+            self._tell(worker, "updated", number=self._updates, result=self._epoch.told)
+
+    def _form(self, now: float) -> None:
+        """Give the next epoch out, if all are there who must be."""
+        old = self._epoch.left
+        if self._epoch.begun and not old:
+            return  # all have finished
+        awaited = old if self._epoch.begun else [worker for worker in self._roster if worker.taking_part]
+        complete = all(worker.ready for worker in awaited)
+        if not complete and (self._epoch.begun or len(awaited) >= self._least):
+            self._short_since = None
+            return
+        newcomers = self._newcomers() if not (self._finishing and self._epoch.begun) else []
+        stay = [worker for worker in old if worker.slot in self._slots or self._finishing]
+        if newcomers and not stay:
+            stay = old[:1]  # the state would go with the last one that has it
+        chosen = [*stay, *newcomers][: self._settings.max_np]
+        if len(chosen) >= self._least and complete:
+            self._give_out(chosen, now)
+        else:
+            self._wait_for_more(chosen, now)
+
+    def _wait_for_more(self, waiting: Sequence[Worker], now: float) -> None:
+        self._short_since = now if self._short_since is None else self._short_since
+        limit = self._settings.elastic_timeout_s
+        if now < self._short_since + limit:
+            return
+        if self._begun:
+            what, needed = f"{len(waiting)} workers are ready", self._least
+        else:
+            what, needed = f"there are {len(self._slots)} slots", max(self._least, self._settings.first_np or 0)
+        details = [f"worker {w.id} ({w.slot}) has not called init()" for w in self._roster if w.alive and not w.place]
+        details += [f"worker {w.id} ({w.slot}) {w.ending}" for w in self._last_of_slots() if w.code]
+        self._end(too_few(what, needed, limit, details))
+
+    def _give_out(self, chosen: Sequence[Worker], now: float) -> None:
+        settings = self._settings
+        number = self._epoch.number + 1
+        if settings.reset_limit is not None and number > settings.reset_limit:
+            self._end(too_many_resets(settings.reset_limit))
+            return
+        ranked = rank_order(chosen)
+        before = self._epoch.left
+        self._epoch = Epoch(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
+        self._short_since = None
+        hosts = [worker.place for worker in ranked]
+        for rank, worker in enumerate(ranked):
+            worker.ready, worker.epoch = False, number
+            world = {"epoch": number, "rank": rank, "size": len(ranked), "hosts": hosts, "job": settings.job}
+            self._tell(worker, "world", **world)
+        self._note("epoch_ready", epoch=number, workers=[worker.id for worker in ranked])
+        for worker in before:
+            if worker not in ranked:
+                self._dismiss(worker, now)
+
+    def _void(self, cause: str, text: str, now: float) -> None:
+        if self._epoch.phase is Phase.VOID:
+            return
+        self._epoch.void(now)
+        self._note("epoch_void", epoch=self._epoch.number, cause=cause, text=text)
+        for worker in self._epoch.members:
+            if worker.alive and not worker.ready and not worker.leaving:
+                self._tell(worker, "void", epoch=self._epoch.number, text=text)
+
+    def _end(self, reason: Reason) -> None:
+        self._over = True
+        for worker in self._roster:
+            if reason.text and worker.alive and worker.place is not None and not worker.leaving:
+                self._tell(worker, "fail", text=reason.text)
+        self._actions.append(End(*reason))
+
+    # -- Actions --------------------------------------------------------------------------------------------------
+
+    def _tell(self, worker: Worker, kind: str, **fields: Any) -> None:
+        self._actions.append(Tell(worker.id, {"t": kind, **fields}))
+
+    def _note(self, event: str, **fields: Any) -> None:
+        self._actions.append(Note(event, fields))

@@ -1,0 +1,26 @@
+"""What the user of an elastic job asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore_hvd.driver.slots import Cooldown
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for. Times in seconds."""
+
+    job: str
+    min_np: int
+    max_np: int | None = None  # None: as many as there are slots
+    first_np: int | None = None  # slots to wait for at the start; None: min_np
+    reset_limit: int | None = None
+    elastic_timeout_s: float = 600.0
+    timeout_s: float = 600.0
+    start_timeout_s: float = 30.0
+    survivor_time_s: float = 2.0
+    kill_grace_s: float = 5.0
+    cooldown: Cooldown = field(default_factory=Cooldown)

@@ -1,0 +1,143 @@
+"""The decisions about an elastic job, driven by a test: it says what happens, and when."""
+
+from __future__ import annotations
+
+import random
+import signal
+from typing import Any
+
+from kvstore_hvd.driver.actions import Action, End, Kill, Note, Start, Tell
+from kvstore_hvd.driver.jobs import Job
+from kvstore_hvd.driver.settings import Settings
+from kvstore_hvd.messages import LAUNCHER_TO_WORKER, WORKER, check
+
+
+class Play:
+    """A job whose workers do what the test says. `seen` is everything that the job has asked for, in order."""
+
+    def __init__(self, hosts: dict[str, int] | None = None, seed: int = 0, **settings: Any) -> None:
+        self.now = 1000.0
+        self.settings = Settings(**{"job": "play", "min_np": 1, **settings})
+        self.job = Job(self.settings, self.now, random.Random(seed))
+        self.seen: list[Action] = []
+        self._take()
+        if hosts is not None:
+            self.hosts(hosts)
+
+    # -- Events
+
+    def hosts(self, hosts: dict[str, int]) -> None:
+        """What is discovered."""
+        self.job.hosts(hosts, self.now)
+        self._take()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, with a tick at each deadline on the way."""
+        end = self.now + seconds
+        while (deadline := self.job.deadline(self.now)) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            self.job.tick(self.now)
+            self._take()
+            after = self.job.deadline(self.now)
+            assert after is None or after > self.now, "a deadline that has been acted on stays"
+        self.now = end
+
+    def say(self, worker: int, kind: str, **fields: Any) -> None:
+        """A worker says something."""
+        message = {"t": kind, **fields}
+        check(message, WORKER)
+        self.job.heard(worker, message, self.now)
+        self._take()
+
+    def enter(self, worker: int, identity: str = "machine") -> None:
+        """A worker calls init()."""
+        self.say(worker, "enter", host=["name", identity])
+
+    def ready(self, worker: int, cause: str = "lost", epoch: int | None = None) -> None:
+        """A worker waits for its next world: the first one of a job from init() on, others when it says so."""
+        known = self.job.workers.get(worker)
+        assert known is not None
+        if known.place is None:
+            self.enter(worker)
+            if known.ready or known.epoch >= 0:
+                return
+        cause = "start" if known.epoch < 0 else cause
+        self.say(worker, "ready", epoch=known.epoch if epoch is None else epoch, cause=cause, text="")
+
+    def meet(self) -> list[int]:
+        """The members of the current epoch meet; returns them."""
+        epoch = self.job.epoch
+        for member in epoch.members:
+            self.say(member.id, "joined", epoch=epoch.number)
+        return self.members
+
+    def begin(self) -> list[int]:
+        """All who run are ready, and meet."""
+        for worker in self.running:
+            self.ready(worker)
+        return self.meet()
+
+    def end(self, worker: int, code: int = 0, *lines: str) -> None:
+        """A worker ends."""
+        self.job.exited(worker, code, lines, self.now)
+        self._take()
+
+    def kill(self, *workers: int) -> None:
+        """Workers are killed."""
+        for worker in workers:
+            self.end(worker, -signal.SIGKILL)
+
+    # -- What came of it
+
+    @property
+    def running(self) -> list[int]:
+        """Workers whose end is not known."""
+        return [worker.id for worker in self.job.workers.running]
+
+    @property
+    def members(self) -> list[int]:
+        """The last epoch, in the order of ranks."""
+        return [worker.id for worker in self.job.epoch.members]
+
+    @property
+    def epoch(self) -> int:
+        """Number of the last epoch."""
+        return self.job.epoch.number
+
+    @property
+    def ending(self) -> End | None:
+        """How the job ended."""
+        ends = [action for action in self.seen if isinstance(action, End)]
+        assert len(ends) <= 1
+        return ends[0] if ends else None
+
+    def starts(self) -> list[tuple[int, str]]:
+        """Which workers were started, and where."""
+        return [(action.worker, str(action.slot)) for action in self.seen if isinstance(action, Start)]
+
+    def told(self, worker: int, kind: str = "") -> list[dict[str, Any]]:
+        """What a worker was told."""
+        return [
+            action.message
+            for action in self.seen
+            if isinstance(action, Tell) and action.worker == worker and kind in ("", action.message["t"])
+        ]
+
+    def signals(self, worker: int) -> list[tuple[int, bool]]:
+        """Which signals a worker was sent, and whether it was then expected to end."""
+        return [(a.number, a.ended) for a in self.seen if isinstance(a, Kill) and a.worker == worker]
+
+    def notes(self, event: str) -> list[dict[str, Any]]:
+        """The entries of the event log of one kind."""
+        return [action.fields for action in self.seen if isinstance(action, Note) and action.event == event]
+
+    def _take(self) -> None:
+        for action in self.job.take():
+            if isinstance(action, Tell):
+                check({**action.message, **_as_sent(action.message)}, LAUNCHER_TO_WORKER)
+            self.seen.append(action)
+
+
+def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples."""
+    return {"hosts": [list(host) for host in message["hosts"]]} if "hosts" in message else {}
