@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Optional
@@ -48,6 +47,8 @@ _SYNCHRONISED = "_kvstore_hvd_synchronised"
 _TOLD = "_kvstore_hvd_told"
 # Of a Trainer: what it exchanges in each step.
 _COLLECTED = "_kvstore_hvd_collected"
+# Of a Trainer: how many updates were counted for verifications; elastic states hand it on.
+_UPDATES = "_kvstore_hvd_updates"
 # MXNet is one per process, and so is what was done to it.
 _world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None
@@ -306,12 +307,13 @@ def _verify_updates(trainer: Any, every: int) -> None:
     original = trainer._update  # what `step` and `update` call
     if hasattr(original, _WRAPPED):
         return
-    numbers = itertools.count(1)
 
     @functools.wraps(original)
     def update(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        number = next(numbers)
+        # A worker that comes later to an elastic job goes on with the others' count.
+        number = vars(trainer).get(_UPDATES, 0) + 1
+        setattr(trainer, _UPDATES, number)
         if number % every == 0:
             labels = labels_of(trainer)
             keys = [(key_of(trainer, param), param) for param in trainer._params]
