@@ -15,7 +15,7 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.keys import Call, Group
 
-__all__ = ["ITEM_BYTES", "buffer_like", "bytes_of", "check_group", "copy", "local_sum", "scaled", "unique"]
+__all__ = ["ITEM_BYTES", "buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_array", "scaled", "unique"]
 
 _VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
 ITEM_BYTES = {
@@ -95,12 +95,17 @@ def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tupl
 
     It lies on the CPU unless a context is given.
     """
+    shape = array.shape if shape is None else shape
+    return new_array(shape, array.dtype if dtype == "" else dtype, context, is_np=mxnet_compat.is_np_ndarray(array))
+
+
+def new_array(shape: tuple[int, ...], dtype: Any, context: Any, *, is_np: bool) -> Any:
+    """A fresh uninitialised array of ``mx.np`` or ``mx.nd``; on the CPU if the context is None."""
     import mxnet as mx
 
-    shape = array.shape if shape is None else shape
     with _for_shape(shape):
-        buffer = mx.nd.empty(shape, context or mx.cpu(), array.dtype if dtype == "" else dtype)
-        return buffer.as_np_ndarray() if mxnet_compat.is_np_ndarray(array) else buffer
+        array = mx.nd.empty(shape, context or mx.cpu(), mxnet_compat.bfloat16() if dtype == "bfloat16" else dtype)
+        return array.as_np_ndarray() if is_np else array
 
 
 def copy(source: Any, destination: Any) -> None:

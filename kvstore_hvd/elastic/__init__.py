@@ -16,6 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd.elastic import sampler as _sampler
+from kvstore_hvd.elastic.gluon_state import GluonState
+from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
+from kvstore_hvd.elastic.registry import get_handler_registry, set_handler_registry
 from kvstore_hvd.elastic.run import run, run_fn
 from kvstore_hvd.elastic.state import ObjectState, State
 from kvstore_hvd.elastic.updates import HostUpdateResult
@@ -23,11 +26,16 @@ from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
     "ElasticSampler",
+    "GluonState",
     "HorovodInternalError",
     "HostUpdateResult",
     "HostsUpdatedInterrupt",
     "ObjectState",
+    "StagedHandler",
     "State",
+    "StateHandler",
+    "get_handler_registry",
+    "set_handler_registry",
     "run",
     "run_fn",
 ]

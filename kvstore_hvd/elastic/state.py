@@ -133,12 +133,9 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        for name, value in kwargs.items():
-            if hasattr(self, name):
-                fix = "choose another name."
-                raise InvalidRequestError(_text(name, f"{type(self).__name__} has something of this name.", fix))
-            setattr(self, name, value)
         self._saved_state = self._copies(kwargs)
+        for name, value in kwargs.items():
+            self._add(name, value)
 
     def save(self) -> None:
         """Keep copies of the attributes that the state was made with.
@@ -148,13 +145,14 @@ class ObjectState(State):
         InvalidRequestError
             A value cannot be copied; what was saved last is still there.
         HorovodInternalError
-            The world was lost while a value was being computed.
+            The world is lost; likewise.
         """
-        self._saved_state = self._copies({name: getattr(self, name) for name in self._saved_state})
+        self._saved_state = self._present()
 
     def restore(self) -> None:
         """Give the attributes the values saved last."""
-        self._set(deep_copy(self._saved_state))
+        for name, value in deep_copy(self._saved_state).items():
+            setattr(self, name, value)
 
     def sync(self) -> None:
         """Give the attributes on all workers the values that rank 0 saved last. Every worker calls it.
@@ -169,9 +167,20 @@ class ObjectState(State):
         self._saved_state = self._bcast_object(self._saved_state)
         self.restore()
 
-    def _set(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
+    def _add(self, name: str, value: Any) -> None:
+        """Add an attribute, which must not hide anything."""
+        if hasattr(self, name):
+            fact, fix = f"{type(self).__name__} has something of this name.", "choose another name."
+            raise InvalidRequestError(_text(name, fact, fix))
+        setattr(self, name, value)
+
+    def _present(self) -> dict[str, Any]:
+        """Copies of the attributes, as they are now. Raises when the world is lost: they may tell of a failed step."""
+        copies = self._copies({name: getattr(self, name) for name in self._saved_state})
+        world = engine.current()
+        if world.is_initialized:
+            world.check()
+        return copies
 
     def _copies(self, values: dict[str, Any]) -> dict[str, Any]:
         """Copies of attributes. One copy for all, so that what two of them share they still share."""

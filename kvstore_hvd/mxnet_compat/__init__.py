@@ -16,12 +16,25 @@ from kvstore_hvd.mxnet_compat.arrays import (
     is_ndarray,
     is_np_ndarray,
     is_parameter,
+    read_into,
     stype_of,
+    write_from,
 )
 from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
-from kvstore_hvd.mxnet_compat.parameters import after_initialization, arrays_of, awaited_names, initialize, is_deferred
+from kvstore_hvd.mxnet_compat.parameters import (
+    after_initialization,
+    arrays_of,
+    awaited_names,
+    initialize,
+    is_block,
+    is_deferred,
+    is_parameters,
+    misfit,
+    named_parameters,
+    zero_added_gradients,
+)
 from kvstore_hvd.mxnet_compat.trainers import devices_of, is_trainer, joinable_of, key_of, labels_of, note_joinable
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
@@ -52,12 +65,14 @@ __all__ = [
     "initialize",
     "install_hooks",
     "install_hooks_on_import",
+    "is_block",
     "is_deferred",
     "is_imported",
     "is_in_graph",
     "is_ndarray",
     "is_np_ndarray",
     "is_parameter",
+    "is_parameters",
     "is_recording",
     "is_tracing",
     "is_trainer",
@@ -65,11 +80,16 @@ __all__ = [
     "key_of",
     "labels_of",
     "libmxnet_path",
+    "misfit",
+    "named_parameters",
     "note_joinable",
     "numpy_shim",
     "pip_command",
+    "read_into",
     "require_mxnet",
     "stype_of",
     "version_number",
     "waitall",
+    "write_from",
+    "zero_added_gradients",
 ]

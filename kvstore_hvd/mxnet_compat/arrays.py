@@ -16,7 +16,9 @@ __all__ = [
     "is_ndarray",
     "is_np_ndarray",
     "is_parameter",
+    "read_into",
     "stype_of",
+    "write_from",
 ]
 
 
@@ -113,3 +115,37 @@ def bytes_in(x: Any) -> Any:
     import numpy as np
 
     return np.ascontiguousarray(x.asnumpy()).reshape(-1).view(np.uint8)
+
+
+def read_into(x: Any, address: int) -> None:
+    """Copy all elements of a dense array to memory of this process; waits for them. On any device, of any layout.
+
+    Raises
+    ------
+    MXNetError
+        The computation of its values failed.
+    """
+    import mxnet
+
+    if 0 not in x.shape:
+        copy = mxnet.base._LIB.MXNDArraySyncCopyToCPU
+        mxnet.base.check_call(copy(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))
+
+
+def write_from(x: Any, address: int) -> None:
+    """Overwrite all elements of a dense array from memory of this process. Waits for what else is done with it.
+
+    Raises
+    ------
+    MXNetError
+        As `read_into`.
+    """
+    import mxnet
+
+    if 0 in x.shape:
+        return
+    # This also gives it a plain layout, which the copy below insists on.
+    place = ctypes.c_void_p()
+    mxnet.base.check_call(mxnet.base._LIB.MXNDArrayGetData(x.handle, ctypes.byref(place)))
+    copy = mxnet.base._LIB.MXNDArraySyncCopyFromCPU
+    mxnet.base.check_call(copy(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))

@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
-__all__ = ["after_initialization", "arrays_of", "awaited_names", "initialize", "is_deferred"]
+from kvstore_hvd.mxnet_compat.arrays import is_parameter
+
+__all__ = [
+    "after_initialization",
+    "arrays_of",
+    "awaited_names",
+    "initialize",
+    "is_block",
+    "is_deferred",
+    "is_parameters",
+    "misfit",
+    "named_parameters",
+    "zero_added_gradients",
+]
 
 # The method with which a parameter makes its arrays, whatever led to it.
 _MAKES = "_init_impl"
 # Under what names it is going to be broadcast then.
 _AWAITED = "_kvstore_hvd_awaited"
+
+
+def is_block(thing: object) -> bool:
+    """Whether it is a Block of Gluon. Does not import MXNet."""
+    mxnet = sys.modules.get("mxnet")
+    return mxnet is not None and isinstance(thing, mxnet.gluon.Block)
+
+
+def is_parameters(thing: Any) -> bool:
+    """Whether it is a ``ParameterDict`` or a dict of parameters, not an empty one. Does not import MXNet."""
+    mxnet = sys.modules.get("mxnet")
+    kinds = (Mapping, getattr(mxnet.gluon, "ParameterDict", Mapping)) if mxnet is not None else ()
+    return isinstance(thing, kinds) and bool(thing.keys()) and all(map(is_parameter, thing.values()))
+
+
+def named_parameters(thing: Any) -> dict[str, Any]:
+    """The parameters of a Block, a ``ParameterDict`` or a dict of them, each once, in an order of their names.
+
+    Those of a Block are named by their place in it, so that the names do not depend on what else the process has made.
+    """
+    named = []
+    if is_block(thing):
+        named = sorted(thing._collect_params_with_prefix().items(), key=lambda item: item[0])
+        thing = thing.collect_params()  # a SymbolBlock does not tell the place of all
+    named += sorted(((str(name), parameter) for name, parameter in thing.items()), key=lambda item: item[0])
+    once: dict[int, tuple[str, Any]] = {}
+    for name, parameter in named:
+        once.setdefault(id(parameter), (name, parameter))
+    return dict(once.values())
 
 
 def arrays_of(parameter: Any) -> Optional[list[Any]]:
@@ -46,6 +89,27 @@ def initialize(parameter: Any, shape: Sequence[int]) -> None:
     parameter._finish_deferred_init()
 
 
+def misfit(parameter: Any, shape: Sequence[int], dtype: str) -> str:
+    """What keeps a parameter from having this shape and dtype, as a few words; '' if nothing does."""
+    import numpy as np
+
+    own = parameter.shape
+    unknown = (0, -1) if is_deferred(parameter) else ()
+    if own is not None and (len(own) != len(shape) or any(a != b for a, b in zip(own, shape) if a not in unknown)):
+        return f"shape {tuple(own)} instead of {tuple(shape)}"
+    own_dtype = np.dtype([("bfloat16", np.uint16)]) if parameter.dtype == "bfloat16" else np.dtype(parameter.dtype)
+    own_name = own_dtype.names[0] if own_dtype.names else own_dtype.name
+    return "" if own_name == dtype else f"dtype {own_name} instead of {dtype}"
+
+
+def zero_added_gradients(parameter: Any) -> None:
+    """Set the gradients of a parameter to zero if the next backward pass would add to them."""
+    if parameter.grad_req == "add" and parameter._grad is not None:
+        for gradient in parameter.list_grad():
+            # Parameter.zero_grad of MXNet 2 refuses arrays of mx.np.
+            gradient[() if gradient.ndim == 0 else slice(None)] = 0
+
+
 def awaited_names(parameter: Any) -> Sequence[str]:
     """The names on the wire that `after_initialization` was told."""
     names: Sequence[str] = vars(parameter).get(_AWAITED, ())
@@ -53,7 +117,7 @@ def awaited_names(parameter: Any) -> Sequence[str]:
 
 
 def after_initialization(parameter: Any, name: str, then: Callable[[], None]) -> None:
-    """Call `then` once, as soon as a parameter has got its arrays. It uses that name on the wire."""
+    """Call `then` once, as soon as a parameter has got its arrays. It uses that name on the wire, '' if none."""
     make = getattr(parameter, _MAKES)  # of the class, or what an earlier call put there
 
     def make_and_tell(*args: Any, **kwargs: Any) -> None:
@@ -62,5 +126,6 @@ def after_initialization(parameter: Any, name: str, then: Callable[[], None]) ->
         vars(parameter).pop(_AWAITED, None)
         then()
 
-    setattr(parameter, _AWAITED, (*awaited_names(parameter), name))
+    if name:
+        setattr(parameter, _AWAITED, (*awaited_names(parameter), name))
     setattr(parameter, _MAKES, make_and_tell)

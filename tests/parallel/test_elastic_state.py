@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.elastic import ElasticSampler, HostsUpdatedInterrupt, HostUpdateResult, ObjectState
+from kvstore_hvd.elastic import ElasticSampler, GluonState, HostsUpdatedInterrupt, HostUpdateResult, ObjectState
+from kvstore_hvd.errors import MismatchError
+from support.arrays import contribution
+from support.gluon import array, backward, network, samples
 
 mx = pytest.importorskip("mxnet")
 
@@ -90,3 +93,220 @@ def test_samplers_split_an_epoch(rank, size):
     sampler.record_batch(0, 2)
     assert len({str(each) for each in hvd.allgather_object(sampler.state_dict())}) == 1
     assert sampler.processed_num == min(23, 2 * size)
+
+
+# -- GluonState ---------------------------------------------------------------------------------------------------
+
+
+def make_net(contexts=(), seed=0, deferred=False):
+    """A network with auxiliary states."""
+    nn = mx.gluon.nn
+    inputs = [{}, {}, {}] if deferred else [{"in_units": 8}, {"in_channels": 6}, {"in_units": 6}]
+    layers = [nn.Dense(6, **inputs[0]), nn.BatchNorm(**inputs[1]), nn.Dense(3, **inputs[2])]
+    return network(*layers, contexts=contexts, seed=seed)
+
+
+def make_trainer(net, name="sgd", **options):
+    if name == "sgd":
+        options.setdefault("momentum", 0.9)
+    return mx.gluon.Trainer(net.collect_params(), name, options, kvstore="horovod")
+
+
+def train(net, trainer, rank, steps=1, contexts=None):
+    """Take some steps together; every worker and device has data of its own."""
+    contexts = contexts or [mx.cpu()]
+    for step in range(steps):
+        batches = []
+        for number, ctx in enumerate(contexts):
+            data, label = samples(4, seed=1000 * rank + 10 * step + number)
+            batches.append((array(data, ctx), array(label, ctx)))
+        backward(net, batches)
+        trainer.step(4)
+
+
+def everything(net, trainer):
+    """All that training goes on from, as plain values."""
+
+    def leaves(state):
+        if isinstance(state, (tuple, list)):
+            return [leaf for each in state for leaf in leaves(each)]
+        return [state.asnumpy().tobytes() if hasattr(state, "asnumpy") else state]
+
+    optimizer = trainer._optimizer
+    parameters = net._collect_params_with_prefix()
+    return {
+        "values": {name: [x.asnumpy().tobytes() for x in each.list_data()] for name, each in parameters.items()},
+        "states": [{index: leaves(state) for index, state in each.states.items()} for each in trainer._updaters],
+        "counts": dict(optimizer._index_update_count),
+        "rate": (optimizer.num_update, optimizer.learning_rate, trainer._scale),
+    }
+
+
+def assert_like_rank_0(thing):
+    """Everything is bit by bit what it is on rank 0."""
+    of_all = hvd.allgather_object(thing)
+    assert all(each == of_all[0] for each in of_all)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_everything_comes_from_rank_0(rank, size, name):
+    """GluonState.sync: parameters, statistics, optimizer, counts, scheduler, sampler, objects; bit by bit."""
+    schedule = mx.lr_scheduler.FactorScheduler(3, 0.5, base_lr=0.1)
+    net = make_net(seed=rank)
+    # As if every worker had trained alone: nothing is equal.
+    trainer = mx.gluon.Trainer(net.collect_params(), name, {"lr_scheduler": schedule}, kvstore="horovod")
+    sampler = ElasticSampler(range(40), seed=1)
+    state = GluonState(net, trainer, sampler=sampler, epoch=rank)
+    for step in range(2 + rank):
+        data, label = samples(4, seed=rank + step)
+        backward(net, [(array(data), array(label))])
+        trainer._optimizer.rescale_grad = 0.25
+        trainer._update(ignore_stale_grad=False)
+    if rank == 0:
+        sampler.set_epoch(2)
+        sampler.record_batch(0, 3)
+    state.epoch = 5 + rank
+    state.commit()
+    mine = everything(net, trainer)
+    state.sync()
+    synced = everything(net, trainer)
+    if rank == 0:
+        assert synced == mine
+    assert_like_rank_0(synced)
+    assert (state.epoch, sampler.epoch, sampler.processed_num) == (5, 2, min(40, 3 * size))
+    assert_like_rank_0((schedule.count, schedule.base_lr, sampler.state_dict()))
+    assert len(sampler.remaining_indices) == 40 - sampler.processed_num
+    # From here on all train together, and a restore goes back to what the sync brought.
+    train(net, trainer, rank, 2)
+    assert_like_rank_0(everything(net, trainer)["states"])
+    state.restore()
+    assert everything(net, trainer) == synced
+
+
+def test_newcomers_get_what_does_not_exist_yet(rank, size):
+    """GluonState.sync: optimizer states and shapes that only rank 0 knows; no first step of the Trainer waits."""
+    net = make_net(seed=rank, deferred=True)
+    trainer = make_trainer(net)
+    state = GluonState(net, trainer)
+    if rank == 0:  # the only one that has trained
+        data, label = samples(4)
+        for _ in range(3):
+            backward(net, [(array(data), array(label))])
+            trainer._optimizer.rescale_grad = 0.25
+            trainer._update(ignore_stale_grad=False)
+        trainer._init_kvstore()
+        trainer._params_to_init = []
+        state.commit()
+    else:
+        state.commit()
+    state.sync()
+    assert_like_rank_0(everything(net, trainer))
+    assert trainer._optimizer.num_update == 3
+    train(net, trainer, rank, 3)
+    assert trainer._optimizer.num_update == 6
+    assert_like_rank_0(everything(net, trainer)["counts"])
+    assert_like_rank_0(everything(net, trainer)["states"])
+
+
+def test_nobody_knows_the_shapes(rank, size):
+    """GluonState.sync: parameters without shapes follow in the first step, also where some workers have them already."""
+    net = make_net(seed=rank, deferred=True)
+    trainer = make_trainer(net)
+    state = GluonState(net, trainer)
+    if rank == size - 1 and rank:
+        net(array(samples(4)[0]))
+        trainer._params_to_init = []
+    state.sync()
+    train(net, trainer, rank, 2)
+    result = everything(net, trainer)
+    assert_like_rank_0([result["values"]["0.weight"], result["states"], result["counts"]])
+
+
+def test_devices_are_kept_apart(rank, size):
+    """GluonState.sync: each device has what rank 0 has on it; a worker with more devices fills them from the first."""
+    contexts = [mx.cpu(0), mx.cpu(1)] if rank < 2 else [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
+    net = make_net(contexts, seed=rank)
+    trainer = make_trainer(net)
+    state = GluonState(net, trainer)
+    if rank == 0:
+        for parameter in net.collect_params().values():
+            for number, each in enumerate(parameter.list_data()):
+                each[:] = each + number
+    data = samples(4)[0]
+    with mx.autograd.record():
+        for ctx in contexts:
+            net(array(data + rank, ctx))
+    for updater, ctx in zip(trainer._updaters, contexts):
+        for at, parameter in enumerate(trainer._params):
+            if parameter.grad_req != "null":
+                updater(at, parameter.grad(ctx), parameter.data(ctx))
+    state.sync()
+    values = {name: each[:2] for name, each in everything(net, trainer)["values"].items()}
+    assert_like_rank_0(values)
+    assert any(first != second for first, second in values.values())
+    assert_like_rank_0(everything(net, trainer)["states"][:2])
+    assert len(trainer._updaters[-1].states) == len(trainer._updaters[0].states)
+    if rank >= 2:
+        assert all(each[2] == each[0] for each in everything(net, trainer)["values"].values())
+
+
+def test_stores_match_whatever_trains_first(rank, size):
+    """GluonState.sync: two Trainers exchange with their like, though workers take their first steps in other orders."""
+    nets = [make_net(seed=1), make_net(seed=2)]
+    trainers = [make_trainer(each) for each in nets]
+    state = GluonState(nets=None, a=nets[0], b=nets[1], first=trainers[0], second=trainers[1])
+    state.sync()
+    order = [0, 1] if rank % 2 else [1, 0]
+    for at in order:
+        data, label = samples(4, seed=rank)
+        backward(nets[at], [(array(data), array(label))])
+        trainers[at]._init_kvstore()
+    for at in order:
+        trainers[at].step(4)
+    for net, trainer in zip(nets, trainers):
+        assert_like_rank_0(everything(net, trainer)["states"])
+
+
+def test_what_does_not_fit_fails_on_all(rank, size):
+    """GluonState.sync: another network on some worker: MismatchError on all of them, nothing was changed."""
+    if size == 1:
+        pytest.skip("needs two workers")
+    nn = mx.gluon.nn
+    net = network(nn.Dense(4 if rank == size - 1 else 3, in_units=5), seed=rank)
+    state = GluonState(net, step=rank)
+    before = [each.data().asnumpy().tobytes() for each in net.collect_params().values()]
+    with pytest.raises(MismatchError, match=rf"rank {size - 1}: parameter '.*' has shape \(4,\) instead of \(3,\)"):
+        state.sync()
+    assert [each.data().asnumpy().tobytes() for each in net.collect_params().values()] == before
+    assert state.step == rank
+    state.restore()
+    hvd.allreduce(mx.nd.ones((1,)), name="still-usable").wait_to_read()
+
+
+def test_reset_order_and_samplers(rank, size):
+    """GluonState.on_reset: samplers first, then the callbacks, in order."""
+    sampler = ElasticSampler(range(12))
+    state = GluonState(sampler=sampler)
+    sampler.record_batch(0, 1)
+    calls = []
+    state.register_reset_callbacks([lambda: calls.append(len(sampler)), lambda: calls.append("second")])
+    state.on_hosts_updated(1, HostUpdateResult.added)
+    state.on_reset()
+    state.commit()
+    assert calls == [-(-(12 - size) // size), "second"]
+
+
+def test_all_kinds_of_arrays(rank, size):
+    """GluonState.sync: all dtypes of parameters, scalars and large arrays, bit by bit."""
+    parameters = {}
+    for at, dtype in enumerate(["float16", "float32", "float64", "int8", "uint8", "int32", "int64"]):
+        shape = [(3,), (1_200_001,), (5, 7), (1,), (17, 3), (64, 64), (2, 1, 2)][at]
+        each = mx.gluon.Parameter(f"p{at}", shape=shape, dtype=dtype, grad_req="null", init="zeros")
+        each.initialize()
+        each.set_data(array(contribution(rank, shape, dtype)))
+        parameters[f"p{at}"] = each
+    state = GluonState(parameters)
+    state.sync()
+    for name, each in parameters.items():
+        shape, dtype = each.shape, str(np.dtype(each.dtype))
+        assert each.data().asnumpy().tobytes() == contribution(0, shape, dtype).tobytes(), name

@@ -1,0 +1,140 @@
+"""Handlers of values that consist of many arrays, and of a few small things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore_hvd import engine, log, mxnet_compat
+from kvstore_hvd.comm.agreement import exchange
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.elastic.handlers import StagedHandler
+from kvstore_hvd.elastic.images import Image, Spec
+from kvstore_hvd.errors import MismatchError, message
+from kvstore_hvd.member import Member
+from kvstore_hvd.mxnet.functions import broadcast_object
+
+__all__ = ["ArraysHandler", "Details", "drain"]
+
+#: What is worth knowing of a value besides its arrays; can be pickled.
+Details = dict[str, Any]
+Arrays = Sequence[tuple[Spec, Any]]
+
+# Names of the operations that send the values of arrays, and what is wrong; those of others begin otherwise.
+_NAME = "elastic/values"
+_FAULTS = "elastic/faults"
+
+
+class _Copy:
+    """What a value was like."""
+
+    def __init__(self) -> None:
+        self.details: Details = {}
+        self.image = Image()
+
+
+class ArraysHandler(StagedHandler):
+    """Keeps two copies in turn, in memory that is allocated once; sends one as a single piece."""
+
+    def __init__(self, value: Any) -> None:
+        self._saved, self._spare = _Copy(), _Copy()
+        super().__init__(value)
+
+    def describe(self) -> tuple[Details, Arrays]:
+        """What the value is like, and its arrays. The details share nothing with the value."""
+        raise NotImplementedError
+
+    def fault(self, details: Details, specs: Sequence[Spec]) -> str:
+        """Why the value cannot become like this, as a sentence; '' if it can."""
+        raise NotImplementedError
+
+    def conform(self, details: Details, specs: Sequence[Spec]) -> Sequence[tuple[Any, int]]:
+        """Make the value like this in everything but the values of arrays.
+
+        Returns
+        -------
+        sequence of (array, int)
+            All arrays of the value, each with the number of the one in `specs` whose values it is to have.
+        """
+        raise NotImplementedError
+
+    def stage(self) -> None:
+        """See `StagedHandler.stage`. Waits for the arrays.
+
+        Raises
+        ------
+        MXNetError
+            The computation of an array failed: HorovodInternalError too, if the world was lost meanwhile.
+        """
+        details, arrays = self.describe()
+        self._spare.image.fit([spec for spec, _ in arrays])
+        self._spare.image.read(array for _, array in arrays)
+        self._spare.details = details
+
+    def receive(self) -> None:
+        """See `StagedHandler.receive`.
+
+        Raises
+        ------
+        MismatchError
+            On all workers: a worker's value cannot become like rank 0's.
+        HorovodInternalError
+            The world is lost.
+        """
+        world = engine.current()
+        is_root = world.topology.rank == 0
+        spare = self._spare
+        if is_root:
+            self.stage()
+        if world.is_alone:
+            return
+        details, specs = broadcast_object((spare.details, spare.image.specs))
+        with world.submitting():
+            self._check_all(world, "" if is_root else self.fault(details, specs))
+            spare.details = details
+            spare.image.fit(specs)
+            memory = spare.image.memory
+            if memory.size:
+                place = [memory.ctypes.data]
+                world.communicator().run(
+                    Request("broadcast", _NAME, "values of arrays", place, place, memory.shape, "uint8")
+                )
+
+    @staticmethod
+    def _check_all(world: Member, fault: str) -> None:
+        """Raise on all workers what is wrong on any."""
+        faults = exchange(world.communicator(), world.topology, _FAULTS, fault)
+        if any(faults):
+            raise MismatchError(
+                message(
+                    "a worker's part of the state cannot become what it is on rank 0.",
+                    **world.topology.speaker,
+                    operation="sync",
+                    details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],
+                    fix="build the same networks, Trainers and samplers on every worker; nothing was changed.",
+                )
+            )
+
+    def adopt(self) -> None:
+        """See `StagedHandler.adopt`."""
+        self._saved, self._spare = self._spare, self._saved
+
+    def settle(self) -> None:
+        """See `StagedHandler.settle`."""
+        if engine.current().topology.rank != 0:  # its value is what the others received
+            self.restore()
+
+    def restore(self) -> None:
+        """See `StateHandler.restore`."""
+        drain()
+        saved = self._saved
+        saved.image.write(self.conform(deep_copy(saved.details), saved.image.specs))
+
+
+def drain() -> None:
+    """Wait until nothing is computed any more. Errors belong to what is taken back, and are forgotten."""
+    try:
+        mxnet_compat.waitall()
+    except Exception as error:  # noqa: BLE001 - whatever it failed with
+        log.logger.debug("forgotten, since the state is restored: %s", error)

@@ -1,0 +1,98 @@
+"""The values of many arrays, side by side in memory of this process: to be kept, or sent as one piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.errors import UnsupportedDtypeError, message
+
+__all__ = ["Image", "Spec", "spec_of"]
+
+# Arrays begin where cache lines do, and the first one where a page does: copies are fastest then.
+_ALIGNMENT = 64
+_PAGE = 4096
+
+
+class Spec(NamedTuple):
+    """What an array looks like; `is_np` tells the two classes of MXNet's arrays apart."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_np: bool
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes the elements take."""
+        item = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * item
+
+
+def spec_of(name: str, array: Any) -> Spec:
+    """What an array of MXNet looks like.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        It is sparse.
+    """
+    stype = mxnet_compat.stype_of(array)
+    if stype != "default":
+        fact, fix = f"cannot save {stype} arrays.", "in Gluon, create the layer with sparse_grad=False."
+        raise UnsupportedDtypeError(message(fact, operation="state", name=name, fix=fix))
+    shape = tuple(map(int, array.shape))
+    return Spec(name, shape, mxnet_compat.dtype_name(array), mxnet_compat.is_np_ndarray(array))
+
+
+class Image:
+    """Values of arrays. Its memory is allocated once for arrays of the same sizes."""
+
+    def __init__(self) -> None:
+        self.specs: tuple[Spec, ...] = ()
+        self._offsets: list[int] = []
+        self._size = 0
+        self._memory = np.empty(0, np.uint8)
+
+    def fit(self, specs: Sequence[Spec]) -> None:
+        """Make room for arrays that look like this. What it holds is lost."""
+        specs = tuple(specs)
+        if specs == self.specs:
+            return
+        offsets, size = [], 0
+        for spec in specs:
+            offsets.append(size)
+            size += -(-spec.bytes // _ALIGNMENT) * _ALIGNMENT
+        if not size <= self._memory.size <= 2 * size + _PAGE:
+            raw = np.empty(size + _PAGE, np.uint8)
+            start = -raw.ctypes.data % _PAGE
+            self._memory = raw[start : start + size]
+            self._memory[:] = 0  # whoever reads values first should not wait for the pages, too
+        self.specs, self._offsets, self._size = specs, offsets, size
+
+    @property
+    def memory(self) -> Any:
+        """All values, as a NumPy array of uint8."""
+        return self._memory[: self._size]
+
+    def read(self, arrays: Iterable[Any]) -> None:
+        """Take over the values of arrays, one for each that it fits; waits for them.
+
+        Raises
+        ------
+        MXNetError
+            The computation of a value failed. What it holds is undefined then.
+        """
+        start = self._memory.ctypes.data
+        for array, offset in zip(arrays, self._offsets):
+            mxnet_compat.read_into(array, start + offset)
+
+    def write(self, arrays: Iterable[tuple[Any, int]]) -> None:
+        """Overwrite arrays, each given with the number of the one whose values it receives."""
+        start = self._memory.ctypes.data
+        for array, number in arrays:
+            mxnet_compat.write_from(array, start + self._offsets[number])

@@ -1,0 +1,64 @@
+"""Which handler takes which values of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.elastic.handlers import StateHandler
+from kvstore_hvd.elastic.parameters import ParametersHandler
+from kvstore_hvd.elastic.sampler import SamplerMethods
+from kvstore_hvd.elastic.sampler_handler import SamplerHandler
+from kvstore_hvd.elastic.trainers import TrainerHandler
+
+__all__ = ["get_handler_registry", "handler_for", "set_handler_registry"]
+
+Registry = list[tuple[type, Callable[[Any], StateHandler]]]
+
+
+class _Asked(type):
+    """A class whose instances are those for which ``asks`` says so. For those of MXNet, which is not imported here."""
+
+    asks: Callable[[Any], bool]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.asks(instance)
+
+
+def _kind(name: str, asks: Callable[[Any], bool]) -> type:
+    return _Asked(name, (), {"asks": staticmethod(asks)})
+
+
+_registry: Registry = [
+    (_kind("Block", mxnet_compat.is_block), ParametersHandler),
+    (_kind("Parameters", mxnet_compat.is_parameters), ParametersHandler),
+    (_kind("Trainer", mxnet_compat.is_trainer), TrainerHandler),
+    (SamplerMethods, SamplerHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Which handlers there are.
+
+    Returns
+    -------
+    list of (type, callable)
+        A value is handled by what the first callable makes of it whose type it is an instance of: a `StateHandler`. The
+        list itself: what is put into it counts for the states that are made later.
+    """
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Use these handlers for the states that are made from now on; see `get_handler_registry`."""
+    global _registry
+    _registry = registry
+
+
+def handler_for(value: Any) -> StateHandler | None:
+    """A handler of the value, which has saved it; None if it is to be saved as an object."""
+    for kind, make in _registry:
+        if isinstance(value, kind):
+            return make(value)
+    return None
