@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from kvstore_hvd.messages import check
@@ -19,14 +20,14 @@ from kvstore_hvd.wire import WireError
 
 __all__ = ["DaemonSettings", "daemon_command"]
 
-# `-m` would look for modules in the working folder first, where a user's json.py or queue.py may lie.
+# `-m` would look for modules in the working folder first, where a user's json.py or queue.py may lie. The folder of
+# this package comes last: it may hold anything too.
 _PROGRAM = """import sys
 if sys.path[0] == "":
     del sys.path[0]
+sys.path.append(sys.argv[1])
 from kvstore_hvd.driver.daemon import main
 sys.exit(main())"""
-
-
 _LONGEST = 1 << 16
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "settings": {
@@ -76,7 +77,7 @@ class DaemonSettings:
 
 def daemon_command() -> list[str]:
     """The command line that starts a daemon with this interpreter."""
-    return [sys.executable, "-c", _PROGRAM]
+    return [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2])]
 
 
 def _first_line(timeout_s: float) -> bytes:
