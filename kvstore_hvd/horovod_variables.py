@@ -11,7 +11,7 @@ _NO_CYCLES = "operations are carried out as soon as all workers have submitted t
 _NO_CACHE = "what was agreed on once is kept for every name, without a limit"
 _MEMORY = "the workers of a host always meet in shared memory"
 _NO_GPU = "arrays on GPUs are not reduced yet"
-_NO_ELASTIC = "elastic training is not supported yet"
+_ELASTIC = "options of kvhvdrun say whether a job is elastic"
 _NO_TUNING = "nothing is tuned while training; benchmarks/tune.py finds sizes for KVHVD_THRESHOLDS"
 _NO_GLOO = "there is no Gloo here"
 _BUILD = "it configures the build of Horovod"
@@ -38,7 +38,7 @@ _REASONS = {
 # The longest that fits counts.
 _PREFIXES = {
     "HOROVOD_AUTOTUNE": _NO_TUNING,
-    "HOROVOD_ELASTIC": _NO_ELASTIC,
+    "HOROVOD_ELASTIC": _ELASTIC,
     "HOROVOD_GLOO_": _NO_GLOO,
     "HOROVOD_CCL_": "there is no oneCCL here",
     "HOROVOD_WITH_": _BUILD,

@@ -136,8 +136,13 @@ class WorkerLine:
             if answer["t"] == "leave":
                 log.logger.info("this worker is not needed any more: %s", answer["text"])
                 raise SystemExit(0)
-            if answer["t"] == "place" or not self.void(answer["epoch"]):
+            if answer["t"] == "place":
                 return answer
+            text = self.void(answer["epoch"])
+            if not text:
+                return answer
+            # Lost before this worker could meet anybody: the launcher waits to hear that it has given it up.
+            self._send({"t": "ready", "epoch": answer["epoch"], "cause": "meeting", "text": text})
 
     def _world(self, answer: dict[str, Any]) -> World:
         epoch = answer.get("epoch", -1)

@@ -108,14 +108,9 @@ class Daemons:
 
     def admit(self, line: Connection, now: float) -> None:
         """Take a connection that knows the secret for a daemon's, if it is from one that has none."""
-        try:
-            identity = line.identity or {}
-            check(identity, {"daemon": IDENTITIES["daemon"]}, "role")
-            daemon = self._running.get(identity["host"])
-            if daemon is None or daemon.pid != identity["pid"] or daemon.line is not None or daemon.fault:
-                raise WireError("it is not a daemon that is waited for.")
-        except WireError as error:
-            logger.info("refused a connection: %s", error)
+        daemon = self._expected(line.identity or {})
+        if daemon is None:
+            logger.info("refused a connection: it is not from a daemon that is waited for.")
             line.close()
             return
         daemon.line, daemon.heard_at = line, now
@@ -123,6 +118,14 @@ class Daemons:
         for message in daemon.unsent:
             line.send(message)
         daemon.unsent.clear()
+
+    def _expected(self, identity: dict[str, Any]) -> _Daemon | None:
+        with contextlib.suppress(WireError):
+            check(identity, {"daemon": IDENTITIES["daemon"]}, "role")
+            daemon = self._running.get(identity["host"])
+            if daemon is not None and daemon.pid == identity["pid"] and daemon.line is None and not daemon.fault:
+                return daemon
+        return None
 
     # -- Sending --------------------------------------------------------------------------------------------------
 

@@ -149,8 +149,8 @@ def acts_of(worker: int, arguments: list[str]) -> dict[str, str]:
     """The acts that are for this worker."""
     acts = {}
     for argument in arguments:
-        who, colon, act = argument.partition(":") if argument.partition(":")[0].isdigit() else ("", ":", argument)
-        if not who or int(who) == worker:
+        who, _, act = argument.rpartition(":")
+        if who in ("", str(worker)):
             name, _, value = act.partition("=")
             acts[name] = value
     return acts

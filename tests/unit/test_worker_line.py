@@ -105,7 +105,7 @@ def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
     assert not is_real
     assert (world.topology.rank, world.topology.epoch) == (2, -1)
     assert daemon.take()["t"] == "enter"
-    daemon.world(4)
+    threading.Timer(0.05, daemon.world, [4]).start()
     assert line.next_world("start", "").topology.epoch == 4
     assert daemon.take() == {"t": "ready", "epoch": -1, "cause": "start", "text": ""}
 
@@ -130,6 +130,23 @@ def test_a_lost_world(daemon: Daemon, line: WorkerLine) -> None:
         daemon.world(2)
     assert world.topology.epoch == 2
     assert world.lost() == ""
+
+
+def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, line: WorkerLine) -> None:
+    """The launcher waits for a word from every worker that it gave the world to."""
+    daemon.world(0)
+    line.enter()
+    daemon.world(1)
+    daemon.send("void", epoch=1, text="worker 3 was killed")
+    until(lambda: line.void(1))
+    threading.Timer(0.05, daemon.world, [2]).start()
+    assert line.next_world("lost", "").topology.epoch == 2
+    assert [daemon.take() for _ in range(3)][2] == {
+        "t": "ready",
+        "epoch": 1,
+        "cause": "meeting",
+        "text": "worker 3 was killed",
+    }
 
 
 def test_updates(daemon: Daemon, line: WorkerLine) -> None:
