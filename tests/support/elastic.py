@@ -88,7 +88,8 @@ class ElasticJob:
         self.folder = folder
         self.marker = marker
         self.output = folder / "output"
-        (folder / "points.json").write_text(json.dumps(list(points)))
+        self._points = list(points)
+        self._write("points.json", json.dumps(self._points))
         self._events = _Tail(folder / "events.jsonl")
         self._workers: dict[int, _Tail] = {}
         self._shared_before = shared_files()
@@ -170,7 +171,7 @@ class ElasticJob:
         return found
 
     def until_step(self, steps: int = 3, *, size: Optional[int] = None, after: int = -1) -> int:
-        """Wait until some steps are made in a world after the given one, of that size; returns the number of the world."""
+        """Wait until steps are made in a world after the given one, of that size; returns the number of the world."""
 
         def made() -> Optional[int]:
             ready = [each for each in self.events("epoch_ready") if each["epoch"] > after]
@@ -209,11 +210,20 @@ class ElasticJob:
 
     def set_slots(self, slots: Sequence[tuple[str, int]]) -> float:
         """Change what the discovery script says; returns the time right before."""
-        new = self.folder / "hosts.new"
-        new.write_text("".join(f"{host}:{number}\n" for host, number in slots))
         now = time.monotonic()
-        new.rename(self.folder / "hosts")
+        self._write("hosts", "".join(f"{host}:{number}\n" for host, number in slots))
         return now
+
+    def arm(self, worker: int, point: str, number: int = signal.SIGKILL, delay_s: float = 0.0) -> None:
+        """Have a worker send itself a signal when it comes to a point for the next time."""
+        self._points.append({"worker": worker, "point": point, "count": None, "delay_s": delay_s, "signal": number})
+        self._write("points.json", json.dumps(self._points))
+
+    def _write(self, name: str, text: str) -> None:
+        """Replace a file as a whole: others may read it at any moment."""
+        new = self.folder / f"{name}.new"
+        new.write_text(text)
+        new.rename(self.folder / name)
 
     def finish(self) -> None:
         """Let the workers end after the epoch that they are in."""

@@ -41,29 +41,31 @@ class Points:
     """Points at which something is to happen to this worker.
 
     Each is ``{"worker", "point", "count", "delay_s", "signal"}``: the signal is sent that long after the worker has
-    come to the point for the count-th time (0: the first).
+    come to the point for the count-th time (0: the first; None: the next). The file may change at any time.
     """
 
     def __init__(self, folder: Path, worker: int, log: Log) -> None:
-        path = folder / "points.json"
-        points = json.loads(path.read_text()) if path.exists() else []
-        self._points = [each for each in points if each["worker"] == worker]
-        self._counts: dict[str, int] = {}
+        self._path = folder / "points.json"
+        self._worker = worker
         self._log = log
+        self._counts: dict[str, int] = {}
+        self._over: set[int] = set()  # places in the file
 
     def reach(self, name: str) -> None:
         """Come to a point."""
         count = self._counts.get(name, 0)
         self._counts[name] = count + 1
-        for each in self._points:
-            if (each["point"], each["count"]) == (name, count):
+        for place, each in enumerate(json.loads(self._path.read_text())):
+            is_here = (each["worker"], each["point"]) == (self._worker, name) and each["count"] in (None, count)
+            if is_here and place not in self._over:
+                self._over.add(place)
                 if each["delay_s"]:
-                    threading.Thread(target=self._suffer, args=(each, each["delay_s"]), daemon=True).start()
+                    threading.Thread(target=self._suffer, args=(each,), daemon=True).start()
                 else:
                     self._suffer(each)
 
-    def _suffer(self, each: dict[str, Any], delay_s: float = 0.0) -> None:
-        time.sleep(delay_s)
+    def _suffer(self, each: dict[str, Any]) -> None:
+        time.sleep(each["delay_s"])
         self._log.write("point", point=each["point"])
         os.kill(os.getpid(), each["signal"])
 
