@@ -185,8 +185,7 @@ def _steps_of_newest_world(job: ElasticJob) -> int:
     epoch = job.events("epoch_ready")[-1]["epoch"]
     if job.events("epoch_void", epoch=epoch):
         return 0
-    first = job.members()[0]
-    return sum(line["epoch"] == epoch for line in job.lines("done", first))
+    return len(job.done(job.members()[0], epoch))
 
 
 def _assert_state_was_lost(job: ElasticJob, code: int) -> None:
@@ -194,9 +193,9 @@ def _assert_state_was_lost(job: ElasticJob, code: int) -> None:
     (end,) = job.events("job_end")
     assert end["code"] == code
     assert end["reason"], "no reason was given"
-    exits = {each["worker"]: each["code"] for each in job.events("worker_exited")}
+    assert not job.events("worker_finished"), end
+    exited = {each["worker"] for each in job.events("worker_exited")}
     worlds = job.lines("world")
     newest = max((line["epoch"] for line in worlds), default=-1)
-    for line in worlds:
-        if line["epoch"] == newest:
-            assert exits.get(line["worker"], 0) != 0, f"worker {line['worker']} had the state, and lived: {exits}"
+    alive = {line["worker"] for line in worlds if line["epoch"] == newest} - exited
+    assert not alive, f"the workers {alive} had the state, and lived"

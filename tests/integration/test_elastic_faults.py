@@ -240,6 +240,6 @@ def test_steps_go_on_while_a_newcomer_starts(start: Start) -> None:
     (newcomer,) = (each for each in job.events("worker_started") if each["monotonic"] > before)
     joined = job.until_step(size=3, after=world)
     (ready,) = job.events("newcomer_ready", worker=newcomer["worker"])
-    alone = [line for line in job.lines("done", 0) if world < line["epoch"] < joined]
+    alone = [line for epoch in range(world + 1, joined) for line in job.done(0, epoch)]
     assert alone[0]["t"] < ready["monotonic"] < alone[-1]["t"]
     end_well(job)

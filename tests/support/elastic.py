@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -32,12 +33,14 @@ Line = dict[str, Any]
 
 
 class _Tail:
-    """The JSON lines of a file that grows."""
+    """The JSON lines of a file that grows: in their order, and by what they are about and the world they belong to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str) -> None:
         self._path = path
+        self._kind = kind  # the field that says what a line is about
         self._position = 0
         self.lines: list[Line] = []
+        self.of: dict[tuple[str, Any], list[Line]] = defaultdict(list)
 
     def read(self) -> list[Line]:
         """Return all lines that are complete by now."""
@@ -46,7 +49,10 @@ class _Tail:
             data = file.read()
             complete = data[: data.rfind(b"\n") + 1]
             self._position += len(complete)
-            self.lines += [json.loads(line) for line in complete.splitlines()]
+            for text in complete.splitlines():
+                line = json.loads(text)
+                self.lines.append(line)
+                self.of[line[self._kind], line.get("epoch")].append(line)
         return self.lines
 
 
@@ -90,7 +96,7 @@ class ElasticJob:
         self.output = folder / "output"
         self._points = list(points)
         self._write("points.json", json.dumps(self._points))
-        self._events = _Tail(folder / "events.jsonl")
+        self._events = _Tail(folder / "events.jsonl", "event")
         self._workers: dict[int, _Tail] = {}
         self._shared_before = shared_files()
         self._sockets: set[str] = set()
@@ -132,8 +138,7 @@ class ElasticJob:
     def lines(self, what: str = "", worker: Optional[int] = None) -> list[Line]:
         """Return what workers have written so far, each line with its worker, in the order of time."""
         for path in self.folder.glob("worker-*.jsonl"):
-            number = int(path.stem.partition("-")[2])
-            self._workers.setdefault(number, _Tail(path))
+            self._tail(int(path.stem.partition("-")[2]))
         found = [
             {**line, "worker": number}
             for number, tail in self._workers.items()
@@ -143,14 +148,19 @@ class ElasticJob:
         ]
         return sorted(found, key=lambda line: line["t"])
 
+    def done(self, worker: int, epoch: int) -> list[Line]:
+        """Return the steps that a worker has made in a world."""
+        tail = self._tail(worker)
+        tail.read()
+        return tail.of["done", epoch]
+
+    def _tail(self, worker: int) -> _Tail:
+        return self._workers.setdefault(worker, _Tail(self.folder / f"worker-{worker}.jsonl", "what"))
+
     def members(self) -> list[int]:
         """Return the workers of the newest world, in the order of ranks."""
         epochs = self.events("epoch_ready")
         return list(epochs[-1]["workers"]) if epochs else []
-
-    def epoch(self) -> int:
-        """Return the number of the newest world in which a step was made, or -1."""
-        return max((line["epoch"] for line in self.lines("done")), default=-1)
 
     # -- Waiting ------------------------------------------------------------------------------------------------------
 
@@ -176,10 +186,8 @@ class ElasticJob:
         def made() -> Optional[int]:
             ready = [each for each in self.events("epoch_ready") if each["epoch"] > after]
             for each in ready[::-1]:
-                if size in (None, len(each["workers"])):
-                    done = [line for line in self.lines("done", each["workers"][0]) if line["epoch"] == each["epoch"]]
-                    if len(done) >= steps:
-                        return int(each["epoch"]) + 1
+                if size in (None, len(each["workers"])) and len(self.done(each["workers"][0], each["epoch"])) >= steps:
+                    return int(each["epoch"]) + 1
             return None
 
         number: int = self.until(made, f"{steps} steps in a world of {size or 'any'} workers after world {after}")
