@@ -206,6 +206,17 @@ def test_when_nobody_is_left_the_job_ends(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_a_newcomer_does_not_go_on_alone(start: Start) -> None:
+    """The last one that has the state dies before a newcomer has got it: that one must not train from the beginning."""
+    points = [{"worker": 0, "point": "sync", "count": 2, "delay_s": 0.0, "signal": signal.SIGKILL}]
+    job = start(workers=2, min_np=1, points=points)
+    job.until_step(size=2)
+    job.send(1)
+    assert job.end() == 128 + signal.SIGKILL
+    assert not job.lines("world", worker=2), "it has begun to train"
+
+
+@pytest.mark.slow
 def test_below_min_np_it_waits_then_ends(start: Start) -> None:
     """Too few workers, and no slot for new ones: an end after the time limit, with the reason."""
     job = start(workers=3, min_np=3, slots=[("localhost", 3)], options=(*SOON, "--elastic-timeout", "4"))
