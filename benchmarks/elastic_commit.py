@@ -30,8 +30,9 @@ def make_state() -> Any:
     for param in params.values():
         param.initialize()
     trainer = mx.gluon.Trainer(params, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore="horovod")
-    for param in params.values():
-        param.list_grad()[0][:] = 1
+    with mx.autograd.record():
+        losses = [param.data().sum() for param in params.values()]
+    mx.autograd.backward(losses)
     trainer.step(1)
     mx.nd.waitall()
     return elastic.GluonState(params=params, trainer=trainer, step=0)
