@@ -252,5 +252,5 @@ def test_steps_go_on_while_a_newcomer_starts(start: Start) -> None:
     joined = job.until_step(size=3, after=world)
     (ready,) = job.events("newcomer_ready", worker=newcomer["worker"])
     alone = [line for epoch in range(world + 1, joined) for line in job.done(0, epoch)]
-    assert alone[0]["t"] < ready["monotonic"] < alone[-1]["t"]
+    assert sum(line["t"] < ready["monotonic"] for line in alone) >= 10
     end_well(job)

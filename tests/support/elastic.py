@@ -212,7 +212,7 @@ class ElasticJob:
         found = []
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
-                if DAEMON in child.cmdline():
+                if DAEMON in " ".join(child.cmdline()):
                     found.append(child.pid)
         return found
 
@@ -291,7 +291,7 @@ def command_of(pid: int) -> str:
 
 def shared_files() -> set[str]:
     """Return the files in /dev/shm, but for those of other MPI jobs on this machine."""
-    foreign = re.compile(r"sm_segment\.|mpich_shm_|vader_segment\.")
+    foreign = re.compile(r"sm_segment\.|mpich_shm_|vader_segment\.|open_mpi\.")
     return {name for name in os.listdir("/dev/shm") if not foreign.match(name)}
 
 
