@@ -33,6 +33,7 @@ from common import describe, median_ratio, ratio_text, summary, table, write
 from ranks import kvhvdrun, start_or_be_a_rank, this_python, versions
 
 MODES = ("no store", "ours", "dist_sync")
+ELASTIC = "elastic"  # ours, in a job that may lose workers: for benchmarks/elastic.py
 NETWORKS = ("CNN", "MLP", "LSTM")
 WAITS = ("exposed_ms", "reducing_ms")
 START_TIMEOUT_S = 120.0
@@ -77,12 +78,22 @@ class Channel:
 
 def be_a_worker(options: argparse.Namespace) -> None:
     """Connect, and train whenever told to."""
-    index = int(os.environ.get("KVHVD_RANK", options.index))
+    index = int(os.environ.get("KVHVD_RANK", os.environ.get("KVHVD_WORKER", options.index)))
     # Before anything starts threads: they inherit it.
     os.sched_setaffinity(0, options.cores[index * options.share : (index + 1) * options.share])
-    import kvstore_hvd  # noqa: F401 - registers the store
+    import kvstore_hvd
 
-    # isort: split
+    if options.mode == ELASTIC:
+        from kvstore_hvd import elastic
+
+        kvstore_hvd.init()
+        elastic.run(lambda state: train_when_told(options, index))(elastic.GluonState())
+    else:
+        train_when_told(options, index)
+
+
+def train_when_told(options: argparse.Namespace, index: int) -> None:
+    """Train as many steps as the other side says, again and again."""
     import mxnet as mx
 
     trainer, step = prepare(options.network, options.batch_size, make_store(options.mode))
@@ -119,7 +130,7 @@ def make_store(mode: str) -> Any:
     """Return the store of a mode, or None."""
     import mxnet as mx
 
-    return None if mode == "no store" else mx.kv.create({"ours": "horovod"}.get(mode, mode))
+    return None if mode == "no store" else mx.kv.create({"ours": "horovod", ELASTIC: "horovod"}.get(mode, mode))
 
 
 def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:
@@ -205,6 +216,10 @@ class Group:
         command = [*command, "--group", self.name, "--mode", self.mode]
         if self.mode == "ours":
             self._start([*kvhvdrun(this_python()), "-np", str(self.workers), *command], environment)
+            return
+        if self.mode == ELASTIC:
+            count = str(self.workers)
+            self._start([*kvhvdrun(this_python()), "--min-np", count, "--max-np", count, *command], environment)
             return
         if self.mode == "dist_sync":
             environment = {

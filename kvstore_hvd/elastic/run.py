@@ -143,5 +143,6 @@ class _Loop:
 def _meet(cause: str, text: str) -> None:
     world = engine.current()
     if not world.is_waiting:
-        world.abandon(text or "workers come or go")
+        # All have agreed on an update: without a reason nobody fails who still waits for the end of that.
+        world.abandon("" if cause == "updated" else text or "the world was left")
     world.meet(cause, text)

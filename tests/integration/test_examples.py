@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +29,44 @@ def test_uneven(marker):
     assert "worker 2: 719 images, 45 batches in an epoch" in done.stdout
     assert "135 on every worker" in done.stdout
     assert "equal on all workers" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_elastic_digits(marker):
+    """A worker is killed, another takes its place, and all end with the same network."""
+    pytest.importorskip("sklearn")
+    command = [
+        *kvhvdrun().prefix,
+        "--min-np",
+        "2",
+        "--max-np",
+        "3",
+        sys.executable,
+        str(EXAMPLES / "elastic_digits.py"),
+    ]
+    command += ["--epochs", "60"]
+    process = subprocess.Popen(
+        command,
+        env={**variables_of(marker), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    killed = 0
+    for line in process.stdout:
+        lines.append(line)
+        if "epoch 2/60" in line and not killed:
+            killed = int(re.search(r"worker with pid (\d+) is rank 1 of", "".join(lines))[1])  # type: ignore[index]
+            os.kill(killed, signal.SIGKILL)
+    text = "".join(lines)
+    assert process.wait(timeout=LIMIT_S) == 0, text
+    assert killed, text
+    assert "going on with 2 workers" in text
+    results = re.findall(r"test accuracy ([\d.]+) %, parameters sha256 (\w+)", text)
+    assert len(results) >= 2, text
+    assert len(set(results)) == 1, text
+    assert float(results[0][0]) > 95, text

@@ -1,0 +1,188 @@
+"""The faults that benchmarks/elastic.py times: each is done to a job in which a Gluon network is trained.
+
+The times come from what the workers write into their files after each step, with a clock that all processes share.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+
+# The jobs are those of the tests, which check afterwards that training has gone on as it has to.
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.elastic import ElasticJob
+from support.elastic_schedule import assert_all_right
+from support.jobs import processes
+
+__all__ = ["ROWS", "TIMEOUT_S"]
+
+TIMEOUT_S = 2  # of operations, in jobs with a stopped worker
+SAMPLES = 240  # of the data set
+# A slot whose workers are killed again and again: soon used again, or most of the time would be spent waiting.
+OPTIONS = ("--blacklist-cooldown-range", "1", "2")
+SETTLING_S = 0.3  # some steps, before the next fault
+
+Times = Iterator[float]
+
+
+def next_step(job: ElasticJob, since: float, world: int) -> float:
+    """Return the seconds until all members of a world after the given one have made a step."""
+
+    def made() -> float:
+        for ready in job.events("epoch_ready"):
+            if ready["epoch"] > world:
+                steps = [job.done(worker, ready["epoch"]) for worker in ready["workers"]]
+                if all(steps) and min(each[0]["t"] for each in steps) > since:
+                    return max(each[0]["t"] for each in steps)
+        return 0.0
+
+    return float(job.until(made, f"a step after world {world}")) - since
+
+
+def settle(job: ElasticJob, workers: int, world: int) -> int:
+    """Wait until all workers are there, and the training runs; returns the world."""
+    world = job.until_step(size=workers, after=world)
+    time.sleep(SETTLING_S)
+    return world
+
+
+# -- One job, many faults -----------------------------------------------------------------------------------------
+
+
+def killed(job: ElasticJob, workers: int, count: int, places: Callable[[int], tuple[int, ...]]) -> Times:
+    """Kill the workers of these ranks, wait until others have replaced them, and so on."""
+    world = -1
+    for number in range(count):
+        world = settle(job, workers, world)
+        members = job.members()
+        since = max(job.send(members[rank]) for rank in places(number))
+        yield next_step(job, since, world)
+
+
+def stopped(job: ElasticJob, workers: int, count: int) -> Times:
+    """Stop workers, one after the other."""
+    world = -1
+    for number in range(count):
+        world = settle(job, workers, world)
+        yield next_step(job, job.send(job.members()[number % workers], signal.SIGSTOP), world)
+
+
+def killed_at(job: ElasticJob, workers: int, count: int, point: str) -> Times:
+    """Kill a worker, and another one when it has come to a point on the way back; the time is since the second."""
+    world = -1
+    for number in range(count):
+        world = settle(job, workers, world)
+        members = job.members()
+        first, second = members[number % workers], members[(number + 1) % workers]
+        before = len(job.lines("point"))
+        job.arm(second, point, delay_s=0.001 * (number % 3))
+        if point != "save":  # which comes anyway
+            job.send(first)
+        job.until(lambda: len(job.lines("point")) > before, f"the point {point}")  # noqa: B023
+        yield next_step(job, job.lines("point")[-1]["t"], world)
+
+
+def slots_changed(job: ElasticJob, workers: int, count: int, *, added: bool) -> Times:
+    """Add and remove a slot in turns; the time is between two steps of a worker that stays."""
+    world = -1
+    for _ in range(count):
+        for size in (workers, workers - 1):
+            old, world = world, settle(job, size, world)
+            if old >= 0 and added == (size == workers):
+                stayed = job.members()[0]
+                yield job.done(stayed, world)[0]["t"] - last_step_before(job, stayed, world)
+            job.set_slots([("localhost", 2 * workers - 1 - size)])
+
+
+def last_step_before(job: ElasticJob, worker: int, world: int) -> float:
+    """Return when a worker made its last step before this world."""
+    return max(line["t"] for line in job.lines("done", worker) if line["epoch"] < world)
+
+
+# -- A job for each fault -----------------------------------------------------------------------------------------
+
+
+def ended(job: ElasticJob, workers: int, who: str) -> float:
+    """Kill the daemon or the launcher; returns the seconds until no process is left."""
+    settle(job, workers, -1)
+    pid = job.process.pid if who == "launcher" else job.daemons()[0]
+    since = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    while processes(job.marker):
+        job.process.poll()
+        time.sleep(0.01)
+    return time.monotonic() - since
+
+
+# -- All of them --------------------------------------------------------------------------------------------------
+
+
+def in_one_job(faults: Callable[..., Times], **more: Any) -> Callable[[int, int], list[float]]:
+    """Return a function that times the fault so many times, in one job that then ends as it has to."""
+
+    def times(workers: int, count: int) -> list[float]:
+        changing = faults is slots_changed
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+            job = ElasticJob(
+                Path(folder),
+                f"KVHVD_BENCHMARK={uuid.uuid4().hex}",
+                workers=workers,
+                min_np=1,
+                slots=[("localhost", workers - 1)] if changing else None,
+                options=OPTIONS,
+                variables={"KVHVD_TIMEOUT": str(TIMEOUT_S)} if faults is stopped else {},
+            )
+            try:
+                found = list(faults(job, workers, count, **more))
+                job.finish()
+                if job.end() != 0:
+                    raise SystemExit(f"the job failed\n{job.describe()}")
+                assert_all_right(job, SAMPLES)
+            finally:
+                job.close()
+        return found
+
+    return times
+
+
+def in_many_jobs(who: str) -> Callable[[int, int], list[float]]:
+    """Return a function that times the end of so many jobs."""
+
+    def times(workers: int, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+                job = ElasticJob(Path(folder), f"KVHVD_BENCHMARK={uuid.uuid4().hex}", workers=workers, options=OPTIONS)
+                try:
+                    found.append(ended(job, workers, who))
+                finally:
+                    job.close()
+        return found
+
+    return times
+
+
+#: What is timed, by name, with its median and worst limit in seconds.
+ROWS: dict[str, tuple[Callable[[int, int], list[float]], float, float]] = {
+    "SIGKILL a worker": (in_one_job(killed, places=lambda number: (1 + number % 3,)), 0.3, 2.0),
+    "SIGKILL rank 0": (in_one_job(killed, places=lambda number: (0,)), 0.3, 2.0),
+    "SIGKILL two at once": (in_one_job(killed, places=lambda number: (number % 2, 2 + number % 2)), 0.3, 2.0),
+    "SIGSTOP a worker": (in_one_job(stopped), TIMEOUT_S + 1.0, TIMEOUT_S + 1.0),
+    "a slot more": (in_one_job(slots_changed, added=True), 1.0, 1.0),
+    "a slot less": (in_one_job(slots_changed, added=False), 1.0, 1.0),
+    "SIGKILL a second one while re-forming": (in_one_job(killed_at, point="restore"), 0.3, 2.0),
+    "SIGKILL a second one in sync": (in_one_job(killed_at, point="sync"), 0.3, 2.0),
+    "SIGKILL a worker in commit": (in_one_job(killed_at, point="save"), 0.3, 2.0),
+    "SIGKILL the daemon: end of all": (in_many_jobs("daemon"), 5.0, 5.0),
+    "SIGKILL the launcher: end of all": (in_many_jobs("launcher"), 5.0, 5.0),
+}

@@ -1,0 +1,201 @@
+"""Random disturbances of an elastic job: who is killed or stopped, and which slots come and go, at which moment.
+
+A seed chooses everything that a test can choose; which instruction of a worker a signal meets is up to the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from support.elastic import ElasticJob
+from support.elastic_schedule import assert_all_right
+
+__all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
+
+HOSTS = ("localhost", "127.0.0.2", "127.0.0.3")
+POINTS = ("save", "check", "restore", "reset", "sync")
+SAMPLES = 240
+# Operations that wait for a stopped worker fail after these seconds.
+TIMEOUT_S = 5
+#: Why a job may end without success: nobody is left who knows the state.
+LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """One thing that happens.
+
+    `kind` is ``'kill'``, ``'stop'`` (a worker), ``'slots'`` (the discovery script says something else), or
+    ``'meeting'`` (a worker is killed as soon as a world has been given out). `calm` ones wait until the newest world
+    has made steps, the others only for `delay_s`.
+    """
+
+    kind: str
+    calm: bool
+    delay_s: float
+    who: int = 0  # the place among the members, modulo their number
+    slots: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{host}:{number}" for host, number in self.slots) if self.slots else f"member {self.who}"
+        return f"{'when steps are made, ' if self.calm else ''}after {self.delay_s:.3f} s: {self.kind} {what}"
+
+
+@dataclass
+class Plan:
+    """A job and what happens to it."""
+
+    seed: int
+    workers: int
+    commit_every: int
+    batch_size: int
+    slots: tuple[tuple[str, int], ...]
+    disturbances: list[Disturbance] = field(default_factory=list)
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}: {self.workers} workers, commit every {self.commit_every}, slots {self.slots}"]
+        return "\n".join([*lines, *map(str, self.disturbances), *map(str, self.points)])
+
+
+def plan_of(seed: int) -> Plan:
+    """Draw a job of four to six workers, and one to five disturbances."""
+    draw = random.Random(seed)
+    workers = draw.randint(4, 6)
+    plan = Plan(seed, workers, draw.randint(1, 6), draw.randint(3, 9), _slots(draw, workers))
+    for _ in range(draw.randint(1, 5)):
+        kind = draw.choices(("kill", "stop", "slots", "meeting"), (5, 1, 3, 2))[0]
+        slots = _slots(draw, workers) if kind == "slots" else ()
+        calm = draw.random() < 0.6
+        plan.disturbances.append(Disturbance(kind, calm, draw.random() ** 3, draw.randrange(workers), slots))
+    for _ in range(draw.choice((0, 0, 1, 2))):
+        plan.points.append(
+            {
+                "worker": draw.randrange(workers + 2),
+                "point": draw.choice(POINTS),
+                "count": draw.randrange(3),
+                "delay_s": draw.choice((0.0, 0.0, draw.random() * 0.005)),
+                "signal": int(draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))),
+            }
+        )
+    return plan
+
+
+def _slots(draw: random.Random, workers: int) -> tuple[tuple[str, int], ...]:
+    """Draw hosts, in some order, with two to all slots together: never too few to go on."""
+    counts = dict.fromkeys(draw.sample(HOSTS, len(HOSTS)), 0)
+    for _ in range(draw.randint(2, workers)):
+        counts[draw.choice(HOSTS)] += 1
+    return tuple((host, number) for host, number in counts.items() if number)
+
+
+def replay(seed: int) -> str:
+    """The command that runs one plan again."""
+    variables = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_ELASTIC=1"
+    return f"{variables} python -m pytest -m fuzz tests/integration/test_fuzz_elastic.py"
+
+
+def run(seed: int, folder: Path, marker: str) -> str:
+    """Carry a plan out and check what came of it.
+
+    Returns
+    -------
+    str
+        ``'finished'``, or `LOST`: all workers that had the state were killed, and the job has ended with that reason.
+
+    Raises
+    ------
+    AssertionError
+        Something is wrong; with the seed.
+    """
+    plan = plan_of(seed)
+    job = ElasticJob(
+        folder,
+        marker,
+        workers=plan.workers,
+        min_np=1,
+        slots=plan.slots,
+        options=["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"],
+        arguments=["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size)],
+        points=plan.points,
+        variables={"KVHVD_TIMEOUT": str(TIMEOUT_S)},
+    )
+    try:
+        _disturb(job, plan)
+        job.finish()
+        code = job.end()
+        if code == 0:
+            assert_all_right(job, SAMPLES)
+            return "finished"
+        _assert_state_was_lost(job, code)
+        return LOST
+    except Exception as error:
+        raise AssertionError(f"{plan}\nreplay: {replay(seed)}\n{error}\n{job.describe()}") from error
+    finally:
+        job.close()
+
+
+def _disturb(job: ElasticJob, plan: Plan) -> None:
+    """Let everything happen, unless the job ends before."""
+    with contextlib.suppress(_Ended):
+        _until(job, lambda: job.events("epoch_ready") or None)
+        for each in plan.disturbances:
+            epoch = job.events("epoch_ready")[-1]["epoch"]
+            if each.calm:
+                _until(job, lambda: _steps_of_newest_world(job) >= 2)
+            time.sleep(each.delay_s)
+            if each.kind == "slots":
+                job.set_slots(each.slots)
+                continue
+            if each.kind == "meeting":
+                # There may be no other world any more: then it is a kill at any time.
+                limit = time.monotonic() + 3
+                _until(
+                    job,
+                    lambda: time.monotonic() > limit or job.events("epoch_ready")[-1]["epoch"] > epoch,  # noqa: B023
+                )
+            members = job.members()
+            with contextlib.suppress(ProcessLookupError):
+                job.send(members[each.who % len(members)], signal.SIGSTOP if each.kind == "stop" else signal.SIGKILL)
+        _until(job, lambda: _steps_of_newest_world(job) >= 2)
+
+
+class _Ended(Exception):
+    """The job has ended."""
+
+
+def _until(job: ElasticJob, condition: Any) -> None:
+    def ended_or_true() -> Optional[str]:
+        if condition():
+            return "true"
+        return "ended" if job.process.poll() is not None else None
+
+    if job.until(ended_or_true, "the next moment for a disturbance") == "ended":
+        raise _Ended
+
+
+def _steps_of_newest_world(job: ElasticJob) -> int:
+    """Count the steps of the newest world, unless it is void."""
+    epoch = job.events("epoch_ready")[-1]["epoch"]
+    if job.events("epoch_void", epoch=epoch):
+        return 0
+    return len(job.done(job.members()[0], epoch))
+
+
+def _assert_state_was_lost(job: ElasticJob, code: int) -> None:
+    """Fail unless every worker that could have gone on from the state of the training has died."""
+    (end,) = job.events("job_end")
+    assert end["code"] == code
+    assert end["reason"], "no reason was given"
+    assert not job.events("worker_finished"), end
+    exited = {each["worker"] for each in job.events("worker_exited")}
+    worlds = job.lines("world")
+    newest = max((line["epoch"] for line in worlds), default=-1)
+    alive = {line["worker"] for line in worlds if line["epoch"] == newest} - exited
+    assert not alive, f"the workers {alive} had the state, and lived"

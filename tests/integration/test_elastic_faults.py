@@ -1,0 +1,256 @@
+"""Workers that die, stop, come and go while a Gluon network is trained: real processes, real signals.
+
+After each job that ends with success the workers have equal parameters, those of one process that has done the same
+steps, to the last bit; each sample was counted once in each epoch; and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.elastic import ElasticJob
+from support.elastic_schedule import assert_all_right
+
+SAMPLES = 240
+# A slot whose workers crash again and again has to wait; not for long in tests.
+SOON = ("--blacklist-cooldown-range", "1", "2")
+
+Start = Callable[..., ElasticJob]
+
+
+@pytest.fixture
+def start(marker: str, tmp_path: Path) -> Iterator[Start]:
+    """Start a job, and end it if the test does not."""
+    jobs: list[ElasticJob] = []
+
+    def start_one(**settings: Any) -> ElasticJob:
+        settings.setdefault("options", SOON)
+        jobs.append(ElasticJob(tmp_path, marker, **settings))
+        return jobs[-1]
+
+    yield start_one
+    for job in jobs:
+        job.close()
+
+
+def end_well(job: ElasticJob) -> None:
+    """Let the job finish, and check what it has done."""
+    job.finish()
+    code = job.end()
+    assert code == 0, job.describe()
+    assert_all_right(job, SAMPLES)
+
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.slow
+def test_killed_workers(start: Start) -> None:
+    """One worker, then rank 0, then two at once: the others go on without them, and new ones join."""
+    job = start(workers=4)
+    world = job.until_step(size=4)
+    for ranks in ((2,), (0,), (1, 3)):
+        members = job.members()
+        for rank in ranks:
+            job.send(members[rank])
+        survivors = [worker for rank, worker in enumerate(members) if rank not in ranks]
+        job.until_step(after=world)
+        (void,) = job.events("epoch_void", epoch=world)
+        ready = next(each for each in job.events("epoch_ready") if each["epoch"] > void["epoch"])
+        assert ready["workers"] == survivors, "who was ready first, in the old order"
+        world = job.until_step(size=4, after=world)
+        assert job.members()[: len(survivors)] == survivors
+    assert {each["code"] for each in job.events("worker_exited")} == {-signal.SIGKILL}
+    end_well(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stopped_worker(start: Start, rank: int) -> None:
+    """It is killed as soon as the others have waited for as long as an operation may take."""
+    job = start(workers=3, variables={"KVHVD_TIMEOUT": "3"})
+    world = job.until_step(size=3)
+    stopped = job.members()[rank]
+    job.send(stopped, signal.SIGSTOP)
+    job.until_step(after=world)
+    assert job.events("worker_killed", worker=stopped)
+    job.until_step(size=3, after=world)
+    end_well(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["daemon", "launcher"])
+def test_without_daemon_or_launcher_all_end(start: Start, who: str) -> None:
+    """Every process ends, and it is said why."""
+    job = start(workers=3)
+    job.until_step(size=3)
+    (daemon,) = job.daemons()
+    job.note_sockets()
+    os.kill(daemon if who == "daemon" else job.process.pid, signal.SIGKILL)
+    code = job.process.wait(timeout=30)
+    job.assert_nothing_left(limit_s=30)
+    assert code != 0
+    assert who in job.text()
+
+
+@pytest.mark.slow
+def test_slots_come_and_go(start: Start) -> None:
+    """Newcomers join at a commit; workers whose slots are gone leave at one, rank 0 among them."""
+    job = start(workers=4, min_np=1, slots=[("localhost", 2)])
+    world = job.until_step(size=2)
+    first = job.members()
+    job.set_slots([("localhost", 2), ("127.0.0.2", 2)])
+    world = job.until_step(size=4, after=world)
+    # One may have joined before the other.
+    assert job.members()[:2] == first
+    job.set_slots([("127.0.0.2", 2)])
+    world = job.until_step(size=2, after=world)
+    assert not set(job.members()) & set(first)
+    job.until(lambda: not [pid for pid in map(job.pid, first) if psutil.pid_exists(pid)], "workers that leave end")
+    job.set_slots([("localhost", 1), ("127.0.0.2", 1)])
+    job.until_step(size=2, after=world)
+    # Nothing was lost in all this: no step was done twice.
+    assert not job.events("epoch_void")
+    assert all(each["code"] == 0 for each in job.events("worker_exited")), job.events("worker_exited")
+    end_well(job)
+
+
+POINTS = {
+    # What happens to which worker: the world of the workers 0 to 3 loses the worker 3 first.
+    "while the others give up": {"worker": 1, "point": "restore", "count": 0, "delay_s": 0.0},
+    "rank 0 while they give up": {"worker": 0, "point": "restore", "count": 0, "delay_s": 0.002},
+    "when they have met": {"worker": 1, "point": "reset", "count": 0, "delay_s": 0.0},
+    "rank 0 in sync": {"worker": 0, "point": "sync", "count": 1, "delay_s": 0.0},
+    "a receiver in sync": {"worker": 2, "point": "sync", "count": 1, "delay_s": 0.001},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", list(POINTS))
+def test_a_second_loss_during_recovery(start: Start, what: str) -> None:
+    """The rest recovers from both."""
+    job = start(workers=4, points=[{**POINTS[what], "signal": signal.SIGKILL}])
+    world = job.until_step(size=4)
+    job.send(3)
+    job.until_step(after=world, size=2)
+    assert {each["worker"] for each in job.events("worker_exited")} == {3, POINTS[what]["worker"]}
+    job.until_step(after=world, size=4)
+    end_well(job)
+
+
+COMMITS = {
+    "before anything is saved": {"worker": 1, "point": "save", "count": 6, "delay_s": 0.0},
+    "while saving": {"worker": 0, "point": "save", "count": 6, "delay_s": 0.0003},
+    "saved, not agreed": {"worker": 0, "point": "check", "count": 4, "delay_s": 0.0},
+    "while agreeing": {"worker": 2, "point": "check", "count": 4, "delay_s": 0.0005},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", list(COMMITS))
+def test_a_loss_during_commit(start: Start, what: str) -> None:
+    """Some have saved a step, others have not: all go on from what the first of them has."""
+    job = start(workers=3, points=[{**COMMITS[what], "signal": signal.SIGKILL}])
+    # The worker may be dead before the test has seen a step of all three.
+    job.until_event("worker_exited", worker=COMMITS[what]["worker"])
+    world = job.until_step(size=2)
+    job.until_step(size=3, after=world)
+    end_well(job)
+
+
+@pytest.mark.slow
+def test_losses_while_workers_meet(start: Start) -> None:
+    """Somebody dies as soon as a world has been given out; and a newcomer before it has the state."""
+    points = [{"worker": 4, "point": "sync", "count": 0, "delay_s": 0.0, "signal": signal.SIGKILL}]
+    job = start(workers=4, points=points)
+    world = job.until_step(size=4)
+    job.send(3)
+    job.until(lambda: job.events("epoch_ready")[-1]["epoch"] > world, "the next world")
+    job.send(job.members()[-1])
+    job.until_event("worker_exited", worker=4)
+    job.until_step(size=4, after=world)
+    end_well(job)
+
+
+@pytest.mark.slow
+def test_with_processes_that_load_data(start: Start) -> None:
+    """A loader has read ahead when its worker's world is lost: what was not trained on comes again."""
+    job = start(workers=3, arguments=["--loaders", "2"])
+    world = job.until_step(size=3)
+    job.send(1)
+    world = job.until_step(size=3, after=world)
+    job.send(job.members()[0])
+    job.until_step(size=2, after=world)
+    end_well(job)
+
+
+@pytest.mark.slow
+def test_when_nobody_is_left_the_job_ends(start: Start) -> None:
+    """With all workers their state is lost: starting anew is for those who started the job to decide."""
+    job = start(workers=2)
+    job.until_step(size=2)
+    for worker in job.members():
+        job.send(worker)
+    assert job.end() == 128 + signal.SIGKILL
+    (end,) = job.events("job_end")
+    assert end["code"] == 128 + signal.SIGKILL
+    assert "SIGKILL" in job.text()
+
+
+@pytest.mark.slow
+def test_a_newcomer_does_not_go_on_alone(start: Start) -> None:
+    """The last one that has the state dies before a newcomer has got it: that one must not train from the beginning."""
+    points = [{"worker": 0, "point": "sync", "count": 2, "delay_s": 0.0, "signal": signal.SIGKILL}]
+    job = start(workers=2, min_np=1, points=points)
+    job.until_step(size=2)
+    job.send(1)
+    assert job.end() == 128 + signal.SIGKILL
+    assert not job.lines("world", worker=2), "it has begun to train"
+
+
+@pytest.mark.slow
+def test_below_min_np_it_waits_then_ends(start: Start) -> None:
+    """Too few workers, and no slot for new ones: an end after the time limit, with the reason."""
+    job = start(workers=3, min_np=3, slots=[("localhost", 3)], options=(*SOON, "--elastic-timeout", "4"))
+    job.until_step(size=3)
+    job.set_slots([("localhost", 2)])
+    code = job.end()
+    assert code != 0
+    (end,) = job.events("job_end")
+    assert "min-np" in end["reason"] or "min-np" in job.text(), job.describe()
+
+
+@pytest.mark.slow
+def test_worlds_of_one(start: Start) -> None:
+    """The last worker of three trains alone until others come."""
+    job = start(workers=3, min_np=1)
+    world = job.until_step(size=3)
+    for worker in job.members()[1:]:
+        job.send(worker)
+    job.until_step(size=1, after=world)
+    job.until_step(size=3, after=world)
+    end_well(job)
+
+
+@pytest.mark.slow
+def test_steps_go_on_while_a_newcomer_starts(start: Start) -> None:
+    """The others do not wait for it: not before it is ready, and not for its first step longer than for any."""
+    job = start(workers=3)
+    world = job.until_step(size=3)
+    before = time.monotonic()
+    job.send(1)
+    job.until_step(size=2, after=world, steps=10)
+    (newcomer,) = (each for each in job.events("worker_started") if each["monotonic"] > before)
+    joined = job.until_step(size=3, after=world)
+    (ready,) = job.events("newcomer_ready", worker=newcomer["worker"])
+    alone = [line for epoch in range(world + 1, joined) for line in job.done(0, epoch)]
+    assert sum(line["t"] < ready["monotonic"] for line in alone) >= 10
+    end_well(job)

@@ -1,0 +1,38 @@
+"""Random disturbances of elastic jobs, see `fuzz.disturbances`.
+
+``KVHVD_TEST_FUZZ_ELASTIC`` says how many seeds ``make fuzz`` tries (default 200), from ``KVHVD_TEST_FUZZ_SEED``
+(default 1000) on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fuzz import disturbances
+
+FIRST = int(os.environ.get("KVHVD_TEST_FUZZ_SEED", "1000"))
+SEEDS = int(os.environ.get("KVHVD_TEST_FUZZ_ELASTIC", "200"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_disturbed_jobs(tmp_path: Path, marker: str, seed: int) -> None:
+    """A few."""
+    disturbances.run(seed, tmp_path, marker)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(400 * SEEDS)
+def test_many_disturbed_jobs(tmp_path: Path, marker: str) -> None:
+    """Many; nearly all of them finish."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(FIRST, FIRST + SEEDS):
+        (tmp_path / str(seed)).mkdir()
+        outcomes[disturbances.run(seed, tmp_path / str(seed), marker)] += 1
+        print(f"seed {seed}: {dict(outcomes)}", flush=True)
+    assert outcomes["finished"] >= 0.8 * SEEDS, outcomes

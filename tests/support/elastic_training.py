@@ -1,0 +1,113 @@
+"""The training of elastic tests: the same bits in the workers of a job, and in one process that replays what they did.
+
+The replay is given, for each step, the samples that each worker had. It computes their gradients one worker after the
+other and adds them in the order of ranks, as the engine promises to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import kvstore_hvd  # noqa: F401 - lets MXNet run with today's NumPy
+
+# isort: split
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from sklearn.datasets import load_digits
+
+from support.gluon import array, network, parameters, weights
+
+__all__ = ["Training"]
+
+Array = Any  # numpy.ndarray
+
+
+class Training:
+    """A small convolutional network that learns digits, its trainer with momentum and a learning rate that falls.
+
+    Parameters
+    ----------
+    store : object
+        For the Trainer: a store, its name, or None for one process alone.
+    samples : int
+        The number of digits, at most 1797.
+    """
+
+    def __init__(self, store: Any, samples: int) -> None:
+        digits = load_digits()
+        self.samples = samples
+        self._images = (digits.images[:samples, None] / 16).astype(np.float32)
+        self._labels = digits.target[:samples].astype(np.float32)
+        self.net = network(
+            nn.Conv2D(8, 3, padding=1, in_channels=1, activation="tanh"),
+            nn.AvgPool2D(),
+            nn.Dense(32, in_units=8 * 4 * 4, activation="tanh"),
+            nn.Dense(10, in_units=32),
+            seed=3,
+            hybridize=True,
+        )
+        # It counts updates: whoever loses that count, or the momentum, has other parameters in the end.
+        schedule = mx.lr_scheduler.FactorScheduler(step=20, factor=0.95, base_lr=0.05)
+        settings = {"learning_rate": 0.05, "momentum": 0.9, "lr_scheduler": schedule}
+        self.trainer = gluon.Trainer(self.net.collect_params(), "sgd", settings, kvstore=store)
+        self._loss = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def backward(self, indices: Sequence[int]) -> float:
+        """Compute the gradients of the summed loss of these samples; returns the loss."""
+        which = np.asarray(indices)
+        with autograd.record():
+            loss = self._loss(self.net(array(self._images[which])), array(self._labels[which])).sum()
+        loss.backward()
+        return float(loss.asnumpy())
+
+    def gradients(self) -> list[Array]:
+        """Return copies of the gradients."""
+        return [parameter.list_grad()[0].asnumpy().copy() for parameter in parameters(self.net)]
+
+    def set_gradients(self, values: Sequence[Array]) -> None:
+        """Write gradients, as an allreduce does."""
+        for parameter, value in zip(parameters(self.net), values):
+            parameter.list_grad()[0][:] = array(value)
+
+    def digest(self) -> str:
+        """Return a digest of all bits of the parameters."""
+        return hashlib.sha256(b"".join(value.tobytes() for value in weights(self.net))).hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the parameters to a file (.npz)."""
+        np.savez(path, *weights(self.net))
+
+
+def replay(schedule: Sequence[Sequence[Sequence[int]]], samples: int) -> Training:
+    """Do the steps in this process: for each of them, the samples of each rank."""
+    training = Training(None, samples)
+    for step in schedule:
+        parts = []
+        for indices in step:
+            training.backward(indices)
+            parts.append(training.gradients())
+        training.set_gradients([reduce(np.add, of_ranks) for of_ranks in zip(*parts)])
+        training.trainer.step(sum(len(indices) for indices in step))
+    return training
+
+
+def main() -> None:
+    """Replay the schedule in a file, and write the parameters it leads to."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("schedule", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--samples", type=int, required=True)
+    options = parser.parse_args()
+    replay(json.loads(options.schedule.read_text()), options.samples).save(options.result)
+
+
+if __name__ == "__main__":
+    main()

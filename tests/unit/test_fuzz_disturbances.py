@@ -1,0 +1,23 @@
+"""The plans of random disturbances: a seed is a plan."""
+
+from __future__ import annotations
+
+from fuzz.disturbances import plan_of
+
+
+def test_a_seed_is_a_plan() -> None:
+    plans = [plan_of(seed) for seed in range(300)]
+    assert plans == [plan_of(seed) for seed in range(300)]
+    assert len({str(plan) for plan in plans}) == len(plans)
+
+
+def test_there_are_always_slots_for_two() -> None:
+    for plan in map(plan_of, range(300)):
+        assert 4 <= plan.workers <= 6
+        for slots in (plan.slots, *(each.slots for each in plan.disturbances if each.kind == "slots")):
+            assert 2 <= sum(number for _, number in slots) <= plan.workers
+
+
+def test_all_kinds_occur() -> None:
+    kinds = {each.kind for seed in range(100) for each in plan_of(seed).disturbances}
+    assert kinds == {"kill", "stop", "slots", "meeting"}
