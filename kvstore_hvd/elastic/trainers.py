@@ -19,7 +19,7 @@ __all__ = ["TrainerHandler"]
 
 STORE_NAMES = (NAME, ALIAS)
 # Of the Trainer itself: by what gradients are scaled, and how many updates a verification has counted.
-_ATTRIBUTES = ("_scale", "_amp_original_scale", "_kvstore_hvd_updates")
+_ATTRIBUTES = ("_scale", "_amp_original_scale")
 # Of the optimizer: its parameters, whose values are no part of it.
 _NOT_SAVED = ("param_dict",)
 

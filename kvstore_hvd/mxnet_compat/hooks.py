@@ -47,7 +47,6 @@ _SYNCHRONISED = "_kvstore_hvd_synchronised"
 _TOLD = "_kvstore_hvd_told"
 # Of a Trainer: what it exchanges in each step.
 _COLLECTED = "_kvstore_hvd_collected"
-# Of a Trainer: how many updates were counted for verifications; elastic states hand it on.
 # MXNet is one per process, and so is what was done to it.
 _world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None

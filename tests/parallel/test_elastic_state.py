@@ -209,7 +209,7 @@ def test_newcomers_get_what_does_not_exist_yet(rank, size):
 
 
 def test_nobody_knows_the_shapes(rank, size):
-    """GluonState.sync: parameters without shapes follow in the first step, also where some workers have them already."""
+    """GluonState.sync: parameters without shapes follow in the first step, even where some workers have them."""
     net = make_net(seed=rank, deferred=True)
     trainer = make_trainer(net)
     state = GluonState(net, trainer)
