@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore_hvd import engine, errors
-from kvstore_hvd.errors import HorovodInternalError, PeerLostError, message
+from kvstore_hvd.errors import HorovodInternalError, InputFailedError, PeerLostError, message
 
 __all__ = ["as_lost_world", "check_recoverable"]
 
@@ -18,11 +18,12 @@ def as_lost_world(error: BaseException) -> HorovodInternalError | None:
     """The error as one that tells of a lost world; None if it is another one.
 
     MXNet raises the errors of our operations as their classes where it can. Where it cannot, as in a graph, it raises
-    an ``MXNetError`` with their name and text.
+    an ``MXNetError`` with their name and text. An operation on what a lost one should have computed fails with an
+    `InputFailedError`, whose text has that of the lost one.
     """
     if isinstance(error, HorovodInternalError):
         return error
-    if type(error).__name__ != "MXNetError":
+    if type(error).__name__ != "MXNetError" and not isinstance(error, InputFailedError):
         return None
     for line in str(error).splitlines():
         for name in _LOST:

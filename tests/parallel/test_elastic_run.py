@@ -9,7 +9,7 @@ import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic, engine
 from kvstore_hvd.elastic.notification import notification_manager
-from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
+from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InputFailedError, MismatchError
 from kvstore_hvd.join import Join
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
@@ -248,10 +248,13 @@ def test_an_error_of_a_graph_is_recognised(rank, size):
     def train(state):
         tries.append(1)
         if len(tries) == 1:
+            raise InputFailedError(f"an input of x failed.\n  TransportError: [rank {rank}/{size}] it was aborted.")
+        if len(tries) == 2:
             raise mx.base.MXNetError(f"Error in operator x: PeerLostError: [rank {rank}/{size}] it died.")
         return kvstore_hvd.allreduce(np.ones(1), "after")[0]
 
     # Who died cannot come back in a job that is not elastic: all say so.
     with pytest.raises(HorovodInternalError, match=r"this job is not elastic(.|\n)*it died"):
         train(elastic.ObjectState())
+    assert len(tries) == 2
     assert_equal_on_all_ranks(np.ones(1), "still there")
