@@ -117,7 +117,10 @@ class Daemon:
             try:
                 return connect(self._settings.address, self._settings.secret, identity, _TRY_S)
             except WireError:
-                if os.getppid() != parent or time.monotonic() > deadline:
+                if os.getppid() != parent:
+                    self._speak_for_launcher(f"the launcher ended before the daemon on {self._settings.host} found it.")
+                    raise
+                if time.monotonic() > deadline:
                     raise
 
     # -- The loop -------------------------------------------------------------------------------------------------
@@ -302,7 +305,7 @@ class Daemon:
         self._connections.close(self._launcher)
         if not self._why:
             self._relay.drop()
-            self._speak_for_launcher(why)
+            self._speak_for_launcher(f"{why}. The workers on {self._settings.host} are being ended.")
         self._end(why, min(_ORPHAN_GRACE_S, self._settings.kill_grace_s), code=1)
 
     def _end(self, why: str, grace_s: float, code: int) -> None:
@@ -315,16 +318,16 @@ class Daemon:
         elif self._kill_at != float("inf"):
             self._kill_at = min(self._kill_at, now + grace_s)
 
-    def _speak_for_launcher(self, why: str) -> None:
+    def _speak_for_launcher(self, text: str) -> None:
+        """Write to its standard error: to ours nobody listens any more."""
         fd = self._settings.last_words_fd
         if fd is None:
             return
-        text = f"kvhvdrun: {why}. The workers on {self._settings.host} are being ended.\n"
         with contextlib.suppress(OSError):
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             if poll.poll(0):  # a terminal that is held, or a full pipe, must not keep us
-                os.write(fd, text.encode()[: select.PIPE_BUF])
+                os.write(fd, f"kvhvdrun: {text}\n".encode()[: select.PIPE_BUF])
 
     def _sweep(self, spare: list[int]) -> None:
         """Kill everything of this daemon that still runs."""

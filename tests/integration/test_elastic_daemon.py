@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from kvstore_hvd.driver.daemon_settings import DaemonSettings
 from kvstore_hvd.wire import WireError, connect
 from support.fake_launcher import FakeLauncher
-from support.jobs import processes
+from support.jobs import processes, variables_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -280,6 +281,28 @@ def test_the_end_of_the_launcher_ends_everything(marker: str) -> None:
             b"kvhvdrun: the line to the launcher is lost: the other side closed the connection. "
             b"The workers on localhost are being ended.\n"
         )
+
+
+def test_a_launcher_that_is_gone_before_it_is_found_does_not_keep_the_daemon(marker: str) -> None:
+    read, write = os.pipe()
+    settings = DaemonSettings(("127.0.0.1", 1), b"s" * 32, "job", "localhost", write, 1.0, True)
+    program = f"""
+import os, subprocess
+from kvstore_hvd.driver.daemon_settings import daemon_command
+daemon = subprocess.Popen(daemon_command(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[{write}])
+daemon.stdin.write({settings.line()!r})
+daemon.stdin.flush()
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", program], env=variables_of(marker), pass_fds=[write], check=True)
+    os.close(write)
+    text = b""
+    while data := os.read(read, 4096):  # to the end: of the daemon
+        text += data
+    os.close(read)
+    assert text == b"kvhvdrun: the launcher ended before the daemon on localhost found it.\n"
+    with FakeLauncher(marker):
+        pass  # waits for the end of all
 
 
 def test_a_silent_launcher_counts_as_gone(marker: str) -> None:
