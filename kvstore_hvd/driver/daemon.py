@@ -39,7 +39,6 @@ _LEASE_S = 2.0
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
 _START_S = 10.0
-_TRY_S = 1.0
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
 _GOODBYE_S = 1.0
@@ -110,18 +109,12 @@ class Daemon:
         return self._code
 
     def _connect(self, identity: dict[str, Any]) -> Connection:
-        """Connect to the launcher, as long as it lives."""
-        parent = os.getppid()
-        deadline = time.monotonic() + _START_S
-        while True:
-            try:
-                return connect(self._settings.address, self._settings.secret, identity, _TRY_S)
-            except WireError:
-                if os.getppid() != parent:
-                    self._speak_for_launcher(f"the launcher ended before the daemon on {self._settings.host} found it.")
-                    raise
-                if time.monotonic() > deadline:
-                    raise
+        try:
+            return connect(self._settings.address, self._settings.secret, identity, _START_S)
+        except WireError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):  # it listened before it started us
+                self._speak_for_launcher(f"the launcher ended before the daemon on {self._settings.host} found it.")
+            raise
 
     # -- The loop -------------------------------------------------------------------------------------------------
 

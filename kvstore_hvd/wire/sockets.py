@@ -184,16 +184,18 @@ def connect(address: Address, secret: bytes, identity: dict[str, Any], timeout_s
     Raises
     ------
     WireError
-        Nobody who knows the secret has answered in time.
+        Nobody listens there; or nobody who knows the secret has answered in time.
     """
+    shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return _connect_once(address, secret, identity, deadline)
+        except ConnectionRefusedError as error:
+            raise WireError(f"nobody listens at {shown}.") from error
         except (OSError, WireError) as error:
             reason = str(error).rstrip(".")
         if time.monotonic() + _RETRY_S >= deadline:
-            shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
             raise WireError(f"no connection to {shown} within {timeout_s:g} s: {reason}.")
         time.sleep(_RETRY_S)
 

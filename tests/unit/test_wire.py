@@ -521,8 +521,8 @@ def test_what_follows_the_handshake_at_once_is_not_lost(listening: Any) -> None:
 
 
 def test_connect_says_why_it_did_not_succeed(listening: Any) -> None:
-    with pytest.raises(WireError, match=r"no connection to kvstore_hvd-test-nobody within 0.05 s: .*refused"):
-        connect("kvstore_hvd-test-nobody", SECRET, CLIENT, 0.05)
+    with pytest.raises(WireError, match=r"nobody listens at kvstore_hvd-test-nobody\."):
+        connect("kvstore_hvd-test-nobody", SECRET, CLIENT, 60)
     listener = listening("tcp")
     with pytest.raises(WireError, match=r"127\.0\.0\.1:\d+ within 0.2 s: the other side does not answer"):
         connect(listener.address, SECRET, CLIENT, 0.2)  # nobody attends to it
