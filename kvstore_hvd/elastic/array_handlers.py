@@ -10,7 +10,7 @@ from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.elastic.copies import deep_copy
 from kvstore_hvd.elastic.handlers import StagedHandler
-from kvstore_hvd.elastic.images import Image, Spec
+from kvstore_hvd.elastic.images import Image, Spec, Specs
 from kvstore_hvd.errors import MismatchError, message
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.functions import broadcast_object
@@ -19,7 +19,8 @@ __all__ = ["ArraysHandler", "Details", "drain"]
 
 #: What is worth knowing of a value besides its arrays; can be pickled.
 Details = dict[str, Any]
-Arrays = Sequence[tuple[Spec, Any]]
+#: Arrays with their names, for errors.
+Arrays = list[tuple[object, Any]]
 
 # Names of the operations that send the values of arrays, and what is wrong; those of others begin otherwise.
 _NAME = "elastic/values"
@@ -38,7 +39,7 @@ class ArraysHandler(StagedHandler):
     """Keeps two copies in turn, in memory that is allocated once; sends one as a single piece."""
 
     def __init__(self, value: Any) -> None:
-        self._saved, self._spare = _Copy(), _Copy()
+        self._saved, self._spare, self._specs = _Copy(), _Copy(), Specs()
         super().__init__(value)
 
     def describe(self) -> tuple[Details, Arrays]:
@@ -68,7 +69,7 @@ class ArraysHandler(StagedHandler):
             The computation of an array failed: HorovodInternalError too, if the world was lost meanwhile.
         """
         details, arrays = self.describe()
-        self._spare.image.fit([spec for spec, _ in arrays])
+        self._spare.image.fit(self._specs.of(arrays))
         self._spare.image.read(array for _, array in arrays)
         self._spare.details = details
 

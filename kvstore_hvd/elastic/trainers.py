@@ -49,14 +49,9 @@ class TrainerHandler(ArraysHandler):
         """See `ArraysHandler.describe`."""
         trainer = self.value
         _check(trainer)
-        found: list[tuple[Spec, Any]] = []
-
-        def put(name: str, array: Any) -> _Place:
-            found.append((spec_of(name, array), array))
-            return _Place(len(found) - 1)
-
+        found: Arrays = []
         states = [
-            {index: _without_arrays(state, f"state {index}", put) for index, state in updater.states.items()}
+            {index: _without_arrays(state, index, found) for index, state in updater.states.items()}
             for updater in trainer._updaters
         ]
         optimizer = _innermost(trainer)
@@ -171,13 +166,14 @@ def _replace(present: dict[Any, Any], values: Mapping[Any, Any]) -> None:
 # -- States of optimizers: trees of tuples and lists with arrays in them -------------------------------------------
 
 
-def _without_arrays(state: Any, name: str, put: Callable[[str, Any], _Place]) -> Any:
-    """A copy of a state, with places instead of its arrays."""
+def _without_arrays(state: Any, name: object, found: Arrays) -> Any:
+    """A copy of a state, with places instead of its arrays, which are added to `found`."""
     if mxnet_compat.is_ndarray(state):
-        return put(name, state)
+        found.append((name, state))
+        return _Place(len(found) - 1)
     if type(state) in (tuple, list):
-        return type(state)(_without_arrays(each, f"{name}.{at}", put) for at, each in enumerate(state))
-    return deep_copy(state)
+        return type(state)([_without_arrays(each, name, found) for each in state])
+    return None if state is None else deep_copy(state)
 
 
 def _with_arrays(tree: Any, present: Any, take: Callable[[_Place, Any], Any]) -> Any:
@@ -192,6 +188,6 @@ def _with_arrays(tree: Any, present: Any, take: Callable[[_Place, Any], Any]) ->
 
 def _array(spec: Spec, present: Any, device: Any) -> Any:
     """The present array if it looks as it should, else a new one."""
-    if mxnet_compat.is_ndarray(present) and spec_of(spec.name, present) == spec:
+    if mxnet_compat.is_ndarray(present) and spec_of("", present) == spec:
         return present
     return new_array(spec.shape, spec.dtype, device, is_np=spec.is_np)
