@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import engine, log, mxnet_compat
-from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.elastic.images import Image, Spec, Specs
-from kvstore_hvd.errors import MismatchError, message
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.functions import broadcast_object
 
 __all__ = ["ArraysHandler", "Details", "drain"]
@@ -22,9 +20,8 @@ Details = dict[str, Any]
 #: Arrays with their names, for errors.
 Arrays = list[tuple[object, Any]]
 
-# Names of the operations that send the values of arrays, and what is wrong; those of others begin otherwise.
+# Of the operation that sends the values of arrays; other operations' names begin otherwise.
 _NAME = "elastic/values"
-_FAULTS = "elastic/faults"
 
 
 class _Copy:
@@ -92,7 +89,7 @@ class ArraysHandler(StagedHandler):
             return
         details, specs = broadcast_object((spare.details, spare.image.specs))
         with world.submitting():
-            self._check_all(world, "" if is_root else self.fault(details, specs))
+            raise_on_all(world, "" if is_root else self.fault(details, specs))
             spare.details = details
             spare.image.fit(specs)
             memory = spare.image.memory
@@ -101,21 +98,6 @@ class ArraysHandler(StagedHandler):
                 world.communicator().run(
                     Request("broadcast", _NAME, "values of arrays", place, place, memory.shape, "uint8")
                 )
-
-    @staticmethod
-    def _check_all(world: Member, fault: str) -> None:
-        """Raise on all workers what is wrong on any."""
-        faults = exchange(world.communicator(), world.topology, _FAULTS, fault)
-        if any(faults):
-            raise MismatchError(
-                message(
-                    "a worker's part of the state cannot become what it is on rank 0.",
-                    **world.topology.speaker,
-                    operation="sync",
-                    details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],
-                    fix="build the same networks, Trainers and samplers on every worker; nothing was changed.",
-                )
-            )
 
     def adopt(self) -> None:
         """See `StagedHandler.adopt`."""

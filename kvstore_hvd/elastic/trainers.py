@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import new_array
 from kvstore_hvd.elastic.array_handlers import Arrays, ArraysHandler, Details
-from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.images import Spec, spec_of
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.kvstore import StoreMethods
@@ -40,7 +40,7 @@ class TrainerHandler(ArraysHandler):
     Raises
     ------
     InvalidRequestError
-        The Trainer has its store update the parameters.
+        The Trainer has its store update the parameters, or a setting of its optimizer cannot be copied.
     UnsupportedDtypeError
         A state of the optimizer is sparse.
     """
@@ -56,13 +56,11 @@ class TrainerHandler(ArraysHandler):
         ]
         optimizer = _innermost(trainer)
         scaler = getattr(trainer, "_amp_loss_scaler", None)
-        small = {
-            "optimizer": {key: each for key, each in vars(optimizer).items() if key not in _NOT_SAVED},
-            "scaler": None if scaler is None else vars(scaler),
-            "trainer": {name: getattr(trainer, name) for name in _ATTRIBUTES if hasattr(trainer, name)},
-        }
+        settings = {key: each for key, each in vars(optimizer).items() if key not in _NOT_SAVED}
         details = {
-            **deep_copy(small),
+            "optimizer": named_copies(settings, type(optimizer).__name__),
+            "scaler": None if scaler is None else deep_copy(vars(scaler)),
+            "trainer": {name: getattr(trainer, name) for name in _ATTRIBUTES if hasattr(trainer, name)},
             "states": states,
             "class": type(optimizer).__name__,
             "parameters": len(trainer._params),
