@@ -18,7 +18,7 @@ from kvstore_hvd.mxnet_compat.hooks import ALIAS, NAME
 __all__ = ["TrainerHandler"]
 
 STORE_NAMES = (NAME, ALIAS)
-# Of the Trainer itself: by what gradients are scaled, and how many updates a verification has counted.
+# Of the Trainer itself: by what gradients are scaled.
 _ATTRIBUTES = ("_scale", "_amp_original_scale")
 # Of the optimizer: its parameters, whose values are no part of it.
 _NOT_SAVED = ("param_dict",)
