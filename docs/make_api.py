@@ -39,6 +39,11 @@ MODULES = {
         " `mx.kv.create('horovod')` makes a `Horovod`.",
     ),
     "kvstore_hvd.mxnet": ("hvd.", "The API of `horovod.mxnet`: `import kvstore_hvd.mxnet as hvd`."),
+    "kvstore_hvd.elastic": (
+        "elastic.",
+        "Training that goes on when workers are lost, come, or go; with Horovod's names, and also as"
+        " `kvstore_hvd.mxnet.elastic`: `from kvstore_hvd import elastic`.",
+    ),
     "kvstore_hvd.join": ("", "Uneven inputs, with the semantics of PyTorch's `Join`."),
     "kvstore_hvd.timeline": ("", "See [timeline](timeline.md)."),
     "kvstore_hvd.errors": ("", "All of them are names of `kvstore_hvd`, too."),

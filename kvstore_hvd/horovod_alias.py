@@ -27,11 +27,12 @@ _NAMES = {
     _ROOT: "kvstore_hvd.as_horovod",
     "horovod.mxnet": "kvstore_hvd.mxnet",
     "horovod.common.process_sets": "kvstore_hvd.mxnet.process_sets",
+    "horovod.common.elastic": "kvstore_hvd.elastic",
 }
 # What the error names that tells of a module that is not there.
 _OFFERED = (
     "horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets)",
-    "horovod.common (with util, exceptions, process_sets)",
+    "horovod.common (with elastic, util, exceptions, process_sets)",
     "horovod.runner",
 )
 _WRAPPED = "_kvstore_hvd_wraps"

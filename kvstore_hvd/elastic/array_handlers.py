@@ -6,24 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import engine, log, mxnet_compat
-from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
-from kvstore_hvd.elastic.images import Image, Spec
-from kvstore_hvd.errors import MismatchError, message
-from kvstore_hvd.member import Member
+from kvstore_hvd.elastic.images import Image, Spec, Specs
 from kvstore_hvd.mxnet.functions import broadcast_object
 
 __all__ = ["ArraysHandler", "Details", "drain"]
 
 #: What is worth knowing of a value besides its arrays; can be pickled.
 Details = dict[str, Any]
-Arrays = Sequence[tuple[Spec, Any]]
+#: Arrays with their names, for errors.
+Arrays = list[tuple[object, Any]]
 
-# Names of the operations that send the values of arrays, and what is wrong; those of others begin otherwise.
+# Of the operation that sends the values of arrays; other operations' names begin otherwise.
 _NAME = "elastic/values"
-_FAULTS = "elastic/faults"
 
 
 class _Copy:
@@ -38,7 +36,7 @@ class ArraysHandler(StagedHandler):
     """Keeps two copies in turn, in memory that is allocated once; sends one as a single piece."""
 
     def __init__(self, value: Any) -> None:
-        self._saved, self._spare = _Copy(), _Copy()
+        self._saved, self._spare, self._specs = _Copy(), _Copy(), Specs()
         super().__init__(value)
 
     def describe(self) -> tuple[Details, Arrays]:
@@ -68,7 +66,7 @@ class ArraysHandler(StagedHandler):
             The computation of an array failed: HorovodInternalError too, if the world was lost meanwhile.
         """
         details, arrays = self.describe()
-        self._spare.image.fit([spec for spec, _ in arrays])
+        self._spare.image.fit(self._specs.of(arrays))
         self._spare.image.read(array for _, array in arrays)
         self._spare.details = details
 
@@ -91,7 +89,7 @@ class ArraysHandler(StagedHandler):
             return
         details, specs = broadcast_object((spare.details, spare.image.specs))
         with world.submitting():
-            self._check_all(world, "" if is_root else self.fault(details, specs))
+            raise_on_all(world, "" if is_root else self.fault(details, specs))
             spare.details = details
             spare.image.fit(specs)
             memory = spare.image.memory
@@ -100,21 +98,6 @@ class ArraysHandler(StagedHandler):
                 world.communicator().run(
                     Request("broadcast", _NAME, "values of arrays", place, place, memory.shape, "uint8")
                 )
-
-    @staticmethod
-    def _check_all(world: Member, fault: str) -> None:
-        """Raise on all workers what is wrong on any."""
-        faults = exchange(world.communicator(), world.topology, _FAULTS, fault)
-        if any(faults):
-            raise MismatchError(
-                message(
-                    "a worker's part of the state cannot become what it is on rank 0.",
-                    **world.topology.speaker,
-                    operation="sync",
-                    details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],
-                    fix="build the same networks, Trainers and samplers on every worker; nothing was changed.",
-                )
-            )
 
     def adopt(self) -> None:
         """See `StagedHandler.adopt`."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import buffer_like
 from kvstore_hvd.arrays import copy as copy_array
+from kvstore_hvd.errors import InvalidRequestError, message
 
-__all__ = ["deep_copy"]
+__all__ = ["deep_copy", "named_copies"]
 
 
 def deep_copy(value: Any) -> Any:
@@ -33,6 +35,39 @@ def deep_copy(value: Any) -> Any:
     for copied in copies.values():
         copied.wait_to_read()
     return copy.deepcopy(value, copies)
+
+
+def named_copies(values: Mapping[str, Any], of: str) -> dict[str, Any]:
+    """Copies of values. One copy for all, so that what two of them share they still share.
+
+    Parameters
+    ----------
+    values : mapping of str to object
+    of : str
+        What they belong to, for errors.
+
+    Raises
+    ------
+    InvalidRequestError
+        A value cannot be copied.
+    Exception
+        The computation of an array failed.
+    """
+    try:
+        return deep_copy(dict(values))  # type: ignore[no-any-return]
+    except Exception:
+        for name, value in values.items():
+            _check_copy(of, name, value)
+        raise
+
+
+def _check_copy(of: str, name: str, value: Any) -> None:
+    try:
+        deep_copy(value)
+    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        fact = f"a value of {type(value).__name__} cannot be copied: {error}."
+        text = message(fact, operation=of, name=name, fix="keep it outside of the state.")
+        raise InvalidRequestError(text) from error
 
 
 def _arrays_in(value: Any) -> list[Any]:

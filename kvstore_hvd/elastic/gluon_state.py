@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvstore_hvd import engine
 from kvstore_hvd.elastic.array_handlers import drain
+from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
 from kvstore_hvd.elastic.parameters import ParametersHandler
 from kvstore_hvd.elastic.registry import handler_for
@@ -94,10 +96,11 @@ class GluonState(ObjectState):
         Raises
         ------
         MismatchError
-            On all workers: the networks or Trainers of a worker are not like rank 0's. Nothing was changed.
+            On all workers: a worker has not the networks, Trainers and samplers of rank 0. Nothing was changed.
         HorovodInternalError
             The world is lost; what was saved last is still there.
         """
+        self._check_names()
         staged = self._staged()
         for handler in staged:
             handler.receive()
@@ -126,11 +129,23 @@ class GluonState(ObjectState):
                 self._add_left_out()
         super().__setattr__(name, value)
 
+    def _check_names(self) -> None:
+        """Raise on all workers if one has handlers for other attributes than rank 0."""
+        world = engine.current()
+        if not world.is_alone:
+            here = sorted(self._handlers)
+            there = self._bcast_object(here)
+            fault = f"it has handlers for {', '.join(here)} here, but for {', '.join(there)} there."
+            with world.submitting():
+                raise_on_all(world, fault if here != there else "")
+
+    # In the order of their names: that in which they were assigned may differ between workers.
+
     def _staged(self) -> list[StagedHandler]:
-        return [handler for handler in self._handlers.values() if isinstance(handler, StagedHandler)]
+        return [each for _, each in sorted(self._handlers.items()) if isinstance(each, StagedHandler)]
 
     def _others(self) -> list[StateHandler]:
-        return [handler for handler in self._handlers.values() if not isinstance(handler, StagedHandler)]
+        return [each for _, each in sorted(self._handlers.items()) if not isinstance(each, StagedHandler)]
 
     def _adopt(self, staged: list[StagedHandler], copies: dict[str, Any]) -> None:
         for handler in staged:

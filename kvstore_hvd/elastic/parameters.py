@@ -35,6 +35,8 @@ class ParametersHandler(ArraysHandler):
     def __init__(self, value: Any) -> None:
         self._first: dict[str, Image] = {}  # initial values of those that got their shapes after they were saved
         self._awaited: set[int] = set()
+        self._named: dict[str, Any] = {}
+        self._found: list[Any] = []  # in the value, when `_named` was made of it
         super().__init__(value)
 
     def set_value(self, value: Any) -> None:
@@ -45,14 +47,14 @@ class ParametersHandler(ArraysHandler):
     def describe(self) -> tuple[Details, Arrays]:
         """See `ArraysHandler.describe`."""
         devices: dict[str, int | None] = {}
-        found = []
-        for name, parameter in mxnet_compat.named_parameters(self.value).items():
+        found: Arrays = []
+        for name, parameter in self._parameters().items():
             arrays = self._arrays_of(name, parameter)
             devices[name] = None if arrays is None else len(arrays)
             if arrays is None:
                 self._await(name, parameter)
-            for device, array in enumerate(arrays or ()):
-                found.append((spec_of(f"{name}[{device}]", array), array))
+            else:
+                found += [(name, array) for array in arrays]
         return {"devices": devices}, found
 
     def adopt(self) -> None:
@@ -63,7 +65,7 @@ class ParametersHandler(ArraysHandler):
 
     def fault(self, details: Details, specs: Sequence[Spec]) -> str:
         """See `ArraysHandler.fault`."""
-        parameters = mxnet_compat.named_parameters(self.value)
+        parameters = self._parameters()
         here, there = set(parameters), set(details["devices"])
         for names, where in ((here - there, "here only"), (there - here, "there only")):
             if names:
@@ -78,7 +80,7 @@ class ParametersHandler(ArraysHandler):
         """See `ArraysHandler.conform`."""
         numbers = _first_numbers(details)
         targets = []
-        for name, parameter in mxnet_compat.named_parameters(self.value).items():
+        for name, parameter in self._parameters().items():
             number = numbers.get(name)
             if number is not None and mxnet_compat.is_deferred(parameter):
                 mxnet_compat.initialize(parameter, specs[number].shape)
@@ -91,6 +93,13 @@ class ParametersHandler(ArraysHandler):
                 self._first[name].write(zip(arrays, range(len(arrays))))
             mxnet_compat.zero_added_gradients(parameter)
         return targets
+
+    def _parameters(self) -> dict[str, Any]:
+        """The parameters by their names, which take longer to find than whether there are other ones."""
+        found = mxnet_compat.parameters_in(self.value)
+        if found != self._found:
+            self._named, self._found = mxnet_compat.named_parameters(self.value), found
+        return self._named
 
     def _await(self, name: str, parameter: Any) -> None:
         """Keep the first values of a parameter when it gets its shape."""

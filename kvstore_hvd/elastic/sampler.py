@@ -43,12 +43,11 @@ class SamplerMethods:
     ----------
     epoch : int
         See `set_epoch`.
-    indices : list of int
-        This worker's samples, those that stand in included, from when the present world began.
     rank, num_replicas : int
         This worker's rank, and the number of workers.
     num_samples, total_size : int
-        The length of `indices`, and of those of all workers together.
+        The number of this worker's samples in the present world, and of all workers' together, those that stand in
+        included.
     """
 
     def __init__(self, dataset: Sequence[Any], shuffle: bool = True, seed: int = 0) -> None:
@@ -99,7 +98,7 @@ class SamplerMethods:
         self.total_size = self.num_samples * self.num_replicas
         # numpy.resize repeats what there is, as often as it takes.
         self._rows = np.resize(self._remaining, (self.num_samples, self.num_replicas))
-        self.indices: list[int] = self._rows[:, self.rank].tolist()
+        self._indices: list[int] | None = None
         self._row_of: dict[int, int] | None = None
 
     def _epoch_order(self) -> Indices:
@@ -116,6 +115,13 @@ class SamplerMethods:
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def indices(self) -> list[int]:
+        """This worker's samples from when the present world began, those that stand in included."""
+        if self._indices is None:  # takes longer than all else, and is often dealt out anew before anybody asks
+            self._indices = self._rows[:, self.rank].tolist()
+        return self._indices
 
     # -- What was processed ------------------------------------------------------------------------------------------
 

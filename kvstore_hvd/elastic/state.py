@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvstore_hvd import engine
-from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
 from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
 from kvstore_hvd.mxnet.basics import rank
@@ -133,7 +133,7 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved_state = self._copies(kwargs)
+        self._saved_state = named_copies(kwargs, "state")
         for name, value in kwargs.items():
             self._add(name, value)
 
@@ -171,36 +171,13 @@ class ObjectState(State):
         """Add an attribute, which must not hide anything."""
         if hasattr(self, name):
             fact, fix = f"{type(self).__name__} has something of this name.", "choose another name."
-            raise InvalidRequestError(_text(name, fact, fix))
+            raise InvalidRequestError(message(fact, operation="state", name=name, fix=fix))
         setattr(self, name, value)
 
     def _present(self) -> dict[str, Any]:
         """Copies of the attributes, as they are now. Raises when the world is lost: they may tell of a failed step."""
-        copies = self._copies({name: getattr(self, name) for name in self._saved_state})
+        copies = named_copies({name: getattr(self, name) for name in self._saved_state}, "state")
         world = engine.current()
         if world.is_initialized:
             world.check()
         return copies
-
-    def _copies(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Copies of attributes. One copy for all, so that what two of them share they still share."""
-        try:
-            return deep_copy(values)  # type: ignore[no-any-return]
-        except Exception:
-            for name, value in values.items():
-                _check_copy(name, value)
-            raise
-
-
-def _check_copy(name: str, value: Any) -> None:
-    try:
-        deep_copy(value)
-    except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        fact = f"a value of {type(value).__name__} cannot be copied: {error}."
-        raise InvalidRequestError(_text(name, fact, "keep it outside of the state.")) from error
-
-
-def _text(name: str, fact: str, fix: str) -> str:
-    world = engine.current()
-    speaker = world.topology.speaker if world.is_initialized else {}
-    return message(fact, **speaker, operation="state", name=name, fix=fix)

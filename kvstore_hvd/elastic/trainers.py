@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import new_array
 from kvstore_hvd.elastic.array_handlers import Arrays, ArraysHandler, Details
-from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.images import Spec, spec_of
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.kvstore import StoreMethods
@@ -18,7 +18,7 @@ from kvstore_hvd.mxnet_compat.hooks import ALIAS, NAME
 __all__ = ["TrainerHandler"]
 
 STORE_NAMES = (NAME, ALIAS)
-# Of the Trainer itself: by what gradients are scaled, and how many updates a verification has counted.
+# Of the Trainer itself: by what gradients are scaled.
 _ATTRIBUTES = ("_scale", "_amp_original_scale")
 # Of the optimizer: its parameters, whose values are no part of it.
 _NOT_SAVED = ("param_dict",)
@@ -40,7 +40,7 @@ class TrainerHandler(ArraysHandler):
     Raises
     ------
     InvalidRequestError
-        The Trainer has its store update the parameters.
+        The Trainer has its store update the parameters, or a setting of its optimizer cannot be copied.
     UnsupportedDtypeError
         A state of the optimizer is sparse.
     """
@@ -49,25 +49,18 @@ class TrainerHandler(ArraysHandler):
         """See `ArraysHandler.describe`."""
         trainer = self.value
         _check(trainer)
-        found: list[tuple[Spec, Any]] = []
-
-        def put(name: str, array: Any) -> _Place:
-            found.append((spec_of(name, array), array))
-            return _Place(len(found) - 1)
-
+        found: Arrays = []
         states = [
-            {index: _without_arrays(state, f"state {index}", put) for index, state in updater.states.items()}
+            {index: _without_arrays(state, index, found) for index, state in updater.states.items()}
             for updater in trainer._updaters
         ]
         optimizer = _innermost(trainer)
         scaler = getattr(trainer, "_amp_loss_scaler", None)
-        small = {
-            "optimizer": {key: each for key, each in vars(optimizer).items() if key not in _NOT_SAVED},
-            "scaler": None if scaler is None else vars(scaler),
-            "trainer": {name: getattr(trainer, name) for name in _ATTRIBUTES if hasattr(trainer, name)},
-        }
+        settings = {key: each for key, each in vars(optimizer).items() if key not in _NOT_SAVED}
         details = {
-            **deep_copy(small),
+            "optimizer": named_copies(settings, type(optimizer).__name__),
+            "scaler": None if scaler is None else deep_copy(vars(scaler)),
+            "trainer": {name: getattr(trainer, name) for name in _ATTRIBUTES if hasattr(trainer, name)},
             "states": states,
             "class": type(optimizer).__name__,
             "parameters": len(trainer._params),
@@ -171,13 +164,14 @@ def _replace(present: dict[Any, Any], values: Mapping[Any, Any]) -> None:
 # -- States of optimizers: trees of tuples and lists with arrays in them -------------------------------------------
 
 
-def _without_arrays(state: Any, name: str, put: Callable[[str, Any], _Place]) -> Any:
-    """A copy of a state, with places instead of its arrays."""
+def _without_arrays(state: Any, name: object, found: Arrays) -> Any:
+    """A copy of a state, with places instead of its arrays, which are added to `found`."""
     if mxnet_compat.is_ndarray(state):
-        return put(name, state)
+        found.append((name, state))
+        return _Place(len(found) - 1)
     if type(state) in (tuple, list):
-        return type(state)(_without_arrays(each, f"{name}.{at}", put) for at, each in enumerate(state))
-    return deep_copy(state)
+        return type(state)([_without_arrays(each, name, found) for each in state])
+    return None if state is None else deep_copy(state)
 
 
 def _with_arrays(tree: Any, present: Any, take: Callable[[_Place, Any], Any]) -> Any:
@@ -192,6 +186,6 @@ def _with_arrays(tree: Any, present: Any, take: Callable[[_Place, Any], Any]) ->
 
 def _array(spec: Spec, present: Any, device: Any) -> Any:
     """The present array if it looks as it should, else a new one."""
-    if mxnet_compat.is_ndarray(present) and spec_of(spec.name, present) == spec:
+    if mxnet_compat.is_ndarray(present) and spec_of("", present) == spec:
         return present
     return new_array(spec.shape, spec.dtype, device, is_np=spec.is_np)

@@ -33,6 +33,7 @@ from kvstore_hvd.mxnet_compat.parameters import (
     is_parameters,
     misfit,
     named_parameters,
+    parameters_in,
     zero_added_gradients,
 )
 from kvstore_hvd.mxnet_compat.trainers import devices_of, is_trainer, joinable_of, key_of, labels_of, note_joinable
@@ -84,6 +85,7 @@ __all__ = [
     "named_parameters",
     "note_joinable",
     "numpy_shim",
+    "parameters_in",
     "pip_command",
     "read_into",
     "require_mxnet",

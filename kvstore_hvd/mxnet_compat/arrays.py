@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -117,23 +118,36 @@ def bytes_in(x: Any) -> Any:
     return np.ascontiguousarray(x.asnumpy()).reshape(-1).view(np.uint8)
 
 
-def read_into(x: Any, address: int) -> None:
-    """Copy all elements of a dense array to memory of this process; waits for them. On any device, of any layout.
+def read_into(arrays: Iterable[Any], places: Iterable[tuple[Any, Any]]) -> None:
+    """Copy all elements of dense arrays to memory of this process; waits for them. On any device, of any layout.
+
+    Parameters
+    ----------
+    arrays : iterable of NDArray
+    places : iterable of (c_void_p, c_size_t)
+        For each the address, and how many elements there are.
 
     Raises
     ------
     MXNetError
-        The computation of its values failed.
+        The computation of a value failed.
     """
     import mxnet
 
-    if 0 not in x.shape:
-        copy = mxnet.base._LIB.MXNDArraySyncCopyToCPU
-        mxnet.base.check_call(copy(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))
+    copy = mxnet.base._LIB.MXNDArraySyncCopyToCPU
+    for x, (address, count) in zip(arrays, places):
+        if count.value and copy(x.handle, address, count) != 0:
+            mxnet.base.check_call(-1)
 
 
-def write_from(x: Any, address: int) -> None:
+def write_from(x: Any, address: int, size: int) -> None:
     """Overwrite all elements of a dense array from memory of this process. Waits for what else is done with it.
+
+    Parameters
+    ----------
+    x : NDArray
+    address, size : int
+        Where the elements are, and their bytes.
 
     Raises
     ------
@@ -142,10 +156,14 @@ def write_from(x: Any, address: int) -> None:
     """
     import mxnet
 
-    if 0 in x.shape:
+    if not size:
         return
-    # This also gives it a plain layout, which the copy below insists on.
+    library, check = mxnet.base._LIB, mxnet.base.check_call
+    check(library.MXNDArrayWaitToWrite(x.handle))
+    # This also gives it a plain layout.
     place = ctypes.c_void_p()
-    mxnet.base.check_call(mxnet.base._LIB.MXNDArrayGetData(x.handle, ctypes.byref(place)))
-    copy = mxnet.base._LIB.MXNDArraySyncCopyFromCPU
-    mxnet.base.check_call(copy(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))
+    check(library.MXNDArrayGetData(x.handle, ctypes.byref(place)))
+    if context_of(x).device_type.startswith("cpu"):
+        ctypes.memmove(place.value or 0, address, size)
+    else:
+        check(library.MXNDArraySyncCopyFromCPU(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -18,6 +19,7 @@ __all__ = [
     "is_parameters",
     "misfit",
     "named_parameters",
+    "parameters_in",
     "zero_added_gradients",
 ]
 
@@ -54,6 +56,22 @@ def named_parameters(thing: Any) -> dict[str, Any]:
     for name, parameter in named:
         once.setdefault(id(parameter), (name, parameter))
     return dict(once.values())
+
+
+def parameters_in(thing: Any) -> list[Any]:
+    """The parameters that `named_parameters` names, some of them several times; takes a fraction of the time."""
+    if not is_block(thing):
+        return list(thing.values())
+    found: list[Any] = []
+    waiting = [thing]
+    while waiting:
+        block = waiting.pop()
+        found += block._reg_params.values()
+        if hasattr(block, "_params"):  # MXNet 1: those that are no attributes, too
+            found += block._params.values()
+        children = block._children.values()
+        waiting += [child() if isinstance(child, weakref.ref) else child for child in children]  # MXNet 2, MXNet 1
+    return found
 
 
 def arrays_of(parameter: Any) -> Optional[list[Any]]:

@@ -283,6 +283,15 @@ def test_what_does_not_fit_fails_on_all(rank, size):
     hvd.allreduce(mx.nd.ones((1,)), name="still-usable").wait_to_read()
 
 
+def test_other_parts_fail_on_all(rank, size):
+    """GluonState.sync: a worker whose state has other parts: MismatchError on all of them."""
+    if size == 1:
+        pytest.skip("needs two workers")
+    parts = {"net": make_net()} if rank == size - 1 else {"net": make_net(), "sampler": ElasticSampler(range(9))}
+    with pytest.raises(MismatchError, match=rf"rank {size - 1}: it has handlers for net here, but for net, sampler"):
+        GluonState(**parts).sync()
+
+
 def test_reset_order_and_samplers(rank, size):
     """GluonState.on_reset: samplers first, then the callbacks, in order."""
     sampler = ElasticSampler(range(12))

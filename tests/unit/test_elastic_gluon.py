@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -414,6 +416,15 @@ def test_refusals():
         table.initialize()
         with pytest.raises((UnsupportedDtypeError, InvalidRequestError)):
             GluonState({"table": table})
+
+
+def test_an_optimizer_that_cannot_be_copied():
+    """GluonState: which setting of the optimizer it is."""
+    net = make_net()
+    trainer = make_trainer(net)
+    trainer._optimizer.lock = threading.Lock()
+    with pytest.raises(InvalidRequestError, match="SGD 'lock': a value of lock cannot be copied"):
+        GluonState(net, trainer)
 
 
 def test_what_rank_0_has_must_fit():

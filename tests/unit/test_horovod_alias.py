@@ -111,6 +111,20 @@ def test_common() -> None:
         split_list([1], 0)
 
 
+def test_elastic() -> None:
+    horovod_alias.install()
+    import horovod.common.elastic
+    import horovod.mxnet as hvd
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+    from kvstore_hvd import elastic
+
+    assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
+    assert hvd.elastic.ObjectState is elastic.ObjectState
+    assert horovod.common.elastic is elastic
+    assert (HorovodInternalError, HostsUpdatedInterrupt) == (errors.HorovodInternalError, errors.HostsUpdatedInterrupt)
+
+
 def test_run_names_the_launcher() -> None:
     horovod_alias.install()
     import horovod

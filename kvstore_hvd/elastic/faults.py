@@ -1,0 +1,42 @@
+"""What is wrong on one worker is an error on all of them."""
+
+from __future__ import annotations
+
+from kvstore_hvd.comm.agreement import exchange
+from kvstore_hvd.errors import MismatchError, message
+from kvstore_hvd.member import Member
+
+__all__ = ["raise_on_all"]
+
+# Other operations' names begin otherwise.
+_NAME = "elastic/faults"
+
+
+def raise_on_all(world: Member, fault: str) -> None:
+    """Raise on all workers what is wrong with the state of any. Every worker calls it, inside ``world.submitting()``.
+
+    Parameters
+    ----------
+    world : Member
+        Of several workers.
+    fault : str
+        Why this worker's state cannot become what rank 0's is, as a sentence; '' if it can.
+
+    Raises
+    ------
+    MismatchError
+        There was something; on all workers.
+    HorovodInternalError
+        The world is lost.
+    """
+    faults = exchange(world.communicator(), world.topology, _NAME, fault)
+    if any(faults):
+        raise MismatchError(
+            message(
+                "a worker's state cannot become what it is on rank 0.",
+                **world.topology.speaker,
+                operation="sync",
+                details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],
+                fix="build the same networks, Trainers and samplers on every worker; nothing was changed.",
+            )
+        )
