@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import kvstore_hvd
 from kvstore_hvd.driver.connections import Connections
-from kvstore_hvd.driver.daemon_settings import DaemonSettings
+from kvstore_hvd.driver.daemon_settings import DaemonSettings, daemon_command
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.workers import how_it_ended
@@ -29,11 +27,6 @@ _LEASE_S = 3.0
 _START_S = 20.0
 # A line that ends because its daemon died is followed by the news of that.
 _NEWS_S = 0.5
-
-# The folder that the program was started from must not come before everything else in the daemon's path: files in it
-# may have names of modules.
-_PROGRAM = "import sys; sys.path[0:1] = []; sys.path.append(sys.argv[1]); "
-_PROGRAM += "from kvstore_hvd.driver.daemon import main; sys.exit(main())"
 
 
 @dataclass
@@ -97,11 +90,12 @@ class Daemons:
             ends.callback(os.close, stdout)
             stderr = self._relay.connect(2, b"")
             ends.callback(os.close, stderr)
-            command = [sys.executable, "-c", _PROGRAM, os.path.dirname(os.path.dirname(kvstore_hvd.__file__))]
             last_words = os.dup(2)
             ends.callback(os.close, last_words)
             settings = replace(self._settings, host=host, last_words_fd=last_words)
-            pid = processes.spawn(command, self._environment, stdin, stdout, stderr, outlives=True, keep=[last_words])
+            pid = processes.spawn(
+                daemon_command(), self._environment, stdin, stdout, stderr, outlives=True, keep=[last_words]
+            )
             os.write(write, settings.line())  # far less than a pipe holds
         self._running[host] = _Daemon(host, pid, now)
         self.sessions.append(pid)

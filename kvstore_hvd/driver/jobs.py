@@ -335,7 +335,8 @@ class Job:
     def _dismiss(self, worker: Worker, now: float) -> None:
         worker.leaving, worker.act_at = True, now
         if worker.place is not None:  # else there is nobody yet who could hear it
-            worker.act_at += self._settings.survivor_time_s
+            trained = worker.joined_at is not None
+            worker.act_at += self._settings.exit_timeout_s if trained else self._settings.survivor_time_s
             self._tell(worker, "leave", text=_NOT_NEEDED)
 
     def _tell_changes(self) -> None:

@@ -108,6 +108,7 @@ def elastic_plan(options: argparse.Namespace, command: Sequence[str], environmen
         timeout_s=cfg.timeout_s,
         start_timeout_s=(cfg if options.start_timeout is None else given).start_timeout_s,
         survivor_time_s=cfg.survivor_time_s,
+        exit_timeout_s=cfg.exit_timeout_s,
         kill_grace_s=cfg.kill_grace_s,
         cooldown=_cooldown(options.blacklist_cooldown_range),
     )

@@ -35,9 +35,9 @@ __all__ = [
     "State",
     "StateHandler",
     "get_handler_registry",
-    "set_handler_registry",
     "run",
     "run_fn",
+    "set_handler_registry",
 ]
 
 
