@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore_hvd.driver.actions import Action, End, Kill, Note, Start, Tell
 from kvstore_hvd.driver.epochs import ADDED, REMOVED, Epoch, Phase
-from kvstore_hvd.driver.reasons import Reason, because_of, state_lost, too_few, too_many_resets
+from kvstore_hvd.driver.reasons import Reason, because_of, never_meet, state_lost, too_few, too_many_resets
 from kvstore_hvd.driver.roster import Roster, Worker, rank_order
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Slots
@@ -25,6 +25,8 @@ _LOST = ("lost", "timeout", "meeting")
 # A worker that has been in a world for so long was not what made its slot crash before.
 _LONG_LIFE_S = 600.0
 _EXIT_FAILED = 1
+# Nobody dies, and still they do not meet: there is no end to that.
+_MAX_FAILED_MEETINGS = 20
 _NOT_NEEDED = "this worker is not needed any more"
 # A worker that the kernel has not ended so long after SIGKILL is taken for gone: it will not run again.
 _KILL_TAKES_S = 5.0
@@ -52,6 +54,8 @@ class Job:
         self._succeeded = False  # a worker has ended with 0
         self._short_since: float | None = now  # since when there are too few workers
         self._updates = 0
+        self._failed_meetings = 0  # in a row
+        self._failure = ""  # of the last of them
         self._over = False
         self._actions: list[Action] = [
             Note("job_start", {"job": settings.job, "min_np": settings.min_np, "max_np": settings.max_np})
@@ -199,7 +203,7 @@ class Job:
         if self._epoch.joined(worker):
             for member in self._epoch.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
-            self._short_since = None
+            self._short_since, self._failed_meetings = None, 0
             self._note("epoch_joined", epoch=epoch)
 
     def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
@@ -395,6 +399,9 @@ class Job:
         if settings.reset_limit is not None and number > settings.reset_limit:
             self._end(too_many_resets(settings.reset_limit))
             return
+        if self._failed_meetings >= _MAX_FAILED_MEETINGS:
+            self._end(never_meet(self._failed_meetings, self._failure))
+            return
         ranked = rank_order(chosen)
         before = self._epoch.left
         self._epoch = Epoch(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
@@ -412,6 +419,9 @@ class Job:
     def _void(self, cause: str, text: str, now: float) -> None:
         if self._epoch.phase is Phase.VOID:
             return
+        if self._epoch.phase is Phase.MEETING:
+            self._failed_meetings += 1
+            self._failure = text
         self._epoch.void(now)
         self._note("epoch_void", epoch=self._epoch.number, cause=cause, text=text)
         for worker in self._epoch.members:

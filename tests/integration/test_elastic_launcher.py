@@ -376,6 +376,17 @@ def test_launcher_and_daemon_are_killed_at_once(job: Any, marker: str) -> None:
     gone_within_5_s(marker, since)
 
 
+def test_the_launcher_is_killed_while_a_script_runs(job: Any, hosts: Path, marker: str) -> None:
+    script = f"if test -e {hosts}; then setsid sleep 1000; true; fi; touch {hosts}; echo localhost:1"
+    launch = job("--min-np", "1", "--host-discovery-script", script, acts=LONG)
+    launch.until_joined(0)
+    launch.until(lambda: any(b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(marker)))
+    since = time.monotonic()
+    launch.process.kill()
+    launch.end()
+    gone_within_5_s(marker, since)
+
+
 # -- Signals to the launcher --------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ class Poller:
     """Polls a script as the launcher does."""
 
     def __init__(self, command: str) -> None:
-        self.script = HostDiscoveryScript(command, 1, dict(os.environ))
+        self.script = HostDiscoveryScript(command, 1, dict(os.environ), "job")
         self.now = 0.0
 
     def poll(self) -> dict[str, int] | None:

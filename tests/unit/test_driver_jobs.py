@@ -456,6 +456,19 @@ def test_who_does_not_come_out_of_a_meeting_is_killed() -> None:
     assert play.members == [0]
 
 
+def test_workers_that_never_meet() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.ready(0)
+    play.ready(1)
+    for _ in range(20):
+        assert play.ending is None
+        play.say(0, "ready", epoch=play.epoch, cause="meeting", text="no memory")
+        play.ready(1, "meeting")
+    assert play.ending is not None
+    assert play.ending.code == 1
+    assert play.ending.reason == "the workers did not meet 20 times in a row. The last time: no memory"
+
+
 # -- Hangs --------------------------------------------------------------------------------------------------------
 
 
