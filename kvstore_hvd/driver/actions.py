@@ -7,7 +7,7 @@ from typing import Any, Union
 
 from kvstore_hvd.driver.slots import Slot
 
-__all__ = ["Action", "End", "Kill", "Note", "Start", "Tell"]
+__all__ = ["Action", "Actions", "End", "Kill", "Note", "Start", "Tell"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +53,35 @@ class End:
 
 
 Action = Union[Start, Tell, Kill, Note, End]
+
+
+class Actions:
+    """What is to be done, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Action] = []
+
+    def take(self) -> list[Action]:
+        """All of them; told once."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def start(self, worker: int, slot: Slot) -> None:
+        """Add a `Start`."""
+        self._waiting.append(Start(worker, slot))
+
+    def tell(self, worker: int, kind: str, **fields: Any) -> None:
+        """Add a `Tell` of a message of this type."""
+        self._waiting.append(Tell(worker, {"t": kind, **fields}))
+
+    def kill(self, worker: int, number: int, *, ended: bool) -> None:
+        """Add a `Kill`."""
+        self._waiting.append(Kill(worker, number, ended))
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Add a `Note`."""
+        self._waiting.append(Note(event, fields))
+
+    def end(self, code: int, reason: str, details: tuple[str, ...]) -> None:
+        """Add an `End`."""
+        self._waiting.append(End(code, reason, details))

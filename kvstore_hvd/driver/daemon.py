@@ -221,6 +221,8 @@ class Daemon:
 
     def _signal(self, message: dict[str, Any]) -> None:
         everyone = message["worker"] is None
+        if everyone and message["signal"] == signal.SIGWINCH:
+            self._relay.resize()
         found = list(self._workers) if everyone else [self._workers.get(message["worker"])]
         for worker in found:
             if worker is None:

@@ -38,6 +38,7 @@ class _Daemon:
     unsent: list[dict[str, Any]] = field(default_factory=list)  # while there is no line yet
     fault: str = ""  # how the line ended
     ending: bool = False  # it was told to end
+    given_up: bool = False  # it was killed because it did not
     code: int | None = None
 
 
@@ -150,9 +151,12 @@ class Daemons:
             daemon.ending = True
         self.send_all({"t": "end", "text": text})
 
-    def kill(self) -> None:
-        """Kill them, and their workers with them."""
-        for daemon in self._running.values():
+    def give_up(self) -> None:
+        """Kill them, and their workers with them; the second time, those that the kernel does not end are let go."""
+        for host, daemon in list(self._running.items()):
+            if daemon.given_up:
+                del self._running[host]
+            daemon.given_up = True
             _kill(daemon)
 
     def forgive(self, now: float) -> None:
@@ -212,9 +216,11 @@ class Daemons:
 
 def _fate(daemon: _Daemon, now: float) -> str:
     """What happened to a daemon that is lost; empty while it is not."""
-    if daemon.code is not None:
-        return f"its daemon (pid {daemon.pid}) {how_it_ended(daemon.code)}"
     silent = now - daemon.heard_at
+    if daemon.code is not None:
+        # Its line ends, too, but there may be messages left in it.
+        is_read = daemon.line is None or silent >= _NEWS_S
+        return f"its daemon (pid {daemon.pid}) {how_it_ended(daemon.code)}" if is_read else ""
     if daemon.fault:
         return f"the line to its daemon was lost: {daemon.fault}" if silent >= _NEWS_S and not daemon.ending else ""
     if daemon.line is None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from kvstore_hvd.driver.children import Child
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launcher.hosts import refuse_others, slots_of
+from kvstore_hvd.launcher.processes import Guard
 from kvstore_hvd.launcher.workers import how_it_ended
 
 __all__ = ["DiscoveryError", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "hosts_of_script"]
@@ -25,6 +26,15 @@ class DiscoveryError(Exception):
 
 class HostDiscovery(Protocol):
     """Tells which hosts there are."""
+
+    def start(self) -> None:
+        """Prepare, before there are sockets.
+
+        Raises
+        ------
+        OSError
+            There are too few processes.
+        """
 
     def poll(self, now: float) -> dict[str, int] | None:
         """The hosts, with the slots of each, if they have been found out anew since the last call.
@@ -57,6 +67,9 @@ class FixedHosts:
     def __init__(self, hosts: Mapping[str, int]) -> None:
         refuse_others(hosts)
         self._hosts: dict[str, int] | None = dict(hosts)
+
+    def start(self) -> None:
+        """Nothing to prepare."""
 
     def poll(self, now: float) -> dict[str, int] | None:
         """The hosts, once."""
@@ -99,16 +112,31 @@ class HostDiscoveryScript:
         Slots of a host without a number.
     environment : dict
         For the script.
+    job : str
+        Name of the job.
     """
 
-    def __init__(self, command: str, default: int, environment: dict[str, str]) -> None:
+    def __init__(self, command: str, default: int, environment: dict[str, str], job: str) -> None:
         self._command = command
         self._default = default
-        self._environment = environment
+        # Not the job's own name: what the script starts is to be found, but is none of the daemons' business.
+        self._name = f"{job}-discovery"
+        self._environment = {**environment, "KVHVD_JOB": self._name}
+        self._guard: Guard | None = None
         self._child: Child | None = None
         self._next = 0.0
         self._kill_at = 0.0
         self._late = False
+
+    def start(self) -> None:
+        """Have what the script starts end even if we are killed.
+
+        Raises
+        ------
+        OSError
+            There are too few processes.
+        """
+        self._guard = Guard(f"KVHVD_JOB={self._name}".encode())
 
     def poll(self, now: float) -> dict[str, int] | None:
         """The hosts that the script has printed, once it has ended; starts it when it is time.
@@ -128,8 +156,8 @@ class HostDiscoveryScript:
                 self._late = True
                 self._child.signal(signal.SIGKILL)
             return None
-        child, self._child = self._child, None
-        child.close()
+        child = self._child
+        self._let_go(child)
         return self._hosts(child)
 
     def deadline(self) -> float | None:
@@ -146,8 +174,16 @@ class HostDiscoveryScript:
         """End the script."""
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
-            self._child.close()
-            self._child = None
+            self._let_go(self._child)
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    def _let_go(self, child: Child) -> None:
+        child.close()
+        self._child = None
+        if self._guard is not None:
+            self._guard.remove(child.pid)
 
     def _start(self, now: float) -> None:
         self._next, self._kill_at, self._late = now + _EVERY_S, now + _LIMIT_S, False
@@ -155,6 +191,8 @@ class HostDiscoveryScript:
             self._child = Child(["/bin/sh", "-c", self._command], self._environment, _MAX_OUTPUT)
         except OSError as error:
             raise DiscoveryError(f"the host discovery script cannot be started: {error}") from None
+        if self._guard is not None:
+            self._guard.add(self._child.pid)
 
     def _hosts(self, child: Child) -> dict[str, int]:
         words = child.errors.decode("utf-8", "replace").strip().splitlines()[-3:]

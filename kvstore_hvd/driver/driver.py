@@ -35,6 +35,7 @@ _EXIT_FAILED = 1
 _EXIT_NOT_STARTED = 126
 # A daemon may take this much longer to end than its workers.
 _DAEMON_ENDS_S = 3.0
+_KILL_TAKES_S = 2.0
 # Once all processes are gone, how long a pipe may stay open (held by a process of another user).
 _DRAIN_S = 2.0
 
@@ -90,6 +91,7 @@ class ElasticDriver:
             self._log = stack.enter_context(EventLog(self._plan.event_log))
             stack.callback(self._plan.discovery.close)
             try:
+                self._plan.discovery.start()
                 self._inbox = stack.enter_context(SignalInbox())
                 self._listener = Listener(("127.0.0.1", 0), secret, {"role": "launcher"})
             except OSError as error:
@@ -165,8 +167,8 @@ class ElasticDriver:
             self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
             self._daemons.end(self._end.reason)
         if self._give_up_at is not None and now >= self._give_up_at:
-            self._give_up_at = None
-            self._daemons.kill()
+            self._give_up_at = now + _KILL_TAKES_S
+            self._daemons.give_up()
 
     def _done(self) -> bool:
         if self._end is None or self._stop_at is not None or self._daemons:
@@ -311,6 +313,7 @@ class ElasticDriver:
                 self._signal_all(signal.SIGCONT)
             elif number == signal.SIGWINCH:
                 self._relay.resize()
+                self._signal_all(signal.SIGWINCH)
 
     def _stop(self) -> None:
         """Ctrl-Z: stop the workers, then ourselves. Their daemons wait for us."""

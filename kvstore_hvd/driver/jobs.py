@@ -11,9 +11,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore_hvd.driver.actions import Action, End, Kill, Note, Start, Tell
+from kvstore_hvd.driver.actions import Action, Actions
+from kvstore_hvd.driver.departures import Departures
 from kvstore_hvd.driver.epochs import ADDED, REMOVED, Epoch, Phase
-from kvstore_hvd.driver.reasons import Reason, because_of, state_lost, too_few, too_many_resets
+from kvstore_hvd.driver.reasons import Reason, because_of, never_meet, state_lost, too_few, too_many_resets
 from kvstore_hvd.driver.roster import Roster, Worker, rank_order
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Slots
@@ -25,9 +26,8 @@ _LOST = ("lost", "timeout", "meeting")
 # A worker that has been in a world for so long was not what made its slot crash before.
 _LONG_LIFE_S = 600.0
 _EXIT_FAILED = 1
-_NOT_NEEDED = "this worker is not needed any more"
-# A worker that the kernel has not ended so long after SIGKILL is taken for gone: it will not run again.
-_KILL_TAKES_S = 5.0
+# Nobody dies, and still they do not meet: there is no end to that.
+_MAX_FAILED_MEETINGS = 20
 
 
 class Job:
@@ -52,17 +52,18 @@ class Job:
         self._succeeded = False  # a worker has ended with 0
         self._short_since: float | None = now  # since when there are too few workers
         self._updates = 0
+        self._failed_meetings = 0  # in a row
+        self._failure = ""  # of the last of them
         self._over = False
-        self._actions: list[Action] = [
-            Note("job_start", {"job": settings.job, "min_np": settings.min_np, "max_np": settings.max_np})
-        ]
+        self._actions = Actions()
+        self._departures = Departures(settings, self._actions)
+        self._actions.note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
 
     # -- What can be asked ----------------------------------------------------------------------------------------
 
     def take(self) -> list[Action]:
         """What is to be done, in order; told once."""
-        actions, self._actions = self._actions, []
-        return actions
+        return self._actions.take()
 
     @property
     def over(self) -> bool:
@@ -103,7 +104,7 @@ class Job:
     def hosts(self, hosts: Mapping[str, int], now: float) -> None:
         """These are the hosts now, with so many slots each."""
         for event, host, count in self._slots.update(hosts):
-            self._note(event, host=host, slots=count)
+            self._actions.note(event, host=host, slots=count)
         self._decide(now)
 
     def host_lost(self, host: str, text: str, now: float) -> None:
@@ -125,7 +126,7 @@ class Job:
         """A worker runs."""
         worker = self._roster.get(number)
         if worker is not None:
-            self._note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
+            self._actions.note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
         self._decide(now)
 
     def exited(self, number: int, code: int, lines: Sequence[str], now: float) -> None:
@@ -161,16 +162,16 @@ class Job:
             self._on_joined(worker, message["epoch"], now)
         elif not worker.finished:
             worker.finished = True
-            self._note("worker_finished", worker=worker.id)
+            self._actions.note("worker_finished", worker=worker.id)
         self._decide(now)
 
     # -- What workers say -----------------------------------------------------------------------------------------
 
     def _on_enter(self, worker: Worker, host: Sequence[str], now: float) -> None:
         worker.place = (host[0], host[1])
-        self._note("worker_entered", worker=worker.id)
+        self._actions.note("worker_entered", worker=worker.id)
         if worker.leaving:
-            self._tell(worker, "leave", text=_NOT_NEEDED)
+            self._departures.repeat(worker)
         elif not self._epoch.begun:
             # There is nobody yet whom it could keep waiting while it prepares: it waits for the first world at once.
             worker.ready = True
@@ -179,7 +180,7 @@ class Job:
             others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
             ranked = rank_order([*self._epoch.left, *others, worker])
             hosts = [w.place for w in ranked]
-            self._tell(worker, "place", rank=ranked.index(worker), size=len(ranked), hosts=hosts)
+            self._actions.tell(worker.id, "place", rank=ranked.index(worker), size=len(ranked), hosts=hosts)
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["epoch"] < worker.epoch:
@@ -191,7 +192,7 @@ class Job:
                 self._void(cause, message["text"], now)
             self._epoch.expect(now, cause)
         else:
-            self._note("newcomer_ready", worker=worker.id)
+            self._actions.note("newcomer_ready", worker=worker.id)
 
     def _on_joined(self, worker: Worker, epoch: int, now: float) -> None:
         if epoch != self._epoch.number or self._epoch.phase is not Phase.MEETING:
@@ -199,14 +200,14 @@ class Job:
         if self._epoch.joined(worker):
             for member in self._epoch.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
-            self._short_since = None
-            self._note("epoch_joined", epoch=epoch)
+            self._short_since, self._failed_meetings = None, 0
+            self._actions.note("epoch_joined", epoch=epoch)
 
     def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
         missed = [worker for worker in workers if self._epoch.has(worker) and not worker.killed]
         for worker in workers:
             self._roster.end(worker, code, lines, lost)
-            self._note("worker_exited", worker=worker.id, code=code, lines=list(lines))
+            self._actions.note("worker_exited", worker=worker.id, code=code, lines=list(lines))
             if worker.leaving:
                 continue
             if code == 0:
@@ -223,7 +224,7 @@ class Job:
             self._slots.forgive(worker.slot)
         seconds = self._slots.crashed(worker.slot, now)
         if seconds > 0:
-            self._note("slot_blacklisted", slot=str(worker.slot), seconds=round(seconds, 3))
+            self._actions.note("slot_blacklisted", slot=str(worker.slot), seconds=round(seconds, 3))
 
     # -- Decisions ------------------------------------------------------------------------------------------------
 
@@ -248,7 +249,8 @@ class Job:
         if self._over:
             return
         self._kill_late(now)
-        self._end_leavers(now)
+        gone = self._departures.act_on_time(self._roster.running, now)
+        self._ended(gone, -signal.SIGKILL, (), now)
         self._start(now)
         if self._is_over():
             return
@@ -266,29 +268,11 @@ class Job:
         if not self._epoch.begun:
             late = [worker for worker in self._roster if worker.taking_part and not worker.ready]
         for worker in late:
-            self._kill(worker, "it did not answer while the others waited for it", now)
+            self._departures.kill(worker, "it did not answer while the others waited for it", now)
         if late:
             self._void("timeout", f"worker {late[0].id} ({late[0].slot}) was killed: {late[0].killed}", now)
         if not self._epoch.begun:
             self._epoch.expect(now, "start")  # of those that take the place of the killed ones
-
-    def _kill(self, worker: Worker, why: str, now: float) -> None:
-        worker.killed, worker.act_at = why, now + _KILL_TAKES_S
-        self._note("worker_killed", worker=worker.id, why=why)
-        self._actions.append(Kill(worker.id, signal.SIGKILL, ended=worker.leaving))
-
-    def _end_leavers(self, now: float) -> None:
-        """Who was to leave, or was killed, and is still there."""
-        for worker in self._roster.running:
-            if worker.act_at is None or now < worker.act_at:
-                continue
-            if worker.killed:
-                self._ended([worker], -signal.SIGKILL, (), now)
-            elif worker.told_to_end:
-                self._kill(worker, "it did not leave", now)
-            else:
-                worker.told_to_end, worker.act_at = True, now + self._settings.kill_grace_s
-                self._actions.append(Kill(worker.id, signal.SIGTERM, ended=True))
 
     def _start(self, now: float) -> None:
         """Fill the slots with workers."""
@@ -304,7 +288,7 @@ class Job:
             held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
             room = max(0, self._settings.max_np - held)
         for slot in free[:room]:
-            self._actions.append(Start(self._roster.add(slot).id, slot))
+            self._actions.start(self._roster.add(slot).id, slot)
 
     def _is_over(self) -> bool:
         """End the job when nobody is left who could go on."""
@@ -330,13 +314,7 @@ class Job:
         for worker in self._roster.running:
             useless = worker.slot not in self._slots or (self._finishing and self._epoch.begun)
             if useless and worker.taking_part and not self._epoch.has(worker):
-                self._dismiss(worker, now)
-
-    def _dismiss(self, worker: Worker, now: float) -> None:
-        worker.leaving, worker.act_at = True, now
-        if worker.place is not None:  # else there is nobody yet who could hear it
-            worker.act_at += self._settings.survivor_time_s
-            self._tell(worker, "leave", text=_NOT_NEEDED)
+                self._departures.dismiss(worker, now)
 
     def _tell_changes(self) -> None:
         """Have the members of the epoch come to their next commit, if the next world would be another one."""
@@ -351,9 +329,9 @@ class Job:
             return
         self._epoch.told |= result
         self._updates += 1
-        self._note("updated", epoch=self._epoch.number, number=self._updates, result=self._epoch.told)
+        self._actions.note("updated", epoch=self._epoch.number, number=self._updates, result=self._epoch.told)
         for worker in self._epoch.left:
-            self._tell(worker, "updated", number=self._updates, result=self._epoch.told)
+            self._actions.tell(worker.id, "updated", number=self._updates, result=self._epoch.told)
 
     def _form(self, now: float) -> None:
         """Give the next epoch out, if all are there who must be."""
@@ -394,6 +372,9 @@ class Job:
         if settings.reset_limit is not None and number > settings.reset_limit:
             self._end(too_many_resets(settings.reset_limit))
             return
+        if self._failed_meetings >= _MAX_FAILED_MEETINGS:
+            self._end(never_meet(self._failed_meetings, self._failure))
+            return
         ranked = rank_order(chosen)
         before = self._epoch.left
         self._epoch = Epoch(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
@@ -402,32 +383,27 @@ class Job:
         for rank, worker in enumerate(ranked):
             worker.ready, worker.epoch = False, number
             world = {"epoch": number, "rank": rank, "size": len(ranked), "hosts": hosts, "job": settings.job}
-            self._tell(worker, "world", **world)
-        self._note("epoch_ready", epoch=number, workers=[worker.id for worker in ranked])
+            self._actions.tell(worker.id, "world", **world)
+        self._actions.note("epoch_ready", epoch=number, workers=[worker.id for worker in ranked])
         for worker in before:
             if worker not in ranked:
-                self._dismiss(worker, now)
+                self._departures.dismiss(worker, now)
 
     def _void(self, cause: str, text: str, now: float) -> None:
         if self._epoch.phase is Phase.VOID:
             return
+        if self._epoch.phase is Phase.MEETING:
+            self._failed_meetings += 1
+            self._failure = text
         self._epoch.void(now)
-        self._note("epoch_void", epoch=self._epoch.number, cause=cause, text=text)
+        self._actions.note("epoch_void", epoch=self._epoch.number, cause=cause, text=text)
         for worker in self._epoch.members:
             if worker.alive and not worker.ready and not worker.leaving:
-                self._tell(worker, "void", epoch=self._epoch.number, text=text)
+                self._actions.tell(worker.id, "void", epoch=self._epoch.number, text=text)
 
     def _end(self, reason: Reason) -> None:
         self._over = True
         for worker in self._roster:
             if reason.text and worker.alive and worker.place is not None and not worker.leaving:
-                self._tell(worker, "fail", text=reason.text)
-        self._actions.append(End(*reason))
-
-    # -- Actions --------------------------------------------------------------------------------------------------
-
-    def _tell(self, worker: Worker, kind: str, **fields: Any) -> None:
-        self._actions.append(Tell(worker.id, {"t": kind, **fields}))
-
-    def _note(self, event: str, **fields: Any) -> None:
-        self._actions.append(Note(event, fields))
+                self._actions.tell(worker.id, "fail", text=reason.text)
+        self._actions.end(*reason)

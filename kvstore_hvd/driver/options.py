@@ -93,13 +93,14 @@ def elastic_plan(options: argparse.Namespace, command: Sequence[str], environmen
     most = _whole(options.max_np, "--max-np", 1)
     _check_order(least, first, most)
     check_count(most or max(least, first or 0), streams=0)
-    discovery = _discovery(options, least, first, most, environment)
+    job = secrets.token_hex(8)
+    discovery = _discovery(options, (least, first, most), environment, job)
     cfg = config()
     variables = {"KVHVD_ELASTIC_TIMEOUT": options.elastic_timeout, "KVHVD_START_TIMEOUT": options.start_timeout}
     # Checked as the variables would be.
     given = Config.from_environ({name: text for name, text in variables.items() if text is not None})
     settings = Settings(
-        job=secrets.token_hex(8),
+        job=job,
         min_np=least,
         max_np=most or MAX_WORKERS,
         first_np=first,
@@ -108,6 +109,7 @@ def elastic_plan(options: argparse.Namespace, command: Sequence[str], environmen
         timeout_s=cfg.timeout_s,
         start_timeout_s=(cfg if options.start_timeout is None else given).start_timeout_s,
         survivor_time_s=cfg.survivor_time_s,
+        exit_timeout_s=cfg.exit_timeout_s,
         kill_grace_s=cfg.kill_grace_s,
         cooldown=_cooldown(options.blacklist_cooldown_range),
     )
@@ -166,8 +168,9 @@ def _cooldown(given: Any) -> Cooldown:
 
 
 def _discovery(
-    options: argparse.Namespace, least: int, first: int | None, most: int | None, environment: dict[str, str]
+    options: argparse.Namespace, counts: tuple[int, int | None, int | None], environment: dict[str, str], job: str
 ) -> HostDiscovery:
+    least, first, most = counts
     named = [
         name
         for name, value in (
@@ -181,7 +184,7 @@ def _discovery(
         raise LaunchError(message(f"both {named[0]} and {named[1]} name hosts.", fix="give one of them."))
     default = _whole(options.slots_per_host, "--slots-per-host", 1) or 1
     if options.host_discovery_script is not None:
-        return HostDiscoveryScript(options.host_discovery_script, default, environment)
+        return HostDiscoveryScript(options.host_discovery_script, default, environment, job)
     if options.hosts is not None:
         hosts = slots_of(hosts_of_option(options.hosts), default)
     elif options.hostfile is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvstore_hvd.driver.roster import Worker
 
-__all__ = ["Reason", "because_of", "state_lost", "too_few", "too_many_resets"]
+__all__ = ["Reason", "because_of", "never_meet", "state_lost", "too_few", "too_many_resets"]
 
 _EXIT_FAILED = 1
 
@@ -39,6 +39,11 @@ def state_lost(epoch: int, culprit: Worker | None) -> Reason:
 def too_few(what: str, needed: int, limit_s: float, details: Sequence[str]) -> Reason:
     """More workers did not come."""
     return Reason(_EXIT_FAILED, f"{what}, {needed} are needed, and no more came within {limit_s:g} s.", tuple(details))
+
+
+def never_meet(count: int, failure: str) -> Reason:
+    """The workers live, but cannot form a world."""
+    return Reason(_EXIT_FAILED, f"the workers did not meet {count} times in a row. The last time: {failure or '?'}")
 
 
 def too_many_resets(limit: int) -> Reason:

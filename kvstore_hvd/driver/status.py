@@ -31,7 +31,9 @@ class StatusLine:
             return
         if self._relay.within_line(1) or self._relay.within_line(2):
             return
-        line = text.encode("ascii", "replace")[: _columns() - 1]
+        # Bytes of other processes are in it, which are not to command the terminal.
+        shown = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
+        line = shown[: _columns() - 1].encode()
         if line != self._shown:
             self._relay.insert(2, _ERASE + _DIM + line + _PLAIN)
             self._shown = line

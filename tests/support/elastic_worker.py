@@ -8,6 +8,8 @@ with number N alone. Steps are counted over all epochs; each takes 20 ms.
 ``exit=CODE``      exit with CODE when the steps are done, after having said 'finished'
 ``crash=CODE``     exit with CODE at the step of ``at`` (default 0: as soon as the world has been joined)
 ``die``            the same, by SIGKILL
+``stop``           the same, by SIGSTOP
+``timeout``        at that step, say that an operation has timed out
 ``at=N``           see there
 ``die_at=WHEN``    SIGKILL at ``start``, ``enter``, ``ready`` or ``world`` (before it says that it has joined)
 ``stop_at=WHEN``   the same with SIGSTOP
@@ -134,6 +136,10 @@ class FakeWorker:
                     self.end(-signal.SIGKILL)
                 if "crash" in self.acts:
                     self.end(int(self.acts["crash"]))
+                if "stop" in self.acts:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if self.acts.pop("timeout", None) is not None:
+                    return "timeout"
             end = time.monotonic() + _STEP_S
             while (left := end - time.monotonic()) > 0:
                 self.hear(left)

@@ -302,14 +302,14 @@ def test_a_newcomer_that_gets_ready_during_a_meeting_is_told_of_after_it() -> No
 
 
 def test_who_has_to_leave_and_does_not_is_ended() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1, survivor_time_s=2, kill_grace_s=5)
+    play = Play({"a": 1, "b": 1}, min_np=1, exit_timeout_s=30, kill_grace_s=5)
     play.begin()
     play.hosts({"a": 1})
     play.ready(0, "updated")
     play.ready(1, "updated")
     assert play.members == [0]
     play.meet()
-    play.wait(1.9)
+    play.wait(29.9)
     assert play.signals(1) == []
     play.wait(0.2)
     assert play.signals(1) == [(signal.SIGTERM, True)]
@@ -454,6 +454,19 @@ def test_who_does_not_come_out_of_a_meeting_is_killed() -> None:
     play.wait(6)
     assert play.signals(1) == [(signal.SIGKILL, False)]
     assert play.members == [0]
+
+
+def test_workers_that_never_meet() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.ready(0)
+    play.ready(1)
+    for _ in range(20):
+        assert play.ending is None
+        play.say(0, "ready", epoch=play.epoch, cause="meeting", text="no memory")
+        play.ready(1, "meeting")
+    assert play.ending is not None
+    assert play.ending.code == 1
+    assert play.ending.reason == "the workers did not meet 20 times in a row. The last time: no memory"
 
 
 # -- Hangs --------------------------------------------------------------------------------------------------------

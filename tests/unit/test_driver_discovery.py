@@ -1,0 +1,151 @@
+"""Which hosts an elastic job may use: fixed ones, and what a script says, however it behaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_hvd.driver import discovery
+from kvstore_hvd.driver.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript, hosts_of_script
+from kvstore_hvd.errors import LaunchError
+
+LIMIT_S = 30
+
+
+def test_fixed_hosts_are_told_once() -> None:
+    hosts = FixedHosts({"localhost": 2, "127.0.0.7": 1})
+    assert hosts.poll(0.0) == {"localhost": 2, "127.0.0.7": 1}
+    assert hosts.poll(1.0) is None
+    assert hosts.deadline() is None
+    assert hosts.child() is None
+
+
+def test_a_fixed_host_that_is_another_one() -> None:
+    with pytest.raises(LaunchError, match="'elsewhere' is another host"):
+        FixedHosts({"localhost": 2, "elsewhere": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", {}),
+        ("a:2\nb\n", {"a": 2, "b": 3}),
+        ("# all\n\n A:1  # the first\n\n", {"a": 1}),
+        ("a slots=4\n[::1]:2", {"a": 4, "::1": 2}),
+        ("a:0\nb:1", {"b": 1}),
+    ],
+)
+def test_what_a_script_may_print(text: str, hosts: dict[str, int]) -> None:
+    assert hosts_of_script(text, 3) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("a b", "'a b' is not HOST:N"),
+        ("a:x", "is not HOST:N"),
+        ("a:-1", "at least 1 worker"),
+        ("a\nA:2", "named twice"),
+    ],
+)
+def test_what_a_script_may_not_print(text: str, fact: str) -> None:
+    with pytest.raises(LaunchError, match=fact):
+        hosts_of_script(text)
+
+
+class Poller:
+    """Polls a script as the launcher does."""
+
+    def __init__(self, command: str) -> None:
+        self.script = HostDiscoveryScript(command, 1, dict(os.environ), "job")
+        self.now = 0.0
+
+    def poll(self) -> dict[str, int] | None:
+        child = self.script.child()
+        if child is not None and child.code is None:
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                child.code = os.waitstatus_to_exitcode(status)
+        return self.script.poll(self.now)
+
+    def next(self) -> dict[str, int]:
+        """What the next run says."""
+        end = time.monotonic() + LIMIT_S
+        self.now += 1.0
+        while (hosts := self.poll()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.005)  # nothing tells of its end here
+        return hosts
+
+    def reap(self) -> None:
+        child = self.script.child()
+        self.script.close()
+        if child is not None and child.code is None:
+            os.waitpid(child.pid, 0)
+
+
+@pytest.fixture
+def script() -> Iterator[type[Poller]]:
+    made: list[Poller] = []
+
+    class Kept(Poller):
+        def __init__(self, command: str) -> None:
+            super().__init__(command)
+            made.append(self)
+
+    yield Kept
+    for poller in made:
+        poller.reap()
+
+
+def test_a_script_is_run_again_and_again(script: type[Poller], tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    poller = script(f"cat {path}")
+    path.write_text("localhost:2\n")
+    assert poller.next() == {"localhost": 2}
+    assert poller.poll() is None  # not before a second has passed
+    assert poller.script.child() is None
+    path.write_text("localhost\nother:3\n")
+    assert poller.next() == {"localhost": 1, "other": 3}
+
+
+@pytest.mark.parametrize(
+    ("command", "fact"),
+    [
+        ("exit 3", "exited with code 3$"),
+        ("echo one; echo two >&2; echo three >&2; exit 1", "exited with code 1; it says: two / three$"),
+        ("kill -9 $$", "was killed by SIGKILL$"),
+        ("/no/such/script", "exited with code 127; it says: "),
+        ("echo a b", "printed are no hosts: 'a b' is not HOST:N"),
+        ("printf '\\377'", "printed are no hosts"),
+        ("yes | head -c 100000", "printed more than 65536 bytes$"),
+    ],
+)
+def test_a_script_that_fails(script: type[Poller], command: str, fact: str) -> None:
+    with pytest.raises(DiscoveryError, match=fact):
+        script(command).next()
+
+
+def test_a_failure_is_over_with_the_next_run(script: type[Poller], tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    poller = script(f"cat {path}")
+    with pytest.raises(DiscoveryError):
+        poller.next()
+    path.write_text("localhost\n")
+    assert poller.next() == {"localhost": 1}
+
+
+def test_a_script_that_hangs_is_killed(script: type[Poller], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_LIMIT_S", 0.0)
+    poller = script("echo localhost; sleep 1000")
+    with pytest.raises(DiscoveryError, match="took more than 0 s and was killed"):
+        poller.next()
+
+
+def test_what_a_script_leaves_behind_is_not_waited_for(script: type[Poller]) -> None:
+    poller = script("echo localhost; sleep 1000 &")
+    assert poller.next() == {"localhost": 1}

@@ -1,0 +1,137 @@
+"""What people and programs are told of an elastic job: event log, status line, news."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_hvd.driver import status
+from kvstore_hvd.driver.events import EventLog
+from kvstore_hvd.driver.news import event_text
+from kvstore_hvd.driver.status import StatusLine
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launcher.relay import Relay
+
+# -- The event log ------------------------------------------------------------------------------------------------
+
+
+def test_one_object_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("of another job\n")
+    with EventLog(str(path)) as log:
+        log.write("epoch_ready", {"epoch": 1, "workers": [0, 2]})
+        log.write("worker_exited", {"worker": 0, "code": 1, "lines": ["a\nb", "é"]})
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {key: first[key] for key in ("event", "epoch", "workers")} == {
+        "event": "epoch_ready",
+        "epoch": 1,
+        "workers": [0, 2],
+    }
+    assert isinstance(first["time"], float)
+    assert isinstance(first["monotonic"], float)
+    assert second["lines"] == ["a\nb", "é"]
+
+
+def test_no_log() -> None:
+    with EventLog(None) as log:
+        log.write("job_start", {})
+        assert log.lost == ""
+
+
+def test_a_log_that_cannot_be_made() -> None:
+    with pytest.raises(LaunchError, match="--event-log: '/no/such/log' cannot be made: No such file or directory"):
+        EventLog("/no/such/log")
+
+
+def test_a_full_disk_is_told_once() -> None:
+    with EventLog("/dev/full") as log:
+        log.write("job_start", {})
+        assert "No space left on device" in log.lost
+        log.lost = ""
+        log.write("job_end", {})
+        assert log.lost == ""
+
+
+def test_events_in_words() -> None:
+    assert event_text("epoch_ready", {"epoch": 1, "workers": [0, 2]}) == "epoch ready epoch 1 workers [0, 2]"
+    text = event_text("epoch_void", {"epoch": 1, "cause": "lost", "text": "worker 1\nfailed"})
+    assert text == "epoch void epoch 1 cause lost (worker 1)"
+    assert event_text("job_start", {"job": "x", "max_np": None, "lines": ["a"]}) == "job start job x"
+
+
+# -- The status line ----------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """A relay that writes to a pipe, which the status line takes for a terminal."""
+
+    def __init__(self, relay: Relay, read: int) -> None:
+        self.relay, self._read = relay, read
+
+    def written(self) -> str:
+        self.relay.wait(0)
+        try:
+            return os.read(self._read, 65536).decode()
+        except BlockingIOError:
+            return ""
+
+
+@contextlib.contextmanager
+def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    # Not a fixture: pytest gives each phase of a test another standard error.
+    read, write = os.pipe()
+    wake, other = os.pipe()
+    os.set_blocking(read, False)
+    before = os.dup(2)
+    os.dup2(write, 2)
+    monkeypatch.setattr(os, "isatty", lambda fd: fd == 2)
+    monkeypatch.setattr(status, "_columns", lambda: 20)
+    relay = Relay(wake)
+    try:
+        yield Screen(relay, read)
+    finally:
+        os.dup2(before, 2)
+        relay.close()
+        for fd in (read, write, wake, other, before):
+            os.close(fd)
+
+
+def test_the_line_is_shown_once_and_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with screen_of(monkeypatch) as screen:
+        line = StatusLine(screen.relay)
+        line.update("epoch 1, 2 of 2 workers")
+        assert screen.written() == "\r\x1b[K\x1b[2mepoch 1, 2 of 2 wor\x1b[0m"
+        line.update("epoch 1, 2 of 2 workers")
+        assert screen.written() == ""
+        line.update("epoch 2\x1b[31m\né")
+        assert screen.written() == "\r\x1b[K\x1b[2mepoch 2?[31m??\x1b[0m"
+
+
+def test_the_line_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with screen_of(monkeypatch) as screen:
+        line = StatusLine(screen.relay)
+        line.update("one")
+        screen.written()
+        screen.relay.say("hello")
+        line.update("one")
+        assert screen.written() == "\r\x1b[Kkvhvdrun: hello\n"
+        line.update("two")
+        assert screen.written().endswith("two\x1b[0m")
+        line.erase()
+        assert screen.written() == "\r\x1b[K"
+        line.erase()
+        assert screen.written() == ""
+
+
+def test_without_a_terminal_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with screen_of(monkeypatch) as screen:
+        monkeypatch.setattr(os, "isatty", lambda fd: False)
+        line = StatusLine(screen.relay)
+        line.update("one")
+        line.erase()
+        assert screen.written() == ""

@@ -1,0 +1,160 @@
+"""The options of kvhvdrun for elastic jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_hvd import config, launch
+from kvstore_hvd.driver.discovery import FixedHosts, HostDiscoveryScript
+from kvstore_hvd.driver.options import elastic_plan, is_elastic
+from kvstore_hvd.driver.plan import ElasticPlan
+from kvstore_hvd.driver.slots import Cooldown
+
+
+def plan(*arguments: str) -> ElasticPlan:
+    options = launch._options(arguments)
+    assert is_elastic(options)
+    return elastic_plan(options, *launch._program(options))
+
+
+def hosts(made: ElasticPlan) -> dict[str, int] | None:
+    assert isinstance(made.discovery, FixedHosts)
+    return made.discovery.poll(0.0)
+
+
+@pytest.mark.parametrize("arguments", [["-np", "2", "true"], ["-H", "localhost:2", "true"], ["true"]])
+def test_jobs_that_are_not_elastic(arguments: list[str]) -> None:
+    assert not is_elastic(launch._options(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "least", "first", "most", "slots"),
+    [
+        (["--min-np", "2"], 2, None, 256, 2),
+        (["--max-np", "3"], 1, None, 3, 3),
+        (["--max-np", "3", "-np", "2"], 2, 2, 3, 3),
+        (["--min-np", "1", "-np", "2"], 1, 2, 256, 2),
+        (["--min-num-proc", "1", "--max-num-proc", "4", "--num-proc", "2"], 1, 2, 4, 4),
+    ],
+)
+def test_numbers_of_workers(arguments: list[str], least: int, first: int | None, most: int, slots: int) -> None:
+    made = plan(*arguments, "true")
+    settings = made.settings
+    assert (settings.min_np, settings.first_np, settings.max_np) == (least, first, most)
+    assert hosts(made) == {"localhost": slots}
+
+
+def test_hosts(tmp_path: Path) -> None:
+    assert hosts(plan("--min-np", "1", "-H", "localhost:2,127.0.0.2", "true")) == {"localhost": 2, "127.0.0.2": 1}
+    named = plan("--min-np", "1", "-H", "localhost,127.0.0.2:1", "--slots", "3", "true")
+    assert hosts(named) == {"localhost": 3, "127.0.0.2": 1}
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    assert hosts(plan("--min-np", "1", "--hostfile", str(tmp_path / "hosts"), "true")) == {"localhost": 2}
+    made = plan("--host-discovery-script", "./hosts --all", "true")
+    assert isinstance(made.discovery, HostDiscoveryScript)
+    assert made.settings.min_np == 1
+
+
+def test_everything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "2", "9"]
+    more = ["--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
+    made = plan("--min-np", "1", *options, *more, "true", "--min-np", "3")
+    settings = made.settings
+    assert (settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (7, 5.0, 8.0)
+    assert settings.cooldown == Cooldown(2.0, 9.0)
+    assert made.event_log == str(tmp_path / "log")
+    assert (made.prefix, made.verbose, made.bind_cores) == (False, True, True)
+    assert list(made.command[1:]) == ["--min-np", "3"]
+    assert made.environment["PYTHONUNBUFFERED"] == "1"
+    assert not [name for name in made.environment if name.startswith(("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL"))]
+
+
+def test_defaults() -> None:
+    settings = plan("--min-np", "1", "true").settings
+    assert (settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (None, 600.0, 30.0)
+    assert settings.cooldown == Cooldown(10.0, 300.0)
+    assert plan("--min-np", "1", "true").settings.job != settings.job
+
+
+def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "12")
+    config.reload()
+    try:
+        assert plan("--min-np", "1", "true").settings.elastic_timeout_s == 12.0
+        assert plan("--min-np", "1", "--elastic-timeout", "3", "true").settings.elastic_timeout_s == 3.0
+    finally:
+        monkeypatch.undo()
+        config.reload()
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
+    settings = plan("--config-file", str(path), "--reset-limit", "9", "true").settings
+    assert (settings.min_np, settings.max_np, settings.reset_limit) == (1, 3, 9)
+    assert settings.cooldown == Cooldown(5.0, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--min-np", "0"], "--min-np 0: expected a whole number of at least 1."),
+        (["--min-np", "two"], "--min-np two: expected"),
+        (["--max-np", "-1"], "--max-np -1: expected"),
+        (["--min-np", "1", "-np", "x"], "-np x: expected"),
+        (["--min-np", "1", "--reset-limit", "-1"], "--reset-limit -1: expected a whole number of at least 0."),
+        (["--min-np", "1", "--slots-per-host", "0"], "--slots-per-host 0: expected"),
+        (["--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2."),
+        (["--min-np", "3", "-np", "2"], "--min-np 3 is more than -np 2."),
+        (["--max-np", "3", "-np", "4"], "-np 4 is more than --max-np 3."),
+        (["--max-np", "257"], "a job has at most 256 workers"),
+        (["--min-np", "1", "--elastic-timeout", "soon"], "KVHVD_ELASTIC_TIMEOUT: 'soon' is not"),
+        (["--min-np", "1", "--start-timeout", "-1"], "KVHVD_START_TIMEOUT: '-1' is not"),
+        (["--min-np", "1", "--blacklist-cooldown-range", "0.5", "9"], "range 0.5 9: expected two numbers of seconds"),
+        (["--min-np", "1", "--blacklist-cooldown-range", "9", "3601"], "range 9 3601: expected two numbers"),
+        (["--min-np", "1", "--blacklist-cooldown-range", "9", "8"], "the lower one first"),
+        (["--min-np", "1", "--blacklist-cooldown-range", "a", "b"], "expected two numbers"),
+        (["--min-np", "1", "--blacklist-cooldown-range", "nan", "9"], "expected two numbers"),
+        (["--min-np", "1", "-H", "localhost:1", "--hostfile", "x"], "both -H and --hostfile name hosts."),
+        (["--host-discovery-script", "x", "-H", "localhost"], "both --host-discovery-script and -H name hosts."),
+        (["--min-np", "3", "-H", "localhost:2"], "3 workers are needed, but the hosts have 2 slots."),
+        (["--min-np", "1", "-H", "elsewhere:2"], "'elsewhere' is another host"),
+        (["--min-np", "1", "--output-filename", "out"], "--output-filename keeps what each rank writes"),
+        (["--reset-limit", "1", "-np", "2"], "--reset-limit is for elastic jobs."),
+        (["--event-log", "x", "-np", "2"], "--event-log is for elastic jobs."),
+    ],
+)
+def test_what_cannot_be_is_said(capfd: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+    assert launch.main([*arguments, "true"]) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("kvhvdrun: ")
+    assert text in err
+    assert "Fix: " in err
+    assert out == ""
+
+
+def test_a_range_in_a_file_needs_two_numbers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("min-np: 1\nblacklist-cooldown-range: 5\n")
+    assert launch.main(["--config-file", str(path), "true"]) == 2
+    assert "range 5: expected two numbers" in capfd.readouterr().err
+
+
+def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstore_hvd.driver import shares
+    from kvstore_hvd.driver.slots import Slot, Slots
+
+    monkeypatch.setattr(shares, "usable_cores", lambda: list(range(8)))
+    slots = Slots(Cooldown())
+    slots.update({"a": 2, "b": 1})
+    made = shares.Shares(True, {}, 256)
+    assert made.of(Slot("a", 1), slots) == ({"OMP_NUM_THREADS": "2"}, (4, 5, 6, 7))
+    slots.update({"a": 8})
+    assert made.of(Slot("a", 7), slots) == ({"OMP_NUM_THREADS": "2"}, (7,))  # settled by the first
+    chosen: Any = shares.Shares(False, {"OMP_NUM_THREADS": "5"}, 1)
+    assert chosen.of(Slot("a", 0), slots) == ({}, ())
+    assert shares.Shares(False, {}, 2).of(Slot("a", 0), slots) == ({"OMP_NUM_THREADS": "4"}, ())
