@@ -54,6 +54,7 @@ WORKER: Mapping[str, Mapping[str, Any]] = {
         "text": str,
     },
     "joined": {"epoch": _EPOCH},
+    "synced": {"epoch": _EPOCH},
     "finished": {},
 }
 

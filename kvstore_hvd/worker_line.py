@@ -114,6 +114,10 @@ class WorkerLine:
         """Tell that the meeting has succeeded."""
         self._send({"t": "joined", "epoch": world.topology.epoch})
 
+    def synced(self) -> None:
+        """Tell that this worker has the state of the training, and could hand it on."""
+        self._send({"t": "synced", "epoch": self._epoch})
+
     def finished(self) -> None:
         """Tell that training is over here: nobody need take this worker's place."""
         self._send({"t": "finished"})

@@ -160,6 +160,8 @@ class Job:
             self._on_ready(worker, message, now)
         elif kind == "joined":
             self._on_joined(worker, message["epoch"], now)
+        elif kind == "synced":
+            worker.synced = True
         elif not worker.finished:
             worker.finished = True
             self._actions.note("worker_finished", worker=worker.id)
@@ -296,7 +298,7 @@ class Job:
         if self._succeeded and not running:
             culprit = self._roster.culprit(self._last_of_slots() if not self._epoch.begun else self._epoch.members)
             self._end(because_of(culprit) if culprit is not None else Reason(0, ""))
-        elif self._epoch.begun and all(worker.code is not None for worker in self._epoch.members):
+        elif self._epoch.begun and self._state_is_lost:
             if not self._succeeded:
                 self._end(state_lost(self._epoch.number, self._roster.culprit(self._epoch.members)))
         elif not self._epoch.begun and self._begun and not running:
@@ -304,6 +306,12 @@ class Job:
             if culprit is not None:
                 self._end(because_of(culprit))
         return self._over
+
+    @property
+    def _state_is_lost(self) -> bool:
+        """Whether training could only begin anew. Before anybody has said that it has begun, any member will do."""
+        having = [worker for worker in self._roster if worker.synced] or self._epoch.members
+        return all(worker.code is not None for worker in having)
 
     def _last_of_slots(self) -> list[Worker]:
         """The last worker of each slot: before the first epoch, only a crash that was not made good counts."""
@@ -345,8 +353,10 @@ class Job:
             return
         newcomers = self._newcomers() if not (self._finishing and self._epoch.begun) else []
         stay = [worker for worker in old if worker.slot in self._slots or self._finishing]
-        if newcomers and not stay:
-            stay = old[:1]  # the state would go with the last one that has it
+        having = [worker for worker in old if worker.synced] or old
+        if newcomers and not any(worker in stay for worker in having):
+            # The state would go with the last one that has it.
+            stay = [worker for worker in old if worker in stay or worker is having[0]]
         chosen = [*stay, *newcomers][: self._settings.max_np]
         if len(chosen) >= self._least and complete:
             self._give_out(chosen, now)

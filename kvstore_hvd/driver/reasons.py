@@ -28,8 +28,8 @@ def because_of(culprit: Worker) -> Reason:
 
 
 def state_lost(epoch: int, culprit: Worker | None) -> Reason:
-    """No worker is left that was in the last world; `culprit` was the first of them to fail."""
-    text = f"no worker of epoch {epoch} is left, and with them the state of the training."
+    """Nobody is left who has the state; of the workers of the last world `culprit` was the first to fail."""
+    text = f"no worker of epoch {epoch} is left that has the state of the training."
     if culprit is None:
         return Reason(_EXIT_FAILED, text)
     code, first, lines = because_of(culprit)

@@ -25,6 +25,7 @@ class Worker:
     ready: bool = False  # it waits for its next world
     joined_at: float | None = None  # when it was in a world first
     killed: str = ""  # why we killed it: it counts as crashed from that moment
+    synced: bool = False  # it has the state of the training
     finished: bool = False  # the function of run() has returned
     leaving: bool = False  # it is not needed any more
     told_to_end: bool = False  # by SIGTERM, because it did not leave

@@ -64,6 +64,7 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None)
                 try:
                     if not loop.skips_sync:
                         state.sync()
+                        loop.has_state()
                     result = func(state, *args, **kwargs)
                     loop.finish()
                     return result
@@ -87,6 +88,7 @@ class _Loop:
     def __init__(self, state: Any, reset: Callable[[], None] | None) -> None:
         self._state, self._reset = state, reset
         self.skips_sync = False
+        self._has_told = False
 
     def recover(self, error: HorovodInternalError) -> None:
         """Go back to the last commit, and on into the next world.
@@ -123,6 +125,13 @@ class _Loop:
                 check_recoverable(lost)
                 self.skips_sync = False
                 cause, text = "lost", str(lost).partition("\n")[0]
+
+    def has_state(self) -> None:
+        """The training can go on from this worker, should it be the only one that is left."""
+        line = engine.current().line
+        if line is not None and not self._has_told:
+            self._has_told = True
+            line.synced()
 
     def finish(self) -> None:
         """Training is over on this worker."""

@@ -186,12 +186,41 @@ def test_when_nobody_is_left_the_state_is_lost() -> None:
     assert play.ending is not None
     assert play.ending.code == 9
     assert play.ending.reason == (
-        "no worker of epoch 0 is left, and with them the state of the training. "
+        "no worker of epoch 0 is left that has the state of the training. "
         "First, worker 1 (a:1) exited with code 9. Its last lines on stderr:"
     )
     assert play.ending.details == ("ValueError: the cause",)
     assert play.told(2, "fail")
     assert play.starts()[2:] == [(2, "a:0")]
+
+
+def test_newcomers_that_never_had_the_state_do_not_go_on_alone() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    for worker in (0, 1):
+        play.say(worker, "synced", epoch=0)
+    play.kill(1)
+    play.ready(0)
+    play.meet()
+    play.ready(2)
+    play.ready(0, "updated")
+    play.meet()
+    assert play.members == [0, 2]
+    play.kill(0)  # while it hands the state to worker 2
+    assert play.ending is not None
+    assert play.ending.reason.startswith("no worker of epoch 2 is left that has the state of the training. First, ")
+    assert play.told(2, "fail")
+
+
+def test_the_last_one_that_has_the_state_stays_until_another_has_it() -> None:
+    play = Play({"a": 1, "b": 1}, min_np=1, max_np=2)
+    play.begin()
+    play.say(0, "synced", epoch=0)
+    play.hosts({"b": 1, "c": 1})
+    play.ready(2)
+    play.ready(0, "updated")
+    play.ready(1, "updated")
+    assert play.members == [0, 1]  # its slot is gone, but worker 1 may not have the state
 
 
 def test_a_host_is_lost_with_its_workers() -> None:

@@ -29,6 +29,7 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
     (WORKER, {"t": "ready", "epoch": -1, "cause": "start", "text": ""}),
     (WORKER, {"t": "ready", "epoch": 7, "cause": "lost", "text": "a peer died"}),
     (WORKER, {"t": "joined", "epoch": 0}),
+    (WORKER, {"t": "synced", "epoch": 3}),
     (WORKER, {"t": "finished"}),
     (LAUNCHER_TO_WORKER, {"t": "place", "rank": 0, "size": 1, "hosts": [HOST]}),
     (LAUNCHER_TO_WORKER, {"t": "world", "epoch": 0, "rank": 1, "size": 2, "hosts": [HOST, HOST], "job": "j"}),

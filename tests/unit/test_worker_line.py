@@ -97,6 +97,8 @@ def test_the_first_world_of_a_new_job(daemon: Daemon, line: WorkerLine) -> None:
     assert daemon.take()["t"] == "enter"
     line.joined(world)
     assert daemon.take() == {"t": "joined", "epoch": 0}
+    line.synced()
+    assert daemon.take() == {"t": "synced", "epoch": 0}
 
 
 def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
