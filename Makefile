@@ -82,12 +82,13 @@ test-mpich:
 soak: $(STAMP)
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py
 
-# Random programs at four ranks, then jobs that lose a worker, then elastic jobs that are disturbed at random. The files
-# say how to choose them.
+# Random programs at four ranks, jobs that lose a worker, elastic jobs that are disturbed at random, and attacks on the
+# sockets of such jobs. The files say how to choose them.
 fuzz: $(STAMP)
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_faults.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_elastic.py
+	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_elastic_daemon.py integration/test_elastic_sockets.py
 
 # The reference of all public names.
 api: $(STAMP)

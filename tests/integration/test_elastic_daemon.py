@@ -215,6 +215,19 @@ def test_modules_of_the_working_folder_do_not_get_in_the_way(
         assert launcher.end() == (0, f"[0] {tmp_path}\n".encode(), b"")
 
 
+def test_workers_that_come_and_go_leave_nothing_in_the_daemon(marker: str) -> None:
+    with FakeLauncher(marker) as launcher:
+        for worker in range(200):
+            launcher.start_command(worker, ["/bin/sh", "-c", "echo said >&2; exit 3"])
+            message = launcher.next("exited", worker)
+            assert (message["code"], message["lines"]) == (3, ["said"])
+            if worker == 20:  # what is allocated once
+                before, memory = descriptors(launcher.daemon.pid), memory_kib(launcher.daemon.pid)
+        launcher.settle()
+        assert descriptors(launcher.daemon.pid) == before
+        assert memory_kib(launcher.daemon.pid) < memory + 4096
+
+
 # -- Ends -----------------------------------------------------------------------------------------------------------
 
 # Ignores SIGTERM, and has a child that has left its session.
