@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd import engine
 from kvstore_hvd.elastic.copies import deep_copy, named_copies
@@ -136,6 +136,10 @@ class ObjectState(State):
         self._saved_state = named_copies(kwargs, "state")
         for name, value in kwargs.items():
             self._add(name, value)
+
+    if TYPE_CHECKING:  # which attributes there are only the program knows
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def save(self) -> None:
         """Keep copies of the attributes that the state was made with.

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_hvd import elastic, engine
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, UnsupportedDtypeError
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, UnsupportedDtypeError
 from support.gluon import array, backward, is_mxnet_2, network, samples
 
 mx = pytest.importorskip("mxnet")
@@ -299,6 +299,35 @@ def test_a_failed_computation_keeps_the_last_commit():
         state.commit()
     state.restore()
     assert (values(net), states(trainer)) == before
+
+
+@pytest.mark.parametrize("part", ["net", "trainer", "sampler"])
+@pytest.mark.parametrize("half", ["stage", "receive"])
+def test_what_is_interrupted_halfway_changes_nothing(part, half, monkeypatch):
+    """GluonState: a save or sync that is interrupted in any of its parts leaves the last commit whole."""
+    net = make_net()
+    trainer = make_trainer(net)
+    sampler = ElasticSampler(range(20))
+    state = GluonState(net, trainer, sampler=sampler, step=0)
+    train(net, trainer, 2)
+    sampler.record_batch(0, 4)
+    state.step = 2
+    state.commit()
+    before = values(net), states(trainer), sampler.state_dict()
+
+    def interrupt():
+        raise HorovodInternalError("the world is lost")
+
+    train(net, trainer, 2)
+    sampler.record_batch(1, 4)
+    state.step = 4
+    with monkeypatch.context() as patch:
+        patch.setattr(state._handlers[part], half, interrupt)
+        with pytest.raises(HorovodInternalError):
+            {"stage": state.save, "receive": state.sync}[half]()
+    state.restore()
+    assert (values(net), states(trainer), sampler.state_dict()) == before
+    assert state.step == 2
 
 
 def test_parameter_dictionaries():
