@@ -381,9 +381,14 @@ class ElasticDriver:
             self._say(self._log.lost)
             self._log.lost = ""
         self._last_event = event_text(event, fields)
-        text = self._last_event if self._plan.verbose else news_text(event, fields, self._job)
-        if text and event != "job_end":
-            self._say(text)
+        if event == "job_end":
+            return  # has its own words
+        if self._plan.verbose:
+            self._say(self._last_event)
+        elif self._end is None:  # from then on, workers end because they are told to
+            text = news_text(event, fields, self._job)
+            if text:
+                self._say(text)
 
     def _say(self, text: str) -> None:
         self._relay.say(text)
