@@ -162,7 +162,7 @@ def main() -> None:
     training = Training("horovod", options.samples)
     sampler = elastic.ElasticSampler(range(options.samples), shuffle=True, seed=5)
     WatchedState.points = Points(options.folder, worker, log)
-    state = WatchedState(
+    state: Any = WatchedState(
         net=training.net, trainer=training.trainer, sampler=sampler, epoch=0, step=0, worlds=[], finished=False
     )
 
