@@ -7,16 +7,18 @@ the launcher of another one may abort the process inside MPI_Init, or start as a
 from __future__ import annotations
 
 import importlib.util
+import os
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_hvd.config import MPILaunch
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.topology import Host, Topology, World
 
-__all__ = ["initialised_mpi", "library", "mpi_world"]
+__all__ = ["Introduction", "initialised_mpi", "introduce", "library", "mpi_world", "world_of"]
 
 
 def initialised_mpi() -> Any | None:
@@ -83,17 +85,41 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         group = mpi.COMM_WORLD.group.Incl(list(ranks))
         chosen = mpi.COMM_WORLD.Create_group(group)
         group.Free()
-    # Our own messages must not meet the application's on its communicator.
-    private = chosen.Dup()
-    here = Host.here()
-    offers = private.allgather((here.name, here.identity, secrets.token_hex(8), secrets.token_bytes(32)))
-    hosts = [Host(name, identity) for name, identity, _, _ in offers]
+    try:
+        # Our own messages must not meet the application's on its communicator.
+        private = chosen.Dup()
+        private.Set_errhandler(mpi.ERRORS_RETURN)
+        return world_of(private, introduce(private))
+    except mpi.Exception as error:
+        fix = "look at what the first worker that failed has printed."
+        text = message(f"MPI failed while the workers were finding each other: {error}.", fix=fix)
+        raise LaunchError(text) from error
 
-    def allgather(data: bytes) -> list[bytes]:
-        return list(private.allgather(data))
 
-    topology = Topology.of(private.rank, hosts, source="mpi")
-    return World(topology, job=offers[0][2], secret=offers[0][3], allgather=allgather)
+@dataclass(frozen=True)
+class Introduction:
+    """What a rank tells the others of a communicator of itself."""
+
+    host: Host
+    process: int
+    user: int
+    epoch: int  # of its last world, -1: none
+    is_leaving: bool  # it takes no part in the next one
+    job: str  # offered, as the secret: rank 0's count
+    secret: bytes = field(repr=False)
+
+
+def introduce(communicator: Any, epoch: int = -1, is_leaving: bool = False) -> list[Introduction]:
+    """Tell the other ranks of this one, and hear of them; collective. Raises ``MPI.Exception``."""
+    token, secret = secrets.token_hex(8), secrets.token_bytes(32)
+    own = Introduction(Host.here(), os.getpid(), os.geteuid(), epoch, is_leaving, token, secret)
+    return list(communicator.allgather(own))
+
+
+def world_of(communicator: Any, ranks: Sequence[Introduction], epoch: int = 0) -> World:
+    """The world of a communicator that is ours alone, once its ranks have introduced themselves."""
+    topology = Topology.of(communicator.rank, [each.host for each in ranks], epoch=epoch, source="mpi")
+    return World(topology, ranks[0].job, ranks[0].secret, communicator)
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
@@ -130,7 +156,10 @@ def _start(launch: MPILaunch | None) -> Any:
 
 
 def _load(launch: MPILaunch | None) -> Any:
-    """Import mpi4py.MPI without initialising MPI; it is finalised at exit as usual."""
+    """Import mpi4py.MPI without initialising MPI.
+
+    It is finalised at exit as usual; unless deaths are survived, because then MPI_Finalize may wait for the dead.
+    """
     started = f"{_launcher(launch)} started this process ({launch.variable} is set)" if launch else "init(comm=...)"
     try:
         import mpi4py
@@ -142,7 +171,7 @@ def _load(launch: MPILaunch | None) -> Any:
             )
         ) from None
     before = mpi4py.rc.initialize, mpi4py.rc.finalize
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, launch is None or not launch.recovers
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:

@@ -24,6 +24,8 @@ LAYERS = (
         "gpu",
         "topology",
         "mpi_world",
+        "mpi_members",
+        "mpi_recovery",
         "bootstrap",
         "authentication",
         "rendezvous",
