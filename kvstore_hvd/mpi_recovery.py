@@ -21,6 +21,7 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.config import MPILaunch, config
 from kvstore_hvd.errors import LaunchError, message, rank_list
+from kvstore_hvd.membership import Membership
 from kvstore_hvd.mpi_members import Members
 from kvstore_hvd.mpi_world import initialised_mpi, introduce, world_of
 from kvstore_hvd.topology import World
@@ -62,7 +63,7 @@ def why_unavailable(launch: MPILaunch | None) -> str:
     return ""
 
 
-class UlfmMembership:
+class UlfmMembership(Membership):
     """Where a worker's worlds come from, one after the other, while processes die. Any thread may call its methods.
 
     Collective over the ranks of `world`.
@@ -79,6 +80,7 @@ class UlfmMembership:
     """
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         mpi = initialised_mpi()
         assert mpi is not None
         self._mpi = mpi
@@ -97,16 +99,14 @@ class UlfmMembership:
         """Form the next world of those who live, after the present one was lost or left; each of them calls it.
 
         Waits for all who live. One that does not come within KVHVD_TIMEOUT, as long as it may miss any other operation,
-        is killed: if it was stopped or hung, the others could not go on before it ends. After a timeout, a worker that
-        is stopped (SIGSTOP) and does not go on is killed after half a second. That is possible for processes of
-        this user on this host, and is logged. Time in which this worker itself was stopped does not count.
+        is killed if a world was lost: whether it is stopped or hangs, the others could not go on before it ends. After
+        a timeout, a worker that is stopped (SIGSTOP) and stays so is killed after half a second. That is possible for
+        processes of this user on this host, and is logged. Time in which this worker itself was stopped does not count.
 
         Parameters
         ----------
-        cause : str
-            Why: ``'timeout'``, or anything else.
-        text : str
-            What the world was lost with.
+        cause, text : str
+            See `Membership.next_world`.
 
         Returns
         -------
@@ -126,7 +126,7 @@ class UlfmMembership:
             if self._failed:
                 raise self._failure(self._failed)
             self._members.tell_come()
-            self._gather(cause == "timeout")
+            self._gather(cause)
             return self._within(config().start_timeout_s, self._form)
 
     def finished(self) -> None:
@@ -144,20 +144,24 @@ class UlfmMembership:
 
     # -- Waiting for those who live -----------------------------------------------------------------------------------
 
-    def _gather(self, is_timeout: bool) -> None:
+    def _gather(self, cause: str) -> None:
         """Return once everyone has come, has finished, or is dead."""
-        members, clock = self._members, _Clock()
+        members, clock, limit_s = self._members, _Clock(), config().timeout_s
         stopped = _Stopped(members)
         while True:
             absent = members.absent()
             if not absent:
                 return
-            elapsed = clock.elapsed()
-            late = absent if elapsed > config().timeout_s else []
-            for rank in stopped.ranks(absent) if is_timeout else []:
-                self._kill(rank, "it is stopped, and the others have waited for it long enough")
-            for rank in late:
-                self._kill(rank, f"the others have waited for it for {config().timeout_s:g} s")
+            if cause == "timeout":
+                for rank in stopped.ranks(absent):
+                    self._kill(rank, "it is stopped, and the others have waited for it long enough")
+            if clock.elapsed() > limit_s:
+                if cause not in ("lost", "timeout", "meeting"):
+                    fact = f"{rank_list(absent)} did not come to the next world within {limit_s:g} s."
+                    details = [members.describe(rank) for rank in absent]
+                    raise self._failure(fact, details=details, fix="call reset() on every worker.")
+                for rank in absent:
+                    self._kill(rank, f"it did not come to the next world within {limit_s:g} s")
             time.sleep(_LOOK_S)
 
     def _within(self, limit_s: float, form: Callable[[], World | None]) -> World:

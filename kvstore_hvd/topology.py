@@ -163,9 +163,9 @@ def _unique_names(hosts: Sequence[Host]) -> tuple[str, ...]:
 class World:
     """A topology and what its ranks need to find and trust each other.
 
-    `job` and `secret` are equal on all ranks of the world and on no others. `communicator` (only when MPI is the source)
-    is mpi4py's, of these ranks, and nobody else talks on it. `lost` tells, before the ranks have met and afterwards,
-    why they need not any more; empty as long as they need.
+    `job` and `secret` are equal on all ranks of the world and on no others. `communicator` (only when MPI is the
+    source) is mpi4py's, of these ranks, and nobody else talks on it. `lost` tells, before the ranks have met and
+    afterwards, why they need not any more; empty as long as they need.
     """
 
     topology: Topology

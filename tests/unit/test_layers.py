@@ -23,6 +23,7 @@ LAYERS = (
         "mxnet_compat",
         "gpu",
         "topology",
+        "membership",
         "mpi_world",
         "mpi_members",
         "mpi_recovery",
