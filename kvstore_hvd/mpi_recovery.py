@@ -12,16 +12,19 @@ be killed first, see `UlfmMembership.next_world`.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import log
 from kvstore_hvd.config import MPILaunch, config
 from kvstore_hvd.errors import LaunchError, message, rank_list
 from kvstore_hvd.membership import Membership
+from kvstore_hvd.mpi_calls import Clock, call_within
+from kvstore_hvd.mpi_exit import finalize_without_waiting
 from kvstore_hvd.mpi_members import Members
 from kvstore_hvd.mpi_world import initialised_mpi, introduce, world_of
 from kvstore_hvd.topology import World
@@ -30,6 +33,7 @@ __all__ = ["UlfmMembership", "why_unavailable"]
 
 _LOOK_S = 0.002
 _LOOK_FINISHED_S = 0.05
+_ATTENDANT_ENDS_S = 1.0
 # A worker that is seen stopped for so long is not about to go on.
 _STOPPED_S = 0.5
 
@@ -89,11 +93,17 @@ class UlfmMembership(Membership):
         self._failed = ""  # why there will be no further world
         self._is_finished = False
         self._attendant: threading.Thread | None = None
+        # Exit handlers run in the reverse order.
+        finalize_without_waiting(mpi)
+        atexit.register(self._stop_attending)
+        communicator = world.communicator
+        limit_s = config().start_timeout_s
         try:
-            self._members = Members(mpi, world.communicator, introduce(world.communicator, self._epoch))
-        except mpi.Exception as error:
-            text = f"MPI failed while the workers were finding each other: {error}."
-            raise LaunchError(message(text, **world.topology.speaker)) from error
+            ranks = call_within(limit_s, lambda: introduce(communicator, self._epoch))
+        except (TimeoutError, mpi.Exception) as error:
+            text = f"the workers did not find each other by MPI: {str(error) or f'it took more than {limit_s:g} s'}."
+            raise LaunchError(message(text, **world.topology.speaker, fix="look at what they have printed.")) from error
+        self._members = Members(mpi, communicator, ranks)
 
     def next_world(self, cause: str, text: str) -> World:
         """Form the next world of those who live, after the present one was lost or left; each of them calls it.
@@ -127,7 +137,7 @@ class UlfmMembership(Membership):
                 raise self._failure(self._failed)
             self._members.tell_come()
             self._gather(cause)
-            return self._within(config().start_timeout_s, self._form)
+            return self._form_within(config().start_timeout_s)
 
     def finished(self) -> None:
         """Tell that training is over here: the others need not wait for this worker, should they lose one.
@@ -146,7 +156,7 @@ class UlfmMembership(Membership):
 
     def _gather(self, cause: str) -> None:
         """Return once everyone has come, has finished, or is dead."""
-        members, clock, limit_s = self._members, _Clock(), config().timeout_s
+        members, clock, limit_s = self._members, Clock(), config().timeout_s
         stopped = _Stopped(members)
         while True:
             absent = members.absent()
@@ -164,32 +174,23 @@ class UlfmMembership(Membership):
                     self._kill(rank, f"it did not come to the next world within {limit_s:g} s")
             time.sleep(_LOOK_S)
 
-    def _within(self, limit_s: float, form: Callable[[], World | None]) -> World:
-        """Call `form`, which MPI may block, and kill members that are stopped meanwhile."""
-        done = threading.Event()
-        outcome: list[World | None] = []
-        failure: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                outcome.append(form())
-            except BaseException as error:  # noqa: BLE001 - for the thread that waits
-                failure.append(error)
-            finally:
-                done.set()
-
-        members, clock = self._members, _Clock()
+    def _form_within(self, limit_s: float) -> World:
+        """Form the world, and kill members that are stopped meanwhile."""
+        members = self._members
         stopped = _Stopped(members)
-        threading.Thread(target=call, name="kvstore_hvd-forming", daemon=True).start()
-        while not done.wait(_LOOK_FINISHED_S):
+
+        def look() -> None:
             for rank in stopped.ranks(members.living()):
                 self._kill(rank, "it is stopped while the workers form the next world")
-            if clock.elapsed() > limit_s:
-                text = f"MPI has not formed the next world within {limit_s:g} s after all had come."
-                raise self._failure(text, details=[f"alive: {rank_list([members.own, *members.living()])}"])
-        if failure:
-            raise self._failure(f"MPI could not form the next world: {failure[0]}.") from failure[0]
-        world = outcome[0]
+
+        try:
+            world = call_within(limit_s, self._form, look)
+        except TimeoutError:
+            text = f"MPI has not formed the next world within {limit_s:g} s after all had come."
+            living = rank_list([members.own, *members.living()])
+            raise self._failure(text, details=[f"alive: {living}"]) from None
+        except self._mpi.Exception as error:
+            raise self._failure(f"MPI could not form the next world: {error}.") from error
         assert world is not None
         return world
 
@@ -264,8 +265,9 @@ class UlfmMembership(Membership):
     # -- A worker that has finished -----------------------------------------------------------------------------------
 
     def _attend(self) -> None:
-        while self._is_finished:
-            if self._members.somebody_came():
+        members = self._members
+        while self._is_finished and not self._mpi.Is_finalized():
+            if members.somebody_came():
                 self._failed = "this worker had finished its training, and the others have gone on without it."
                 try:
                     self._form(is_leaving=True)
@@ -275,11 +277,11 @@ class UlfmMembership(Membership):
             time.sleep(_LOOK_FINISHED_S)
 
     def _stop_attending(self) -> None:
-        """Training has begun again on this worker, unless the others have gone on."""
+        """The process ends, or training has begun again on this worker (unless the others have gone on already)."""
         self._is_finished = False
         attendant, self._attendant = self._attendant, None
-        if attendant is not None and not self._failed:
-            attendant.join()
+        if attendant is not None:
+            attendant.join(_ATTENDANT_ENDS_S)
 
     def _failure(self, fact: str, *, details: Sequence[str] = (), fix: str = "") -> LaunchError:
         """The error for `fact`, after which there are no further worlds."""
@@ -289,27 +291,11 @@ class UlfmMembership(Membership):
         return LaunchError(message(fact, rank=self._members.own, size=size, details=details, fix=fix))
 
 
-class _Clock:
-    """Seconds in which this process itself has run: if it was stopped, the others have not kept it waiting."""
-
-    _LONGEST_GAP_S = 0.25
-
-    def __init__(self) -> None:
-        self._elapsed, self._last = 0.0, time.monotonic()
-
-    def elapsed(self) -> float:
-        """To be asked often."""
-        now = time.monotonic()
-        self._elapsed += min(now - self._last, self._LONGEST_GAP_S)
-        self._last = now
-        return self._elapsed
-
-
 class _Stopped:
     """Which workers stay stopped."""
 
     def __init__(self, members: Members) -> None:
-        self._members, self._clock = members, _Clock()
+        self._members, self._clock = members, Clock()
         self._since: dict[int, float] = {}
 
     def ranks(self, among: list[int]) -> list[int]:

@@ -1,14 +1,18 @@
 """One worker of a job under mpirun that loses others: ``ulfm_worker.py PLAN``, a JSON object.
 
 ``victims``: for the rank at the start, seconds after which that worker kills itself, counted from the first step; or,
-with a leading ``+``, from when it notices that the world is lost. ``operation``: what fills the steps, ``steps``: how
-many. ``fault``: what a victim does, a number of a signal. Each worker that gets to the end writes one line of JSON.
+with a leading ``+``, from when it notices that the world is lost. ``fault``: what a victim does, a number of a signal.
+``operation``: what fills the steps, ``steps``: how many. ``raises``: the rank that raises an exception half-way.
+``late``: rank 3 dies and the others see it, but for rank 0, which has finished, and lives on until they have, too.
+``stillborn``: the rank that dies before all else. ``code``: the exit code of all. ``mpi``: the program initialises MPI itself. Each worker that gets to the end writes one
+line of JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,6 +23,7 @@ import numpy as np
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic, engine, numpy_ops
 from kvstore_hvd.elastic.run import run
+from support.launched import launched
 
 SIZE = 200_000
 
@@ -30,7 +35,7 @@ class Victim:
         text = plan["victims"].get(str(rank), "")
         self._during_recovery = text.startswith("+")
         self._after = float(text) if text else None
-        self._fault = plan.get("fault", 9)
+        self._fault = plan.get("fault", signal.SIGKILL)
 
     def training(self) -> None:
         """Training begins."""
@@ -55,11 +60,21 @@ class Counted(elastic.ObjectState):
     """A state that says when the world is lost."""
 
     victim: Victim
+    number: int
+    total: float
 
     def restore(self) -> None:
         """As `State.restore`."""
         self.victim.recovering()
         super().restore()
+
+
+def late_loss(rank: int) -> None:
+    """What the workers see when the last operation succeeds on rank 0 only."""
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif rank != 0:
+        raise elastic.HorovodInternalError("[rank ?/4] allreduce 'values': rank 3 died (SIGKILL).")
 
 
 def step(operation: str, number: int) -> float:
@@ -80,6 +95,10 @@ def step(operation: str, number: int) -> float:
 def main() -> None:
     """Train to the end of the plan."""
     plan = json.loads(sys.argv[1])
+    if plan.get("stillborn") == launched().rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if plan.get("mpi"):
+        from mpi4py import MPI  # noqa: F401
     hvd.init()
     before = hvd.rank()
     victim = Victim(plan, before)
@@ -90,15 +109,21 @@ def main() -> None:
     def train(state: Any) -> None:
         victim.training()
         while state.number < plan["steps"]:
+            if plan.get("raises") == before and state.number == plan["steps"] // 2:
+                raise ValueError("the data set is empty")
             state.total += step(plan["operation"], state.number)
             state.number += 1
             if state.number % 5 == 0:
                 state.commit()
+        if plan.get("late") and engine.current().topology.epoch == 0:
+            late_loss(before)
 
     train(state)
     topology = engine.current().topology
     report = {"before": before, "rank": topology.rank, "size": topology.size, "epoch": topology.epoch}
     os.write(1, ("@" + json.dumps({**report, "number": state.number, "total": state.total}) + "\n").encode())
+    if plan.get("late") and before == 0:
+        sys.stdin.readline()  # of mpirun, which passes it on to rank 0
     sys.exit(plan.get("code", 0))
 
 
