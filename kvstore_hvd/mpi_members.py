@@ -17,7 +17,7 @@ from kvstore_hvd.topology import Host
 __all__ = ["Members"]
 
 # Tags of empty messages.
-_COME, _FINISHED = 1, 2
+_COME, _FINISHED, _FAILED = 1, 2, 3
 
 
 class Members:
@@ -41,7 +41,7 @@ class Members:
         self.own = communicator.rank
         self._lock = threading.Lock()
         self._dead: set[int] = set()
-        self._heard: dict[int, set[int]] = {_COME: set(), _FINISHED: set()}
+        self._heard: dict[int, set[int]] = {_COME: set(), _FINISHED: set(), _FAILED: set()}
         self._sent: list[Any] = []
         self._watches: dict[int, int] = {}  # pidfd of each rank on this host
         self._poll = select.poll()
@@ -64,6 +64,16 @@ class Members:
     def tell_finished(self) -> None:
         """Tell the others that this worker wants no further world."""
         self._tell(_FINISHED)
+
+    def tell_failed(self) -> None:
+        """Tell the others that this worker's program has failed, and that it will end."""
+        self._tell(_FAILED)
+
+    def have_all_failed(self) -> bool:
+        """Whether none of the others goes on."""
+        with self._lock:
+            self._look()
+            return len(self._dead | self._heard[_FAILED]) == len(self.introductions) - 1
 
     def absent(self) -> list[int]:
         """The living who have neither come nor finished."""
@@ -93,6 +103,14 @@ class Members:
             if self._heard[_COME]:
                 return f"{rank_list(self._heard[_COME])} gave it up."
             return ""
+
+    def unreported(self) -> list[int]:
+        """The dead whom MPI counts among the living: its launcher has not told."""
+        failed = self.communicator.Get_failed()
+        told = self._mpi.Group.Translate_ranks(failed, None, self.communicator.group)
+        with self._lock:
+            self._look()
+            return sorted(self._dead - set(told))
 
     # -- Processes ----------------------------------------------------------------------------------------------------
 

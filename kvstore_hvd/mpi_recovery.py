@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import log
+from kvstore_hvd import log, native
 from kvstore_hvd.config import MPILaunch, config
 from kvstore_hvd.errors import LaunchError, message, rank_list
+from kvstore_hvd.leaving import early_end
 from kvstore_hvd.membership import Membership
 from kvstore_hvd.mpi_calls import Clock, call_within
 from kvstore_hvd.mpi_exit import finalize_without_waiting
@@ -34,6 +36,10 @@ __all__ = ["UlfmMembership", "why_unavailable"]
 _LOOK_S = 0.002
 _LOOK_FINISHED_S = 0.05
 _ATTENDANT_ENDS_S = 1.0
+# A fault of the program itself ends all workers at about the same time.
+_ALL_FAIL_S = 1.0
+# mpirun tells of a death within milliseconds.
+_REPORTED_S = 5.0
 # A worker that is seen stopped for so long is not about to go on.
 _STOPPED_S = 0.5
 
@@ -88,6 +94,7 @@ class UlfmMembership(Membership):
         mpi = initialised_mpi()
         assert mpi is not None
         self._mpi = mpi
+        self._pid = os.getpid()
         self._epoch = world.topology.epoch
         self._lock = threading.Lock()
         self._failed = ""  # why there will be no further world
@@ -95,7 +102,7 @@ class UlfmMembership(Membership):
         self._attendant: threading.Thread | None = None
         # Exit handlers run in the reverse order.
         finalize_without_waiting(mpi)
-        atexit.register(self._stop_attending)
+        atexit.register(self._end)
         communicator = world.communicator
         limit_s = config().start_timeout_s
         try:
@@ -177,11 +184,17 @@ class UlfmMembership(Membership):
     def _form_within(self, limit_s: float) -> World:
         """Form the world, and kill members that are stopped meanwhile."""
         members = self._members
-        stopped = _Stopped(members)
+        stopped, clock = _Stopped(members), Clock()
 
         def look() -> None:
             for rank in stopped.ranks(members.living()):
                 self._kill(rank, "it is stopped while the workers form the next world")
+            unreported = members.unreported() if clock.elapsed() > _REPORTED_S else []
+            if unreported:
+                fact = f"{rank_list(unreported)} ended, and mpirun has not told MPI, which waits for it."
+                details = ["It tells of ends by a signal and of exit code 0; and of the processes that it has started."]
+                fix = "start the job again from its last checkpoint; `kvhvdrun --min-np` recovers from every end."
+                raise self._failure(fact, details=details, fix=fix)
 
         try:
             world = call_within(limit_s, self._form, look)
@@ -282,6 +295,21 @@ class UlfmMembership(Membership):
         attendant, self._attendant = self._attendant, None
         if attendant is not None:
             attendant.join(_ATTENDANT_ENDS_S)
+
+    def _end(self) -> None:
+        """The process ends. Let the others go on without it, should its program have failed."""
+        members, is_expected = self._members, self._is_finished or bool(self._failed)
+        self._stop_attending()
+        if is_expected or self._pid != os.getpid() or self._mpi.Is_finalized() or not early_end():
+            return
+        members.tell_failed()
+        clock = Clock()
+        while not members.have_all_failed():  # then there is nobody to tell, and the exit code is worth more
+            if members.somebody_came() or clock.elapsed() > _ALL_FAIL_S:
+                log.logger.warning("this worker ends by SIGKILL: mpirun tells the others of ends by a signal only")
+                native.end_by_signal_if_failed()
+                return
+            time.sleep(_LOOK_S)
 
     def _failure(self, fact: str, *, details: Sequence[str] = (), fix: str = "") -> LaunchError:
         """The error for `fact`, after which there are no further worlds."""

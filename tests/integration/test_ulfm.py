@@ -53,8 +53,9 @@ class Job:
         self.plan = plan
         self._output = folder / "output"
         worker = [sys.executable, str(WORKER), json.dumps({"operation": "allreduce", "steps": STEPS, **plan})]
-        # mpirun's exit code does not tell much.
-        program = ["/bin/sh", "-c", f"{shlex.join(worker)}; code=$?; echo exit code $code.; exit $code"]
+        # mpirun's exit code does not tell much, and of its processes it tells the others of ends by signals only.
+        again = "if [ $code -gt 128 ]; then kill -$((code - 128)) $$; fi; if [ $code = 3 ]; then exit 3; fi"
+        program = ["/bin/sh", "-c", f"{shlex.join(worker)}; code=$?; echo exit code $code.; {again}"]
         own = {"OMP_NUM_THREADS": "1", "KVHVD_LOG_LEVEL": "info", **launcher.environment}
         with self._output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -132,7 +133,7 @@ def random_plan(seed: int) -> dict[str, Any]:
         is_second_fault = source.random() < 0.7
         times.append(f"+{source.choice([0, 0.0005, 0.002, 0.005, 0.02]):g}" if is_second_fault else times[0])
     return {
-        "victims": {victim: text for victim, text in zip(victims, times)},
+        "victims": dict(zip(victims, times)),
         "operation": source.choice(["allreduce", "broadcast"]),
     }
 
@@ -170,13 +171,28 @@ def test_survivors_end_with_the_code_of_their_program(start: Start, mpi: bool) -
 
 
 def test_a_worker_that_raises_is_left_out(start: Start) -> None:
-    """If mpirun is told that exit codes other than 0 do not end the job."""
-    job = start({"victims": {}, "raises": 2}, *ANY_CODE)
+    """It ends by a signal, because mpirun tells the others of nothing else."""
+    job = start({"victims": {}, "raises": [2]})
     job.end()
     assert "ValueError: the data set is empty" in job.output
     assert [report["before"] for report in job.reports()] == [0, 1, 3], job.output
     assert {(report["size"], report["total"]) for report in job.reports()} == {(3, TOTAL)}, job.output
-    assert job.codes() == [0, 0, 0, 1]
+    assert job.codes() == [0, 0, 0, 128 + signal.SIGKILL]
+
+
+def test_workers_that_all_raise_end_with_their_code(start: Start) -> None:
+    job = start({"victims": {}, "raises": [0, 1, 2, 3]})
+    job.end()
+    assert job.codes() == [1] * RANKS, job.output
+
+
+def test_an_end_that_mpirun_does_not_tell_of(start: Start) -> None:
+    """The others do not wait for MPI to hear of it."""
+    job = start({"victims": {}, "leaves": 1})
+    job.end()
+    fact = "LaunchError: [rank 0/4] rank 1 ended, and mpirun has not told MPI, which waits for it."
+    assert fact in job.output
+    assert set(job.codes()) <= {1, 3, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
 
 
 def test_the_others_go_on_without_one_that_has_finished(start: Start) -> None:

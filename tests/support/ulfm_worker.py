@@ -2,10 +2,10 @@
 
 ``victims``: for the rank at the start, seconds after which that worker kills itself, counted from the first step; or,
 with a leading ``+``, from when it notices that the world is lost. ``fault``: what a victim does, a number of a signal.
-``operation``: what fills the steps, ``steps``: how many. ``raises``: the rank that raises an exception half-way.
-``late``: rank 3 dies and the others see it, but for rank 0, which has finished, and lives on until they have, too.
-``stillborn``: the rank that dies before all else. ``code``: the exit code of all. ``mpi``: the program initialises MPI itself. Each worker that gets to the end writes one
-line of JSON.
+``operation``: what fills the steps, ``steps``: how many. ``stillborn``: the rank that dies before all else. ``raises``:
+the ranks that raise an exception half-way. ``late``: rank 3 dies and the others see it, but for rank 0, which has
+finished, and lives on until they have, too. ``leaves``: the rank that ends with a code half-way. ``code``: the exit
+code of all. ``mpi``: the program initialises MPI itself. Each worker that gets to the end writes one line of JSON.
 """
 
 from __future__ import annotations
@@ -109,8 +109,10 @@ def main() -> None:
     def train(state: Any) -> None:
         victim.training()
         while state.number < plan["steps"]:
-            if plan.get("raises") == before and state.number == plan["steps"] // 2:
+            if before in plan.get("raises", ()) and state.number == plan["steps"] // 2:
                 raise ValueError("the data set is empty")
+            if plan.get("leaves") == before and state.number == plan["steps"] // 2:
+                os._exit(3)
             state.total += step(plan["operation"], state.number)
             state.number += 1
             if state.number % 5 == 0:
