@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from support.elastic import ElasticJob
+from support.elastic_schedule import assert_all_right
 from support.jobs import variables_of
 from support.launchers import Launcher, mpirun, with_tests
 
@@ -213,6 +215,32 @@ def test_a_worker_that_dies_before_mpi_starts(start: Start) -> None:
     fact = "LaunchError: the workers did not find each other by MPI within 3 s. One has died, or does not call init()."
     assert job.output.count(fact) == RANKS - 1, job.output
     assert [code for code in job.codes() if code < 128] == [1] * (RANKS - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "points",
+    [[(2, "save", 2), (0, "restore", 0)], [(0, "check", 2), (1, "reset", 0)], [(3, "save", 3), (0, "sync", 1)]],
+    ids=["restore", "reset", "sync"],
+)
+def test_gluon_training_goes_on(marker: str, tmp_path: Path, points: list[tuple[int, str, int]]) -> None:
+    """Of a real network; also when another worker dies while the others go back, meet, and get the state."""
+    launcher = ulfm()
+    assert launcher is not None
+    deaths = [
+        {"worker": worker, "point": point, "count": count, "delay_s": 0.0, "signal": signal.SIGKILL}
+        for worker, point, count in points
+    ]
+    command = launcher.command(RANKS, [])
+    job = ElasticJob(tmp_path, marker, launcher=command, points=deaths, variables=launcher.environment)
+    try:
+        job.until(lambda: any(line["size"] == RANKS - 2 for line in job.lines("world")), "a world of two")
+        job.finish()
+        assert job.end() == 0, job.describe()
+        assert [line["worker"] for line in job.lines("end")] != [], job.describe()
+        assert_all_right(job, samples=240)
+    finally:
+        job.close()
 
 
 @pytest.mark.soak
