@@ -59,7 +59,7 @@ def why_unavailable(launch: MPILaunch | None) -> str:
     """
     mpi = initialised_mpi()
     if mpi is None:
-        return "the workers were not started by an mpirun that survives deaths (Open MPI 5, `mpirun --with-ft ulfm`)."
+        return "it is not elastic, nor started by an mpirun that survives deaths (Open MPI 5, `mpirun --with-ft ulfm`)."
     vendor, version = mpi.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
     if vendor != "Open MPI" or version[0] < 5:

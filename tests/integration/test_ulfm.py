@@ -22,7 +22,7 @@ from support.elastic_schedule import assert_all_right
 from support.jobs import variables_of
 from support.launchers import Launcher, mpirun, with_tests
 
-WORKER = Path(__file__).resolve().parents[1] / "support" / "ulfm_worker.py"
+WORKER = Path(__file__).resolve().parents[1] / "support" / "recovering_worker.py"
 LIMIT_S = 120
 RANKS = 4
 STEPS = 300

@@ -1,11 +1,12 @@
-"""One worker of a job under mpirun that loses others: ``ulfm_worker.py PLAN``, a JSON object.
+"""One worker of a job that loses others: ``recovering_worker.py PLAN``, a JSON object.
 
 ``victims``: for the rank at the start, seconds after which that worker kills itself, counted from the first step; or,
 with a leading ``+``, from when it notices that the world is lost. ``fault``: what a victim does, a number of a signal.
 ``operation``: what fills the steps, ``steps``: how many. ``stillborn``: the rank that dies before all else. ``raises``:
 the ranks that raise an exception half-way. ``late``: rank 3 dies and the others see it, but for rank 0, which has
-finished, and lives on until they have, too. ``leaves``: the rank that ends with a code half-way. ``code``: the exit
-code of all. ``mpi``: the program initialises MPI itself. Each worker that gets to the end writes one line of JSON.
+finished, and lives on until they have, too. ``leaves``: the rank that ends with a code half-way. ``sleeps``: the rank
+that sleeps for 3 s, once. ``code``: the exit code of all. ``mpi``: the program initialises MPI itself. Each worker that
+gets to the end writes one line of JSON.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ def main() -> None:
     Counted.victim = victim
     state = Counted(number=0, total=0.0)
 
+    slept: list[int] = []
+
     @run
     def train(state: Any) -> None:
         victim.training()
@@ -113,6 +116,9 @@ def main() -> None:
                 raise ValueError("the data set is empty")
             if plan.get("leaves") == before and state.number == plan["steps"] // 2:
                 os._exit(3)
+            if plan.get("sleeps") == before and state.number == plan["steps"] // 2 and not slept:
+                slept.append(state.number)
+                time.sleep(3.0)
             state.total += step(plan["operation"], state.number)
             state.number += 1
             if state.number % 5 == 0:
