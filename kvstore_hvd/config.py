@@ -152,6 +152,7 @@ class MPILaunch:
     size: int | None  # None when the launcher does not say
     variable: str  # the variable that gave it away
     version: str = ""  # of the launcher, where it says so
+    recovers: bool = False  # deaths do not end the job (`mpirun --with-ft ulfm`)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> MPILaunch | None:
@@ -173,6 +174,7 @@ class MPILaunch:
                 "OMPI_COMM_WORLD_SIZE",
                 # Open MPI 5 says its version; older ones show themselves by the variables of their ORTE runtime.
                 environ.get("OMPI_VERSION", "") or ("4 or older" if "OMPI_MCA_orte_hnp_uri" in environ else ""),
+                environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled"),
             )
         tasks = number("SLURM_STEP_NUM_TASKS")
         slurm_step = number("SLURM_STEP_ID") is not None and tasks is not None and tasks > 1

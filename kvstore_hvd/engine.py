@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import bootstrap, log, native, worker_line
+from kvstore_hvd import bootstrap, log, mpi_recovery, native, worker_line
 from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.config import config
@@ -22,6 +22,7 @@ from kvstore_hvd.errors import InvalidRequestError, LaunchError, ShutdownError, 
 from kvstore_hvd.inner_worlds import InnerMember, InnerWorlds
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.member import Member, log_unread
+from kvstore_hvd.membership import Membership
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.topology import Topology, World
 from kvstore_hvd.worker_line import WorkerLine
@@ -38,7 +39,7 @@ class Engine(Member):
         self._inner = InnerWorlds()
         self._watchdog: ExitWatchdog | None = None
         self._recorder = Recorder()
-        self._line: WorkerLine | None = None  # in an elastic job
+        self._line: Membership | None = None  # to who gives out worlds, where workers may come and go
         self._is_waiting = False  # to be taken in by the others of a running job; the world is a guess until then
 
     @property
@@ -80,11 +81,11 @@ class Engine(Member):
         """
         with self._lock:
             if self._world is None:
-                self._line = worker_line.current()
-                if self._line is None:
-                    self.join(bootstrap.discover(comm))
+                line = worker_line.current()
+                if line is not None:
+                    self._enter(line, comm)
                 else:
-                    self._enter(self._line, comm)
+                    self._start(bootstrap.discover(comm))
             elif self._closed:
                 self._rejoin(comm)
             else:
@@ -161,14 +162,15 @@ class Engine(Member):
         return self._is_waiting
 
     def why_not_replaced(self) -> str:
-        """Why nobody takes the place of a worker that dies; empty in an elastic job."""
+        """Why nobody can go on without a worker that dies; empty where workers may come and go."""
         if self._line is not None:
             return ""
-        return "a worker has died, and nobody takes its place: this job is not elastic."
+        why = mpi_recovery.why_unavailable(config().mpi_launch)
+        return f"a worker has died, and this job cannot go on without it: {why}"
 
     @property
-    def line(self) -> WorkerLine | None:
-        """The line to the launcher of an elastic job."""
+    def line(self) -> Membership | None:
+        """Where the worlds come from when workers may come and go; None where they may not."""
         return self._line
 
     def communicator(self) -> Communicator:
@@ -222,6 +224,7 @@ class Engine(Member):
         if comm is not None:
             fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
             raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
+        self._line = line
         line.on_void = self._on_void
         world, is_real = line.enter()
         if is_real:
@@ -231,7 +234,16 @@ class Engine(Member):
         log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
         self._world, self._is_waiting = world, True
 
-    def _meet(self, line: WorkerLine, world: World) -> None:
+    def _start(self, world: World) -> None:
+        """Join a world that the launcher has not given out; its survivors go on where MPI lets them."""
+        self._line = None
+        if world.communicator is not None and not mpi_recovery.why_unavailable(config().mpi_launch):
+            self._line = mpi_recovery.UlfmMembership(world)
+            self._meet(self._line, world)
+        else:
+            self.join(world)
+
+    def _meet(self, line: Membership, world: World) -> None:
         """Join a world that the launcher has given out, or the next one that all of its workers reach."""
         while True:
             try:
@@ -256,20 +268,20 @@ class Engine(Member):
         if self._forked:
             topology = self._world.topology
             raise ShutdownError(message(self._closed, **topology.speaker, fix=self._remedy))
-        if self._line is not None:
+        world = self._world
+        if comm is not None and not isinstance(self._line, WorkerLine):
+            chosen = bootstrap.discover(comm)
+            # Epochs go on, whoever meets: a name of an earlier meeting is not used again.
+            topology = dataclasses.replace(chosen.topology, epoch=world.topology.epoch + 1)
+            self._start(dataclasses.replace(chosen, topology=topology))
+        elif self._line is not None:
             for inner in self._inner.take_all():  # to be made anew: ranks are not what they were
                 self.keep_arenas(inner)
             self._meet(self._line, self._line.next_world(cause, text))
-            return
-        # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
-        # number of times would never meet.
-        world = self._world
-        if comm is not None:
-            chosen = bootstrap.discover(comm)
-            # Epochs go on, whoever meets: a name of an earlier meeting is not used again.
-            topology = dataclasses.replace(chosen.topology, epoch=world.topology.epoch)
-            world = dataclasses.replace(chosen, topology=topology)
-        self.join(world.next_epoch())
+        else:
+            # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
+            # number of times would never meet.
+            self.join(world.next_epoch())
 
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 

@@ -6,17 +6,23 @@ the launcher of another one may abort the process inside MPI_Init, or start as a
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 import secrets
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from kvstore_hvd.config import MPILaunch
+from kvstore_hvd.config import MPILaunch, config
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
+from kvstore_hvd.mpi_calls import call_within
 from kvstore_hvd.topology import Host, Topology, World
 
-__all__ = ["initialised_mpi", "library", "mpi_world"]
+__all__ = ["Introduction", "initialised_mpi", "introduce", "library", "mpi_world", "world_of"]
+
+Result = TypeVar("Result")
 
 
 def initialised_mpi() -> Any | None:
@@ -68,32 +74,61 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         `comm` is not a usable communicator or list of ranks.
     """
     mpi = _start(launch)
-    if comm is None:
-        chosen = mpi.COMM_WORLD
-    elif isinstance(comm, mpi.Comm):
+    if isinstance(comm, mpi.Comm):
         if comm == mpi.COMM_NULL or comm.Is_inter():
             raise InvalidRequestError(
                 message("comm must be an intracommunicator.", fix="pass MPI.COMM_WORLD, one split from it, or ranks.")
             )
-        chosen = comm
-    else:
-        ranks = check_ranks(comm, mpi.COMM_WORLD.size)
-        if mpi.COMM_WORLD.rank not in ranks:
+    elif comm is not None:
+        comm = check_ranks(comm, mpi.COMM_WORLD.size)
+        if mpi.COMM_WORLD.rank not in comm:
             return None
-        group = mpi.COMM_WORLD.group.Incl(list(ranks))
-        chosen = mpi.COMM_WORLD.Create_group(group)
-        group.Free()
-    # Our own messages must not meet the application's on its communicator.
-    private = chosen.Dup()
-    here = Host.here()
-    offers = private.allgather((here.name, here.identity, secrets.token_hex(8), secrets.token_bytes(32)))
-    hosts = [Host(name, identity) for name, identity, _, _ in offers]
 
-    def allgather(data: bytes) -> list[bytes]:
-        return list(private.allgather(data))
+    def meet() -> World:
+        chosen = comm
+        if comm is None:
+            chosen = mpi.COMM_WORLD
+        elif not isinstance(comm, mpi.Comm):
+            group = mpi.COMM_WORLD.group.Incl(list(comm))
+            chosen = mpi.COMM_WORLD.Create_group(group)
+            group.Free()
+        # Our own messages must not meet the application's on its communicator.
+        private = chosen.Dup()
+        private.Set_errhandler(mpi.ERRORS_RETURN)
+        return world_of(private, introduce(private))
 
-    topology = Topology.of(private.rank, hosts, source="mpi")
-    return World(topology, job=offers[0][2], secret=offers[0][3], allgather=allgather)
+    try:
+        return _bounded(launch, meet)
+    except mpi.Exception as error:
+        fix = "look at what the first worker that failed has printed."
+        text = message(f"MPI failed while the workers were finding each other: {error}.", fix=fix)
+        raise LaunchError(text) from error
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a rank tells the others of a communicator of itself."""
+
+    host: Host
+    process: int
+    user: int
+    epoch: int  # of its last world, -1: none
+    is_leaving: bool  # it takes no part in the next one
+    job: str  # offered, as the secret: rank 0's count
+    secret: bytes = field(repr=False)
+
+
+def introduce(communicator: Any, epoch: int = -1, is_leaving: bool = False) -> list[Introduction]:
+    """Tell the other ranks of this one, and hear of them; collective. Raises ``MPI.Exception``."""
+    token, secret = secrets.token_hex(8), secrets.token_bytes(32)
+    own = Introduction(Host.here(), os.getpid(), os.geteuid(), epoch, is_leaving, token, secret)
+    return list(communicator.allgather(own))
+
+
+def world_of(communicator: Any, ranks: Sequence[Introduction], epoch: int = 0) -> World:
+    """The world of a communicator that is ours alone, once its ranks have introduced themselves."""
+    topology = Topology.of(communicator.rank, [each.host for each in ranks], epoch=epoch, source="mpi")
+    return World(topology, ranks[0].job, ranks[0].secret, communicator)
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
@@ -122,15 +157,46 @@ def _start(launch: MPILaunch | None) -> Any:
         _compare_vendors(mpi, launch)
         if mpi.Is_finalized():
             raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        _initialise(mpi, launch)
     size = mpi.COMM_WORLD.size
     if launch is not None and launch.size is not None and launch.size > 1 and size == 1:
         raise _other_mpi(mpi, launch, f"MPI world size is 1, but the launcher asked for {launch.size}.")
     return mpi
 
 
+def _initialise(mpi: Any, launch: MPILaunch | None) -> None:
+    if launch is None or not launch.recovers:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        return
+    # mpi4py's own function keeps Python's lock: nobody could tell that MPI waits for a worker that has died.
+    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
+    code = _bounded(launch, lambda: library.MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided)))
+    if code != mpi.SUCCESS:
+        raise LaunchError(message(f"MPI could not be initialised (error {code}).", fix="see what MPI has printed."))
+    for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):  # as mpi4py does
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def _bounded(launch: MPILaunch | None, function: Callable[[], Result]) -> Result:
+    """Call what every rank calls; where a death does not end the job, the others must not wait for ever."""
+    if launch is None or not launch.recovers:
+        return function()
+    limit_s = config().start_timeout_s
+    try:
+        return call_within(limit_s, function)
+    except TimeoutError:
+        text = (
+            f"the workers did not find each other by MPI within {limit_s:g} s. One has died, or does not call init()."
+        )
+        fix = "look at what each of them has printed; KVHVD_START_TIMEOUT (seconds) gives them more time."
+        raise LaunchError(message(text, fix=fix)) from None
+
+
 def _load(launch: MPILaunch | None) -> Any:
-    """Import mpi4py.MPI without initialising MPI; it is finalised at exit as usual."""
+    """Import mpi4py.MPI without initialising MPI.
+
+    It is finalised at exit as usual; unless deaths are survived, because then MPI_Finalize may wait for the dead.
+    """
     started = f"{_launcher(launch)} started this process ({launch.variable} is set)" if launch else "init(comm=...)"
     try:
         import mpi4py
@@ -141,8 +207,9 @@ def _load(launch: MPILaunch | None) -> Any:
                 fix=f"`{sys.executable} -m pip install mpi4py`, or start with `kvhvdrun`, which needs no MPI.",
             )
         ) from None
-    before = mpi4py.rc.initialize, mpi4py.rc.finalize
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    survives = launch is not None and launch.recovers
+    before = mpi4py.rc.initialize, False if survives else mpi4py.rc.finalize
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, not survives
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:

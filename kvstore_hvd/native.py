@@ -32,6 +32,7 @@ __all__ = [
     "Work",
     "abi",
     "end_as_failed",
+    "end_by_signal_if_failed",
     "exception_for",
     "has_pidfds",
     "set_simd_target",
@@ -133,6 +134,11 @@ def end_as_failed() -> None:
     Python ends with the program's own code whatever a handler finds, and does not tell handlers the code.
     """
     _native().end_as_failed()
+
+
+def end_by_signal_if_failed() -> None:
+    """Have the process end by SIGKILL where it would end with another code than 0, for an exit handler."""
+    _native().end_by_signal_if_failed()
 
 
 class Segment:

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from kvstore_hvd import errors
 
@@ -163,15 +163,15 @@ def _unique_names(hosts: Sequence[Host]) -> tuple[str, ...]:
 class World:
     """A topology and what its ranks need to find and trust each other.
 
-    `job` and `secret` are equal on all ranks of the world and on no others. `allgather` (only when MPI is the source)
-    gives every rank the bytes of all ranks, in rank order; it is collective. `lost` tells, before the ranks have met
-    and afterwards, why they need not any more; empty as long as they need.
+    `job` and `secret` are equal on all ranks of the world and on no others. `communicator` (only when MPI is the
+    source) is mpi4py's, of these ranks, and nobody else talks on it. `lost` tells, before the ranks have met and
+    afterwards, why they need not any more; empty as long as they need.
     """
 
     topology: Topology
     job: str
     secret: bytes = field(repr=False)
-    allgather: Callable[[bytes], list[bytes]] | None = field(default=None, repr=False, compare=False)
+    communicator: Any = field(default=None, repr=False, compare=False)
     lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
 
     def next_epoch(self) -> World:

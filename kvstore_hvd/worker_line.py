@@ -12,12 +12,12 @@ import queue
 import select
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import log, messages, wire
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.membership import Membership
 from kvstore_hvd.topology import Host, Topology, World
 
 __all__ = ["WorkerLine", "current"]
@@ -26,7 +26,7 @@ _CONNECT_S = 10.0
 _EXIT_LINE_LOST = 1
 
 
-class WorkerLine:
+class WorkerLine(Membership):
     """The line of this process. Any thread may call its methods.
 
     Parameters
@@ -45,6 +45,7 @@ class WorkerLine:
     """
 
     def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
+        super().__init__()
         self._secret = secret
         self._pid = os.getpid()
         identity = {"role": "worker", "worker": worker, "pid": self._pid}
@@ -61,10 +62,6 @@ class WorkerLine:
         self._void: tuple[int, str] = (-1, "")  # the latest one that is lost, and why
         self._number, self._result = 0, 0  # of the latest update
         self._number_then = 0  # as the present world was given out
-        #: Called when an epoch is lost, with it and the reason. From another thread, as the next one.
-        self.on_void: Callable[[int, str], None] = lambda epoch, text: None
-        #: Called when workers are to come or go, with a number that grows and a `HostUpdateResult`.
-        self.on_update: Callable[[int, int], None] = lambda number, result: None
         os.register_at_fork(after_in_child=self._after_fork_in_child)
         threading.Thread(target=self._listen, name="kvstore_hvd-line", daemon=True).start()
 
@@ -91,14 +88,7 @@ class WorkerLine:
         return self._world(answer), answer["t"] == "world"
 
     def next_world(self, cause: str, text: str) -> World:
-        """Wait for the next world, after the present one was lost or left.
-
-        Parameters
-        ----------
-        cause : str
-            ``'start'``, ``'lost'``, ``'timeout'``, ``'updated'``, ``'meeting'`` (not all came), or ``'reset'``.
-        text : str
-            What it was lost with.
+        """See `Membership.next_world`.
 
         Raises
         ------
@@ -111,7 +101,7 @@ class WorkerLine:
         return self._world(self._take())
 
     def joined(self, world: World) -> None:
-        """Tell that the meeting has succeeded."""
+        """See `Membership.joined`."""
         self._send({"t": "joined", "epoch": world.topology.epoch})
 
     def synced(self) -> None:
@@ -119,7 +109,7 @@ class WorkerLine:
         self._send({"t": "synced", "epoch": self._epoch})
 
     def finished(self) -> None:
-        """Tell that training is over here: nobody need take this worker's place."""
+        """See `Membership.finished`."""
         self._send({"t": "finished"})
 
     def void(self, epoch: int) -> str:
@@ -129,7 +119,7 @@ class WorkerLine:
 
     @property
     def update(self) -> tuple[int, int] | None:
-        """Number and result of an update that came after the present world was given out, if any did."""
+        """See `Membership.update`."""
         return (self._number, self._result) if self._number > self._number_then else None
 
     def _take(self) -> dict[str, Any]:

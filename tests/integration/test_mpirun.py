@@ -33,7 +33,7 @@ import dataclasses, sys
 from kvstore_hvd.bootstrap import discover
 world = discover({comm})
 report(mpi='mpi4py.MPI' in sys.modules, job=world.job, secret=world.secret.hex(),
-       gathered=[x.decode() for x in world.allgather(b'%d' % world.topology.rank)] if world.allgather else None,
+       gathered=world.communicator.allgather(str(world.topology.rank)) if world.communicator else None,
        **dataclasses.asdict(world.topology))
 """
 

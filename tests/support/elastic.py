@@ -75,6 +75,8 @@ class ElasticJob:
         What happens at which point to which worker: see elastic_trainee.py.
     program : Path
         Another one than elastic_trainee.py.
+    launcher : sequence of str
+        Another command that starts the workers than kvhvdrun; then there are no events.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class ElasticJob:
         points: Sequence[Line] = (),
         variables: Optional[dict[str, str]] = None,
         program: Path = WORKER,
+        launcher: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.marker = marker
@@ -108,6 +111,7 @@ class ElasticJob:
             script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
             script.chmod(0o755)
             command += ["--host-discovery-script", str(script)]
+        command = list(launcher) or command
         name, _, value = marker.partition("=")
         chosen = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **(variables or {})}
         chosen["PYTHONPATH"] = str(PACKAGES)

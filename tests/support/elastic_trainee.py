@@ -24,6 +24,7 @@ from mxnet import gluon
 import kvstore_hvd
 from kvstore_hvd import elastic
 from support.elastic_training import Training
+from support.launched import launched
 
 
 class Log:
@@ -74,6 +75,9 @@ class WatchedState(elastic.GluonState):  # type: ignore[misc]
     """A state whose methods are points."""
 
     points: Points
+    step: int
+    epoch: int
+    worlds: list[list[int]]
 
     def save(self) -> None:
         """The first half of commit()."""
@@ -154,7 +158,7 @@ def main() -> None:
     parser.add_argument("--loaders", type=int, default=0, help="processes that load data")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     options = parser.parse_args()
-    worker = int(os.environ.get("KVHVD_WORKER", os.environ.get("KVHVD_RANK", "0")))
+    worker = int(os.environ.get("KVHVD_WORKER", launched().rank))
     log = Log(options.folder, worker)
     log.write("begin", pid=os.getpid(), job=os.environ.get("KVHVD_JOB", ""))
 

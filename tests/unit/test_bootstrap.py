@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 import types
@@ -84,7 +85,7 @@ def test_without_a_launcher_the_world_is_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
     world = discover(monkeypatch, {})
     assert (world.topology.rank, world.topology.size, world.topology.source) == (0, 1, "single")
-    assert world.allgather is None
+    assert world.communicator is None
 
 
 @pytest.mark.parametrize(
@@ -186,10 +187,13 @@ class FakeComm:
     def Is_inter(self) -> bool:
         return False
 
+    def Set_errhandler(self, handler: str) -> None:
+        self.handler = handler
+
     def allgather(self, item: Any) -> list[Any]:
-        if self._on is None or not isinstance(item, tuple):
+        if self._on is None or not isinstance(item, mpi_world.Introduction):
             return [item] * self.size
-        return [(host, host, *item[2:]) for host in self._on]
+        return [dataclasses.replace(item, host=Host(host, host)) for host in self._on]
 
 
 def fake_mpi(size: int, vendor: str = "Open MPI", version: tuple[int, ...] = (5, 0, 11), **more: Any) -> Any:
@@ -200,6 +204,8 @@ def fake_mpi(size: int, vendor: str = "Open MPI", version: tuple[int, ...] = (5,
         COMM_NULL=object(),
         Comm=FakeComm,
         THREAD_MULTIPLE=3,
+        ERRORS_RETURN="return",
+        Exception=type("Exception", (RuntimeError,), {}),
         Init_thread=lambda level: calls.append(f"Init_thread({level})"),
         Is_initialized=lambda: more.get("initialised", False) or bool(calls),
         Is_finalized=lambda: more.get("finalised", False),
@@ -229,8 +235,7 @@ def test_mpi_is_started_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.calls == ["Init_thread(3)"]
     assert (package.rc.initialize, package.rc.finalize) == (True, None)  # as it was
     assert (world.topology.size, world.topology.source) == (4, "mpi")
-    assert world.allgather is not None
-    assert world.allgather(b"x") == [b"x"] * 4
+    assert world.communicator.allgather("x") == ["x"] * 4
 
 
 def test_an_initialised_mpi_is_used_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

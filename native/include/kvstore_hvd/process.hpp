@@ -14,4 +14,7 @@ pid_t process_id();
 // it ends: the code is not known to anybody before exit() is called.
 void end_as_failed();
 
+// Have it end by SIGKILL where it would end with another code than 0.
+void end_by_signal_if_failed();
+
 }  // namespace kvstore_hvd
