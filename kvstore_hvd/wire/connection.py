@@ -182,6 +182,8 @@ class Connection:
             data = self._socket.recv(_CHUNK if self.is_authenticated else self._missing())
         except BlockingIOError:
             return []
+        except ConnectionResetError:
+            data = b""  # it was closed before the other side had read everything
         except OSError as error:
             raise WireError(f"the connection broke: {error.strerror or error}.") from None
         if not data:

@@ -267,6 +267,14 @@ def test_what_was_sent_before_the_end_arrives_before_it(sockets: Any) -> None:
         server.send({"t": "more"})
 
 
+def test_an_end_before_everything_was_read_is_an_end_too(sockets: Any) -> None:
+    server, client = sockets(tcp_pair)
+    client.send({"t": "unread"})
+    assert readable(server)
+    server.close()  # resets the connection
+    assert broken(client) == "the other side closed the connection."
+
+
 def test_an_end_within_a_message_is_told_as_such(sockets: Any) -> None:
     slow = Slow()
     server, client = through(slow)
