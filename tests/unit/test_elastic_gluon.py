@@ -294,8 +294,8 @@ def test_a_failed_computation_keeps_the_last_commit():
     before = values(net), states(trainer)
     train(net, trainer)
     weight = net.collect_params()[max(net.collect_params())].data()
-    mx.nd.random.normal(0, -1, shape=weight.shape, out=weight.as_nd_ndarray())  # fails where it is computed
     with pytest.raises(mx.base.MXNetError):
+        mx.nd.random.normal(0, -1, shape=weight.shape, out=weight.as_nd_ndarray())  # fails where it is computed
         state.commit()
     state.restore()
     assert (values(net), states(trainer)) == before
