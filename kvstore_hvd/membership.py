@@ -43,6 +43,9 @@ class Membership(ABC):
     def joined(self, world: World) -> None:  # noqa: B027 - nobody need know
         """Tell that the meeting has succeeded."""
 
+    def synced(self) -> None:  # noqa: B027 - where all have started together, nobody need know either
+        """Tell that this worker has the state of the training, and could hand it on."""
+
     @property
     def update(self) -> tuple[int, int] | None:
         """Number and result of an update that came after the present world was given out, if any did."""

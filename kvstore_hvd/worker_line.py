@@ -105,7 +105,7 @@ class WorkerLine(Membership):
         self._send({"t": "joined", "epoch": world.topology.epoch})
 
     def synced(self) -> None:
-        """Tell that this worker has the state of the training, and could hand it on."""
+        """See `Membership.synced`."""
         self._send({"t": "synced", "epoch": self._epoch})
 
     def finished(self) -> None:
