@@ -43,7 +43,7 @@ class Membership(ABC):
     def joined(self, world: World) -> None:  # noqa: B027 - nobody need know
         """Tell that the meeting has succeeded."""
 
-    def synced(self) -> None:  # noqa: B027
+    def synced(self) -> None:  # noqa: B027 - where all have started together, nobody need know either
         """Tell that this worker has the state of the training, and could hand it on."""
 
     @property
