@@ -311,7 +311,7 @@ class Job:
     def _state_is_lost(self) -> bool:
         """Whether training could only begin anew. Before anybody has said that it has begun, any member will do."""
         having = [worker for worker in self._roster if worker.synced] or self._epoch.members
-        return all(worker.code is not None for worker in having)
+        return all(worker.code is not None or worker.leaving for worker in having)
 
     def _last_of_slots(self) -> list[Worker]:
         """The last worker of each slot: before the first epoch, only a crash that was not made good counts."""
@@ -351,10 +351,15 @@ class Job:
         if not complete and (self._epoch.begun or len(awaited) >= self._least):
             self._short_since = None
             return
+        if complete and any(worker.synced for worker in self._roster) and not any(worker.synced for worker in old):
+            # They could only begin anew. Those who have the state are done, or were killed and have not ended yet.
+            for worker in old if self._succeeded else ():
+                self._departures.dismiss(worker, now)
+            return
         newcomers = self._newcomers() if not (self._finishing and self._epoch.begun) else []
         stay = [worker for worker in old if worker.slot in self._slots or self._finishing]
         having = [worker for worker in old if worker.synced] or old
-        if newcomers and not any(worker in stay for worker in having):
+        if (stay or newcomers) and not any(worker in stay for worker in having):
             # The state would go with the last one that has it.
             stay = [worker for worker in old if worker in stay or worker is having[0]]
         chosen = [*stay, *newcomers][: self._settings.max_np]
@@ -385,7 +390,8 @@ class Job:
         if self._failed_meetings >= _MAX_FAILED_MEETINGS:
             self._end(never_meet(self._failed_meetings, self._failure))
             return
-        ranked = rank_order(chosen)
+        # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
+        ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
         before = self._epoch.left
         self._epoch = Epoch(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
         self._short_since = None

@@ -223,6 +223,59 @@ def test_the_last_one_that_has_the_state_stays_until_another_has_it() -> None:
     assert play.members == [0, 1]  # its slot is gone, but worker 1 may not have the state
 
 
+def test_the_state_stays_although_no_newcomer_waits_for_it() -> None:
+    play = Play({"a": 1, "b": 1}, min_np=1)
+    play.begin()
+    play.say(0, "synced", epoch=0)
+    play.hosts({"b": 1})
+    play.ready(0, "updated")
+    play.ready(1, "updated")
+    assert play.meet() == [0, 1]
+    play.say(1, "synced", epoch=1)
+    play.ready(0, "updated")
+    play.ready(1, "updated")
+    assert play.meet() == [1]
+
+
+def test_rank_0_has_the_state_if_anybody_has_it() -> None:
+    play = Play({"a": 3}, min_np=1)
+    play.begin()
+    for worker in (0, 1, 2):
+        play.say(worker, "synced", epoch=0)
+    play.kill(1, 2)
+    play.ready(0)
+    play.ready(3)
+    play.ready(4)
+    play.ready(0, "updated")
+    play.meet()
+    play.ready(3, "updated")
+    assert play.members[0] == 0
+    play.ready(4, "updated")
+    play.ready(0, "updated")
+    assert play.meet() == [0, 3, 4]
+    play.say(4, "synced", epoch=play.epoch)
+    play.kill(0)
+    play.ready(3)
+    play.ready(4)
+    assert play.members == [4, 3]
+
+
+def test_who_leaves_with_the_state_does_not_count() -> None:
+    play = Play({"a": 1, "b": 1}, min_np=1)
+    play.begin()
+    for worker in (0, 1):
+        play.say(worker, "synced", epoch=0)
+    play.hosts({"b": 1, "c": 1})
+    play.ready(2)
+    play.ready(0, "updated")
+    play.ready(1, "updated")
+    assert play.meet() == [1, 2]
+    assert play.told(0, "leave")
+    play.kill(1)  # while it hands the state to worker 2
+    assert play.ending is not None
+    assert "that has the state of the training" in play.ending.reason
+
+
 def test_a_host_is_lost_with_its_workers() -> None:
     play = Play({"a": 2, "b": 1}, min_np=1)
     play.begin()
@@ -661,6 +714,20 @@ def test_who_has_finished_is_not_waited_for() -> None:
     play.kill(1)
     play.ready(2)
     assert play.members == [2]
+
+
+def test_who_never_had_the_state_leaves_when_it_is_all_done() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.say(0, "synced", epoch=0)
+    play.say(0, "finished")
+    play.end(0)
+    play.ready(1, "lost")
+    assert play.epoch == 0
+    assert play.told(1, "leave")
+    play.end(1)
+    assert play.ending is not None
+    assert play.ending.code == 0
 
 
 def test_a_second_run_in_the_same_program_recovers_too() -> None:

@@ -33,6 +33,7 @@ class Actor:
         self.stopped = False
         self.code: int | None = None
         self.entered = self.placed = self.waiting = self.meeting = self.training = False
+        self.synced = False
         self.asked = 0  # to come to a commit
         self.epoch = -1
 
@@ -87,7 +88,10 @@ class Actor:
                 self.training = True
                 self.say("joined", epoch=self.epoch)
         elif self.training:
-            if self.asked:
+            if not self.synced and rng.random() < 0.5:
+                self.synced = True
+                self.say("synced", epoch=self.epoch)
+            elif self.asked:
                 self.wait("updated")
             elif not well and rng.random() < 0.05:
                 self.wait(rng.choice(("lost", "timeout", "reset")))
@@ -116,6 +120,7 @@ class History:
         self.epochs: list[list[int]] = []
         self.worlds: dict[int, dict[str, Any]] = {}  # of the epoch that is being given out
         self.known_dead: set[int] = set()
+        self.synced: set[int] = set()
         self.dismissed: set[int] = set()
         self.gone_well = False
         self.ending: End | None = None
@@ -186,7 +191,16 @@ class History:
         machines = [self.actors[member].identity for member in members]
         runs = [m for position, m in enumerate(machines) if position == 0 or machines[position - 1] != m]
         assert len(runs) == len(set(runs)), "workers of one machine are torn apart"
-        assert old == [member for member in before if member in members], "the order has changed"
+        having = [member for member in members if member in self.synced]
+        assert not having or members[0] == having[0], "rank 0 has not the state"
+        assert having or not self.synced, "nobody has the state"
+        groups: dict[tuple[bool, str], set[int]] = {}
+        for member in old:
+            groups.setdefault((member in having, self.actors[member].identity), set()).add(member)
+        alike = len({has_state for has_state, _ in groups}) == 1
+        for same in (*groups.values(), *([set(old)] if alike else [])):
+            kept = [member for member in members if member in same]
+            assert kept == [member for member in before if member in same], "the order has changed"
         for machine in set(machines):
             news = [member in old for member in members if self.actors[member].identity == machine]
             assert news == sorted(news, reverse=True), "a newcomer comes before an old worker of its machine"
@@ -207,6 +221,7 @@ class History:
             self.job.exited(actor.number, word, (), self.now)
         else:
             self.job.heard(actor.number, word, self.now)
+            self.synced = {worker.id for worker in self.job.workers if worker.synced}
         self.apply()
 
     def pass_time(self, seconds: float) -> None:
