@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore_hvd.elastic
 import kvstore_hvd.join
 import kvstore_hvd.mxnet
 
@@ -52,7 +53,9 @@ def test_each_row_names_tests_that_exist(behaviour: str, tests: str) -> None:
             assert name in names_of_tests(path), f"{path} has no {name}"
 
 
-@pytest.mark.parametrize("module", [kvstore_hvd.mxnet, kvstore_hvd.join], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [kvstore_hvd.mxnet, kvstore_hvd.join, kvstore_hvd.elastic], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_in_a_row(module: object) -> None:
     words = {word for behaviour, _ in ROWS for code in re.findall(r"`([^`]*)`", behaviour) for word in code_words(code)}
     missing = sorted(set(module.__all__) - words)  # type: ignore[attr-defined]
