@@ -45,6 +45,7 @@ def time_faults(options: argparse.Namespace) -> tuple[Any, str]:
         results[name] = {"seconds": times, "samples": samples, "limits": {"median": median, "max": worst}}
         figures = [f"{times[what]:.3f}" for what in ("min", "median", "max")]
         rows.append([name, str(len(samples)), *figures, f"{median:g} / {worst:g}", "yes" if is_fast else "NO"])
+        print(", ".join(rows[-1]), file=sys.stderr, flush=True)  # the next one may fail
     head = [f"{options.workers} workers, seconds", "faults", "min", "median", "worst", "limits", "kept"]
     return results, table(head, rows)
 

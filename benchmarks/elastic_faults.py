@@ -94,14 +94,15 @@ def killed_at(job: ElasticJob, workers: int, count: int, point: str) -> Times:
 
 def slots_changed(job: ElasticJob, workers: int, count: int, *, added: bool) -> Times:
     """Add and remove a slot in turns; the time is between two steps of a worker that stays."""
-    world = -1
-    for _ in range(count):
-        for size in (workers, workers - 1):
-            old, world = world, settle(job, size, world)
-            if old >= 0 and added == (size == workers):
-                stayed = job.members()[0]
-                yield job.done(stayed, world)[0]["t"] - last_step_before(job, stayed, world)
-            job.set_slots([("localhost", 2 * workers - 1 - size)])
+    world, size, done = settle(job, workers - 1, -1), workers - 1, 0
+    while done < count:
+        size = 2 * workers - 1 - size
+        job.set_slots([("localhost", size)])
+        world = settle(job, size, world)
+        if added == (size == workers):
+            stayed = job.members()[0]
+            yield job.done(stayed, world)[0]["t"] - last_step_before(job, stayed, world)
+            done += 1
 
 
 def last_step_before(job: ElasticJob, worker: int, world: int) -> float:
@@ -135,7 +136,7 @@ def in_one_job(faults: Callable[..., Times], **more: Any) -> Callable[[int, int]
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             job = ElasticJob(
                 Path(folder),
-                f"KVHVD_BENCHMARK={uuid.uuid4().hex}",
+                f"BENCHMARK_MARK={uuid.uuid4().hex}",
                 workers=workers,
                 min_np=1,
                 slots=[("localhost", workers - 1)] if changing else None,
@@ -162,7 +163,7 @@ def in_many_jobs(who: str) -> Callable[[int, int], list[float]]:
         found = []
         for _ in range(count):
             with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-                job = ElasticJob(Path(folder), f"KVHVD_BENCHMARK={uuid.uuid4().hex}", workers=workers, options=OPTIONS)
+                job = ElasticJob(Path(folder), f"BENCHMARK_MARK={uuid.uuid4().hex}", workers=workers, options=OPTIONS)
                 try:
                     found.append(ended(job, workers, who))
                 finally:
