@@ -19,7 +19,7 @@ import pytest
 
 from support.elastic import ElasticJob
 from support.elastic_schedule import assert_all_right
-from support.jobs import variables_of
+from support.jobs import processes, variables_of
 from support.launchers import Launcher, mpirun, with_tests
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "recovering_worker.py"
@@ -188,10 +188,12 @@ def test_workers_that_all_raise_end_with_their_code(start: Start) -> None:
     assert job.codes() == [1] * RANKS, job.output
 
 
-def test_an_end_that_mpirun_does_not_tell_of(start: Start) -> None:
+def test_an_end_that_mpirun_does_not_tell_of(start: Start, marker: str) -> None:
     """The others do not wait for MPI to hear of it."""
     job = start({"victims": {}, "leaves": 1})
     job.end()
+    # mpirun may end before its processes do.
+    job.until(lambda: not processes(marker))
     fact = "LaunchError: [rank 0/4] rank 1 ended, and mpirun has not told MPI, which waits for it."
     assert fact in job.output
     assert set(job.codes()) <= {1, 3, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
