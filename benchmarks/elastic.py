@@ -26,7 +26,7 @@ from typing import Any
 
 import train
 from common import describe, median_ratio, summary, table, write
-from elastic_faults import ROWS
+from elastic_faults import NO_LIMIT, ROWS
 from ranks import environment_of_ranks, this_python
 
 SCRIPT = Path(__file__).resolve()
@@ -42,9 +42,18 @@ def time_faults(options: argparse.Namespace) -> tuple[Any, str]:
         samples = times_of(options.workers, options.samples)
         times = summary(samples)
         is_fast = times["median"] <= median and times["max"] <= worst
-        results[name] = {"seconds": times, "samples": samples, "limits": {"median": median, "max": worst}}
+        limits = None if median == NO_LIMIT else {"median": median, "max": worst}
+        results[name] = {"seconds": times, "samples": samples, "limits": limits}
         figures = [f"{times[what]:.3f}" for what in ("min", "median", "max")]
-        rows.append([name, str(len(samples)), *figures, f"{median:g} / {worst:g}", "yes" if is_fast else "NO"])
+        rows.append(
+            [
+                name,
+                str(len(samples)),
+                *figures,
+                f"{median:g} / {worst:g}" if limits else "-",
+                "yes" if is_fast else "NO",
+            ]
+        )
         print(", ".join(rows[-1]), file=sys.stderr, flush=True)  # the next one may fail
     head = [f"{options.workers} workers, seconds", "faults", "min", "median", "worst", "limits", "kept"]
     return results, table(head, rows)

@@ -207,10 +207,11 @@ def test_when_nobody_is_left_the_job_ends(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_newcomer_does_not_go_on_alone(start: Start) -> None:
-    """The last one that has the state dies before a newcomer has got it: that one must not train from the beginning."""
-    points = [{"worker": 0, "point": "sync", "count": 2, "delay_s": 0.0, "signal": signal.SIGKILL}]
-    job = start(workers=2, min_np=1, points=points)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_newcomer_does_not_go_on_alone(start: Start, number: int) -> None:
+    """The last one that has the state is lost before a newcomer has got it: that one must not begin anew."""
+    points = [{"worker": 0, "point": "sync", "count": 2, "delay_s": 0.0, "signal": int(number)}]
+    job = start(workers=2, min_np=1, points=points, variables={"KVHVD_TIMEOUT": "3"})
     job.until_step(size=2)
     job.send(1)
     assert job.end() == 128 + signal.SIGKILL
