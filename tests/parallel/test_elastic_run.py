@@ -254,7 +254,7 @@ def test_an_error_of_a_graph_is_recognised(rank, size):
         return kvstore_hvd.allreduce(np.ones(1), "after")[0]
 
     # Who died cannot come back in a job that is not elastic: all say so.
-    with pytest.raises(HorovodInternalError, match=r"this job is not elastic(.|\n)*it died"):
+    with pytest.raises(HorovodInternalError, match=r"this job cannot go on without it(.|\n)*it died"):
         train(elastic.ObjectState())
     assert len(tries) == 2
     assert_equal_on_all_ranks(np.ones(1), "still there")
