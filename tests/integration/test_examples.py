@@ -45,7 +45,7 @@ def test_elastic_digits(marker):
         sys.executable,
         str(EXAMPLES / "elastic_digits.py"),
     ]
-    command += ["--epochs", "60"]
+    command += ["--epochs", "30"]
     process = subprocess.Popen(
         command,
         env={**variables_of(marker), "PYTHONUNBUFFERED": "1"},
@@ -59,7 +59,7 @@ def test_elastic_digits(marker):
     killed = 0
     for line in process.stdout:
         lines.append(line)
-        if "epoch 10/60" in line and not killed:
+        if "epoch 10/30" in line and not killed:
             killed = int(re.search(r"worker with pid (\d+) is rank 1 of", "".join(lines))[1])  # type: ignore[index]
             os.kill(killed, signal.SIGKILL)
     text = "".join(lines)
