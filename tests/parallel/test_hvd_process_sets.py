@@ -278,7 +278,9 @@ def test_nothing_is_left_behind(dynamic, rank, size):
     before = threads(), threading.active_count()
     for _ in range(3):
         once()
-    assert (threads(), threading.active_count()) == before
+    # Fewer where one of an earlier test was about to end.
+    assert threads() <= before[0]
+    assert threading.active_count() <= before[1]
 
 
 def test_sets_given_to_init(rank, size):
