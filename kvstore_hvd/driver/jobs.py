@@ -161,7 +161,7 @@ class Job:
         elif kind == "joined":
             self._on_joined(worker, message["epoch"], now)
         elif kind == "synced":
-            worker.synced = True
+            worker.synced, worker.finished = True, False  # finished: of an earlier run()
         elif not worker.finished:
             worker.finished = True
             self._actions.note("worker_finished", worker=worker.id)

@@ -60,6 +60,8 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None)
         try:
             if engine.current().is_waiting:
                 loop.meet("start")
+            else:
+                notification_manager.repeat()  # of what came while the program prepared
             while True:
                 try:
                     if not loop.skips_sync:

@@ -11,6 +11,7 @@ from kvstore_hvd import elastic, engine
 from kvstore_hvd.elastic.notification import notification_manager
 from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InputFailedError, MismatchError
 from kvstore_hvd.join import Join
+from kvstore_hvd.membership import Membership
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
 
@@ -140,6 +141,38 @@ def test_updates(rank, size, kind):
     assert state_of_worker == [5]
     assert state.calls.count("on_reset") == 1
     assert state.calls.count("sync") == (1 if kind == "removed" else 2)
+
+
+class Told(Membership):
+    """A line to a launcher that has told of an update before anybody listened, and gives out the same workers again."""
+
+    update = (1, int(elastic.HostUpdateResult.added))
+
+    def next_world(self, cause, text):
+        self.update = None
+        return engine.current()._world.next_epoch()
+
+    def finished(self):
+        pass
+
+
+def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
+    """A newcomer may have come while the program prepared; nobody tells of it again."""
+    line = Told()
+    if rank < size - 1:
+        line.update = None
+    monkeypatch.setattr(engine.current(), "_line", line)
+    state = Traced(step=0)
+
+    @elastic.run
+    def train(state):
+        while state.step < 3:
+            state.step += 1
+            state.commit()
+
+    train(state)
+    assert state.step == 3
+    assert state.calls.count("on_reset") == 1
 
 
 def test_an_interrupt_on_some_skips_no_sync(rank, size):

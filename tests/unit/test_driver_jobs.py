@@ -741,6 +741,20 @@ def test_a_second_run_in_the_same_program_recovers_too() -> None:
     assert play.members == [0]
 
 
+def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for() -> None:
+    play = Play({"a": 3}, min_np=1)
+    play.begin()
+    for kind in ("synced", "finished", "synced"):
+        for worker in (0, 1, 2):
+            play.say(worker, kind, **({"epoch": 0} if kind == "synced" else {}))
+    play.kill(2)
+    assert play.starts()[3:] == [(3, "a:2")]
+    play.ready(0)
+    assert play.epoch == 0
+    play.ready(1)
+    assert play.members == [0, 1]
+
+
 def test_too_many_resets() -> None:
     play = Play({"a": 4}, min_np=1, reset_limit=1)
     play.begin()
