@@ -6,6 +6,7 @@ Horovod, "Elastic Horovod", is the reference for the order of calls.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,12 +15,21 @@ import numpy as np
 from kvstore_hvd import engine, log
 from kvstore_hvd.elastic.notification import notification_manager
 from kvstore_hvd.elastic.recovery import as_lost_world, check_recoverable
-from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, TimeoutError  # noqa: A004 - Horovod's word
+from kvstore_hvd.errors import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    InvalidRequestError,
+    TimeoutError,  # noqa: A004 - Horovod's word
+    message,
+)
 from kvstore_hvd.mxnet import process_sets
 
 __all__ = ["run", "run_fn"]
 
 Result = TypeVar("Result")
+
+# Of the calls of `run` in this process. A worker that came later makes the first one when the others make another.
+_numbers = itertools.count(1)
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
@@ -45,6 +55,8 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
         The world was lost, and without an elastic launcher nothing can take the place of who died.
     LaunchError
         The launcher ends the job, or the workers could not meet again.
+    InvalidRequestError
+        This worker came to the job when the others were in a later call of a function that `run` wraps.
     """
     return run_fn(func, reset=None)
 
@@ -89,6 +101,7 @@ class _Loop:
 
     def __init__(self, state: Any, reset: Callable[[], None] | None) -> None:
         self._state, self._reset = state, reset
+        self._number = next(_numbers)
         self.skips_sync = False
         self._has_told = False
 
@@ -142,12 +155,23 @@ class _Loop:
             line.finished()
 
     def _agree(self) -> None:
-        """Skip the next sync only if all workers would: those that are new to the world need it."""
+        """Skip the next sync only if all workers would: those that are new to the world need it.
+
+        Raises
+        ------
+        InvalidRequestError
+            Others are in a later call of `run`. On this worker only: they go on without it.
+        """
         world = engine.current()
         with world.submitting():
-            own = np.array([self.skips_sync], np.int64)
+            own = np.array([self.skips_sync, self._number], np.int64)
             rows = world.all_rows("elastic.run", "elastic/skip", "the start of a world", own)
-        self.skips_sync = bool(rows.all())
+        latest = int(rows[:, 1].max())
+        if self._number < latest:
+            fact = f"this worker is in call {self._number} of run, but the training is in call {latest} by now."
+            fix = "call run once, since a worker that comes later begins the program at its beginning."
+            raise InvalidRequestError(message(fact, **world.topology.speaker, operation="elastic.run", fix=fix))
+        self.skips_sync = bool(rows[:, 0].all())
         process_sets.rejoin()
 
 

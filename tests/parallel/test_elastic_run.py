@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+
 import numpy as np
 import pytest
 
@@ -9,13 +12,22 @@ import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic, engine
 from kvstore_hvd.elastic.notification import notification_manager
-from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InputFailedError, MismatchError
+from kvstore_hvd.errors import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    InputFailedError,
+    InvalidRequestError,
+    MismatchError,
+)
 from kvstore_hvd.join import Join
 from kvstore_hvd.membership import Membership
+from kvstore_hvd.mxnet import process_sets
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
 
 mx = pytest.importorskip("mxnet")
+
+run_module = importlib.import_module("kvstore_hvd.elastic.run")  # the package has a function of this name
 
 
 class Traced(elastic.ObjectState):
@@ -173,6 +185,28 @@ def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
     train(state)
     assert state.step == 3
     assert state.calls.count("on_reset") == 1
+
+
+def test_who_comes_in_an_earlier_run_is_told(rank, size, monkeypatch):
+    """A newcomer begins the program at its beginning, where the others have been long ago. They go on without it."""
+    monkeypatch.setattr(run_module, "_numbers", itertools.count(2 if rank == 0 else 1))
+    state = Traced(step=0)
+
+    @elastic.run
+    def train(state):
+        if state.step == 0:
+            state.step = 1
+            state.save()
+            raise HostsUpdatedInterrupt(skip_sync=False)
+        return state.step
+
+    if rank == 0:
+        assert train(state) == 1
+    else:
+        with pytest.raises(InvalidRequestError, match=f"rank {rank}/{size}.*call 1 of run.*call 2"):
+            train(state)
+        process_sets.rejoin()  # rank 0 would lose this worker, which would end now
+        state.sync()
 
 
 def test_an_interrupt_on_some_skips_no_sync(rank, size):
