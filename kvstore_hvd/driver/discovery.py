@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvstore_hvd.driver.children import Child
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launcher.capacity import MAX_WORKERS
 from kvstore_hvd.launcher.hosts import refuse_others, slots_of
 from kvstore_hvd.launcher.processes import Guard
 from kvstore_hvd.launcher.workers import how_it_ended
@@ -58,6 +59,11 @@ class HostDiscovery(Protocol):
 class FixedHosts:
     """Hosts that stay as they are.
 
+    Parameters
+    ----------
+    hosts : mapping of str to int
+        The slots of each; no more count than there can be workers.
+
     Raises
     ------
     LaunchError
@@ -66,7 +72,7 @@ class FixedHosts:
 
     def __init__(self, hosts: Mapping[str, int]) -> None:
         refuse_others(hosts)
-        self._hosts: dict[str, int] | None = dict(hosts)
+        self._hosts: dict[str, int] | None = _usable(hosts)
 
     def start(self) -> None:
         """Nothing to prepare."""
@@ -98,7 +104,12 @@ def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
     """
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     # A host without slots is there, but takes no worker.
-    return slots_of([line for line in lines if line and not line.endswith(":0")], default)
+    return _usable(slots_of([line for line in lines if line and not line.endswith(":0")], default))
+
+
+def _usable(hosts: Mapping[str, int]) -> dict[str, int]:
+    # Each slot is looked at for every decision.
+    return {host: min(count, MAX_WORKERS) for host, count in hosts.items()}
 
 
 class HostDiscoveryScript:
@@ -206,5 +217,5 @@ class HostDiscoveryScript:
         try:
             return hosts_of_script(child.output.decode(), self._default)
         except (UnicodeDecodeError, LaunchError) as error:
-            first = str(error).splitlines()[0]
+            first = str(error).splitlines()[0].rstrip(".")
             raise DiscoveryError(f"what the host discovery script printed are no hosts: {first}") from None

@@ -187,7 +187,9 @@ class ElasticDriver:
         try:
             hosts = self._plan.discovery.poll(now)
         except DiscoveryError as error:
-            self._note("discovery_failed", {"text": str(error)})
+            # Said once, and at the end: it is tried again every second.
+            is_news = self._discovered and self._discovery_fails_since is None
+            self._note("discovery_failed", {"text": str(error)}, is_news=is_news)
             if self._discovery_fails_since is None:
                 self._discovery_fails_since = now
             limit = self._settings.elastic_timeout_s
@@ -374,7 +376,7 @@ class ElasticDriver:
 
     # -- Saying ---------------------------------------------------------------------------------------------------
 
-    def _note(self, event: str, fields: dict[str, Any]) -> None:
+    def _note(self, event: str, fields: dict[str, Any], *, is_news: bool = True) -> None:
         self._log.write(event, fields)
         if self._log.lost:
             self._lost_code = self._lost_code or _EXIT_FAILED
@@ -385,7 +387,7 @@ class ElasticDriver:
             return  # has its own words
         if self._plan.verbose:
             self._say(self._last_event)
-        elif self._end is None:  # from then on, workers end because they are told to
+        elif is_news and self._end is None:  # from then on, workers end because they are told to
             text = news_text(event, fields, self._job)
             if text:
                 self._say(text)

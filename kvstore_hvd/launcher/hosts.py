@@ -12,7 +12,7 @@ from kvstore_hvd.errors import LaunchError, message
 __all__ = ["hosts_of_file", "hosts_of_option", "is_here", "refuse_others", "slots_of"]
 
 _ENTRY = re.compile(
-    r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d+)|\s+slots\s*=\s*(?P<slots>-?\d+))?(?:\s+max_slots\s*=\s*\d+)?"
+    r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"
 )
 
 

@@ -37,6 +37,7 @@ def test_a_fixed_host_that_is_another_one() -> None:
         ("# all\n\n A:1  # the first\n\n", {"a": 1}),
         ("a slots=4\n[::1]:2", {"a": 4, "::1": 2}),
         ("a:0\nb:1", {"b": 1}),
+        ("a:999999999", {"a": 256}),  # as many as a world can have
     ],
 )
 def test_what_a_script_may_print(text: str, hosts: dict[str, int]) -> None:
@@ -49,6 +50,7 @@ def test_what_a_script_may_print(text: str, hosts: dict[str, int]) -> None:
         ("a b", "'a b' is not HOST:N"),
         ("a:x", "is not HOST:N"),
         ("a:-1", "at least 1 worker"),
+        ("a:" + "9" * 5000, "is not HOST:N"),
         ("a\nA:2", "named twice"),
     ],
 )
