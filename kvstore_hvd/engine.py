@@ -51,6 +51,11 @@ class Engine(Member):
         world = self._world
         return self.init() if world is None else world.topology
 
+    @property
+    def has_given_up(self) -> bool:
+        """As `Member.has_given_up`, in the worlds inside it as well."""
+        return super().has_given_up or any(inner.has_given_up for inner in self._inner)
+
     def expected_size(self) -> int | None:
         """How many workers there are, or what the launcher's variables say about it; None if nobody knows."""
         if self._world is not None:
@@ -86,6 +91,8 @@ class Engine(Member):
                     self._enter(line, comm)
                 else:
                     self._start(bootstrap.discover(comm))
+            elif self._closed and self._is_waiting and comm is None:
+                self._closed = ""  # it waits again: only within `elastic.run` the others take it in
             elif self._closed:
                 self._rejoin(comm)
             else:

@@ -191,6 +191,11 @@ class Member:
         return self._forked
 
     @property
+    def has_given_up(self) -> bool:
+        """Whether this worker has failed the world because others did not come within the stall shutdown time."""
+        return self._inspector is not None and self._inspector.has_given_up
+
+    @property
     def topology(self) -> Topology:
         """Who this worker is in the world and how many there are; stays readable after `leave`."""
         assert self._world is not None

@@ -69,6 +69,8 @@ class StallInspector:
         self._check_s = min(check_s, shutdown_s) if shutdown_s else check_s
         self._shutdown_s = shutdown_s
         self._describe = describe
+        #: Whether this worker has failed the world because others did not come.
+        self.has_given_up = False
         self._waiting, self._missing = _Reports(self._check_s), _Reports(self._check_s)
         self._missed_since: dict[Missed, float] = {}
         self._patient: set[tuple[str, float]] = set()
@@ -141,6 +143,7 @@ class StallInspector:
         if self._shutdown_s and oldest >= self._shutdown_s:
             whom = self._topology.rank_list(culprits) if culprits else "the other ranks"
             head = f"{self._name} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
+            self.has_given_up = True
             self._communicator.abort(self._waiting_text(head, waiting))
 
     def _tell_of_patient(self, waiting: Sequence[Waiting]) -> None:

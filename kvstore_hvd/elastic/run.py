@@ -116,10 +116,11 @@ class _Loop:
         check_recoverable(error)
         text = str(error).partition("\n")[0]
         log.logger.info("the world is lost, back to the last commit: %s", text)
+        cause = _cause_of(error)
         engine.current().abandon(text)  # whatever is under way fails, and nothing writes to arrays any more
         self._state.restore()
         self.skips_sync = False
-        self.meet("timeout" if isinstance(error, TimeoutError) else "lost", text)
+        self.meet(cause, text)
 
     def meet(self, cause: str, text: str = "") -> None:
         """Form the next world, or one after it, should that be lost before it has begun."""
@@ -127,7 +128,7 @@ class _Loop:
             try:
                 if self._reset is not None:
                     self._reset()
-                else:
+                if self._reset is None or engine.current().is_waiting:
                     _meet(cause, text)
                 self._agree()
                 self._state.on_reset()
@@ -139,7 +140,7 @@ class _Loop:
                     raise
                 check_recoverable(lost)
                 self.skips_sync = False
-                cause, text = "lost", str(lost).partition("\n")[0]
+                cause, text = _cause_of(lost), str(lost).partition("\n")[0]
 
     def has_state(self) -> None:
         """The training can go on from this worker, should it be the only one that is left."""
@@ -173,6 +174,11 @@ class _Loop:
             raise InvalidRequestError(message(fact, **world.topology.speaker, operation="elastic.run", fix=fix))
         self.skips_sync = bool(rows[:, 0].all())
         process_sets.rejoin()
+
+
+def _cause_of(error: HorovodInternalError) -> str:
+    """Why the world is lost: after a timeout, who does not come soon stands still, and is not waited for again."""
+    return "timeout" if isinstance(error, TimeoutError) or engine.current().has_given_up else "lost"
 
 
 def _meet(cause: str, text: str) -> None:

@@ -18,6 +18,8 @@ from kvstore_hvd.errors import (
     InputFailedError,
     InvalidRequestError,
     MismatchError,
+    TimeoutError,  # noqa: A004 - Horovod's word
+    TransportError,
 )
 from kvstore_hvd.join import Join
 from kvstore_hvd.membership import Membership
@@ -159,9 +161,10 @@ class Told(Membership):
     """A line to a launcher that has told of an update before anybody listened, and gives out the same workers again."""
 
     update = (1, int(elastic.HostUpdateResult.added))
+    cause = ""
 
     def next_world(self, cause, text):
-        self.update = None
+        self.update, self.cause = None, cause
         return engine.current()._world.next_epoch()
 
     def finished(self):
@@ -185,6 +188,26 @@ def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
     train(state)
     assert state.step == 3
     assert state.calls.count("on_reset") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "has_given_up", "cause"),
+    [(TransportError, False, "lost"), (TimeoutError, False, "timeout"), (TransportError, True, "timeout")],
+)
+def test_the_launcher_is_told_of_timeouts(error, has_given_up, cause, rank, size, monkeypatch):
+    """It kills at once who stands still then; the stall shutdown time is one, too."""
+    line = Told()
+    line.update = None
+    monkeypatch.setattr(engine.current(), "_line", line)
+    monkeypatch.setattr(engine.Engine, "has_given_up", property(lambda self: has_given_up and line.cause == ""))
+
+    @elastic.run
+    def train(state):
+        if not line.cause:
+            raise error("waited in vain")
+
+    train(Traced())
+    assert line.cause == cause
 
 
 def test_who_comes_in_an_earlier_run_is_told(rank, size, monkeypatch):

@@ -243,11 +243,13 @@ def test_the_shutdown_time_fails_the_world_with_the_same_text(stage) -> None:
     here.world.answer = [waiting(0, 61)]
     assert len(here.look(0)) == 1
     assert not here.world.left
+    assert not here.inspector.has_given_up
     here.world.answer = [waiting(0, 90)]
     here.look(30)
     (text,) = here.world.left
     assert text.startswith("abort: rank 0 waited 90 s, longer than the stall shutdown time, for rank 1\n")
     assert "allreduce 'w0' (key 0): 90 s, submitted by ranks 0, 2-3, not by rank 1" in text
+    assert here.inspector.has_given_up
     here.world.failure = PeerLostError("lost")
     assert not here.inspector.look(31), "a lost world needs no more reports"
 
