@@ -20,7 +20,8 @@ from kvstore_hvd.wire import WireError, connect
 from support.fake_launcher import FakeLauncher
 from support.jobs import processes, variables_of
 
-pytestmark = pytest.mark.timeout(300)
+# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 READY = {"t": "ready", "epoch": -1, "cause": "start", "text": ""}
 

@@ -17,7 +17,8 @@ import pytest
 from support.elastic_launches import Launch
 from support.jobs import LIMIT_S, processes
 
-pytestmark = pytest.mark.timeout(120)
+# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 # Long enough for whatever a test does meanwhile; such jobs are ended by what happens to them.
 LONG = "steps=100000"

@@ -32,7 +32,8 @@ from support.launchers import kvhvdrun
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "elastic_worker.py"
 
-pytestmark = pytest.mark.timeout(500)
+# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
+pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
