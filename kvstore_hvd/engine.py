@@ -228,9 +228,7 @@ class Engine(Member):
         self._inner.abort(text)
 
     def _enter(self, line: WorkerLine, comm: Any) -> None:
-        if comm is not None:
-            fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
-            raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
+        _check_chosen_by_launcher(comm)
         self._line = line
         line.on_void = self._on_void
         world, is_real = line.enter()
@@ -276,7 +274,9 @@ class Engine(Member):
             topology = self._world.topology
             raise ShutdownError(message(self._closed, **topology.speaker, fix=self._remedy))
         world = self._world
-        if comm is not None and not isinstance(self._line, WorkerLine):
+        if isinstance(self._line, WorkerLine):
+            _check_chosen_by_launcher(comm)
+        if comm is not None:
             chosen = bootstrap.discover(comm)
             # Epochs go on, whoever meets: a name of an earlier meeting is not used again.
             topology = dataclasses.replace(chosen.topology, epoch=world.topology.epoch + 1)
@@ -417,6 +417,12 @@ class Engine(Member):
             if self._watchdog is not None and not reason:
                 self._watchdog.left()
             self._recorder.finish()
+
+
+def _check_chosen_by_launcher(comm: Any) -> None:
+    if comm is not None:
+        fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
+        raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
 
 
 _current = Engine()

@@ -56,7 +56,8 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     LaunchError
         The launcher ends the job, or the workers could not meet again.
     InvalidRequestError
-        This worker came to the job when the others were in a later call of a function that `run` wraps.
+        It is called within itself; or this worker came to the job when the others were in a later call of a function
+        that `run` wraps.
     """
     return run_fn(func, reset=None)
 
@@ -67,14 +68,15 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None)
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Result:
         notification_manager.init()
-        notification_manager.register_listener(state)
         loop = _Loop(state, reset)
+        loop.begin()
         try:
             if engine.current().is_waiting:
                 loop.meet("start")
             else:
                 notification_manager.repeat()  # of what came while the program prepared
             while True:
+                lost: HorovodInternalError | None = None
                 try:
                     if not loop.skips_sync:
                         state.sync()
@@ -84,14 +86,17 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None)
                     return result
                 except HostsUpdatedInterrupt as interrupt:
                     loop.skips_sync = interrupt.skip_sync
-                    loop.meet("updated")
                 except Exception as error:
                     lost = as_lost_world(error)
                     if lost is None:
                         raise
+                # Here, so that an error of what follows is not shown as one that came while this one was handled.
+                if lost is None:
+                    loop.meet("updated")
+                else:
                     loop.recover(lost)
         finally:
-            notification_manager.remove_listener(state)
+            loop.end()
 
     return wrapper
 
@@ -99,11 +104,33 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None)
 class _Loop:
     """What is between one world and the next."""
 
+    is_running = False  # in this process
+
     def __init__(self, state: Any, reset: Callable[[], None] | None) -> None:
         self._state, self._reset = state, reset
         self._number = next(_numbers)
         self.skips_sync = False
         self._has_told = False
+
+    def begin(self) -> None:
+        """Listen to the launcher.
+
+        Raises
+        ------
+        InvalidRequestError
+            This process is in such a loop already.
+        """
+        if _Loop.is_running:
+            speaker = engine.current().topology.speaker
+            fact, fix = "it is called within itself.", "decorate the outer function only."
+            raise InvalidRequestError(message(fact, **speaker, operation="elastic.run", fix=fix))
+        _Loop.is_running = True
+        notification_manager.register_listener(self._state)
+
+    def end(self) -> None:
+        """Listen no more."""
+        _Loop.is_running = False
+        notification_manager.remove_listener(self._state)
 
     def recover(self, error: HorovodInternalError) -> None:
         """Go back to the last commit, and on into the next world.

@@ -210,6 +210,25 @@ def test_the_launcher_is_told_of_timeouts(error, has_given_up, cause, rank, size
     assert line.cause == cause
 
 
+def test_within_itself(rank, size):
+    """It is refused, and the outer one goes on."""
+
+    @elastic.run
+    def inner(state):
+        return "never"
+
+    @elastic.run
+    def outer(state):
+        with pytest.raises(InvalidRequestError, match="within itself"):
+            inner(elastic.ObjectState(step=0))
+        state.step += 1
+        state.commit()
+        return state.step
+
+    assert outer(elastic.ObjectState(step=0)) == 1
+    assert inner(elastic.ObjectState(step=0)) == "never"
+
+
 def test_who_comes_in_an_earlier_run_is_told(rank, size, monkeypatch):
     """A newcomer begins the program at its beginning, where the others have been long ago. They go on without it."""
     monkeypatch.setattr(run_module, "_numbers", itertools.count(2 if rank == 0 else 1))
