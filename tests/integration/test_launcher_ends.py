@@ -9,7 +9,8 @@ import pytest
 
 from support.jobs import LIMIT_S, processes, run, start, wait_for
 
-pytestmark = pytest.mark.timeout(120)
+# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 # -- Ends ---------------------------------------------------------------------------------------------------------
 

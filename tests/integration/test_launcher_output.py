@@ -13,7 +13,8 @@ import pytest
 from support.jobs import LIMIT_S, run, start, variables_of
 from support.launchers import kvhvdrun
 
-pytestmark = pytest.mark.timeout(120)
+# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 
 def test_lines_carry_the_rank_and_streams_stay_apart(marker: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from support.jobs import LIMIT_S, end_by, run, start, variables_of, wait_for
 
-pytestmark = pytest.mark.timeout(120)
+# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 HANDLER = """
 def handler(number, frame):
