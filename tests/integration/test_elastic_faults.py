@@ -127,7 +127,7 @@ def test_slots_come_and_go(start: Start) -> None:
     end_well(job)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # by hand: the random disturbances of the ordinary suite do the like
 def test_second_losses_during_recovery(start: Start) -> None:
     """A worker is killed, and another one on the way back to training: the rest recovers from both."""
     job = start(workers=4, min_np=1)
@@ -149,7 +149,7 @@ def test_second_losses_during_recovery(start: Start) -> None:
     end_well(job)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # by hand: the random disturbances of the ordinary suite do the like
 def test_losses_during_commits(start: Start) -> None:
     """Some have saved a step, others have not: all go on from what the first of them has."""
     job = start(workers=3, min_np=1)
@@ -167,7 +167,7 @@ def test_losses_during_commits(start: Start) -> None:
     end_well(job)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # by hand: the random disturbances of the ordinary suite do the like
 def test_losses_while_workers_meet(start: Start) -> None:
     """Somebody dies as soon as a world has been given out; and a newcomer before it has the state."""
     points = [{"worker": 4, "point": "sync", "count": 0, "delay_s": 0.0, "signal": signal.SIGKILL}]
@@ -181,7 +181,7 @@ def test_losses_while_workers_meet(start: Start) -> None:
     end_well(job)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # by hand: the random disturbances of the ordinary suite do the like
 def test_with_processes_that_load_data(start: Start) -> None:
     """A loader has read ahead when its worker's world is lost: what was not trained on comes again."""
     job = start(workers=3, arguments=["--loaders", "2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.elastic import shared_files
 from support.runs import Run
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "fault_worker.py"
@@ -19,7 +19,7 @@ WORKER = Path(__file__).resolve().parents[1] / "support" / "fault_worker.py"
 def start(tmp_path: Path):  # type: ignore[no-untyped-def]
     """Start jobs, and check that each leaves nothing behind."""
     runs: list[Run] = []
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = shared_files()
     sockets_before = Path("/proc/net/unix").read_text().count("kvhvd")
 
     def start_one(fault: str, ranks: int, **variables: str) -> Run:
@@ -37,7 +37,7 @@ def start(tmp_path: Path):  # type: ignore[no-untyped-def]
         if str(WORKER) in (process.info["cmdline"] or [])
     ]
     assert not left, f"processes are left: {left}"
-    assert set(os.listdir("/dev/shm")) == shared_before
+    assert shared_files() == shared_before
     assert Path("/proc/net/unix").read_text().count("kvhvd") == sockets_before
 
 

@@ -20,7 +20,7 @@ import psutil
 from support.jobs import PACKAGES, processes
 from support.launchers import environment, kvhvdrun, with_tests
 
-__all__ = ["LIMIT_S", "ElasticJob", "Line"]
+__all__ = ["LIMIT_S", "ElasticJob", "Line", "shared_files"]
 
 WORKER = Path(__file__).resolve().with_name("elastic_trainee.py")
 # Of the run as a whole, start-up of the workers included: far above what any of them takes.
