@@ -33,6 +33,7 @@ from kvstore_hvd.topology import World
 
 __all__ = ["UlfmMembership", "why_unavailable"]
 
+# MPI gives no event to wait for, and its own waits spin.
 _LOOK_S = 0.002
 _LOOK_FINISHED_S = 0.05
 _ATTENDANT_ENDS_S = 1.0

@@ -46,7 +46,7 @@ class WorkerLine(Membership):
 
     def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
         super().__init__()
-        self._secret = secret
+        self._secret, self._worker = secret, worker
         self._pid = os.getpid()
         identity = {"role": "worker", "worker": worker, "pid": self._pid}
         try:
@@ -54,7 +54,7 @@ class WorkerLine(Membership):
         except (OSError, wire.WireError) as error:
             fix = "start with kvhvdrun; a process that a worker started cannot take its place."
             raise LaunchError(message(f"the daemon of the job does not answer: {error}.", fix=fix)) from None
-        self._lock = threading.Lock()  # of the connection
+        self._lock = threading.Lock()  # of who sends; one thread may receive meanwhile
         self._writable = select.poll()
         self._writable.register(self._connection, select.POLLOUT)
         self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -124,9 +124,10 @@ class WorkerLine(Membership):
 
     def _take(self) -> dict[str, Any]:
         while True:
-            answer = self._places.get()
+            answer = self._places.get()  # the launcher has deadlines; without it `_end` ends this process
             if answer["t"] == "fail":
-                raise LaunchError(message(f"the job ends: {answer['text']}"))
+                fact, fix = f"the job ends: {answer['text']}", "see what kvhvdrun has said of it."
+                raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=fix))
             if answer["t"] == "leave":
                 log.logger.info("this worker is not needed any more: %s", answer["text"])
                 raise SystemExit(0)
@@ -164,9 +165,7 @@ class WorkerLine(Membership):
         try:
             while True:
                 readable.poll()
-                with self._lock:
-                    received = self._connection.receive()
-                for each in received:
+                for each in self._connection.receive():
                     self._on_message(each)
         except (OSError, ValueError, wire.WireError) as error:
             if self._pid == os.getpid():

@@ -284,14 +284,7 @@ class ElasticDriver:
 
     def _reap(self) -> None:
         """Collect every child that has ended, adopted orphans too."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            code = os.waitstatus_to_exitcode(status)
+        for pid, code in processes.reap():
             self._daemons.reaped(pid, code)
             child = self._plan.discovery.child()
             if child is not None and child.pid == pid:

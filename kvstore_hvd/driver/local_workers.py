@@ -123,17 +123,11 @@ class LocalWorkers:
         """Collect every child that has ended, adopted orphans too; returns the workers among them."""
         ended = []
         by_pid = {worker.pid: worker for worker in self._running.values()}
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
+        for pid, code in processes.reap():
             worker = by_pid.get(pid)
             if worker is None:
                 continue
-            worker.code = os.waitstatus_to_exitcode(status)
+            worker.code = code
             # What it left behind may hold locks, ports, or the pipes that we read.
             worker.signal(signal.SIGKILL)
             del self._running[worker.id]

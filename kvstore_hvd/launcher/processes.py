@@ -23,6 +23,7 @@ __all__ = [
     "descends_from",
     "job_processes",
     "kill_job",
+    "reap",
     "share_of_cores",
     "spawn",
     "usable_cores",
@@ -103,6 +104,24 @@ def spawn(
         )
     process.returncode = 0  # reaped by our own waitpid; the object must not wait too
     return process.pid
+
+
+def reap() -> Iterator[tuple[int, int]]:
+    """Collect every child that has ended, adopted orphans too.
+
+    Yields
+    ------
+    int, int
+        Its process id, and its exit code, or minus the signal that killed it.
+    """
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
 
 
 def job_processes(variable: bytes, sessions: Iterable[int], root: int = 0, spare: Iterable[int] = ()) -> list[int]:

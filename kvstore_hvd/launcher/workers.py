@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.output import Tail
 
 __all__ = ["Worker", "Workers", "exit_code", "first_culprit", "how_it_ended"]
@@ -84,17 +85,11 @@ class Workers:
     def reap(self) -> list[Worker]:
         """Collect every child that has ended, adopted orphans too; returns the workers among them."""
         ended = []
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
+        for pid, code in processes.reap():
             worker = self._running.pop(pid, None)
             if worker is None:
                 continue
-            worker.code = os.waitstatus_to_exitcode(status)
+            worker.code = code
             ended.append(worker)
             # What it left behind may hold locks, ports, or the pipes that we read.
             with contextlib.suppress(OSError):
