@@ -36,6 +36,7 @@ class StatusLine:
         line = shown[: _columns() - 1].encode()
         if line != self._shown:
             self._relay.insert(2, _ERASE + _DIM + line + _PLAIN)
+            self._relay.push(2)  # what workers write next must not come behind it unerased
             self._shown = line
 
     def erase(self) -> None:

@@ -145,6 +145,14 @@ class Relay:
         """Put data before everything that waits to be written to our stream `fd`: it belongs to no line."""
         self._output(fd).sink.pending[:0] = data
 
+    def push(self, fd: int) -> None:
+        """Write what waits to be written to our stream `fd` now, before anything is read, if that takes no waiting."""
+        output = self._output(fd)
+        poll = select.poll()
+        poll.register(output.fd, select.POLLOUT)
+        if output.sink.pending and poll.poll(0):
+            self._write(output.fd)
+
     def wait(self, seconds: float | None) -> None:
         """Wait until something can be read, written or shown, at most `seconds` (None: without limit), and do it."""
         now = time.monotonic()
