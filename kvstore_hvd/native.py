@@ -35,6 +35,7 @@ __all__ = [
     "end_by_signal_if_failed",
     "exception_for",
     "has_pidfds",
+    "lost_code",
     "set_simd_target",
     "simd_target",
     "thresholds",
@@ -90,6 +91,12 @@ def _native() -> Any:
 def exception_for(code: int, text: str) -> errors.KVHvdError:
     """The exception for a native error code (see ``status.hpp``)."""
     return _EXCEPTIONS.get(code, errors.KVHvdError)(text)
+
+
+def lost_code(error: Exception) -> int:
+    """The native code of what loses a world: that of the exception's class, else of a `TransportError`."""
+    codes = [code for code, kind in _EXCEPTIONS.items() if issubclass(kind, errors.HorovodInternalError)]
+    return next((code for code in codes if isinstance(error, _EXCEPTIONS[code])), 6)
 
 
 def abi() -> str:
@@ -255,6 +262,7 @@ def request(
     weight: float = 1.0,
     failure: str = "",
     group: int = 0,
+    on_device: bool = False,
 ) -> Any:
     """A request for `Engine.submit` and `Engine.run`, which may be used any number of times.
 
@@ -280,6 +288,7 @@ def request(
         weight,
         failure,
         group,
+        on_device,
     )
 
 

@@ -59,6 +59,8 @@ class Request:
         float32 and float64 are reduced as if they had been cast to float16, and the result is cast back.
     group : int
         A hash of what is reduced together with it: all of it fails when workers disagree about a part.
+    on_device : bool
+        The addresses are of a GPU.
     failure : str
         Why this worker cannot take part: the request fails on all of them with this text.
     """
@@ -80,6 +82,7 @@ class Request:
     weight: float = 1.0
     as_half: bool = False
     group: int = 0
+    on_device: bool = False
     failure: str = ""
 
     @property

@@ -205,4 +205,5 @@ def _native_request(request: Request) -> Any:
         as_half=request.as_half,
         failure=request.failure,
         group=request.group,
+        on_device=request.on_device,
     )

@@ -35,7 +35,7 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
                                       double prescale, double postscale, int root, int priority, bool as_half,
                                       const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts,
                                       std::size_t contributed, double weight, std::string input_failure,
-                                      std::uint64_t group) {
+                                      std::uint64_t group, bool on_device) {
   if (collective < 0 || collective >= kCollectives)
     throw py::value_error("unknown collective " + std::to_string(collective));
   if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
@@ -61,6 +61,7 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
   request.weight = weight;
   request.input_failure = std::move(input_failure);
   request.group = group;
+  request.on_device = on_device;
   return made;
 }
 
@@ -101,7 +102,7 @@ void run(Engine& engine, const std::shared_ptr<Request>& request, std::shared_pt
       work = engine.submit_to_wait(request);
     }
   };
-  const bool quick = bytes_of(*request) * static_cast<std::size_t>(engine.size()) <= kQuickBytes;
+  const bool quick = !request->on_device && bytes_of(*request) * static_cast<std::size_t>(engine.size()) <= kQuickBytes;
   bool done = false;
   if (quick) {
     submit();
@@ -170,6 +171,8 @@ const char* name_of(Algorithm algorithm) {
       return "exchange";
     case Algorithm::kReduceScatter:
       return "reducescatter";
+    case Algorithm::kDevice:
+      return "device";
   }
   return "";
 }
@@ -246,6 +249,41 @@ py::object missed(const Engine& engine, std::size_t most, bool described) {
   return result;
 }
 
+template <class Pointer>
+std::vector<Address> addresses(const std::vector<Pointer>& pointers) {
+  std::vector<Address> result;
+  for (const Pointer pointer : pointers) result.push_back(reinterpret_cast<Address>(pointer));
+  return result;
+}
+
+// The members of DeviceBatch and of its operations in their order, without slots; None where there is no batch.
+py::object take_batch(Engine& engine, double limit_s) {
+  std::optional<DeviceBatch> batch;
+  {
+    const py::gil_scoped_release release;
+    batch = engine.take_batch(std::chrono::nanoseconds(static_cast<std::int64_t>(limit_s * 1e9)));
+  }
+  if (!batch) return py::none();
+  py::list operations;
+  for (const DeviceOperation& one : batch->operations) {
+    py::list parts;
+    for (const Part& part : one.parts) parts.append(py::make_tuple(part.rank, part.from, part.bytes, part.to));
+    operations.append(py::make_tuple(one.name, one.label, addresses(one.inputs), addresses(one.outputs), one.count,
+                                     one.contributed, parts));
+  }
+  const Reduction& how = batch->reduction;
+  return py::make_tuple(batch->number, kvstore_hvd::name_of(batch->collective), kvstore_hvd::name_of(how.dtype),
+                        kvstore_hvd::name_of(how.op), how.prescale, how.postscale, how.as_half, batch->root,
+                        operations);
+}
+
+bool end_batch(Engine& engine, std::uint64_t number, int code, const std::string& text) {
+  if (code != 0 && (code < static_cast<int>(ErrorCode::kPeerLost) || code > static_cast<int>(ErrorCode::kTransport)))
+    throw py::value_error("not the code of a lost world: " + std::to_string(code));
+  const py::gil_scoped_release release;
+  return engine.end_batch(number, code == 0 ? Status() : Status(static_cast<ErrorCode>(code), text));
+}
+
 py::tuple process(const Engine& engine, int rank) {
   if (rank < 0 || rank >= engine.size()) throw py::value_error("no such rank in the segment");
   const Engine::Process process = engine.process(rank);
@@ -270,7 +308,7 @@ void bind_engine(py::module_& module) {
            py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
            py::arg("as_half") = false, py::arg("parts") = py::tuple(), py::arg("contributed") = 0,
-           py::arg("weight") = 1.0, py::arg("input_failure") = "", py::arg("group") = 0);
+           py::arg("weight") = 1.0, py::arg("input_failure") = "", py::arg("group") = 0, py::arg("on_device") = false);
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(
@@ -310,6 +348,8 @@ void bind_engine(py::module_& module) {
       .def("take_timeline", &take_timeline)
       .def("waiting", &waiting, py::arg("age_s"))
       .def("missed", &missed, py::arg("most"), py::arg("described") = false)
+      .def("take_batch", &take_batch, py::arg("limit_s"))
+      .def("end_batch", &end_batch, py::arg("number"), py::arg("code") = 0, py::arg("text") = "")
       .def("process", &process, py::arg("rank"))
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
 }

@@ -184,14 +184,19 @@ Array Api::copy(Handle array) const {
   return {shared_from_this(), copied};
 }
 
-bool Api::is_reachable(Handle array) const {
+bool Api::is_dense(Handle array) const {
   if (chunk_of(array) == nullptr) return false;
   int storage_type = kDefaultStorage;
   check(get_storage_type_(array, &storage_type));
+  return storage_type == kDefaultStorage;
+}
+
+bool Api::is_reachable(Handle array) const {
+  if (!is_dense(array)) return false;
   int device_type = kCpu.device_type;
   int device_id = 0;
   check(get_context_(array, &device_type, &device_id));
-  return storage_type == kDefaultStorage && device_type != kGpu;
+  return device_type != kGpu;
 }
 
 std::size_t Api::bytes_of(Handle array) const {

@@ -122,8 +122,10 @@ class Api : public std::enable_shared_from_this<Api> {
   // Throws Error.
   Array copy(Handle array) const;
 
-  // Whether open() can succeed for this array: it has storage, dense, in memory that the CPU reaches. Does not wait, so
-  // the array's own operations may still be in flight. Throws Error.
+  // Whether open() can succeed for this array: it has storage, dense. Does not wait, so the array's own operations may
+  // still be in flight. Throws Error.
+  bool is_dense(Handle array) const;
+  // The same, in memory that the CPU reaches.
   bool is_reachable(Handle array) const;
 
   // The bytes of an array's elements; 0 also when MXNet does not know its shape or this package its dtype. Does not

@@ -18,6 +18,8 @@ std::string describe(DType dtype, std::size_t count) {
   return std::string(name_of(dtype)) + " x " + std::to_string(count);
 }
 
+bool is_on_device(const View& view) { return view.device() == View::Device::kGpu; }
+
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 }  // namespace
@@ -86,6 +88,7 @@ Request Operation::describe_arrays() {
   request.count = views_.front().count();
   request.shape = views_.front().shape();
   request.dtype = *dtype_of(views_.front());
+  request.on_device = is_on_device(views_.front());
   for (std::size_t i = 0; i < inputs_.size(); ++i) request.inputs.push_back(views_[i].data());
   for (std::size_t i = inputs_.size(); i < views_.size(); ++i) request.outputs.push_back(views_[i].data());
   return request;
@@ -94,8 +97,10 @@ Request Operation::describe_arrays() {
 void Operation::open_all(const std::vector<Array>& arrays, bool written) {
   const std::string which = written ? "an output" : "an input";
   for (const Array& array : arrays) {
-    if (!api_->is_reachable(array.get())) throw std::runtime_error(which + " is sparse, empty or not on the CPU.");
+    if (!api_->is_dense(array.get())) throw std::runtime_error(which + " is sparse or empty.");
     View view = api_->open(array.get());
+    if (!views_.empty() && is_on_device(view) != is_on_device(views_.front()))
+      throw std::runtime_error("its own arrays are partly on a GPU, partly not.");
     const std::optional<DType> dtype = dtype_of(view);
     if (!dtype)
       throw std::runtime_error(which + " has dtype " + describe_unsupported(view) + ", which cannot be reduced.");

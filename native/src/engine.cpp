@@ -33,6 +33,8 @@ constexpr std::chrono::microseconds kBriefly{5};
 // For how long a submitting thread carries out what it made ready itself. It may be a thread that computes: longer, and
 // the computation behind it would be late.
 constexpr std::chrono::microseconds kInlineTime{200};
+// How long the device thread may take to end what it carries out, once the world is lost.
+constexpr std::chrono::seconds kDevicesEnd{10};
 // How often to look whether another rank is through with what it carries out, once the world is lost.
 constexpr std::chrono::milliseconds kLook{1};
 
@@ -55,7 +57,8 @@ class Engine::Impl {
         pending_(world_, alarm_, messages_),
         pipeline_(
             world_, alarm_, [this](std::uint32_t slot) -> const Request& { return pending_.request_on(slot); },
-            [this](const Entry& entry) { pending_.scheduled(entry); }, [this](std::uint32_t slot) { complete(slot); }),
+            [this](const Entry& entry) { pending_.scheduled(entry); }, [this](std::uint32_t slot) { complete(slot); },
+            devices_),
         liveness_(world_, rank, options_.host, options_.watch_peers) {
     communication_ = std::thread([this] { communicate(); });
     try {
@@ -197,8 +200,8 @@ class Engine::Impl {
   }
 
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request) {
-    const bool linger =
-        !forked() && bytes_of(*request) <= world_.thresholds.linger && idle() && lingering_.is_promising();
+    const bool linger = !forked() && !request->on_device && bytes_of(*request) <= world_.thresholds.linger && idle() &&
+                        lingering_.is_promising();
     auto work = submit(std::move(request), linger);
     if (linger) {
       WaitPolicy policy = callers_policy_;
@@ -212,6 +215,21 @@ class Engine::Impl {
   void abort(const std::string& text) {
     if (forked()) return;
     alarm_.raise(ErrorCode::kTransport, text);
+  }
+
+  std::optional<DeviceBatch> take_batch(std::chrono::nanoseconds limit) {
+    if (forked()) return std::nullopt;
+    return devices_.take(limit);
+  }
+
+  bool end_batch(std::uint64_t number, const Status& status) {
+    if (forked()) return false;
+    if (!status.ok()) alarm_.raise(status.code(), describe_rank(world_, rank_) + ": " + status.text());
+    // The device may have been stopped on the way, because of the failure.
+    if (world_.failure.is_set()) devices_.give_up(kDevicesEnd);
+    const bool was_out = devices_.done(number);
+    world_.rank(rank_).bell.ring();
+    return was_out;
   }
 
   Status health() {
@@ -288,6 +306,7 @@ class Engine::Impl {
       alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, rank_) + " left while its operations were pending");
       drive_until([this] { return idle(); }, std::chrono::hours(1), policy_);  // only fails them: the world is lost
     }
+    devices_.close();
     // Release: this rank has written whatever the others will read from it.
     world_.rank(rank_).presence.store(Presence::kLeft, std::memory_order_release);
     world_.left.fetch_add(1, std::memory_order_release);
@@ -363,7 +382,7 @@ class Engine::Impl {
     std::deque<std::shared_ptr<Work>> lost;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      lost = pending_.take_all();
+      lost = pending_.take_all([this](std::uint32_t slot) { return devices_.holds(slot); });
     }
     for (const auto& work : lost) {
       work->finish(world_.failure.is_set() ? messages_.lost(work->request()) : messages_.left(work->request()));
@@ -387,6 +406,7 @@ class Engine::Impl {
       }
     } catch (const WorldLost&) {
     }
+    devices_.give_up(kDevicesEnd);
     if (!std::exchange(finished_, true)) finish_what_is_done(policy);
     fail_pending();
     return false;
@@ -516,6 +536,7 @@ class Engine::Impl {
   std::condition_variable changed_;         // something completed, or the driver's place is free
   std::condition_variable parked_changed_;  // unpark_, stopping_
 
+  DeviceQueue devices_;
   Pending pending_;  // under mutex_
   int waiters_ = 0;
   Lingering lingering_;
@@ -575,6 +596,8 @@ std::optional<std::vector<Missed>> Engine::missed(std::size_t most, bool describ
 }
 Engine::Process Engine::process(int rank) const { return impl_->process(rank); }
 Status Engine::health() const { return impl_->health(); }
+std::optional<DeviceBatch> Engine::take_batch(std::chrono::nanoseconds limit) { return impl_->take_batch(limit); }
+bool Engine::end_batch(std::uint64_t number, const Status& status) { return impl_->end_batch(number, status); }
 std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
 void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }
 

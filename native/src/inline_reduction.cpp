@@ -11,7 +11,8 @@ void InlineReduction::stage(std::uint32_t slot, const Request& request, bool wat
   world_.mark(slot, rank_).watch.store(watched ? Mark::kWatched : Mark::kInbox, std::memory_order_relaxed);
   const std::size_t bytes = bytes_of(request);
   const bool carried = request.collective == Collective::kAllreduce && request.input_failure.empty() &&
-                       bytes <= world_.thresholds.inlined && world_.mark(slot, rank_).place == kNoPlace;
+                       !request.on_device && bytes <= world_.thresholds.inlined &&
+                       world_.mark(slot, rank_).place == kNoPlace;
   if (!carried || bytes == 0) return;  // arrays without elements may be null
   void* payload = world_.payload(slot, rank_, bytes);
   if (request.inputs.size() == 1) {
@@ -24,7 +25,7 @@ void InlineReduction::stage(std::uint32_t slot, const Request& request, bool wat
 
 bool InlineReduction::may_carry_out(World& world, const Request& request) {
   const std::size_t bytes = bytes_of(request);
-  return request.collective == Collective::kAllreduce && request.input_failure.empty() &&
+  return request.collective == Collective::kAllreduce && request.input_failure.empty() && !request.on_device &&
          (bytes <= world.thresholds.inlined || bytes <= world.thresholds.inlined_direct / world.size);
 }
 

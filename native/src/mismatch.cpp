@@ -30,6 +30,8 @@ const std::vector<Aspect>& aspects() {
        [](World&, const Signature& s) { return std::string(name_of(s.collective)); }},
       {"dtype", "use the same dtype on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.dtype)); }},
+      {"the kind of memory", "keep the array on the same kind of device on every rank.",
+       [](World&, const Signature& s) { return std::string(s.on_device != 0 ? "GPU" : "CPU"); }},
       {"shape", "build the same network on every rank.", [](World&, const Signature& s) { return describe_shape(s); }},
       {"reduce op", "pass the same op on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.op)); }},

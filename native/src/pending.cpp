@@ -165,16 +165,18 @@ Pending::CarriedOut Pending::carried_out() {
   return found;
 }
 
-std::deque<std::shared_ptr<Work>> Pending::take_all() {
+std::deque<std::shared_ptr<Work>> Pending::take_all(const std::function<bool(std::uint32_t)>& held) {
   std::deque<std::shared_ptr<Work>> all;
   const auto now = Clock::now();
   for (auto& [text, name] : names_) {
-    for (auto& work : name.queue) {
-      if (work != name.queue.front()) work->since = now;  // it waited for those before it
+    const std::size_t kept = is_announced(name) && held(name.slot.slot) ? 1 : 0;
+    for (std::size_t i = kept; i < name.queue.size(); ++i) {
+      std::shared_ptr<Work>& work = name.queue[i];
+      if (i > 0) work->since = now;  // it waited for those before it
       timeline_.record(*work, now, true);
+      all.push_back(std::move(work));
     }
-    for (auto& work : name.queue) all.push_back(std::move(work));
-    name.queue.clear();
+    name.queue.resize(kept);
   }
   rounds_.forget();
   waiting_for_slot_.clear();

@@ -44,13 +44,15 @@ char* result_of(const Request& request) { return static_cast<char*>(request.outp
 }  // namespace
 
 Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-                   std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished)
+                   std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished,
+                   DeviceQueue& devices)
     : world_(world),
       rank_(alarm.rank()),
       schedule_(world, alarm),
       request_of_(std::move(request_of)),
       scheduled_(std::move(scheduled)),
       finished_(std::move(finished)),
+      devices_(devices),
       inputs_(world.size),
       outputs_(world.size) {}
 
@@ -59,6 +61,10 @@ bool Pipeline::advance(const WaitPolicy& policy) {
   if (const auto slot = world_.rank(rank_).inbox.get(taken_)) {
     ++taken_;
     take(*slot);
+    finished_(*slot);
+    return true;
+  }
+  if (const auto slot = devices_.take_finished()) {
     finished_(*slot);
     return true;
   }
@@ -112,12 +118,27 @@ void Pipeline::sum_devices(const Entry& entry) {
   }
 }
 
+void Pipeline::hand_over(const Entry& entry) {
+  const std::uint32_t first = entry.pieces[0].slot;
+  DeviceBatch batch;
+  batch.collective = request_of_(first).collective;
+  batch.reduction = reduction_of(request_of_(first), world_.slots[first].weights);
+  batch.root = entry.root;
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    const std::uint32_t slot = entry.pieces[i].slot;
+    const Request& request = request_of_(slot);
+    batch.operations.push_back({slot, request.name, request.label, request.inputs, request.outputs, request.count,
+                                request.contributed, request.parts});
+  }
+  devices_.put(std::move(batch));
+}
+
 bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
   // The others read this staging memory last while they reduced the entry that used it before. Without staging memory,
   // only the next entry's place in the schedule must be free.
-  const bool direct = entry.algorithm == Algorithm::kDirect;
-  if (!wait_all(&RankState::reduced, index + 1 - (direct ? kEntries - 1 : kStages))) return false;
-  if (entry.algorithm != Algorithm::kFail && !direct) sum_devices(entry);
+  const bool staged = entry.algorithm != Algorithm::kDirect && entry.algorithm != Algorithm::kDevice;
+  if (!wait_all(&RankState::reduced, index + 1 - (staged ? kStages : kEntries - 1))) return false;
+  if (entry.algorithm != Algorithm::kFail && staged) sum_devices(entry);
   char* staging = world_.staging(rank_, index);
   const auto stage = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     std::memcpy(staging + piece.staged + offset, source_of(request_of_(piece.slot)) + piece.offset + offset, bytes);
@@ -127,6 +148,9 @@ bool Pipeline::fill(const Entry& entry, std::uint64_t index) {
     case Algorithm::kFail:
     case Algorithm::kDirect:
     case Algorithm::kInline:
+      break;
+    case Algorithm::kDevice:
+      if (!lost_) hand_over(entry);  // it needs the others
       break;
     case Algorithm::kOneShot:
       for_each_in(entry, all, stage);
@@ -216,6 +240,7 @@ bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
   switch (entry.algorithm) {
     case Algorithm::kFail:
     case Algorithm::kInline:
+    case Algorithm::kDevice:
       break;
     case Algorithm::kOneShot:
       if (!wait_all(&RankState::filled, index + 1)) return false;
@@ -256,6 +281,7 @@ bool Pipeline::reduce_entry(const Entry& entry, std::uint64_t index) {
 }
 
 bool Pipeline::collect(const Entry& entry, std::uint64_t index) {
+  if (entry.algorithm == Algorithm::kDevice) return true;  // the devices say when
   if (entry.algorithm == Algorithm::kDirect) {
     Flag& finished = world_.claims[index % kEntries].finished;
     if (!finished.wait(static_cast<std::uint32_t>(index + 1), policy_, world_.failure)) return false;

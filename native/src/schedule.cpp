@@ -77,6 +77,29 @@ bool Schedule::fetch(std::uint32_t index, Entry& entry) {
   return true;
 }
 
+void Schedule::decide_on_device(Entry& entry, std::uint32_t& count) {
+  const Slot& first = world_.slots[world_.ready[0].slot];
+  const auto goes_with_it = [&](const Slot& slot) {
+    const Signature &a = slot.agreed, &b = first.agreed;
+    return slot.error == 0 && a.on_device != 0 && a.collective == b.collective && a.dtype == b.dtype && a.op == b.op &&
+           a.as_half == b.as_half && a.root == b.root && a.prescale == b.prescale && a.postscale == b.postscale &&
+           slot.weights == first.weights;
+  };
+  entry.algorithm = Algorithm::kDevice;
+  entry.root = first.agreed.root;
+  std::uint64_t bytes = 0;
+  do {
+    const std::uint32_t index = world_.ready[0].slot;
+    Slot& slot = world_.slots[index];
+    if (entry.n_pieces > 0 && (!goes_with_it(slot) || bytes + slot.bytes > world_.thresholds.device_fusion)) return;
+    entry.pieces[entry.n_pieces++] = Piece{index, 0, 0, slot.bytes};
+    slot.scheduled = slot.bytes;
+    bytes += slot.bytes;
+    std::pop_heap(world_.ready, world_.ready + count, heap_less);
+    --count;
+  } while (count > 0 && entry.n_pieces < kPieces);
+}
+
 void Schedule::decide(Entry& entry) {
   std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);  // Relaxed: written under the lock.
   entry.n_pieces = 0;
@@ -101,6 +124,8 @@ void Schedule::decide(Entry& entry) {
     entry.algorithm = Algorithm::kFail;
     entry.pieces[entry.n_pieces++] = Piece{first, 0, 0, 0};
     pop();
+  } else if (slot.agreed.on_device != 0) {
+    decide_on_device(entry, count);
   } else {
     const Signature& agreed = slot.agreed;
     const bool direct = slot.direct != 0;
@@ -113,8 +138,9 @@ void Schedule::decide(Entry& entry) {
       const std::uint32_t next = world_.ready[0].slot;
       const Slot& other = world_.slots[next];
       const std::uint64_t rest = other.bytes - other.scheduled;
-      if (other.error != 0 || other.agreed.collective != agreed.collective || other.agreed.root != agreed.root ||
-          other.direct != slot.direct || entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
+      if (other.error != 0 || other.agreed.on_device != 0 || other.agreed.collective != agreed.collective ||
+          other.agreed.root != agreed.root || other.direct != slot.direct ||
+          entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
         break;
       }
       add(next, rest);

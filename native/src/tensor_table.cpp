@@ -48,6 +48,7 @@ Signature signature_of(const Request& request) {
     return signature;
   }
   signature.dtype = request.dtype;
+  signature.on_device = request.on_device;
   signature.count = request.count;
   signature.dims = static_cast<std::uint16_t>(request.shape.size());
   const std::size_t dims = std::min<std::size_t>(request.shape.size(), kMaxDims);
@@ -171,8 +172,8 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
 }
 
 std::uint64_t TensorTable::place_of(const Request& request) const {
-  if (request.collective != Collective::kAllreduce || request.inputs.size() != 1 || request.outputs.size() != 1 ||
-      request.inputs[0] != request.outputs[0]) {
+  if (request.on_device || request.collective != Collective::kAllreduce || request.inputs.size() != 1 ||
+      request.outputs.size() != 1 || request.inputs[0] != request.outputs[0]) {
     return kNoPlace;
   }
   const auto array = reinterpret_cast<std::uintptr_t>(request.outputs[0]);

@@ -59,6 +59,7 @@ const std::vector<ThresholdInfo>& threshold_infos() {
       {"min_part", &Thresholds::min_part, kPage, kPage, kMost},
       {"max_part", &Thresholds::max_part, kPage, kPage, kMost},
       {"submitter", &Thresholds::submitter, 64, 0, kMost},
+      {"device_fusion", &Thresholds::device_fusion, 64, 0, kMost},
       {"linger", &Thresholds::linger, 64, 0, kMost},
   };
   return infos;

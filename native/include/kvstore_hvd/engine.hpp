@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kvstore_hvd/device_queue.hpp"
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/segment.hpp"
 #include "kvstore_hvd/stall.hpp"
@@ -78,6 +79,12 @@ class Engine {
 
   // Fails all pending and later requests of all ranks of the world with kTransport and this text.
   void abort(const std::string& text);
+
+  // For the device thread, see DeviceQueue: the next batch, or nothing after `limit`, when the world is lost or left.
+  // end_batch() says that the device does not touch the arrays any more; with a failure the world is lost. It returns
+  // false for what was not taken.
+  std::optional<DeviceBatch> take_batch(std::chrono::nanoseconds limit);
+  bool end_batch(std::uint64_t number, const Status& status = Status());
 
   // The latched failure of the world, or ok.
   Status health() const;

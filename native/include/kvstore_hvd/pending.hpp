@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -71,8 +72,8 @@ class Pending {
   };
   CarriedOut carried_out();
 
-  // Hands out everything.
-  std::deque<std::shared_ptr<Work>> take_all();
+  // Hands out everything but what is `held`: operations in flight on those slots.
+  std::deque<std::shared_ptr<Work>> take_all(const std::function<bool(std::uint32_t)>& held);
 
   // How many requests were added and not yet given to settle(). Any thread; acquire: what the settled ones have written
   // is visible.

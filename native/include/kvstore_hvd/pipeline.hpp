@@ -14,6 +14,8 @@
 //   collect  two-shot: copy the other slices from this rank's own staging memory into the output
 //            direct: wait for the parts that others have claimed
 //
+// Of an entry for devices nothing is filled but their queue; it is complete when they say so.
+//
 // In the two-shot each staging line moves between two cores exactly twice and is never shared for reading: rewriting a
 // line that other cores hold copies of costs more. Staging memory holds kStages entries, used in turn.
 #pragma once
@@ -24,6 +26,7 @@
 #include <functional>
 #include <vector>
 
+#include "kvstore_hvd/device_queue.hpp"
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/schedule.hpp"
 #include "kvstore_hvd/wait.hpp"
@@ -37,7 +40,8 @@ class Pipeline {
   // operation are done on this rank (or when it failed: ask the slot); `scheduled` is told of every entry, before
   // anything of it is done.
   Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-           std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished);
+           std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished,
+           DeviceQueue& devices);
 
   // Does the next piece of work, or waits for the ranks that it depends on, as the policy says but no longer than
   // kMaxSleep. Returns false when there is nothing under way and nothing to begin. Throws WorldLost.
@@ -53,7 +57,7 @@ class Pipeline {
   // Whether something is under way or could begin.
   bool has_work() const {
     return fetched_ != collected_ || schedule_.available(static_cast<std::uint32_t>(fetched_)) ||
-           world_.rank(rank_).inbox.get(taken_).has_value();
+           world_.rank(rank_).inbox.get(taken_).has_value() || devices_.has_finished();
   }
 
   // Hands the result of what was carried out inline to this rank's request on the slot. From any thread.
@@ -68,6 +72,7 @@ class Pipeline {
   bool reduce_entry(const Entry& entry, std::uint64_t index);
   bool collect(const Entry& entry, std::uint64_t index);
   void sum_devices(const Entry& entry);
+  void hand_over(const Entry& entry);
   void reduce_claimed(const Entry& entry, std::uint64_t index);
   void reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end);
   void take_parts(const Entry& entry, std::uint64_t index);
@@ -81,6 +86,7 @@ class Pipeline {
   std::function<const Request&(std::uint32_t)> request_of_;
   std::function<void(const Entry&)> scheduled_;
   std::function<void(std::uint32_t)> finished_;
+  DeviceQueue& devices_;
 
   bool lost_ = false;  // see finish()
 

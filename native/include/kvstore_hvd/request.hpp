@@ -33,6 +33,8 @@ struct Request {
   // Each receives the result. May be the same address as an input, otherwise must not overlap one. Not written before
   // every rank has submitted and agreed; left as they were after a user error.
   std::vector<void*> outputs;
+  // The arrays lie in the memory of a device: the engine does not touch them, see DeviceQueue.
+  bool on_device = false;
   std::size_t count = 0;
   std::vector<std::int64_t> shape;  // compared across ranks; product == count
   DType dtype = DType::kFloat32;

@@ -35,6 +35,8 @@ class Schedule {
 
  private:
   void decide(Entry& entry);
+  // Takes the tensor on top of the heap, and more that a device can carry out with it.
+  void decide_on_device(Entry& entry, std::uint32_t& count);
 
   World& world_;
   Alarm& alarm_;

@@ -23,8 +23,9 @@ struct Thresholds {
   std::uint32_t direct_chunk = 1 << 20;  // what a tensor of higher priority may have to wait for
   std::uint32_t min_part = 8 << 10;      // direct, what is claimed at a time: less is done sooner than divided
   std::uint32_t max_part = 256 << 10;
-  std::uint32_t submitter = 4 << 20;  // direct: up to here the last rank begins on the thread that submits
-  std::uint32_t linger = 1 << 20;     // up to here a submitting thread may stay until the others have come
+  std::uint32_t submitter = 4 << 20;       // direct: up to here the last rank begins on the thread that submits
+  std::uint32_t device_fusion = 64 << 20;  // arrays of devices that are carried out together
+  std::uint32_t linger = 1 << 20;          // up to here a submitting thread may stay until the others have come
 };
 
 // What a threshold may be: a multiple of `unit`, from `least` to `most`.

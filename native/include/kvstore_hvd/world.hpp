@@ -50,7 +50,7 @@ struct Signature {
   std::uint64_t count;
   std::uint16_t dims;
   std::uint8_t as_half;
-  std::uint8_t reserved;
+  std::uint8_t on_device;
   std::uint32_t more_dims;  // a hash of the dimensions beyond kMaxDims
   std::int64_t shape[kMaxDims];
 };
@@ -119,6 +119,7 @@ enum class Algorithm : std::uint32_t {
   kInline,         // never scheduled: the last rank to announce reduces what the announcements carry
   kExchange,       // every rank stages its input and takes what it wants of the others'
   kReduceScatter,  // every rank stages everything and reduces what it receives
+  kDevice,         // nothing moves here: the ranks' device threads carry out all pieces together
 };
 
 // Part of a tensor inside a chunk.
