@@ -288,7 +288,7 @@ class Config:
         _choice("auto", "nccl", "kernels", "staged"),
         "auto",
         "KVHVD_GPU_PATH",
-        doc="How arrays on GPUs travel: auto, nccl, kernels (ours, over memory of the GPUs), staged (by way of the CPU).",
+        doc="How arrays on GPUs travel: auto, nccl, kernels (ours, over memory of GPUs), staged (by way of the CPU).",
     )
     gpu_staging_mib: int = _knob(
         _mebibytes, 64, "KVHVD_GPU_STAGING_MIB", doc="MiB of a GPU's memory in which arrays are gathered, 2 to 4096."

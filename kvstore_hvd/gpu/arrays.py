@@ -1,7 +1,7 @@
 """Arrays on a GPU, of whatever library: what the engine needs to know of them.
 
-They come by ``__cuda_array_interface__`` (CuPy, Numba, PyTorch, RAPIDS) or by DLPack (``__dlpack__``; JAX, and bfloat16,
-which the first has no name for).
+They come by ``__cuda_array_interface__`` (CuPy, Numba, PyTorch, RAPIDS) or by DLPack (``__dlpack__``: JAX, and
+bfloat16, for which the first has no name).
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ def nvrtc_library() -> Any:
         It is missing.
     """
     try:
-        nvrtc = importlib.import_module("cupy.cuda.nvrtc")
+        nvrtc = importlib.import_module("cupy").cuda.nvrtc
         nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, AttributeError, RuntimeError) as error:
         raise LaunchError(
             message(
                 f"CuPy finds no compiler for kernels (NVRTC): {error}.",
