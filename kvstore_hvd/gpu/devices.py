@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["Device", "active", "activate", "choose_path", "reaches", "shared"]
+__all__ = ["Device", "activate", "active", "choose_path", "reaches", "shared"]
 
 _OLDEST = (7, 0)  # our kernels order memory by acquire and release, which older ones do not have
 

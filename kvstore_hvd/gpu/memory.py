@@ -108,7 +108,7 @@ class PinnedMemory:
     def view(self, dtype: Any = np.uint8) -> Any:
         """The memory as a NumPy array, valid until `close`."""
         raw = (ctypes.c_char * self.nbytes).from_address(self.address)
-        return np.frombuffer(raw, dtype)
+        return np.frombuffer(memoryview(raw), dtype)
 
     def close(self) -> None:
         """Give it back; no copy is under way."""

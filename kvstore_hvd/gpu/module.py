@@ -1,7 +1,7 @@
 """Our kernels on one device: compiled by NVRTC at the first use, kept on disk, loaded as a CuPy RawModule, launched.
 
-CuPy's own compilation is not used: it adds ``-ftz=true``, which flushes denormals, and needs a device. NVRTC needs none,
-so that `compile_kernels` is tested on any machine.
+CuPy's own compilation is not used: it adds ``-ftz=true``, which flushes denormals, and needs a device. NVRTC needs
+none, so that `compile_kernels` is tested on any machine.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvstore_hvd.errors import KVHvdError, LaunchError, TimeoutError, TransportError, message
+from kvstore_hvd import errors
+from kvstore_hvd.errors import KVHvdError, LaunchError, TransportError, message
 from kvstore_hvd.gpu.nccl_library import IN_PROGRESS, SUCCESS, Config, NcclLibrary, UniqueId
 
 __all__ = ["DTYPES", "OPS", "PREMULTIPLIED", "NcclCommunicator"]
@@ -171,7 +172,7 @@ class NcclCommunicator:
 
     def close(self) -> None:
         """Give everything back; all that was enqueued is done, and all ranks do it. Aborts when that takes too long."""
-        with contextlib.suppress(TransportError, TimeoutError):
+        with contextlib.suppress(TransportError, errors.TimeoutError):
             if self._handle:
                 self._call("ncclCommFinalize", self._handle)
                 self._settle("ncclCommFinalize")
@@ -241,7 +242,7 @@ class NcclCommunicator:
             waited = time.monotonic() - start
             if waited > self._timeout_s:
                 self.abort()
-                raise TimeoutError(
+                raise errors.TimeoutError(
                     message(
                         f"NCCL has not finished {what} within {self._timeout_s:g} s; the communicator is aborted.",
                         fix="set NCCL_DEBUG=INFO to see whom it waits for.",

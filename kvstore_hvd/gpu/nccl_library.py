@@ -150,7 +150,10 @@ class NcclLibrary:
         return bytes(memoryview(made)).hex()
 
 
-_FIX = "pip install nvidia-nccl-cu12 (cu11, cu13: as the driver's CUDA), or set KVHVD_NCCL_LIBRARY to the libnccl.so.2 to use."
+_FIX = (
+    "pip install nvidia-nccl-cu12 (cu11, cu13: as the driver's CUDA), or set KVHVD_NCCL_LIBRARY to the libnccl.so.2 "
+    "to use."
+)
 _found: NcclLibrary | None = None
 
 
