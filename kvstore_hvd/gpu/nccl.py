@@ -62,7 +62,8 @@ class NcclCommunicator:
 
     def __init__(self, library: NcclLibrary, unique_id: str, rank: int, size: int, timeout_s: float) -> None:
         self._library = library
-        self._timeout_s = timeout_s
+        #: Seconds that any call may take from now on.
+        self.timeout_s = timeout_s
         self._lock = threading.RLock()  # abort frees what other calls look into
         self._handle = ctypes.c_void_p()
         self._aborting: threading.Thread | None = None
@@ -240,11 +241,11 @@ class NcclCommunicator:
             if state != IN_PROGRESS:
                 raise self._failure(f"{what} failed", state)
             waited = time.monotonic() - start
-            if waited > self._timeout_s:
+            if waited > self.timeout_s:
                 self.abort()
                 raise errors.TimeoutError(
                     message(
-                        f"NCCL has not finished {what} within {self._timeout_s:g} s; the communicator is aborted.",
+                        f"NCCL has not finished {what} within {self.timeout_s:g} s; the communicator is aborted.",
                         fix="set NCCL_DEBUG=INFO to see whom it waits for.",
                     )
                 )

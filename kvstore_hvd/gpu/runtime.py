@@ -10,13 +10,13 @@ import contextlib
 import ctypes
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore_hvd import log
 from kvstore_hvd.errors import LaunchError, TransportError, message
 
-__all__ = ["EXTRAS", "checked", "cupy", "driver_version", "nvrtc_library", "version_text"]
+__all__ = ["EXTRAS", "checked", "close_all", "cupy", "driver_version", "nvrtc_library", "version_text"]
 
 #: Extra of this package for each major version of CUDA.
 EXTRAS = {11: "gpu-cu11", 12: "gpu-cu12", 13: "gpu-cu13"}
@@ -37,6 +37,15 @@ def cupy() -> Any:
     if _cupy is None:
         _cupy = _import()
     return _cupy
+
+
+def close_all(*closes: Callable[[], None]) -> None:
+    """Call each; what CUDA has against it is left to the log: after a failed kernel it is against everything."""
+    for close in closes:
+        try:
+            close()
+        except TransportError as error:
+            log.logger.debug("%s", error)
 
 
 def nvrtc_library() -> Any:
