@@ -100,7 +100,8 @@ class NcclExecutor(Executor):
         if self._must_gather(reduction) or sum(each.count for each in batch) * item * self._size <= _GATHERED_BYTES:
             self._allreduce_gathered(batch, reduction)
             return self._completion()
-        direct, packed = [], []
+        direct: list[DeviceRequest] = []
+        packed: list[DeviceRequest] = []
         for request in batch:
             (direct if self._is_direct(request, reduction) else packed).append(request)
         if direct:
