@@ -22,6 +22,7 @@ __all__ = [
     "RESERVED_PREFIXES",
     "Config",
     "MPILaunch",
+    "cache_folder",
     "config",
     "environment",
     "known_variables",
@@ -78,6 +79,16 @@ def _count(text: str) -> int:
 
 
 _count.expected = "a whole number, 0 or more"  # type: ignore[attr-defined]
+
+
+def _mebibytes(text: str) -> int:
+    value = int(text)
+    if not 2 <= value <= 4096:
+        raise ValueError
+    return value
+
+
+_mebibytes.expected = "a whole number, 2 to 4096"  # type: ignore[attr-defined]
 
 
 def _flag(text: str) -> bool:
@@ -274,6 +285,18 @@ class Config:
         "KVHVD_THRESHOLDS",
         doc="Sizes in bytes at which the engine changes its way, NAME=BYTES,...: what benchmarks/tune.py prints.",
     )
+    gpu_path: str = _knob(
+        _choice("auto", "nccl", "kernels", "staged"),
+        "auto",
+        "KVHVD_GPU_PATH",
+        doc="How arrays on GPUs travel: auto, nccl, kernels (ours, over memory of GPUs), staged (by way of the CPU).",
+    )
+    gpu_staging_mib: int = _knob(
+        _mebibytes, 64, "KVHVD_GPU_STAGING_MIB", doc="MiB of a GPU's memory in which arrays are gathered, 2 to 4096."
+    )
+    nccl_library: str = _knob(
+        _text, "", "KVHVD_NCCL_LIBRARY", doc="Path of the libnccl.so.2 to use instead of the one that is found."
+    )
     timeline: str = _knob(
         _text,
         "",
@@ -463,6 +486,11 @@ def tell_unused() -> None:
             "these variables of Horovod have no effect here:\n%s",
             "\n".join(f"  {name}: {horovod_variables.reason(name)}" for name in unused),
         )
+
+
+def cache_folder() -> str:
+    """Where this user's files may lie that can be made again; need not exist."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvstore_hvd")
 
 
 def environment() -> dict[str, str]:

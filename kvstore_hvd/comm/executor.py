@@ -1,0 +1,152 @@
+"""What carries out operations on arrays of a GPU, and what such an operation is there.
+
+The engine has matched and ordered what all workers have submitted, so that every worker's executor gets the same
+batches in the same order. One thread of a worker, the device's, calls its executor.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore_hvd import errors
+from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.gpu.streams import Event, Stream
+
+__all__ = ["Batch", "Completion", "DeviceRequest", "EventCompletion", "Executor", "input_of"]
+
+
+class DeviceRequest(Protocol):
+    """A collective operation on arrays of one GPU: the part of `comm.base.Request` that executors read.
+
+    It has one input (a broadcast may have none on other ranks than the root) and any number of outputs. `postscale` is
+    divided by the workers' weights already where op is ``'average'``.
+    """
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    count: int
+    dtype: str
+    op: str
+    prescale: float
+    postscale: float
+    as_half: bool
+    root: int
+    parts: Sequence[tuple[int, int, int, int]]
+    contributed: int
+
+
+#: Requests of one kind, dtype, op, scales and root; carried out together.
+Batch = Sequence[DeviceRequest]
+
+
+class Completion(ABC):
+    """Operations under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all outputs are written; called again and again until it is so, by the thread of the executor.
+
+        Raises
+        ------
+        HorovodInternalError
+            They never will be: the world is lost.
+        """
+
+
+class Executor(ABC):
+    """One worker's end of a world whose arrays lie on GPUs; for arrays of one device, which its methods make current.
+
+    What raises has lost the world: the caller aborts it on every worker.
+    """
+
+    @abstractmethod
+    def allreduce(self, batch: Batch) -> Completion:
+        """Enqueue the reduction of every request's input over all workers into its outputs."""
+
+    @abstractmethod
+    def broadcast(self, batch: Batch) -> Completion:
+        """Enqueue copies of the root's inputs to all workers' outputs."""
+
+    @abstractmethod
+    def exchange(self, batch: Batch) -> Completion:
+        """Enqueue copies of what this worker takes of all workers' inputs (`parts`, see `comm.base.Request`)."""
+
+    @abstractmethod
+    def reducescatter(self, batch: Batch) -> Completion:
+        """Enqueue reductions of which this worker receives the one part that it asks for."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """Let what is enqueued from now on begin after an event of the same device."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Have what is enqueued end soon, on every worker; from any thread, any number of times. Returns at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. What is under way is done, or was aborted; never used again."""
+
+
+class EventCompletion(Completion):
+    """Done when the stream has come so far.
+
+    Parameters
+    ----------
+    stream : Stream
+    check : callable
+        Raises when something has failed; asked before and after the event is done.
+    timeout_s : float
+        Seconds from now.
+    finish : callable, optional
+        Called once, when it is done.
+    """
+
+    def __init__(
+        self, stream: Stream, check: Callable[[], None], timeout_s: float, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._event = Event().record(stream)
+        self._check = check
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._finish = finish
+        self._is_done = False
+
+    def done(self) -> bool:
+        """See `Completion.done`."""
+        if self._is_done:
+            return True
+        is_done = self._event.done()
+        # A kernel that was told to end leaves its outputs unwritten, and the stream goes on.
+        self._check()
+        if is_done:
+            self._event.close()
+            self._is_done = True
+            if self._finish is not None:
+                self._finish()
+        elif time.monotonic() > self._deadline:
+            raise errors.TimeoutError(
+                message(
+                    f"operations on the GPUs have not ended within {self._timeout_s:g} s.",
+                    fix="see whether a worker, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit.",
+                )
+            )
+        return self._is_done
+
+
+def input_of(request: DeviceRequest) -> int:
+    """The address of a request's only input.
+
+    Raises
+    ------
+    InvalidRequestError
+        It has none, or several.
+    """
+    if len(request.inputs) != 1:
+        raise InvalidRequestError(
+            message(f"an operation on a GPU has {len(request.inputs)} inputs.", fix="add those of this worker first.")
+        )
+    return request.inputs[0]

@@ -1,0 +1,152 @@
+"""Which executor a world gets for its GPUs: the workers tell each other what they have, and decide alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+
+from kvstore_hvd import log
+from kvstore_hvd.comm import agreement
+from kvstore_hvd.comm.base import Communicator
+from kvstore_hvd.comm.executor import Executor
+from kvstore_hvd.comm.nccl import NcclExecutor
+from kvstore_hvd.comm.ring import RingExecutor
+from kvstore_hvd.comm.staged import StagedExecutor
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import KVHvdError, LaunchError, message
+from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches
+from kvstore_hvd.gpu.nccl_library import OLDEST, library
+from kvstore_hvd.topology import Host, Topology
+
+__all__ = ["create_executor"]
+
+
+def create_executor(communicator: Communicator | None, topology: Topology, ordinal: int, name: str = "gpu") -> Executor:
+    """Make this worker's executor for arrays on one of its GPUs. Collective; the device becomes the current one.
+
+    Parameters
+    ----------
+    communicator : Communicator or None
+        The engine, by which the workers tell each other what they have; None in a world of one.
+    topology : Topology
+    ordinal : int
+        The device, as CUDA counts it in this process; workers may name different ones.
+    name : str
+        Matches the call with those of the other workers; another one for each device of a worker.
+
+    Returns
+    -------
+    Executor
+
+    Raises
+    ------
+    LaunchError
+        On every worker alike: some worker has no CuPy, no driver or no such device, or what KVHVD_GPU_PATH demands is
+        not possible.
+    HorovodInternalError
+        The world is lost.
+    """
+    talk = _Talk(communicator, topology, name)
+    devices = [Device.from_text(text) for text in talk.agreed("has no GPU to use", lambda: _describe(ordinal))]
+    activate(ordinal)
+    reach = all(json.loads(text) for text in talk.agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices))))
+    wish = config().gpu_path
+    wishes = talk.agreed("has no wish", lambda: wish)
+    if len(set(wishes)) > 1:
+        details = [f"{each}: {topology.rank_list(_holders(wishes, each))}" for each in sorted(set(wishes))]
+        fact = "the workers disagree on KVHVD_GPU_PATH."
+        raise LaunchError(message(fact, details=details, fix="set it alike on all workers.", **topology.speaker))
+    # A world of one sends nothing: kernels copy and scale.
+    alone = topology.size == 1 and wish == "auto"
+    path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)
+    _say(path, reason, devices)
+    return _make(path, talk, topology, devices, ordinal)
+
+
+def _make(path: str, talk: _Talk, topology: Topology, devices: Sequence[Device], ordinal: int) -> Executor:
+    rank, size = topology.rank, topology.size
+    staging, timeout_s = config().gpu_staging_mib << 20, config().timeout_s
+    made: list[Executor] = []
+
+    def make_nccl() -> str:
+        arguments = rank, size, devices[rank], ordinal, staging, timeout_s, config().start_timeout_s
+        made.append(NcclExecutor(library(), unique_id, *arguments))
+        return ""
+
+    if path == "nccl":
+        unique_id = talk.agreed("cannot start NCCL", lambda: library().unique_id() if rank == 0 else "")[0]
+        talk.agreed("cannot join the others by NCCL", make_nccl, made)
+        return made[0]
+    if path == "kernels":
+        return RingExecutor(rank, devices, ordinal, staging, timeout_s, talk.tell)
+    if talk.communicator is None:
+        raise LaunchError(message("KVHVD_GPU_PATH=staged needs several workers.", fix="unset it."))
+    return StagedExecutor(talk.communicator, rank, ordinal, timeout_s, f"{talk.name}/staged")
+
+
+def _describe(ordinal: int) -> str:
+    try:
+        nccl = library().version
+    except KVHvdError as error:
+        log.logger.debug("no NCCL: %s", error)
+        nccl = 0
+    return Device.of(ordinal, Host.here().identity, nccl).to_text()
+
+
+def _say(path: str, reason: str, devices: Sequence[Device]) -> None:
+    if path == "staged":
+        text = "arrays on GPUs are copied to the host and back for every operation, which is slow: %s"
+        log.once("gpu-path", logging.WARNING, text, reason)
+    elif path == "kernels":
+        log.once("gpu-path", logging.INFO, "arrays on GPUs are reduced by our own kernels: %s", reason)
+    else:
+        versions = sorted({device.nccl for device in devices})
+        text = "arrays on GPUs are reduced by NCCL %s"
+        log.once("gpu-path", logging.INFO, text, ", ".join(str(version) for version in versions))
+
+
+class _Talk:
+    """What the workers tell each other while they set out; every text has a name of its own."""
+
+    def __init__(self, communicator: Communicator | None, topology: Topology, name: str) -> None:
+        self.communicator, self._topology, self.name = communicator, topology, name
+        self._number = 0
+
+    def tell(self, text: str) -> list[str]:
+        """Every worker's text."""
+        self._number += 1
+        return agreement.exchange(self.communicator, self._topology, f"{self.name}/{self._number}", text)
+
+    def agreed(self, fault: str, answer: Callable[[], str], made: Sequence[Executor] = ()) -> list[str]:
+        """Every worker's answer; where one has none, all raise why, and what was made is closed.
+
+        Parameters
+        ----------
+        fault : str
+            What is the matter with a worker that has none.
+        answer : callable
+        made : sequence of Executor
+            What `answer` made.
+        """
+        cause: Exception | None = None
+        try:
+            told = {"answer": answer()}
+        except KVHvdError as error:
+            told, cause = {"fault": str(error)}, error
+        texts = [json.loads(text) for text in self.tell(json.dumps(told))]
+        faults = {rank: each["fault"] for rank, each in enumerate(texts) if "fault" in each}
+        if faults:
+            for executor in made:
+                executor.abort()
+                executor.close()
+            rank, text = next(iter(faults.items()))
+            ranks = self._topology.rank_list(faults)
+            raise LaunchError(
+                message(f"{ranks} {fault}.", details=[f"rank {rank}:", *text.splitlines()], **self._topology.speaker)
+            ) from cause
+        return [each["answer"] for each in texts]
+
+
+def _holders(values: Sequence[str], value: str) -> list[int]:
+    return [rank for rank, each in enumerate(values) if each == value]

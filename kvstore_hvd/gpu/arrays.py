@@ -1,0 +1,197 @@
+"""Arrays on a GPU, of whatever library: what the engine needs to know of them.
+
+They come by ``__cuda_array_interface__`` (CuPy, Numba, PyTorch, RAPIDS) or by DLPack (``__dlpack__``: JAX, and
+bfloat16, for which the first has no name).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
+from kvstore_hvd.gpu.runtime import checked, cupy
+
+__all__ = ["DeviceArray", "device_array", "is_on_gpu"]
+
+#: Streams by the numbers of ``__cuda_array_interface__`` 3.
+LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+
+_TYPES = {
+    "<f2": "float16",
+    "<f4": "float32",
+    "<f8": "float64",
+    "|i1": "int8",
+    "|u1": "uint8",
+    "<i4": "int32",
+    "<i8": "int64",
+}
+_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
+# dlpack.h: devices 2 (CUDA) and 13 (its managed memory); codes 0 (int), 1 (uint), 2 (float), 4 (bfloat).
+_DLPACK_DEVICES = (2, 13)
+_DLPACK_TYPES = {
+    (2, 16): "float16",
+    (4, 16): "bfloat16",
+    (2, 32): "float32",
+    (2, 64): "float64",
+    (0, 8): "int8",
+    (1, 8): "uint8",
+    (0, 32): "int32",
+    (0, 64): "int64",
+}
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """A contiguous array on a GPU.
+
+    `stream` is the number (as of ``__cuda_array_interface__``) of the stream in which its content is written; None when
+    whoever made it says that it is ready. `owner` keeps the memory alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: int
+    stream: int | None
+    is_read_only: bool
+    owner: Any
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.count * _ITEM_BYTES[self.dtype]
+
+
+def is_on_gpu(array: Any) -> bool:
+    """Whether `array` says that it is on a GPU; imports nothing."""
+    if hasattr(type(array), "__cuda_array_interface__"):
+        # PyTorch's tensors have the attribute on the CPU, too, and raise.
+        try:
+            return isinstance(array.__cuda_array_interface__, dict)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+    locate = getattr(array, "__dlpack_device__", None)
+    return locate is not None and int(locate()[0]) in _DLPACK_DEVICES
+
+
+def device_array(array: Any, **speaker: Any) -> DeviceArray:
+    """Describe an array that `is_on_gpu`.
+
+    Parameters
+    ----------
+    array
+        Not copied.
+    **speaker
+        Who speaks, and of which operation: passed to `errors.message`.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        Its elements cannot travel.
+    InvalidRequestError
+        It is not contiguous, or has a mask.
+    LaunchError
+        CuPy or the driver are missing, see `runtime.cupy`.
+    """
+    interface = getattr(array, "__cuda_array_interface__", None)
+    # bfloat16 has no name there, and comes as two raw bytes or not at all.
+    if interface is not None and not (interface["typestr"] == "<V2" and hasattr(array, "__dlpack__")):
+        return _from_interface(array, interface, speaker)
+    return _from_dlpack(array, speaker)
+
+
+def _from_interface(array: Any, interface: dict[str, Any], speaker: dict[str, Any]) -> DeviceArray:
+    dtype = _TYPES.get(interface["typestr"])
+    if dtype is None:
+        raise _unsupported(interface["typestr"], speaker)
+    if interface.get("mask") is not None:
+        raise InvalidRequestError(message("the array has a mask.", fix="pass its data only.", **speaker))
+    shape = tuple(int(length) for length in interface["shape"])
+    strides = interface.get("strides")
+    if strides is not None:
+        unit = _ITEM_BYTES[dtype]
+        _check_contiguous(shape, [int(stride) // unit if stride % unit == 0 else 0 for stride in strides], speaker)
+    address, is_read_only = interface["data"]
+    # Version 2 names no stream: its content is as the default stream leaves it.
+    stream = interface.get("stream") if interface.get("version", 2) >= 3 else LEGACY_STREAM
+    if stream == 0:
+        raise InvalidRequestError(
+            message("__cuda_array_interface__ names stream 0, which is ambiguous.", fix="name 1 or 2.", **speaker)
+        )
+    return DeviceArray(int(address or 0), shape, dtype, _device_of(int(address or 0)), stream, is_read_only, array)
+
+
+def _device_of(address: int) -> int:
+    runtime = cupy().cuda.runtime
+    with checked("ask where an array lies"):
+        # An empty array has no memory.
+        return int(runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def _from_dlpack(array: Any, speaker: dict[str, Any]) -> DeviceArray:
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    cupy()  # what is missing is said before the other library is asked
+    # The stream in which it is to be ready. The capsule is not consumed: when it goes, so does the producer's hold.
+    capsule = array.__dlpack__(stream=LEGACY_STREAM)
+    tensor = _DLTensor.from_address(get_pointer(capsule, b"dltensor"))
+    dtype = _DLPACK_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}", speaker)
+    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    if tensor.strides:
+        _check_contiguous(shape, [tensor.strides[axis] for axis in range(tensor.ndim)], speaker)
+    address = (tensor.data or 0) + tensor.byte_offset
+    return DeviceArray(address, shape, dtype, tensor.device_id, LEGACY_STREAM, False, (array, capsule))
+
+
+def _unsupported(what: str, speaker: dict[str, Any]) -> UnsupportedDtypeError:
+    return UnsupportedDtypeError(
+        message(
+            f"cannot send dtype {what} from a GPU.",
+            details=(f"Supported: {' '.join(_ITEM_BYTES)}",),
+            fix="cast with .astype('float32') or .astype('int32').",
+            **speaker,
+        )
+    )
+
+
+def _check_contiguous(shape: Sequence[int], strides: Sequence[int], speaker: dict[str, Any]) -> None:
+    if 0 in shape:
+        return
+    expected = 1
+    for length, stride in zip(reversed(shape), reversed(strides)):
+        if length != 1 and stride != expected:
+            raise InvalidRequestError(
+                message(
+                    f"an array on a GPU has gaps or another order than C's (shape {tuple(shape)}, strides "
+                    f"{tuple(strides)} elements).",
+                    fix="pass cupy.ascontiguousarray(array), and copy the result back.",
+                    **speaker,
+                )
+            )
+        expected *= length

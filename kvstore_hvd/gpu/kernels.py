@@ -1,0 +1,496 @@
+"""The GPU kernels as data: names, argument structures, sizes of memory and of launches. Needs no GPU and no CuPy.
+
+The sources are ``native/cuda``, which the package has as ``kvstore_hvd/gpu/cuda``. Every kernel but the copies takes
+``(const World* worlds, Launch launch)``, the copies ``(Copy copy)``; structures are passed by value, pointers are 8
+bytes. ``blockIdx.y`` chooses the world: a launch of ``(blocks, n)`` plays n ranks, all in one grid, with ``worlds``
+and both tables of segments for one rank after another; a launch for one rank has ``(blocks, 1)``. Kernels that wait
+for other ranks need all their blocks on the device at once: launch them cooperatively.
+
+A rank's memory that others see: ``staging`` (any size), ``control`` (`CONTROL_BYTES`) and ``fifo`` (`fifo_bytes`), each
+aligned to 128 bytes. The control memory of all ranks is zeroed before any rank launches; it holds every counter, so
+launches need nothing else. After a kernel has left a word in ``status`` the counters of the ranks differ: wait until
+the streams of all ranks are empty, zero the control memory of all ranks, then go on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "CAUSES",
+    "CONTROL_BYTES",
+    "COPY",
+    "DTYPES",
+    "LAUNCH",
+    "MAX_CHANNELS",
+    "MAX_RANKS",
+    "OPS",
+    "SEGMENT",
+    "SIZES_KERNEL",
+    "SLOTS",
+    "STRUCTURES",
+    "THREADS",
+    "TILE_BYTES",
+    "TILE_ELEMENTS",
+    "VECTOR_BYTES",
+    "WORLD",
+    "Device",
+    "Stop",
+    "allreduce_kernel",
+    "casts",
+    "choose",
+    "copy_blocks",
+    "copy_kernel",
+    "direct_blocks",
+    "exchange_kernel",
+    "fifo_bytes",
+    "fused_offsets",
+    "kernel_names",
+    "options",
+    "ring_channels",
+    "segments",
+    "source",
+]
+
+#: Limits that the sources have too (``native/cuda/layout.cuh``); `SIZES_KERNEL` reports what they were compiled with.
+MAX_RANKS = 16
+MAX_CHANNELS = 64
+SLOTS = 4
+VECTOR_BYTES = 16
+TILE_BYTES = 32768
+TILE_ELEMENTS = 8192
+#: Threads of a block, of every kernel.
+THREADS = 512
+
+#: As in ``kvstore_hvd.native``: ``native/include/kvstore_hvd/types.hpp``.
+DTYPES = {
+    "float16": 0,
+    "bfloat16": 1,
+    "float32": 2,
+    "float64": 3,
+    "int8": 4,
+    "uint8": 5,
+    "int32": 6,
+    "int64": 7,
+}
+ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+}
+OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
+
+# The other type that tensors of a type can be packed as, besides their own.
+_CASTS = (
+    ("float32", "float16"),
+    ("float64", "float16"),
+    ("float16", "float32"),
+    ("float16", "float64"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "float32"),
+)
+# Types whose sums have kernels of their own; those of the other types choose the operation while they run.
+_FAST = ("float16", "bfloat16", "float32")
+# Numbers of ranks for which the two-shot sum of these types is unrolled.
+_UNROLLED = (2, 4, 8)
+
+#: A tensor, or a part of one, and its place in a fused buffer. ``count`` and ``offset`` (from the start of the buffer)
+#: are bytes, for kernels that convert elements; ``first_tile`` is the sum of the tiles of the segments before it;
+#: ``rank`` is read by the exchange only: whose staging memory the segment is taken from.
+SEGMENT = np.dtype(
+    [("pointer", "<u8"), ("offset", "<u8"), ("count", "<u8"), ("first_tile", "<u4"), ("rank", "<u4")], align=True
+)
+#: What stays the same from launch to launch: in device memory, one for each rank that the launch plays. ``staging``,
+#: ``fifo`` and ``control`` hold the addresses of every rank's memory as this process sees them. ``abort`` is a 32-bit
+#: word that the host sets to 1 to end the kernels, ``status`` one that a failing kernel writes (see `Stop`), 0 before;
+#: both may be pinned host memory that the device sees.
+WORLD = np.dtype(
+    [
+        ("rank", "<u4"),
+        ("ranks", "<u4"),
+        ("slot_vectors", "<u4"),
+        ("padding", "<u4"),
+        ("staging", "<u8", (MAX_RANKS,)),
+        ("fifo", "<u8", (MAX_RANKS,)),
+        ("control", "<u8", (MAX_RANKS,)),
+        ("abort", "<u8"),
+        ("status", "<u8"),
+    ],
+    align=True,
+)
+#: What one launch does; by value. ``bytes`` is the length of the fused buffer (two-shot, ring). ``staging_offset``,
+#: a multiple of 128, is where it begins in the staging memory of all ranks, and is another one than in the launch
+#: before (two halves in turn): ranks may still read what the launch before left. ``meet`` is 1 when the kernel waits
+#: for the other ranks itself, 0 when the host has ordered everything with events (then see `allreduce_kernel`).
+#: The scales stand twice: as float64, and rounded to float32 by the host.
+LAUNCH = np.dtype(
+    [
+        ("inputs", "<u8"),
+        ("outputs", "<u8"),
+        ("bytes", "<u8"),
+        ("staging_offset", "<u8"),
+        ("timeout_ns", "<u8"),
+        ("prescale", "<f8"),
+        ("postscale", "<f8"),
+        ("prescale32", "<f4"),
+        ("postscale32", "<f4"),
+        ("n_inputs", "<u4"),
+        ("n_outputs", "<u4"),
+        ("op", "<u4"),
+        ("meet", "<u4"),
+    ],
+    align=True,
+)
+#: Arguments of the copies; by value. ``into_buffer``: 1 packs the segments into the buffer, 0 unpacks.
+COPY = np.dtype(
+    [
+        ("segments", "<u8"),
+        ("buffer", "<u8"),
+        ("scale", "<f8"),
+        ("scale32", "<f4"),
+        ("n_segments", "<u4"),
+        ("into_buffer", "<u4"),
+        ("padding", "<u4"),
+    ],
+    align=True,
+)
+#: Of one rank: lines of 128 bytes for two counters of every channel in either role, the ranks' flags and four words.
+CONTROL_BYTES = 128 * (4 * MAX_CHANNELS + MAX_RANKS + 4)
+#: ``kvhvd_sizes(unsigned* out)`` writes the sizes of these, in this order, in bytes, then `MAX_RANKS`, `MAX_CHANNELS`,
+#: `SLOTS`, `TILE_BYTES`, `TILE_ELEMENTS`.
+SIZES_KERNEL = "kvhvd_sizes"
+STRUCTURES = {
+    "Segment": SEGMENT.itemsize,
+    "World": WORLD.itemsize,
+    "Launch": LAUNCH.itemsize,
+    "Copy": COPY.itemsize,
+    "Control": CONTROL_BYTES,
+}
+
+#: Why a kernel ended early, by code.
+CAUSES = {1: "timeout", 2: "abort", 3: "lost count"}
+
+
+class Stop(NamedTuple):
+    """What a kernel that ended early says; every rank gets the word of the rank that stopped first.
+
+    Attributes
+    ----------
+    cause : str
+        One of `CAUSES`: this rank waited longer than ``timeout_ns``, or the host set its abort word.
+    rank : int
+        The rank that stopped the others.
+    awaited : int
+        The rank that it waited for.
+    place : str
+        What it waited for.
+    """
+
+    cause: str
+    rank: int
+    awaited: int
+    place: str
+
+    @classmethod
+    def of(cls, word: int) -> Optional[Stop]:
+        """Read a status word; None when it is 0: nothing stopped."""
+        if word == 0:
+            return None
+        places = {1: "the start of an operation", 2: "the end of an operation", 3: "a filled slot", 4: "a free slot"}
+        return cls(
+            CAUSES.get(word & 0xFF, f"code {word & 0xFF}"),
+            word >> 8 & 0xFF,
+            word >> 16 & 0xFF,
+            places.get(word >> 24, "?"),
+        )
+
+
+class Device(NamedTuple):
+    """What limits a launch.
+
+    Attributes
+    ----------
+    multiprocessors : int
+        Of the device.
+    blocks_per_multiprocessor : int
+        How many blocks of `THREADS` threads of the kernel fit on one, as the driver reports.
+    sharers : int
+        Ranks whose waiting kernels run on this device at the same time, in one launch or in several.
+    """
+
+    multiprocessors: int
+    blocks_per_multiprocessor: int
+    sharers: int = 1
+
+    @property
+    def resident(self) -> int:
+        """Blocks that one rank may have on the device at once; at least 1."""
+        return max(1, self.multiprocessors * self.blocks_per_multiprocessor // max(1, self.sharers))
+
+
+# ---- Sources ----
+
+
+def source() -> str:
+    """Return all kernels as one text: the headers put in, for NVRTC without a file system.
+
+    Returns
+    -------
+    str
+        CUDA C++17; with `options` compiled for one element type only.
+    """
+    folder = Path(__file__).with_name("cuda")
+    seen: set[str] = set()
+
+    def lines_of(name: str) -> str:
+        seen.add(name)
+        text = [f'#line 1 "{name}"']
+        for number, line in enumerate((folder / name).read_text().splitlines(), 1):
+            included = re.match(r'\s*#include "(\w+\.cuh)"', line)
+            if not included:
+                if line.strip() != "#pragma once":
+                    text.append(line)
+            elif included[1] not in seen:
+                text += [lines_of(included[1]), f'#line {number + 1} "{name}"']
+        return "\n".join(text)
+
+    return lines_of("kernels.cu") + "\n"
+
+
+def options(dtype: Optional[str] = None) -> tuple[str, ...]:
+    """Return the options for the compiler, apart from the architecture.
+
+    Parameters
+    ----------
+    dtype : str, optional
+        Compile only the kernels of this type (`kernel_names`), which is several times faster. None: all kernels.
+    """
+    only = () if dtype is None else (f"-DKVHVD_ONLY={DTYPES[dtype]}",)
+    # Contraction would round differently from the CPU engine.
+    return ("--std=c++17", "--fmad=false", *only)
+
+
+# ---- Names ----
+
+
+def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = False, ranks: int = 0) -> str:
+    """Return the name of the kernel of an allreduce or a reduce-scatter.
+
+    Parameters
+    ----------
+    algorithm : {'oneshot', 'twoshot', 'ring'}
+        ``oneshot``: copies the segments ``inputs`` into this rank's staging memory, meets the other ranks, and reduces
+        each of ``outputs`` from the staging memory of all ranks in rank order: any part of the fused buffer, so a
+        reduce-scatter too. Without ``meet``: reduces ``outputs`` only, ``inputs`` is empty.
+
+        ``twoshot``: the same, but every rank reduces one n-th and writes it to the staging memory of all, they meet
+        again, and it copies its own staging memory to ``outputs``. Both tables may be empty: the data are, and stay,
+        in staging memory. Without ``meet``: this launch reduces all of it for all ranks; both tables are empty, and
+        any number of blocks is right.
+
+        ``ring``: ``bytes`` bytes from ``inputs[0].pointer`` to ``outputs[0].pointer`` (the same, or no overlap),
+        through the FIFO memory; rounds 16-bit floats once for each rank, and adds in the order of the ring, so that
+        all ranks get the same bits, but not those of the other algorithms. Needs no staging memory, and ``meet`` 1.
+    dtype, op : str
+        Keys of `DTYPES` and `OPS`.
+    as_half : bool
+        Sums of float32 and float64 as if they were float16 (see ``native/include/kvstore_hvd/reduce.hpp``); without
+        effect on others.
+    ranks : int
+        How many take part; 0 gives a name that works for any number.
+
+    Returns
+    -------
+    str
+        For one rank and scales of 1 it copies bit by bit, as the CPU engine does.
+    """
+    if algorithm not in ("oneshot", "twoshot", "ring") or dtype not in DTYPES or op not in OPS:
+        raise ValueError(f"no kernel for {algorithm!r}, {dtype!r}, {op!r}")
+    summed = op in ("sum", "average")
+    if as_half and summed and dtype in ("float32", "float64"):
+        return f"kvhvd_{algorithm}_{dtype}_as_half"
+    if dtype not in _FAST:
+        return f"kvhvd_{algorithm}_{dtype}"
+    if not summed:
+        return f"kvhvd_{algorithm}_{dtype}_other"
+    unrolled = f"_{ranks}" if algorithm == "twoshot" and ranks in _UNROLLED else ""
+    return f"kvhvd_{algorithm}_{dtype}_sum{unrolled}"
+
+
+def exchange_kernel() -> str:
+    """Return the name of the kernel of broadcast, allgather and alltoall; the same for all types.
+
+    It copies the segments ``inputs`` into this rank's staging memory, meets the other ranks, and copies each of
+    ``outputs`` from the staging memory of its ``rank``. Without ``meet`` only the latter.
+    """
+    return "kvhvd_exchange"
+
+
+def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
+    """Return the name of the kernel that packs segments into a buffer, or unpacks them, with ``scale``.
+
+    Parameters
+    ----------
+    tensor_dtype, buffer_dtype : str
+        The types of the segments and of the buffer, one of `casts`; elements are scaled in the wider of the two, at
+        least float32 (integers in float64), and rounded once. Both empty: bytes are copied, and nothing is scaled.
+    """
+    if not tensor_dtype and not buffer_dtype:
+        return "kvhvd_copy"
+    if buffer_dtype not in casts(tensor_dtype):
+        raise ValueError(f"no kernel packs {tensor_dtype!r} as {buffer_dtype!r}")
+    return f"kvhvd_copy_{tensor_dtype}_{buffer_dtype}"
+
+
+def casts(dtype: str) -> tuple[str, ...]:
+    """Return the types that tensors of a type can be packed as, its own first."""
+    return (dtype, *(there for here, there in _CASTS if here == dtype))
+
+
+def kernel_names(dtype: Optional[str] = None) -> list[str]:
+    """Return the names of all kernels that a compilation with ``options(dtype)`` has."""
+    names = [SIZES_KERNEL, copy_kernel(), exchange_kernel()]
+    for one in DTYPES if dtype is None else (dtype,):
+        names += [copy_kernel(one, there) for there in casts(one)]
+        for algorithm in ("oneshot", "twoshot", "ring"):
+            found = [allreduce_kernel(algorithm, one, op) for op in OPS]
+            found += [allreduce_kernel(algorithm, one, "sum", as_half=True)]
+            found += [allreduce_kernel(algorithm, one, "sum", ranks=ranks) for ranks in _UNROLLED]
+            names += dict.fromkeys(found)
+    return names
+
+
+# ---- Memory and launches ----
+
+
+def fused_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Place tensors in a fused buffer, each aligned to a vector.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Bytes of each tensor.
+
+    Returns
+    -------
+    offsets : list of int
+        Where each begins, in bytes.
+    total : int
+        Bytes of the buffer, a multiple of `VECTOR_BYTES`.
+    """
+    offsets, total = [], 0
+    for size in sizes:
+        offsets.append(total)
+        total += -(-size // VECTOR_BYTES) * VECTOR_BYTES
+    return offsets, total
+
+
+def segments(
+    pointers: Sequence[int],
+    offsets: Sequence[int],
+    counts: Sequence[int],
+    *,
+    tile: int = TILE_BYTES,
+    ranks: Optional[Sequence[int]] = None,
+) -> tuple[NDArray[Any], int]:
+    """Make a table of segments.
+
+    Parameters
+    ----------
+    pointers : sequence of int
+        Device addresses, aligned to the element type.
+    offsets, counts : sequence of int
+        Bytes; elements for the copies that convert. Offsets are multiples of 16 bytes for oneshot and for copies that
+        convert; the others take any.
+    tile : int
+        `TILE_BYTES`, or `TILE_ELEMENTS` when counts are elements.
+    ranks : sequence of int, optional
+        Exchange only: from whom each is taken.
+
+    Returns
+    -------
+    table : ndarray of SEGMENT
+        To be copied to memory that the device sees.
+    tiles : int
+        For `copy_blocks` and `direct_blocks`.
+    """
+    table = np.zeros(len(pointers), SEGMENT)
+    table["pointer"], table["offset"], table["count"] = pointers, offsets, counts
+    tiles = -(-table["count"].astype(np.int64) // tile)
+    ends = np.cumsum(tiles)
+    table["first_tile"] = ends - tiles
+    if ranks is not None:
+        table["rank"] = ranks
+    return table, int(ends[-1]) if len(ends) else 0
+
+
+def fifo_bytes(channels: int, slot_vectors: int) -> int:
+    """Return the bytes of a rank's FIFO memory: ``[channels][SLOTS][slot_vectors]`` vectors.
+
+    ``slot_vectors`` is a multiple of 8, and like the number of channels the same on all ranks.
+    """
+    return channels * SLOTS * slot_vectors * VECTOR_BYTES
+
+
+def ring_channels(nbytes: int, slot_vectors: int, device: Device) -> int:
+    """Return the number of blocks of a ring, each of which is a ring of its own (``grid.x``); the same on all ranks.
+
+    Parameters
+    ----------
+    nbytes : int
+        Of the array.
+    slot_vectors : int
+        Of a FIFO slot.
+    device : Device
+        The most limited one of all ranks.
+    """
+    slots = -(-nbytes // (slot_vectors * VECTOR_BYTES))
+    return max(1, min(MAX_CHANNELS, device.resident, slots))
+
+
+def direct_blocks(tiles: int, device: Device) -> int:
+    """Return the blocks of a oneshot, twoshot or exchange that meets (``grid.x``); ranks may differ.
+
+    Parameters
+    ----------
+    tiles : int
+        The most tiles of `TILE_BYTES` that one step handles: of the inputs, the outputs, or the fused buffer.
+    device : Device
+        Of this rank.
+    """
+    return max(1, min(device.resident, tiles))
+
+
+def copy_blocks(tiles: int, device: Device) -> int:
+    """Return the blocks of a copy, or of a kernel that does not meet (``grid.x``)."""
+    return max(1, min(tiles, device.multiprocessors * device.blocks_per_multiprocessor))
+
+
+def choose(ranks: int, nbytes: int, staging_bytes: int) -> str:
+    """Return the algorithm of an allreduce that is expected to be fastest; the same on all ranks.
+
+    Parameters
+    ----------
+    ranks : int
+        How many take part.
+    nbytes : int
+        Of the fused buffer.
+    staging_bytes : int
+        That a launch may use of the staging memory: half of it.
+    """
+    if nbytes > staging_bytes:
+        return "ring"
+    # A one-shot reads the buffer of every rank, a two-shot a part of each, after a second meeting that costs about as
+    # much as the transfer of this many bytes.
+    return "oneshot" if nbytes * ranks <= 1 << 20 else "twoshot"

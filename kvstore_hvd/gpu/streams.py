@@ -1,0 +1,108 @@
+"""Streams and events of CUDA that are polled, never waited for on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore_hvd.errors import TransportError, message
+from kvstore_hvd.gpu.runtime import checked, cupy
+
+__all__ = ["Event", "Stream", "current"]
+
+_DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
+
+
+class Event:
+    """A place in a stream; belongs to the device that is current when it is made."""
+
+    def __init__(self) -> None:
+        runtime = cupy().cuda.runtime
+        with checked("create an event"):
+            self.address = int(runtime.eventCreateWithFlags(runtime.eventDisableTiming))
+
+    def record(self, stream: Stream | int) -> Event:
+        """Put it behind what the stream has now, instead of where it was; returns itself."""
+        with checked("record an event"):
+            cupy().cuda.runtime.eventRecord(self.address, address_of(stream))
+        return self
+
+    def done(self) -> bool:
+        """Whether all before it is done; True for one that was never recorded.
+
+        Raises
+        ------
+        TransportError
+            Something on the device has failed; CUDA does not say what, and nothing works there any more.
+        """
+        with checked("ask whether operations on the device are done"):
+            status = int(cupy().cuda.runtime.eventQuery(self.address))
+        if status not in (_DONE, _NOT_READY):
+            raise TransportError(
+                message(
+                    f"operations on the device failed (cudaError {status}).",
+                    fix="look for a failed kernel of the program itself: CUDA_LAUNCH_BLOCKING=1 names it.",
+                )
+            )
+        return status == _DONE
+
+    def close(self) -> None:
+        """Give it back; never used again."""
+        if self.address:
+            address, self.address = self.address, 0
+            with checked("destroy an event"):
+                cupy().cuda.runtime.eventDestroy(address)
+
+
+class Stream:
+    """A stream of the highest priority that does not wait for the default stream, on the device that is current."""
+
+    def __init__(self) -> None:
+        runtime = cupy().cuda.runtime
+        with checked("create a stream"):
+            # Lower numbers are more urgent; what is beyond the device's range counts as its end.
+            self.address = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, -100))
+
+    @property
+    def ptr(self) -> int:
+        """The address, by the name that CuPy's launches ask for."""
+        return self.address
+
+    def wait_for(self, event: Event) -> None:
+        """Let what is enqueued from now on wait for the event, on the device."""
+        with checked("have a stream wait for an event"):
+            cupy().cuda.runtime.streamWaitEvent(self.address, event.address)
+
+    def copy(self, destination: int, source: int, count: int) -> None:
+        """Enqueue a copy of `count` bytes between any two addresses, of devices or pinned memory."""
+        if count and destination != source:
+            runtime = cupy().cuda.runtime
+            with checked("copy"):
+                runtime.memcpyAsync(destination, source, count, runtime.memcpyDefault, self.address)
+
+    def clear(self, destination: int, count: int) -> None:
+        """Enqueue writing `count` zero bytes."""
+        if count:
+            with checked("clear memory"):
+                cupy().cuda.runtime.memsetAsync(destination, 0, count, self.address)
+
+    def synchronize(self) -> None:
+        """Wait until all that was enqueued is done. Only where nothing in it waits for another worker."""
+        with checked("wait for a stream"):
+            cupy().cuda.runtime.streamSynchronize(self.address)
+
+    def close(self) -> None:
+        """Give it back; what is enqueued still runs."""
+        if self.address:
+            address, self.address = self.address, 0
+            with checked("destroy a stream"):
+                cupy().cuda.runtime.streamDestroy(address)
+
+
+def current() -> int:
+    """The address of this thread's current stream in CuPy: 0 is the default one."""
+    return int(cupy().cuda.get_current_stream().ptr)
+
+
+def address_of(stream: Any) -> int:
+    """That of a `Stream`; an address is one already."""
+    return stream.address if isinstance(stream, Stream) else int(stream)
