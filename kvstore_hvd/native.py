@@ -11,6 +11,7 @@ from typing import Any
 from kvstore_hvd import errors
 from kvstore_hvd.records import (
     Announced,
+    DeviceOperation,
     EngineStatistics,
     Missed,
     Statistics,
@@ -330,6 +331,25 @@ class Engine:
         """The latched failure of the world, or None."""
         failure = self.impl.health()
         return None if failure is None else exception_for(*failure)
+
+    def take_batch(self, limit_s: float) -> tuple[int, str, list[DeviceOperation]] | None:
+        """For the device thread: what is to be carried out next, with a number and the name of the collective.
+
+        None after `limit_s` seconds, and once the world is lost or left.
+        """
+        taken = self.impl.take_batch(limit_s)
+        if taken is None:
+            return None
+        number, collective, *common, operations = taken
+        return number, collective, [DeviceOperation(*own, *common) for own in operations]
+
+    def end_batch(self, number: int, error: Exception | None = None) -> None:
+        """The device does not touch the arrays of a batch any more; an error loses the world."""
+        if error is None:
+            self.impl.end_batch(number)
+        else:
+            text = str(error) if isinstance(error, errors.KVHvdError) else f"{type(error).__name__}: {error}"
+            self.impl.end_batch(number, lost_code(error), text)
 
     @property
     def bytes_in_place(self) -> int:

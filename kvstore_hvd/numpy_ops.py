@@ -1,4 +1,6 @@
-"""Collectives on NumPy arrays: blocking, by pointer, through the same engine as the stores."""
+"""Collectives on NumPy arrays, and the way to those on arrays of GPUs: blocking, by pointer, through the same engine as
+the stores.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from typing import Any, Optional
 
 import numpy as np
 
-from kvstore_hvd import engine, native
+from kvstore_hvd import engine, gpu_ops, native
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
+from kvstore_hvd.gpu.arrays import is_on_gpu
 
 __all__ = ["allreduce", "allreduce_init", "barrier", "broadcast"]
 
@@ -31,20 +34,21 @@ def allreduce(
     ----------
     array : numpy.ndarray
         This worker's contribution; C-contiguous, of equal shape and dtype on all workers. Dtypes: float16, bfloat16
-        (of ml_dtypes), float32, float64, int8, uint8, int32, int64.
+        (of ml_dtypes), float32, float64, int8, uint8, int32, int64. Or an array on a GPU that has
+        ``__cuda_array_interface__`` or DLPack, on all workers; needs CuPy.
     name : str
         Matches the call with those of the other workers.
     op : str
         ``'sum'``, ``'average'``, ``'min'``, ``'max'`` or ``'product'``; formed in the order of ranks.
     out : numpy.ndarray, optional
-        Receives the result; may be `array` itself (in place). By default a new array.
+        Receives the result; may be `array` itself (in place). By default a new array, of CuPy if it is on a GPU.
     prescale, postscale : float
         Factors for every contribution, and for the result.
 
     Returns
     -------
     numpy.ndarray
-        `out`, with equal bits on all workers.
+        `out`, with equal bits on all workers; complete, in whatever stream it is used.
 
     Raises
     ------
@@ -55,6 +59,8 @@ def allreduce(
     HorovodInternalError
         The world is lost.
     """
+    if _is_on_gpu(array):
+        return gpu_ops.allreduce(array, name, op, out, float(prescale), float(postscale))
     out = _check_allreduce(array, name, op, out)
     _run("allreduce", name, array, out, op, float(prescale), float(postscale))
     return out
@@ -127,11 +133,13 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
     KVHvdError, TypeError
         As `allreduce`.
     """
-    out = _check_arrays("broadcast", name, array, out)
     size = engine.current().topology.size
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
         fix = f"use a root of 0 to {size - 1}." if size > 1 else "use root 0."
         raise InvalidRequestError(_text("broadcast", name, f"there is no rank {root!r}.", fix))
+    if _is_on_gpu(array):
+        return gpu_ops.broadcast(array, int(root), name, out)
+    out = _check_arrays("broadcast", name, array, out)
     _run("broadcast", name, array, out, root=int(root))
     return out
 
@@ -139,6 +147,10 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
 def barrier(name: str = "barrier") -> None:
     """Wait until every worker has called it. Does not wait for pending operations on MXNet arrays."""
     engine.current().barrier(name)
+
+
+def _is_on_gpu(array: Array) -> bool:
+    return not isinstance(array, np.ndarray) and is_on_gpu(array)
 
 
 def _run(

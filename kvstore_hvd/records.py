@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = [
     "Announced",
+    "DeviceOperation",
     "EngineStatistics",
     "Missed",
     "Statistics",
@@ -190,3 +192,26 @@ class Missed:
     name: str
     operation: int
     announced: Announced | None = None
+
+
+@dataclass(frozen=True)
+class DeviceOperation:
+    """One operation of a batch for a device: fields of its request, see `comm.base.Request`.
+
+    The operations of a batch are of one collective, and equal from `dtype` on; `postscale` has the divisor of an
+    average.
+    """
+
+    name: str
+    label: str
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    count: int
+    contributed: int
+    parts: Sequence[tuple[int, int, int, int]]
+    dtype: str
+    op: str
+    prescale: float
+    postscale: float
+    as_half: bool
+    root: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd import native
-from kvstore_hvd.errors import HorovodInternalError, KVHvdError
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdError, message
 from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 
 __all__ = ["PATIENT", "Communicator", "Request"]
@@ -134,6 +134,17 @@ class Communicator(ABC):
     @abstractmethod
     def shutdown(self, reason: str = "") -> None:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
+
+    def start_devices(self) -> None:
+        """Be ready for operations on arrays of GPUs; before the first one is submitted.
+
+        Raises
+        ------
+        InvalidRequestError
+            This kind of world has none.
+        """
+        fact, fix = "arrays on GPUs cannot be sent in this kind of world.", "copy them to the CPU."
+        raise InvalidRequestError(message(fact, fix=fix))
 
     @property
     def arena(self) -> native.Arena | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvstore_hvd import log
 from kvstore_hvd.comm import agreement
 from kvstore_hvd.comm.base import Communicator
-from kvstore_hvd.comm.executor import Executor
+from kvstore_hvd.comm.executor import Batch, Executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.comm.staged import StagedExecutor
@@ -17,9 +17,10 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
 from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches
 from kvstore_hvd.gpu.nccl_library import OLDEST, library
+from kvstore_hvd.gpu.runtime import checked, cupy
 from kvstore_hvd.topology import Host, Topology
 
-__all__ = ["create_executor"]
+__all__ = ["create_executor", "device_of"]
 
 
 def create_executor(communicator: Communicator | None, topology: Topology, ordinal: int, name: str = "gpu") -> Executor:
@@ -62,6 +63,17 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
     path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)
     _say(path, reason, devices)
     return _make(path, talk, topology, devices, ordinal)
+
+
+def device_of(batch: Batch) -> int:
+    """The device of a batch's arrays, as CUDA counts it in this process; the current one if all are empty."""
+    runtime = cupy().cuda.runtime
+    with checked("ask where an array lies"):
+        for operation in batch:
+            for address in (*operation.inputs, *operation.outputs):
+                if address:
+                    return int(runtime.pointerGetAttributes(address).device)
+        return int(runtime.getDevice())
 
 
 def _make(path: str, talk: _Talk, topology: Topology, devices: Sequence[Device], ordinal: int) -> Executor:

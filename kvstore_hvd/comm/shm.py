@@ -10,6 +10,8 @@ from typing import Any
 
 from kvstore_hvd import affinity, log, native
 from kvstore_hvd.comm.base import Communicator, Request
+from kvstore_hvd.comm.devices import DeviceThread
+from kvstore_hvd.comm.executors import create_executor, device_of
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
@@ -72,9 +74,14 @@ class ShmCommunicator(Communicator):
                 topology.host,
             )
         self._arena = native.Arena(self._segment, topology.rank)
+        self._devices = DeviceThread(self._engine, lambda batch: create_executor(self, topology, device_of(batch)))
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
             log.once("pidfds", logging.WARNING, text)
+
+    def start_devices(self) -> None:
+        """See `Communicator.start_devices`."""
+        self._devices.start()
 
     def submit(self, request: Request) -> native.Work:
         """See `Communicator.submit`."""
@@ -106,7 +113,10 @@ class ShmCommunicator(Communicator):
 
     def shutdown(self, reason: str = "") -> None:
         """See `Communicator.shutdown`."""
-        self._engine.shutdown(reason)
+        try:
+            self._engine.shutdown(reason)
+        finally:
+            self._devices.stop()
 
     def report(self) -> EngineStatistics:
         """See `Communicator.report`."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
+from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["DeviceArray", "device_array", "is_on_gpu"]
+__all__ = ["DeviceArray", "device_array", "empty_like", "is_on_gpu", "synchronize"]
 
 #: Streams by the numbers of ``__cuda_array_interface__`` 3.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
@@ -107,6 +108,30 @@ def device_array(array: Any, **speaker: Any) -> DeviceArray:
     if interface is not None and not (interface["typestr"] == "<V2" and hasattr(array, "__dlpack__")):
         return _from_interface(array, interface, speaker)
     return _from_dlpack(array, speaker)
+
+
+def empty_like(array: DeviceArray, **speaker: Any) -> Any:
+    """A new array of CuPy with the shape and dtype, on the same device.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        CuPy has no such dtype.
+    """
+    if array.dtype == "bfloat16":
+        text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **speaker)
+        raise UnsupportedDtypeError(text)
+    with active(array.device), checked("allocate an array"):
+        return cupy().empty(array.shape, array.dtype)
+
+
+def synchronize(array: DeviceArray) -> None:
+    """Wait until the array's content is written."""
+    if array.stream is None:
+        return
+    # Those two streams have the same numbers in CUDA's runtime.
+    with active(array.device), checked("wait for the array"):
+        cupy().cuda.runtime.streamSynchronize(array.stream)
 
 
 def _from_interface(array: Any, interface: dict[str, Any], speaker: dict[str, Any]) -> DeviceArray:

@@ -44,6 +44,7 @@ LAYERS = (
     ("recording",),
     ("stall", "member", "inner_worlds", "engine"),
     (
+        "gpu_ops",
         "numpy_ops",
         "timeline",
         "divergence",

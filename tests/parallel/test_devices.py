@@ -1,0 +1,116 @@
+"""Operations on arrays of devices, end to end but for the device: `HostExecutor` takes its place."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import engine
+from kvstore_hvd.comm import shm
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.errors import HorovodInternalError, MismatchError, TransportError
+from support.arrays import contribution
+from support.host_executor import HostExecutor
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def executors(monkeypatch, size):
+    """The executors that are made from now on, in a fresh world."""
+    if size == 1:
+        pytest.skip("a world of one has no communicator")
+    made = []
+
+    def create(communicator, topology, ordinal):
+        made.append(HostExecutor(communicator))
+        return made[-1]
+
+    monkeypatch.setattr(shm, "create_executor", create)
+    monkeypatch.setattr(shm, "device_of", lambda batch: 0)
+    kvstore_hvd.barrier()
+    kvstore_hvd.reset()
+    engine.current().communicator().start_devices()
+    yield made
+    with contextlib.suppress(HorovodInternalError):
+        kvstore_hvd.barrier()  # the others are not disturbed
+    kvstore_hvd.reset()
+    assert all(executor.is_closed for executor in made)
+
+
+def request(array, name, collective="allreduce", **more):
+    address = [array.ctypes.data]
+    dtype = array.dtype.name
+    return Request(collective, name, f"'{name}'", address, address, array.shape, dtype, **{"on_device": True, **more})
+
+
+def test_they_give_what_those_on_the_cpu_give(executors, rank, size):
+    """An allreduce, average and broadcast of arrays on devices: the bits of those on the CPU."""
+    communicator = engine.current().communicator()
+    for number, (op, scale) in enumerate([("sum", 1.0), ("average", 0.5), ("max", 1.0)]):
+        here, there = contribution(rank, (1000,), "float32"), contribution(rank, (1000,), "float32")
+        communicator.run(request(here, f"device/{number}", op=op, prescale=scale))
+        kvstore_hvd.allreduce(there, f"cpu/{number}", op=op, prescale=scale, out=there)
+        assert here.tobytes() == there.tobytes()
+    array = np.full(10, rank, np.float32)
+    communicator.run(request(array, "device/root", "broadcast", root=size - 1))
+    assert (array == size - 1).all()
+
+
+def test_batches_are_equal_on_all_workers(executors, rank, size):
+    """Arrays in another order on each worker: batches of the same operations in the same order."""
+    communicator = engine.current().communicator()
+    names = [f"device/{number}" for number in range(40)]
+    arrays = {name: np.full(7, rank + 1, np.float32) for name in names}
+    works = [communicator.submit(request(arrays[name], name)) for name in (names if rank % 2 else reversed(names))]
+    for work in works:
+        communicator.wait(work)
+    assert all((array == size * (size + 1) / 2).all() for array in arrays.values())
+    (executor,) = executors
+    rows = hvd.allgather_object(executor.batches)
+    assert all(batches == rows[0] for batches in rows)
+    assert sorted(name for batch in executor.batches for name in batch) == sorted(names)
+
+
+def test_one_kind_of_memory(executors, rank, size):
+    """An array on a device on some workers only: MismatchError that says so, and the world stays usable."""
+    array = np.ones(5, np.float32)
+    with pytest.raises(MismatchError, match="the kind of memory"):
+        engine.current().communicator().run(request(array, "mixed", on_device=rank == 0))
+    assert (array == 1).all()
+    kvstore_hvd.barrier()
+    assert executors == []
+
+
+def test_a_device_that_fails_loses_the_world(executors, rank, size):
+    """An executor that raises on one worker: TransportError on all, which names the rank and has the reason."""
+    communicator = engine.current().communicator()
+    communicator.run(request(np.ones(5, np.float32), "before"))
+    kvstore_hvd.barrier()
+    if rank == 1:
+        executors[0].fails = "the device broke"
+    with pytest.raises(TransportError, match=r"rank 1[\s\S]*the device broke"):
+        communicator.run(request(np.ones(5, np.float32), "broken"))
+    with pytest.raises(HorovodInternalError):
+        kvstore_hvd.barrier()
+
+
+def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
+    """A device that hangs, and a worker that aborts: what is under way is aborted before callers hear of it."""
+    communicator = engine.current().communicator()
+    communicator.run(request(np.ones(5, np.float32), "before"))
+    kvstore_hvd.barrier()
+    executors[0].hangs = True
+    work = communicator.submit(request(np.ones(5, np.float32), "hangs"))
+    while len(executors[0].batches) < 2:
+        pass
+    kvstore_hvd.barrier()
+    if rank == 0:
+        engine.current().abort("the test ends it")
+    with pytest.raises(TransportError, match="the test ends it"):
+        communicator.wait(work)
+    assert executors[0].is_aborted

@@ -1,0 +1,87 @@
+"""An executor for tests: its "device" is the host, and what crosses between workers goes through the CPU engine."""
+
+from __future__ import annotations
+
+from kvstore_hvd.comm.base import Communicator, Request
+from kvstore_hvd.comm.executor import Batch, Completion, Executor
+
+
+class HostExecutor(Executor):
+    """Carries out batches with the engine's own operations on the same addresses."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.batches: list[list[str]] = []
+        self.is_aborted = self.is_closed = False
+        self.fails = ""  # with this text, at the next batch
+        self.hangs = False  # at the next batch, until it is aborted
+
+    def allreduce(self, batch: Batch) -> Completion:
+        return self._start("allreduce", batch)
+
+    def broadcast(self, batch: Batch) -> Completion:
+        return self._start("broadcast", batch)
+
+    def exchange(self, batch: Batch) -> Completion:
+        return self._start("exchange", batch)
+
+    def reducescatter(self, batch: Batch) -> Completion:
+        return self._start("reducescatter", batch)
+
+    def wait_for(self, event: object) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _start(self, collective: str, batch: Batch) -> Completion:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        number = len(self.batches)
+        self.batches.append([one.name for one in batch])
+        if self.hangs:
+            return _Hanging(self)
+        works = []
+        for place, one in enumerate(batch):
+            request = Request(
+                collective,
+                f"host/{number}/{place}",
+                one.label,
+                one.inputs,
+                one.outputs,
+                (one.count,),
+                one.dtype,
+                "sum" if one.op == "average" else one.op,
+                one.prescale,
+                one.postscale,
+                one.root,
+                parts=one.parts,
+                contributed=one.contributed,
+                as_half=one.as_half,
+            )
+            works.append(self.communicator.submit(request))
+        return _Works(works)
+
+
+class _Works(Completion):
+    def __init__(self, works: list) -> None:
+        self.works = works
+
+    def done(self) -> bool:
+        for work in self.works:
+            if work.error is not None:
+                raise work.error
+        return all(work.done for work in self.works)
+
+
+class _Hanging(Completion):
+    def __init__(self, executor: HostExecutor) -> None:
+        self.executor = executor
+
+    def done(self) -> bool:
+        if self.executor.is_aborted:
+            raise RuntimeError("aborted")
+        return False
