@@ -228,6 +228,10 @@ class Member:
             raise ShutdownError(message(fact, **topology.speaker, fix=self._remedy))
         return communicator
 
+    def start_devices(self) -> None:
+        """Be ready for operations on arrays of GPUs, before the first one. Raises as `communicator`."""
+        self.communicator().start_devices()
+
     def mxnet_adapter(self) -> native.MXNetAdapter:
         """The adapter for arrays of the MXNet in this process. Raises as `communicator`."""
         if self._adapter is None:

@@ -425,6 +425,7 @@ class MXNetAdapter:
     def __init__(self, engine: Engine, library_path: str, naive: bool, arena: Arena | None = None) -> None:
         self.impl = _native().MXNetAdapter(engine.impl, library_path, naive, arena.impl if arena else None)
         # Called for every array of every step: bound once.
+        self.is_dense: Callable[[int], bool] = self.impl.is_dense
         self.is_plain: Callable[[int], bool] = self.impl.is_plain
         self.chunk_id: Callable[[int], int] = self.impl.chunk_id
         #: (name, label, array, priority, as_half) -> bytes: the sum of one array in place; None, and nothing done, when

@@ -128,9 +128,12 @@ class Operations:
         # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is one of
         # them. The root's would have to hold the value before the others have agreed, and keep it when they do not.
         candidates = [value] if any(array is value for array in outs) else [] if is_root else outs
-        wire = next((array for array in candidates if placement.is_direct(array, dtype)), None)
+        home = placement.home(value)
+        wire = next((array for array in candidates if placement.is_direct(array, dtype, home)), None)
         if wire is None:
-            wire = buffer_like(value)
+            wire = buffer_like(value, context=home)
+        if home is not None:
+            self._world.start_devices()
         if is_root and wire is not value:
             copy(value, wire)
         self._world.mxnet_adapter().broadcast(
@@ -154,17 +157,20 @@ class Operations:
             if how.is_scaled:
                 source = scaled(source, how.prescale, how.postscale)
             return _Prepared(group.key, copies=[(source, array) for array in outs if array is not source])
+        home = placement.home(group.values[0])
+        if home is not None:
+            self._world.start_devices()
         stand_ins: dict[int, Any] = {}
         for value in unique(group.values):
-            if not placement.is_direct(value, dtype):
-                stand_ins[id(value)] = buffer_like(value)
+            if not placement.is_direct(value, dtype, home):
+                stand_ins[id(value)] = buffer_like(value, context=home)
                 copy(value, stand_ins[id(value)])
         inputs = [stand_ins.get(id(value), value) for value in group.values]
-        outputs = [array for array in outs if placement.is_direct(array, dtype)]
-        rest = [array for array in outs if not placement.is_direct(array, dtype)]
+        outputs = [array for array in outs if placement.is_direct(array, dtype, home)]
+        rest = [array for array in outs if not placement.is_direct(array, dtype, home)]
         if not outputs:
             # A stand-in of an input is ours to overwrite.
-            outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype)]
+            outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype, context=home)]
         return _Prepared(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
 
     def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> None:

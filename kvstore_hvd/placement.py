@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import log, mxnet_compat
+from kvstore_hvd import gpu, log, mxnet_compat
 from kvstore_hvd.arrays import unique
 from kvstore_hvd.keys import Group
 from kvstore_hvd.member import Member
@@ -17,14 +17,13 @@ __all__ = ["Placement"]
 class Placement:
     """Decides, for the arrays of one call, which may be handed to the engine themselves.
 
-    An array goes through a copy when it is on another device or has another dtype than the sum, when the adapter
-    cannot reach its memory, and when another array or key of the call shares it, so that all is read before anything is
-    written.
+    An array goes through a copy when it is on another device or has another dtype than the sum, when it is sparse, and
+    when another array or key of the call shares it, so that all is read before anything is written.
     """
 
     def __init__(self, world: Member, groups: Sequence[Group]) -> None:
         self._adapter = None if world.is_alone else world.mxnet_adapter()
-        self._direct: dict[tuple[int, str], bool] = {}
+        self._direct: dict[tuple[int, str, Any], bool] = {}
         self._aliased: set[int] = set()  # ids of arrays
         seen = [(number, array) for number, group in enumerate(groups) for array in _arrays_of(group)]
         if self._adapter is None:
@@ -41,22 +40,31 @@ class Placement:
         """Whether another array of the call, or another key, may use the same memory."""
         return id(array) in self._aliased
 
-    def is_direct(self, array: Any, dtype: str) -> bool:
-        """Whether the engine may work on the array itself, in a sum of `dtype`; the same answer each time."""
-        place = (id(array), dtype)
+    def home(self, array: Any) -> Any:
+        """The GPU on which an operation on this array takes place; None for the CPU, also where CuPy is missing."""
+        context = mxnet_compat.context_of(array)
+        if context.device_type.startswith("cpu"):
+            return None
+        if not gpu.is_installed():
+            text = "arrays on GPUs are copied to the CPU and back, which is slow: CuPy is not installed"
+            log.once("gpu-without-cupy", logging.WARNING, text)
+            return None
+        return context
+
+    def is_direct(self, array: Any, dtype: str, home: Any = None) -> bool:
+        """Whether the engine may work on the array itself, in a sum of `dtype` at `home`; the same answer each time."""
+        place = (id(array), dtype, home)
         if place not in self._direct:
-            self._direct[place] = self._is_direct(array, dtype)
+            self._direct[place] = self._is_direct(array, dtype, home)
         return self._direct[place]
 
-    def _is_direct(self, array: Any, dtype: str) -> bool:
+    def _is_direct(self, array: Any, dtype: str, home: Any) -> bool:
         assert self._adapter is not None
-        if (
-            mxnet_compat.dtype_name(array) != dtype
-            or not mxnet_compat.context_of(array).device_type.startswith("cpu")
-            or self.is_aliased(array)
-        ):
+        context = mxnet_compat.context_of(array)
+        is_there = context.device_type.startswith("cpu") if home is None else context == home
+        if mxnet_compat.dtype_name(array) != dtype or not is_there or self.is_aliased(array):
             return False
-        if not self._adapter.is_plain(mxnet_compat.handle_of(array)):
+        if not self._adapter.is_dense(mxnet_compat.handle_of(array)):
             log.once(
                 "staged", logging.DEBUG, "some arrays cannot be handed to the engine as they are; copies stand in."
             )

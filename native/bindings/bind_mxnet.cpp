@@ -96,6 +96,9 @@ void bind_mxnet(py::module_& module) {
           },
           py::arg("shape"), py::arg("dtype"), WithoutGil())
       .def(
+          "is_dense", [](const MXNetAdapter& adapter, Address array) { return adapter.is_dense(handle(array)); },
+          py::arg("array"))
+      .def(
           "is_plain", [](const MXNetAdapter& adapter, Address array) { return adapter.is_plain(handle(array)); },
           py::arg("array"))
       .def(

@@ -72,8 +72,10 @@ class MXNetAdapter {
   // frees. `dtype` is a floating-point type. Null when there is no room, or no such array. Throws Error.
   Handle new_array(const std::vector<std::int64_t>& shape, DType dtype) const;
 
-  // Whether the array can be given to pushpull and broadcast as it is: dense and on the CPU. oneDNN's own layouts are
-  // no obstacle. Does not wait. Throws Error.
+  // Whether the array can be given to pushpull and broadcast as it is, on the CPU or a GPU. oneDNN's own layouts are no
+  // obstacle. Does not wait. Throws Error.
+  bool is_dense(Handle array) const { return api_->is_dense(array); }
+  // The same, and it is on the CPU.
   bool is_plain(Handle array) const { return api_->is_reachable(array); }
 
   static const void* chunk_id(Handle array) { return Api::chunk_of(array); }

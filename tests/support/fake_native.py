@@ -41,9 +41,9 @@ class FakeAdapter:
         self._size = size
         self.operations: list[Submitted] = []
         self.unread: list[KVHvdError] = []
-        self.unreachable: set[int] = set()  # storages that is_plain() denies
+        self.unreachable: set[int] = set()  # storages that is_dense() denies
 
-    def is_plain(self, handle: int) -> bool:
+    def is_dense(self, handle: int) -> bool:
         """Whether the array may be handed over as it is."""
         return self.chunk_id(handle) not in self.unreachable
 
