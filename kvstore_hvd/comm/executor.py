@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore_hvd import errors
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, message
+from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 
 __all__ = ["Batch", "Completion", "DeviceRequest", "EventCompletion", "Executor", "input_of"]
@@ -101,40 +102,39 @@ class EventCompletion(Completion):
         Raises when something has failed; asked before and after the event is done.
     timeout_s : float
         Seconds from now.
-    finish : callable, optional
-        Called once, when it is done.
     """
 
-    def __init__(
-        self, stream: Stream, check: Callable[[], None], timeout_s: float, finish: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, stream: Stream, check: Callable[[], None], timeout_s: float) -> None:
         self._event = Event().record(stream)
         self._check = check
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._finish = finish
         self._is_done = False
 
     def done(self) -> bool:
         """See `Completion.done`."""
         if self._is_done:
             return True
-        is_done = self._event.done()
-        # A kernel that was told to end leaves its outputs unwritten, and the stream goes on.
-        self._check()
-        if is_done:
+        try:
+            self._is_done = self._event.done()
+            # A kernel that was told to end leaves its outputs unwritten, and the stream goes on.
+            self._check()
+            self._check_time()
+        except HorovodInternalError:
+            close_all(self._event.close)
+            raise
+        if self._is_done:
             self._event.close()
-            self._is_done = True
-            if self._finish is not None:
-                self._finish()
-        elif time.monotonic() > self._deadline:
+        return self._is_done
+
+    def _check_time(self) -> None:
+        if not self._is_done and time.monotonic() > self._deadline:
             raise errors.TimeoutError(
                 message(
                     f"operations on the GPUs have not ended within {self._timeout_s:g} s.",
                     fix="see whether a worker, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit.",
                 )
             )
-        return self._is_done
 
 
 def input_of(request: DeviceRequest) -> int:

@@ -27,7 +27,6 @@ __all__ = ["RingExecutor", "reduction_of"]
 
 _LINE = 128
 _SLOT_VECTORS = 2048  # of a ring's slot: 32 KiB
-_BYTES = Reduction("uint8", "sum")
 
 
 class RingExecutor(Executor):
@@ -155,7 +154,7 @@ class RingExecutor(Executor):
     def broadcast(self, batch: Batch) -> Completion:
         """See `Executor.broadcast`."""
         activate(self._ordinal)
-        root, unit = batch[0].root, ITEM_BYTES[batch[0].dtype]
+        root, unit, bytewise = batch[0].root, ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
             inputs = _inputs(batch, pieces, 1) if self._rank == root else []
@@ -166,13 +165,13 @@ class RingExecutor(Executor):
                 for address in batch[piece.request].outputs
                 if address + piece.start not in sources
             ]
-            self._launch(kernels.exchange_kernel(), _BYTES, inputs, outputs, buffer_bytes(pieces, 1))
+            self._launch(kernels.exchange_kernel(), bytewise, inputs, outputs, buffer_bytes(pieces, 1))
         return self._completion()
 
     def exchange(self, batch: Batch) -> Completion:
         """See `Executor.exchange`."""
         activate(self._ordinal)
-        unit = ITEM_BYTES[batch[0].dtype]
+        unit, bytewise = ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(self._size, *(len(request.parts) for request in batch)))
         # `count` is the largest of all ranks: so places in the staging memory are equal.
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
@@ -187,7 +186,7 @@ class RingExecutor(Executor):
                     if low < high:
                         target = request.outputs[0] + place + low - start
                         outputs.append(Segment(target, piece.offset + low - piece.start, high - low, rank))
-            self._launch(kernels.exchange_kernel(), _BYTES, inputs, outputs, buffer_bytes(pieces, 1))
+            self._launch(kernels.exchange_kernel(), bytewise, inputs, outputs, buffer_bytes(pieces, 1))
         return self._completion()
 
     def reducescatter(self, batch: Batch) -> Completion:

@@ -98,8 +98,9 @@ class Launcher:
         source = PinnedMemory(table.nbytes)
         source.view()[:] = table.view(np.uint8)
         self.stream.copy(place, source.address, table.nbytes)
-        self.wait(Event().record(self.stream))
-        source.close()
+        copied = Event().record(self.stream)
+        self.wait(copied)
+        close_all(copied.close, source.close)
         return place
 
     def copy(
