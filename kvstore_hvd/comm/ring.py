@@ -16,7 +16,7 @@ from kvstore_hvd.errors import LaunchError, TransportError, message
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device, activate, shared
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
-from kvstore_hvd.gpu.launcher import Launcher, Members, Reduction, Segment
+from kvstore_hvd.gpu.launcher import GRACE_S, Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
@@ -264,7 +264,8 @@ class RingExecutor(Executor):
         return self._scratch.address
 
     def _completion(self) -> Completion:
-        return EventCompletion(self._stream, self._launcher.check, self._timeout_s)
+        # The kernels' own limit comes first: it knows who waits for whom.
+        return EventCompletion(self._stream, self._launcher.check, self._timeout_s + GRACE_S)
 
     def _free(self) -> None:
         close_all(*(peer.close for peer in self._peers), self._memory.close)

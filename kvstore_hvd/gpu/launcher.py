@@ -19,9 +19,11 @@ from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.gpu.tables import Tables
 
-__all__ = ["Launcher", "Members", "Reduction", "Segment"]
+__all__ = ["GRACE_S", "Launcher", "Members", "Reduction", "Segment"]
 
 _ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128  # of the words that host and kernels share
+#: How much longer than the kernels the host waits for them.
+GRACE_S = 5.0
 _PAUSE_S = 0.00002
 _WORLDS, _WORLD_BYTES = 64, 1024  # room for what kernels know of the ranks
 
@@ -226,7 +228,7 @@ class Launcher:
         TimeoutError, TransportError
             As `check`, or it is never done.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s + GRACE_S
         while not event.done():
             self.check()
             if check is not None:

@@ -141,11 +141,11 @@ class _Event:
 
 class _Stream:
     def __init__(self) -> None:
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def push(self, run: Callable[[], None]) -> None:
+    def push(self, run: Callable[[], object]) -> None:
         self._queue.put(run)
 
     def synchronize(self) -> None:
@@ -270,7 +270,7 @@ class _Runtime(SimpleNamespace):
 
     def streamWaitEvent(self, stream: int, event: int) -> None:
         done = self._cuda.events[event].done
-        self._cuda.stream_at(stream).push(lambda: done.wait() and None)
+        self._cuda.stream_at(stream).push(done.wait)
 
     def streamSynchronize(self, stream: int) -> None:
         self._cuda.called("streamSynchronize", stream)
@@ -346,7 +346,7 @@ class _RawKernel:
         arguments[0].array[:] = fake_kernels.sizes()
 
 
-def _module(cuda: FakeCuda) -> ModuleType:
+def _module(cuda: FakeCuda) -> Any:
     module: Any = ModuleType("cupy")
     module.__version__ = "14.2.0"
 

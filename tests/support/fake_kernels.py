@@ -196,7 +196,7 @@ def _reduced(what: str, launch: Any, parts: list[Any]) -> Any:
     op = next(name for name, code in kernels.OPS.items() if code == launch["op"])
     if len(parts) == 1 and launch["prescale"] == launch["postscale"] == 1.0:
         return parts[0]
-    combine = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)
+    combine: Any = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)
     with np.errstate(over="ignore"):
         total = None
         for part in parts:

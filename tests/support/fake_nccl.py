@@ -18,7 +18,7 @@ from support.fake_kernels import raw_of, values_of
 __all__ = ["FakeNccl"]
 
 _NUMPY = {code: np.dtype(name) for name, code in DTYPES.items() if name != "bfloat16"}
-_COMBINE = {OPS["sum"]: np.add, OPS["product"]: np.multiply, OPS["max"]: np.fmax, OPS["min"]: np.fmin}
+_COMBINE: dict[int, Any] = {OPS["sum"]: np.add, OPS["product"]: np.multiply, OPS["max"]: np.fmax, OPS["min"]: np.fmin}
 _REMOTE_ERROR = 6
 
 
@@ -119,7 +119,7 @@ class FakeNccl:
 
     def _redOpCreatePreMulSum(self, op: Any, value: int, dtype: int, residence: int, handle: Any) -> None:
         number = 1000 + next(self._number)
-        factor = np.frombuffer((ctypes.c_char * _NUMPY[dtype].itemsize).from_address(value), _NUMPY[dtype])[0]
+        factor = np.frombuffer(ctypes.string_at(value, _NUMPY[dtype].itemsize), _NUMPY[dtype])[0]
         self._factors[number] = dtype, float(factor)
         ctypes.cast(op, ctypes.POINTER(ctypes.c_int))[0] = number
 

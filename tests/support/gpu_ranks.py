@@ -15,7 +15,7 @@ from kvstore_hvd.comm.executor import Completion
 from kvstore_hvd.gpu import kernels
 from support.fake_kernels import raw_of, values_of
 
-__all__ = ["DeviceRequest", "Exchange", "combined", "finish", "memory_of", "on_ranks", "samples"]
+__all__ = ["DeviceRequest", "Exchange", "combined", "finish", "memory_of", "nbytes_of", "on_ranks", "samples"]
 
 
 @dataclass(eq=False)
@@ -95,14 +95,13 @@ def samples(rank: int, count: int, dtype: str, seed: int = 0) -> Any:
     """Elements of a rank as raw bytes: small numbers with signs, so that sums are exact in every type but rounding."""
     generator = np.random.default_rng([seed, rank, count])
     if dtype.startswith(("int", "uint")):
-        limits = np.iinfo(dtype)
-        return raw_of(generator.integers(limits.min, limits.max, count, dtype, endpoint=True), dtype)
+        return np.frombuffer(generator.bytes(nbytes_of(count, dtype)), np.uint8)
     return raw_of(generator.standard_normal(count).astype(np.float32), dtype)
 
 
 def combined(parts: Sequence[Any], dtype: str, op: str, prescale: float = 1.0, postscale: float = 1.0) -> Any:
     """The elements that raw contributions give, in rank order, as raw bytes; as the CPU engine has them."""
-    combine = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)
+    combine: Any = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)
     is_integer = dtype.startswith(("int", "uint"))
 
     def scaled(values: Any, factor: float) -> Any:

@@ -412,22 +412,19 @@ def test_nothing_is_left_after_nccl_either(cuda: FakeCuda, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_abort_ends_what_waits_on_every_rank(ranks: Callable[..., Ranks], kind: str) -> None:
     world = ranks(kind, 3)
-    is_waiting = threading.Event()
+    are_waiting = threading.Barrier(3)
 
     def work(rank: int, executor: Executor) -> Any:
         if rank == 2:
-            is_waiting.wait(30)
+            are_waiting.wait(30)
             executor.abort()
             return None
         array = Array(samples(rank, 100_000, "float32"))
         completion = executor.allreduce([DeviceRequest([array.address], [array.address], 100_000)])
         assert not completion.done()
-        if rank == 0:
-            is_waiting.set()
-        else:
-            # Every worker aborts when it hears that the world is lost.
-            is_waiting.wait(30)
-            executor.abort()
+        are_waiting.wait(30)
+        # Every worker aborts when it hears that the world is lost.
+        executor.abort()
         with pytest.raises(TransportError):
             finish(completion)
         return True
