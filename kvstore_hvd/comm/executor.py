@@ -39,6 +39,9 @@ class DeviceRequest(Protocol):
     contributed: int
 
 
+# What a device may take to end after an abort.
+_END_S = 10.0
+
 #: Requests of one kind, dtype, op, scales and root; carried out together.
 Batch = Sequence[DeviceRequest]
 
@@ -95,40 +98,52 @@ class Executor(ABC):
 class EventCompletion(Completion):
     """Done when the stream has come so far.
 
+    Once something has failed it aborts, and says so only when the device touches the arrays no more.
+
     Parameters
     ----------
     stream : Stream
     check : callable
-        Raises when something has failed; asked before and after the event is done.
+        Raises when something has failed.
+    abort : callable
+        Has what is enqueued end soon.
     timeout_s : float
         Seconds from now.
     """
 
-    def __init__(self, stream: Stream, check: Callable[[], None], timeout_s: float) -> None:
+    def __init__(self, stream: Stream, check: Callable[[], None], abort: Callable[[], None], timeout_s: float) -> None:
         self._event = Event().record(stream)
-        self._check = check
-        self._timeout_s = timeout_s
+        self._check, self._abort, self._timeout_s = check, abort, timeout_s
         self._deadline = time.monotonic() + timeout_s
+        self._failure: HorovodInternalError | None = None
         self._is_done = False
 
     def done(self) -> bool:
         """See `Completion.done`."""
         if self._is_done:
             return True
-        try:
-            self._is_done = self._event.done()
-            # A kernel that was told to end leaves its outputs unwritten, and the stream goes on.
-            self._check()
-            self._check_time()
-        except HorovodInternalError:
+        has_ended = self._event.done()
+        if self._failure is None:
+            try:
+                # Also when it has ended: a kernel that was told to end leaves its outputs unwritten, and ends, too.
+                self._check()
+                self._check_time(has_ended)
+            except HorovodInternalError as error:
+                self._failure = error
+                self._deadline = time.monotonic() + _END_S
+                self._abort()
+        if self._failure is not None:
+            if not has_ended and time.monotonic() < self._deadline:
+                return False
             close_all(self._event.close)
-            raise
-        if self._is_done:
+            raise self._failure
+        if has_ended:
             self._event.close()
+            self._is_done = True
         return self._is_done
 
-    def _check_time(self) -> None:
-        if not self._is_done and time.monotonic() > self._deadline:
+    def _check_time(self, has_ended: bool) -> None:
+        if not has_ended and time.monotonic() > self._deadline:
             raise errors.TimeoutError(
                 message(
                     f"operations on the GPUs have not ended within {self._timeout_s:g} s.",

@@ -265,7 +265,7 @@ class RingExecutor(Executor):
 
     def _completion(self) -> Completion:
         # The kernels' own limit comes first: it knows who waits for whom.
-        return EventCompletion(self._stream, self._launcher.check, self._timeout_s + GRACE_S)
+        return EventCompletion(self._stream, self._launcher.check, self.abort, self._timeout_s + GRACE_S)
 
     def _free(self) -> None:
         close_all(*(peer.close for peer in self._peers), self._memory.close)

@@ -85,7 +85,13 @@ class Launcher:
     # -- Launches ----------------------------------------------------------------------------------------------
 
     def world(self, members: Members) -> int:
-        """Put what `collective` needs to know of the ranks on the device; returns its address there."""
+        """Put what `collective` needs to know of the ranks on the device; returns its address there.
+
+        Raises
+        ------
+        ValueError
+            Too many are known already.
+        """
         table = np.zeros(1, kernels.WORLD)
         table["rank"], table["ranks"], table["slot_vectors"] = members.rank, len(members.staging), members.slot_vectors
         for field in ("staging", "control", "fifo"):
