@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from kvstore_hvd.errors import KVHvdError, LaunchError
 from kvstore_hvd.gpu import cache, kernels, module
+from kvstore_hvd.gpu.runtime import nvrtc_library
 from kvstore_hvd.gpu.streams import Stream
 from support import fake_kernels
 from support.fake_cuda import FakeCuda, NVRTCError, fake_cuda
@@ -134,9 +134,12 @@ def test_launches_have_our_shape(cuda: FakeCuda) -> None:
 # -- The real compiler, where CuPy is installed -----------------------------------------------------------------------
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 @pytest.mark.parametrize("architecture", [70, 90])
 def test_nvrtc_compiles_them_without_a_gpu(architecture: int) -> None:
+    try:
+        nvrtc_library()
+    except LaunchError as error:  # CuPy 13 starts no compiler without a driver
+        pytest.skip(str(error).splitlines()[0])
     code = module.compile_kernels("int32", architecture)
     assert code.startswith(b"\x7fELF")
     for name in kernels.kernel_names("int32"):

@@ -19,6 +19,7 @@ from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory, PinnedMemory
 from kvstore_hvd.gpu.streams import Event, Stream, current
 from support.fake_cuda import CUDARuntimeError, FakeCuda, FakeDevice, fake_cuda
 
+DRIVER = runtime.driver_version()
 MODULES = sorted((Path(runtime.__file__).parent).glob("*.py"))
 
 
@@ -79,7 +80,7 @@ def test_no_cupy_names_the_extra_for_this_driver(machine: Any, driver: int, extr
 
 def test_cupy_for_a_newer_cuda_than_the_drivers(machine: Any) -> None:
     machine(12040, stand_in(error="cudaErrorInsufficientDriver: CUDA driver version is insufficient"))
-    with pytest.raises(LaunchError, match=r"built for CUDA 13.0, the driver serves CUDA up to 12.4(.|\n)*gpu-cu12"):
+    with pytest.raises(LaunchError, match=r"built for a newer CUDA than 12.4(.|\n)*gpu-cu12"):
         runtime.cupy()
 
 
@@ -138,6 +139,14 @@ def test_memory_of_another_process_is_mapped_and_unmapped(cuda: FakeCuda) -> Non
     peer.close()
     assert cuda.names()[-2:] == ["ipcOpenMemHandle", "ipcCloseMemHandle"]
     memory.close()
+
+
+def test_a_stream_with_cupy_13(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(runtime.cupy().cuda.runtime)
+    monkeypatch.delattr(kind, "streamCreateWithPriority")
+    monkeypatch.setattr(kind, "streamCreateWithFlags", lambda self, flags: 5000 + flags, raising=False)
+    if DRIVER is None:
+        assert Stream().address == 5001
 
 
 def test_pinned_memory_is_a_view(cuda: FakeCuda) -> None:
