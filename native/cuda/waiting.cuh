@@ -13,6 +13,11 @@ struct Shared {
   u32 go;        // 0: leave
   u32 last;      // of the blocks to arrive at a meeting
   u32 launches;  // before this one
+  // Of a ring. Here, because registers are scarce there.
+  const u8* input;
+  u8* output;
+  u64 begin;  // of the block's part, in vectors
+  u64 end;
 };
 
 // Makes every block of every rank leave at its next wait. The first word of a rank stays, and becomes its status.
