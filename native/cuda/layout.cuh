@@ -9,8 +9,6 @@ namespace kvstore_hvd::gpu {
 constexpr u32 kMaxRanks = 16;
 constexpr u32 kMaxChannels = 64;
 constexpr u32 kSlots = 4;  // a power of two: the counters of the slots wrap around
-constexpr u32 kTileBytes = 32768;
-constexpr u32 kTileElements = 8192;
 constexpr u32 kVectorBytes = sizeof(Vector);
 // Shares of an array are cut at these: a cache line has one writer.
 constexpr u32 kLineVectors = 128 / kVectorBytes;

@@ -124,7 +124,7 @@ class Ring {
     u8* output = shared_.output + byte;
     const bool aligned = ((low_bits(input) | low_bits(output)) & (kVectorBytes - 1)) == 0;
     // Only the last vector of the array can be cut.
-    const bool cut = byte + vectors * u64{kVectorBytes} > launch_.bytes;
+    const bool cut = vectors != 0 && byte + vectors * u64{kVectorBytes} > launch_.bytes;
     const u32 whole = aligned ? vectors - (cut ? 1 : 0) : 0;
     u32 i = thread();
     const auto advance = [&](u32 times) {

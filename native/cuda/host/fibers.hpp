@@ -83,7 +83,6 @@ class Fibers final : public Machine {
     leave();
   }
   void touch(Place&) override {
-    idle_ = idle_ > 0 ? idle_ : 0;
     if (draw(8) == 0) leave();
   }
   std::uint64_t now_ns(Place&) override { return ++clock_ns_; }

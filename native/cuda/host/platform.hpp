@@ -31,6 +31,10 @@ struct alignas(16) Vector {
   u32 words[4];
 };
 
+// Small, so that small arrays have many.
+constexpr u32 kTileBytes = 256;
+constexpr u32 kTileElements = 64;
+
 namespace host {
 template <class Type>
 Type& shared() {
