@@ -28,6 +28,9 @@ class Ring {
 
   KVHVD_INLINE void allreduce() {
     const u64 vectors = divided_up(launch_.bytes, u64{kVectorBytes});
+    // Counted on from launch to launch. Nobody else touches the word; thread 0 writes it when all have read it.
+    u32& steps = world_.control[world_.rank]->steps[block()].value;
+    sent_ = steps;
     if (thread() == 0) {
       shared_.go = 1;
       shared_.input = launch_.inputs[player()].pointer;
@@ -38,12 +41,9 @@ class Ring {
     block_sync();
     if (world_.ranks == 1) {
       alone(vectors);
-      return;
+    } else if (run(share_begin(vectors, blocks(), 1)) && thread() == 0) {
+      steps = sent_;
     }
-    // Counted on from launch to launch. Nobody else touches the word.
-    u32& steps = world_.control[world_.rank]->steps[block()].value;
-    sent_ = steps;
-    if (run(share_begin(vectors, blocks(), 1)) && thread() == 0) steps = sent_;
   }
 
  private:

@@ -77,9 +77,12 @@ KVHVD_INLINE bool meet(const World& world, const Launch& launch, u32 number, Pla
     if (shared.last != 0) store_relaxed(&own.arrived.value, 0);
   }
   block_sync();
+  // All flags before the first wait: whoever waits for this rank must not wait for another one through it.
+  // Release: all accesses of this rank, gathered above, are before the flag.
+  for (u32 rank = thread(); shared.last != 0 && rank < world.ranks; rank += threads()) {
+    store_release(&world.control[rank]->met[world.rank].value, number);
+  }
   for (u32 rank = thread(); rank < world.ranks; rank += threads()) {
-    // Release: all accesses of this rank, gathered above, are before the flag.
-    if (shared.last != 0) store_release(&world.control[rank]->met[world.rank].value, number);
     if (!wait_for(world, launch, own.met[rank], number, rank, place)) store_shared(&shared.go, 0);
   }
   block_sync();  // what the ranks did before their flags is before what any thread does now

@@ -29,7 +29,8 @@ struct Machine {
   virtual ~Machine() = default;
   virtual void sync(Place& place) = 0;   // of the threads of a block
   virtual void pause(Place& place) = 0;  // it waits for another thread
-  virtual void touch(Place& place) = 0;  // it is about to access memory that others see
+  virtual void look(Place& place) = 0;   // it is about to read a flag
+  virtual void touch(Place& place) = 0;  // it is about to write a flag or to access data
   virtual std::uint64_t now_ns(Place& place) = 0;
 };
 

@@ -41,6 +41,7 @@ Type& shared() {
   static_assert(sizeof(Type) <= sizeof(Block::shared));
   return *reinterpret_cast<Type*>(current->block_state->shared);
 }
+inline void look() { current->machine->look(*current); }
 inline void touch() { current->machine->touch(*current); }
 }  // namespace host
 
@@ -53,11 +54,11 @@ inline u32 player() { return host::current->player; }
 inline void block_sync() { host::current->machine->sync(*host::current); }
 
 inline u32 load_acquire(const u32* from) {
-  host::touch();
+  host::look();
   return __atomic_load_n(from, __ATOMIC_ACQUIRE);
 }
 inline u32 load_relaxed(const u32* from) {
-  host::touch();
+  host::look();
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
 inline void store_release(u32* to, u32 value) {

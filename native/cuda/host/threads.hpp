@@ -18,6 +18,8 @@ namespace kvstore_hvd::gpu::host {
 
 class Threads final : public Machine {
  public:
+  explicit Threads(std::uint64_t /*seed*/) {}
+
   // As Fibers::run; always returns true: who waits without end must do so against a time limit.
   bool run(const std::function<std::uint32_t(std::uint32_t)>& blocks, std::uint32_t players, std::uint32_t threads,
            const std::function<void(std::uint32_t)>& kernel, const std::function<void(std::uint32_t)>& ended = {}) {
@@ -47,6 +49,7 @@ class Threads final : public Machine {
 
   void sync(Place& place) override { pthread_barrier_wait(&static_cast<SyncedBlock&>(*place.block_state).barrier); }
   void pause(Place&) override { std::this_thread::yield(); }
+  void look(Place&) override {}
   void touch(Place&) override {}
   std::uint64_t now_ns(Place&) override {
     return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
