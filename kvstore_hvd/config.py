@@ -26,6 +26,7 @@ __all__ = [
     "config",
     "environment",
     "known_variables",
+    "option_value",
     "pass_alias_on",
     "prepare_mxnet",
     "reload",
@@ -423,6 +424,21 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def option_value(option: str, text: str, knob: str) -> Any:
+    """The value of an option of a command line that stands for the knob with this name.
+
+    Raises
+    ------
+    ConfigError
+        It is not allowed.
+    """
+    parse = next(each.metadata["parse"] for each in fields(Config) if each.name == knob)
+    try:
+        return parse(text)
+    except ValueError:
+        raise ConfigError(message(f"{option} {text}: expected {parse.expected}.", fix="see kvhvdrun --help.")) from None
 
 
 def known_variables() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd.config import Config, config, environment
+from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.driver.driver import ElasticDriver
 from kvstore_hvd.driver.options import add_elastic_options, elastic_plan, is_elastic
 from kvstore_hvd.errors import ConfigError, LaunchError, message
@@ -28,6 +28,7 @@ from kvstore_hvd.launcher.supervisor import Supervisor
 
 __all__ = ["main"]
 
+_HOSTS = ("hosts", "hostfile", "host-discovery-script")
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
 _EXIT_NOT_EXECUTABLE = 126
@@ -136,9 +137,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         if text.startswith("--") and action.dest not in ("help", "config_file", "check_build")
     }
     flags = [name for name, action in names.items() if action.nargs == 0]
-    of_file = read_options(options.config_file, [name for name in names if name not in flags], flags)
-    if options.hosts is not None or options.hostfile is not None:  # one takes the place of the other
-        of_file = {name: value for name, value in of_file.items() if name not in ("hosts", "hostfile")}
+    lists = [name for name, action in names.items() if isinstance(action.nargs, int) and action.nargs > 1]
+    of_file = read_options(options.config_file, [name for name in names if name not in flags], flags, lists)
+    if any(getattr(options, names[name].dest) is not None for name in _HOSTS):  # one takes the place of the others
+        of_file = {name: value for name, value in of_file.items() if name not in _HOSTS}
     for name, value in of_file.items():
         if getattr(options, names[name].dest) in (None, False):  # not given on the command line
             setattr(options, names[name].dest, value)
@@ -158,9 +160,8 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         if not _MPI_RANK_VARIABLES.match(name) and not _is_of_outer_job(name)
     }
     if options.start_timeout is not None:
-        # Checked as the variable would be.
+        option_value("--start-timeout", options.start_timeout, "start_timeout_s")
         inherited["KVHVD_START_TIMEOUT"] = options.start_timeout
-        Config.from_environ({"KVHVD_START_TIMEOUT": options.start_timeout})
     if options.timeline_filename is not None:
         _set_timeline(inherited, options.timeline_filename)
     command[0] = _executable(command, inherited)

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 
 from kvstore_hvd.driver.roster import Worker
+from kvstore_hvd.driver.waits import Wait
 
 __all__ = ["ADDED", "REMOVED", "Epoch", "Phase"]
 
@@ -51,6 +52,7 @@ class Epoch:
         self.phase = Phase.MEETING if members else Phase.VOID
         self.told = 0  # of changes, since the epoch began
         self.kill_at: float | None = now + start_timeout_s + _MEETING_EXTRA_S if members else None
+        self.wait = Wait()  # of workers that are there, for those that are late
         self._joined: set[int] = set()
         self._timeout_s = timeout_s
 
@@ -74,13 +76,13 @@ class Epoch:
         if any(member.id not in self._joined for member in self.members):
             return False
         self.phase = Phase.TRAINING
-        self.kill_at = None
+        self.wait_no_longer()
         return True
 
     def void(self, now: float) -> None:
         """The world is lost: its members have until `kill_at` to say that they wait for the next one."""
         if self.phase is Phase.MEETING:
-            self.kill_at = None
+            self.wait_no_longer()
         self.phase = Phase.VOID
         self.expect(now, "lost")
 
@@ -88,6 +90,12 @@ class Epoch:
         """A worker waits for its next world, and said why: from now on the others' time runs."""
         limit = {"timeout": _AFTER_TIMEOUT_S, "meeting": _AFTER_MEETING_S}.get(cause, self._timeout_s)
         self.kill_at = now + limit if self.kill_at is None else min(self.kill_at, now + limit)
+        self.wait.begin(now)
+
+    def wait_no_longer(self) -> None:
+        """Nobody is waited for."""
+        self.kill_at = None
+        self.wait.end()
 
     def late(self) -> list[Worker]:
         """The members that hold all others up."""

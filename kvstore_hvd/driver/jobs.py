@@ -18,6 +18,7 @@ from kvstore_hvd.driver.reasons import Reason, because_of, never_meet, state_los
 from kvstore_hvd.driver.roster import Roster, Worker, rank_order
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Slots
+from kvstore_hvd.driver.waits import Wait
 
 __all__ = ["Job"]
 
@@ -50,7 +51,7 @@ class Job:
         self._epoch = Epoch(-1, (), now, settings.start_timeout_s, settings.timeout_s)
         self._begun = False  # there were slots enough to start
         self._succeeded = False  # a worker has ended with 0
-        self._short_since: float | None = now  # since when there are too few workers
+        self._short = Wait(now)  # for workers, of which there are too few
         self._updates = 0
         self._failed_meetings = 0  # in a row
         self._failure = ""  # of the last of them
@@ -87,9 +88,9 @@ class Job:
 
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
-        times = [self._epoch.kill_at]
-        if self._short_since is not None:
-            times.append(self._short_since + self._settings.elastic_timeout_s)
+        times = [self._epoch.kill_at, self._epoch.wait.tell_at, self._short.tell_at]
+        if self._short.since is not None:
+            times.append(self._short.since + self._settings.elastic_timeout_s)
         times += [worker.act_at for worker in self._roster.running]
         if not self._finishing:
             times.append(self._slots.next_return(now))
@@ -202,7 +203,8 @@ class Job:
         if self._epoch.joined(worker):
             for member in self._epoch.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
-            self._short_since, self._failed_meetings = None, 0
+            self._short.end()
+            self._failed_meetings = 0
             self._actions.note("epoch_joined", epoch=epoch)
 
     def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
@@ -263,12 +265,17 @@ class Job:
             self._form(now)
 
     def _kill_late(self, now: float) -> None:
-        if self._epoch.kill_at is None or now < self._epoch.kill_at:
+        if self._epoch.kill_at is None:
             return
-        self._epoch.kill_at = None
         late = self._epoch.late()
         if not self._epoch.begun:
             late = [worker for worker in self._roster if worker.taking_part and not worker.ready]
+        if self._epoch.wait.is_news(now) and late:
+            seconds = round(self._epoch.kill_at - now, 3)
+            self._actions.note("waiting", workers=[worker.id for worker in late], seconds=seconds)
+        if now < self._epoch.kill_at:
+            return
+        self._epoch.wait_no_longer()
         for worker in late:
             self._departures.kill(worker, "it did not answer while the others waited for it", now)
         if late:
@@ -300,7 +307,8 @@ class Job:
             self._end(because_of(culprit) if culprit is not None else Reason(0, ""))
         elif self._epoch.begun and self._state_is_lost:
             if not self._succeeded:
-                self._end(state_lost(self._epoch.number, self._roster.culprit(self._epoch.members)))
+                has_begun = any(worker.synced for worker in self._roster)
+                self._end(state_lost(self._epoch.number, has_begun, self._roster.culprit(self._epoch.members)))
         elif not self._epoch.begun and self._begun and not running:
             culprit = self._roster.culprit(self._roster)
             if culprit is not None:
@@ -345,14 +353,16 @@ class Job:
         """Give the next epoch out, if all are there who must be."""
         old = self._epoch.left
         if self._epoch.begun and not old:
+            self._short.end()
             return  # all have finished
         awaited = old if self._epoch.begun else [worker for worker in self._roster if worker.taking_part]
         complete = all(worker.ready for worker in awaited)
         if not complete and (self._epoch.begun or len(awaited) >= self._least):
-            self._short_since = None
+            self._short.end()
             return
         if complete and any(worker.synced for worker in self._roster) and not any(worker.synced for worker in old):
             # They could only begin anew. Those who have the state are done, or were killed and have not ended yet.
+            self._short.end()
             for worker in old if self._succeeded else ():
                 self._departures.dismiss(worker, now)
             return
@@ -369,14 +379,16 @@ class Job:
             self._wait_for_more(chosen, now)
 
     def _wait_for_more(self, waiting: Sequence[Worker], now: float) -> None:
-        self._short_since = now if self._short_since is None else self._short_since
         limit = self._settings.elastic_timeout_s
-        if now < self._short_since + limit:
-            return
+        since = self._short.begin(now)
         if self._begun:
             what, needed = f"{len(waiting)} workers are ready", self._least
         else:
             what, needed = f"there are {len(self._slots)} slots", max(self._least, self._settings.first_np or 0)
+        if self._short.is_news(now):
+            self._actions.note("too_few", text=what, needed=needed, seconds=round(since + limit - now, 3))
+        if now < since + limit:
+            return
         details = [f"worker {w.id} ({w.slot}) has not called init()" for w in self._roster if w.alive and not w.place]
         details += [f"worker {w.id} ({w.slot}) {w.ending}" for w in self._last_of_slots() if w.code]
         self._end(too_few(what, needed, limit, details))
@@ -394,7 +406,7 @@ class Job:
         ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
         before = self._epoch.left
         self._epoch = Epoch(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
-        self._short_since = None
+        self._short.end()
         hosts = [worker.place for worker in ranked]
         for rank, worker in enumerate(ranked):
             worker.ready, worker.epoch = False, number

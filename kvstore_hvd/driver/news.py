@@ -33,6 +33,12 @@ def news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     if event == "epoch_ready" and fields["epoch"] > 0:
         members = fields["workers"]
         return f"epoch {fields['epoch']} begins with {len(members)} workers: {', '.join(map(str, members))}."
+    if event == "waiting":
+        late = [job.workers.get(number) for number in fields["workers"]]
+        names = ", ".join(f"{each.id} ({each.slot})" for each in late if each is not None)
+        return f"the others wait for worker {names}, and kill what has not come in {fields['seconds']:.0f} s."
+    if event == "too_few":
+        return f"{fields['text']}, {fields['needed']} are needed: waiting for more, for {fields['seconds']:.0f} s."
     if event == "discovery_failed":
         return f"{fields['text']}."
     return ""

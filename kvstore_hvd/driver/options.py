@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd.config import Config, config
+from kvstore_hvd.config import config, option_value
 from kvstore_hvd.driver.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from kvstore_hvd.driver.plan import ElasticPlan
 from kvstore_hvd.driver.settings import Settings
@@ -96,22 +96,25 @@ def elastic_plan(options: argparse.Namespace, command: Sequence[str], environmen
     job = secrets.token_hex(8)
     discovery = _discovery(options, (least, first, most), environment, job)
     cfg = config()
-    variables = {"KVHVD_ELASTIC_TIMEOUT": options.elastic_timeout, "KVHVD_START_TIMEOUT": options.start_timeout}
-    # Checked as the variables would be.
-    given = Config.from_environ({name: text for name, text in variables.items() if text is not None})
+    seconds = {
+        knob: getattr(cfg, knob) if text is None else option_value(option, text, knob)
+        for option, text, knob in (
+            ("--elastic-timeout", options.elastic_timeout, "elastic_timeout_s"),
+            ("--start-timeout", options.start_timeout, "start_timeout_s"),
+        )
+    }
     settings = Settings(
         job=job,
         min_np=least,
         max_np=most or MAX_WORKERS,
         first_np=first,
         reset_limit=_whole(options.reset_limit, "--reset-limit", 0),
-        elastic_timeout_s=(cfg if options.elastic_timeout is None else given).elastic_timeout_s,
         timeout_s=cfg.timeout_s,
-        start_timeout_s=(cfg if options.start_timeout is None else given).start_timeout_s,
         survivor_time_s=cfg.survivor_time_s,
         exit_timeout_s=cfg.exit_timeout_s,
         kill_grace_s=cfg.kill_grace_s,
         cooldown=_cooldown(options.blacklist_cooldown_range),
+        **seconds,
     )
     # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
     environment.setdefault("PYTHONUNBUFFERED", "1")

@@ -27,9 +27,9 @@ def because_of(culprit: Worker) -> Reason:
     return Reason(culprit.exit_code or _EXIT_FAILED, text, tuple(culprit.lines))
 
 
-def state_lost(epoch: int, culprit: Worker | None) -> Reason:
+def state_lost(epoch: int, has_begun: bool, culprit: Worker | None) -> Reason:
     """Nobody is left who has the state; of the workers of the last world `culprit` was the first to fail."""
-    text = f"no worker of epoch {epoch} is left that has the state of the training."
+    text = f"no worker of epoch {epoch} is left" + (" that has the state of the training." if has_begun else ".")
     if culprit is None:
         return Reason(_EXIT_FAILED, text)
     code, first, lines = because_of(culprit)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore_hvd import engine
 from kvstore_hvd.elastic.array_handlers import drain
-from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
 from kvstore_hvd.elastic.parameters import ParametersHandler
 from kvstore_hvd.elastic.registry import handler_for
@@ -96,11 +94,13 @@ class GluonState(ObjectState):
         Raises
         ------
         MismatchError
-            On all workers: a worker has not the networks, Trainers and samplers of rank 0. Nothing was changed.
+            On all workers: a worker has not the networks, Trainers, samplers and attributes of rank 0. Nothing was
+            changed.
         HorovodInternalError
             The world is lost; what was saved last is still there.
         """
-        self._check_names()
+        here = [*(f"{name} (with a handler)" for name in sorted(self._handlers)), *sorted(self._saved_state)]
+        self._check_same(here, self._bcast_object(here))
         staged = self._staged()
         for handler in staged:
             handler.receive()
@@ -128,16 +128,6 @@ class GluonState(ObjectState):
                 handlers[name] = handler
                 self._add_left_out()
         super().__setattr__(name, value)
-
-    def _check_names(self) -> None:
-        """Raise on all workers if one has handlers for other attributes than rank 0."""
-        world = engine.current()
-        if not world.is_alone:
-            here = sorted(self._handlers)
-            there = self._bcast_object(here)
-            fault = f"it has handlers for {', '.join(here)} here, but for {', '.join(there)} there."
-            with world.submitting():
-                raise_on_all(world, fault if here != there else "")
 
     # In the order of their names: that in which they were assigned may differ between workers.
 

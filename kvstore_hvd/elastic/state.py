@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd import engine
 from kvstore_hvd.elastic.copies import deep_copy, named_copies
+from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
 from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
 from kvstore_hvd.mxnet.basics import rank
@@ -165,11 +166,23 @@ class ObjectState(State):
 
         Raises
         ------
+        MismatchError
+            On all workers: one has other attributes than rank 0. Nothing was changed.
         Exception
             As ``broadcast_object``.
         """
-        self._saved_state = self._bcast_object(self._saved_state)
+        received = self._bcast_object(self._saved_state)
+        self._check_same(sorted(self._saved_state), sorted(received))
+        self._saved_state = received
         self.restore()
+
+    def _check_same(self, here: list[str], there: list[str]) -> None:
+        """Raise on all workers if one has not what rank 0 has."""
+        world = engine.current()
+        if world.is_initialized and not world.is_alone:
+            fault = f"it has {', '.join(here) or 'nothing'}, but rank 0 has {', '.join(there) or 'nothing'}."
+            with world.submitting():
+                raise_on_all(world, fault if here != there else "")
 
     def _add(self, name: str, value: Any) -> None:
         """Add an attribute, which must not hide anything."""

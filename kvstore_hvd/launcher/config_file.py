@@ -11,7 +11,9 @@ from kvstore_hvd.errors import LaunchError, message
 __all__ = ["read_options"]
 
 
-def read_options(path: str, valued: Collection[str], flags: Collection[str]) -> dict[str, Any]:
+def read_options(
+    path: str, valued: Collection[str], flags: Collection[str], lists: Collection[str] = ()
+) -> dict[str, Any]:
     """Read a mapping of options from a YAML file; ``_`` and ``-`` in their names are the same.
 
     Parameters
@@ -20,6 +22,8 @@ def read_options(path: str, valued: Collection[str], flags: Collection[str]) -> 
         The file.
     valued, flags : collection of str
         Names of the options with and without a value, without the two dashes before them.
+    lists : collection of str
+        Those of the former that have several values: these may stand there as a list.
 
     Returns
     -------
@@ -58,7 +62,9 @@ def read_options(path: str, valued: Collection[str], flags: Collection[str]) -> 
             )
         if name in options:
             raise LaunchError(message(f"{where}: '{name}' stands there twice.", fix="leave one of them."))
-        if not isinstance(value, yaml.ScalarNode) or not value.value:
+        if name in lists and isinstance(value, yaml.SequenceNode):
+            value.value = " ".join(str(each.value) for each in value.value)
+        elif not isinstance(value, yaml.ScalarNode) or not value.value:
             raise LaunchError(message(f"{where}: '{name}' has no value.", fix=f"one line: {name}: VALUE"))
         if name in flags and value.tag != "tag:yaml.org,2002:bool":
             raise LaunchError(message(f"{where}: {name}: '{value.value}' is not true or false."))

@@ -290,8 +290,22 @@ def test_other_parts_fail_on_all(rank, size):
     if size == 1:
         pytest.skip("needs two workers")
     parts = {"net": make_net()} if rank == size - 1 else {"net": make_net(), "sampler": ElasticSampler(range(9))}
-    with pytest.raises(MismatchError, match=rf"rank {size - 1}: it has handlers for net here, but for net, sampler"):
+    with pytest.raises(
+        MismatchError, match=rf"rank {size - 1}: it has net \(with a handler\), trainer, but rank 0 has"
+    ):
         GluonState(**parts).sync()
+
+
+@pytest.mark.parametrize("kind", [ObjectState, GluonState])
+def test_other_attributes_fail_on_all(kind, rank, size):
+    """State.sync: a worker whose state has other attributes: MismatchError on all of them, nothing was changed."""
+    if size == 1:
+        pytest.skip("needs two workers")
+    more = {"best": 1.0} if rank == size - 1 else {}
+    state = kind(step=rank, **more)
+    with pytest.raises(MismatchError, match=rf"rank {size - 1}: it has .*best"):
+        state.sync()
+    assert state.step == rank
 
 
 def test_reset_order_and_samplers(rank, size):

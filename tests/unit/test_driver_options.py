@@ -112,8 +112,8 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         (["--min-np", "3", "-np", "2"], "--min-np 3 is more than -np 2."),
         (["--max-np", "3", "-np", "4"], "-np 4 is more than --max-np 3."),
         (["--max-np", "257"], "a job has at most 256 workers"),
-        (["--min-np", "1", "--elastic-timeout", "soon"], "KVHVD_ELASTIC_TIMEOUT: 'soon' is not"),
-        (["--min-np", "1", "--start-timeout", "-1"], "KVHVD_START_TIMEOUT: '-1' is not"),
+        (["--min-np", "1", "--elastic-timeout", "soon"], "--elastic-timeout soon: expected a number of seconds"),
+        (["--min-np", "1", "--start-timeout", "-1"], "--start-timeout -1: expected a number of seconds"),
         (["--min-np", "1", "--blacklist-cooldown-range", "0.5", "9"], "range 0.5 9: expected two numbers of seconds"),
         (["--min-np", "1", "--blacklist-cooldown-range", "9", "3601"], "range 9 3601: expected two numbers"),
         (["--min-np", "1", "--blacklist-cooldown-range", "9", "8"], "the lower one first"),
@@ -142,6 +142,18 @@ def test_a_range_in_a_file_needs_two_numbers(tmp_path: Path, capfd: pytest.Captu
     path.write_text("min-np: 1\nblacklist-cooldown-range: 5\n")
     assert launch.main(["--config-file", str(path), "true"]) == 2
     assert "range 5: expected two numbers" in capfd.readouterr().err
+
+
+def test_a_range_in_a_file_may_be_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("min-np: 1\nblacklist-cooldown-range: [20, 40.5]\n")
+    assert plan("--config-file", str(path), "true").settings.cooldown == Cooldown(20, 40.5)
+
+
+def test_hosts_of_the_command_line_come_before_a_script_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("min-np: 1\nhost-discovery-script: ./hosts.sh\n")
+    assert isinstance(plan("--config-file", str(path), "-H", "localhost:2", "true").discovery, FixedHosts)
 
 
 def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_the_tail_is_bounded_and_knows_progress_bars() -> None:
         (["-np", "2", "--as-horovod", "true"], 2, "the command begins with 'true'"),
         (["-np", "2", "--config-file", "/no/such/file", "true"], 2, "the configuration file cannot be read"),
         (["--hostfile", "/no/such/file", "true"], 2, "the host file cannot be read"),
-        (["-np", "2", "--start-timeout", "soon", "true"], 2, "KVHVD_START_TIMEOUT: 'soon' is not"),
+        (["-np", "2", "--start-timeout", "soon", "true"], 2, "--start-timeout soon: expected a number of seconds"),
     ],
 )
 def test_what_cannot_work_is_said(
@@ -333,7 +333,7 @@ def test_an_empty_file_has_no_options(config_file: Callable[[str], str]) -> None
         ("- num-proc\n", "is no mapping"),
         ("num-proc: [\n", "is not YAML"),
         ("num-proc: two\n", "-np two: expected"),
-        ("start-timeout: soon\n", "KVHVD_START_TIMEOUT: 'soon' is not"),
+        ("start-timeout: soon\n", "--start-timeout soon: expected a number of seconds"),
     ],
 )
 def test_a_file_that_cannot_be(config_file: Callable[[str], str], text: str, fact: str) -> None:

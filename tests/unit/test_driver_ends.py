@@ -1,0 +1,198 @@
+"""The decisions about an elastic job: crashes, its end, and what workers may not say."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.elastic_jobs import Play
+
+# -- Crashes ------------------------------------------------------------------------------------------------------
+
+
+def crash_and_return(play: Play, worker: int, others: list[int]) -> None:
+    play.kill(worker)
+    for other in others:
+        play.ready(other)
+    play.meet()
+
+
+def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    crash_and_return(play, 1, [0])
+    assert play.starts()[2:] == [(2, "a:1")]
+    play.kill(2)  # while it starts
+    (note,) = play.notes("slot_blacklisted")
+    assert note["slot"] == "a:1"
+    assert 20 <= note["seconds"] <= 30
+    assert len(play.starts()) == 3
+    play.wait(note["seconds"] - 0.1)
+    assert len(play.starts()) == 3
+    play.wait(0.2)
+    assert play.starts()[3:] == [(3, "a:1")]
+
+
+def test_crashes_are_forgotten_after_a_long_life() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    crash_and_return(play, 1, [0])
+    play.ready(2)
+    play.ready(0, "updated")
+    play.meet()
+    play.wait(599)
+    play.wait(2)
+    crash_and_return(play, 2, [0])
+    assert play.notes("slot_blacklisted") == []
+    assert play.starts()[3:] == [(3, "a:1")]
+
+
+def test_a_worker_that_cannot_be_started_counts_as_crashed() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.end(1, 126, "no such file")
+    play.end(2, 126, "no such file")
+    assert [note["slot"] for note in play.notes("slot_blacklisted")] == ["a:1"]
+    play.ready(0)
+    assert play.members == [0]
+
+
+# -- Ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_end_well() -> None:
+    play = Play({"a": 2}, min_np=2)
+    play.begin()
+    for worker in (0, 1):
+        play.say(worker, "finished")
+        play.end(worker)
+    assert play.ending is not None
+    assert (play.ending.code, play.ending.reason) == (0, "")
+    assert len(play.starts()) == 2
+
+
+def test_after_a_success_nobody_is_started_and_the_rest_goes_on() -> None:
+    play = Play({"a": 3}, min_np=3)
+    play.begin()
+    play.end(0)
+    assert play.starts()[3:] == []
+    play.kill(1)
+    assert play.starts()[3:] == []
+    play.ready(2)
+    assert play.meet() == [2]
+    play.end(2)
+    assert play.ending is not None
+    assert play.ending.code == 0  # what was lost was made good
+
+
+def test_a_loss_after_a_success_that_nobody_makes_good_is_the_code() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.say(0, "finished")
+    play.end(0)
+    play.end(1, 7, "oops")
+    assert play.ending is not None
+    assert play.ending.code == 7
+    assert play.ending.reason == "worker 1 (a:1) exited with code 7. Its last lines on stderr:"
+
+
+def test_newcomers_leave_when_the_others_are_done() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    crash_and_return(play, 1, [0])
+    play.ready(2)
+    play.say(0, "finished")
+    assert play.told(2, "leave")
+    play.end(0)
+    assert play.ending is None
+    play.end(2)
+    assert play.ending is not None
+    assert play.ending.code == 0
+
+
+def test_who_has_finished_is_not_waited_for() -> None:
+    play = Play({"a": 3}, min_np=1)
+    play.begin()
+    play.say(0, "finished")
+    play.kill(1)
+    play.ready(2)
+    assert play.members == [2]
+
+
+def test_who_never_had_the_state_leaves_when_it_is_all_done() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.say(0, "synced", epoch=0)
+    play.say(0, "finished")
+    play.end(0)
+    play.ready(1, "lost")
+    assert play.epoch == 0
+    assert play.told(1, "leave")
+    play.end(1)
+    assert play.ending is not None
+    assert play.ending.code == 0
+
+
+def test_a_second_run_in_the_same_program_recovers_too() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.say(0, "finished")
+    play.say(1, "finished")
+    play.kill(1)
+    assert play.ending is None
+    play.ready(0, "lost")
+    assert play.members == [0]
+
+
+def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for() -> None:
+    play = Play({"a": 3}, min_np=1)
+    play.begin()
+    for kind in ("synced", "finished", "synced"):
+        for worker in (0, 1, 2):
+            play.say(worker, kind, **({"epoch": 0} if kind == "synced" else {}))
+    play.kill(2)
+    assert play.starts()[3:] == [(3, "a:2")]
+    play.ready(0)
+    assert play.epoch == 0
+    play.ready(1)
+    assert play.members == [0, 1]
+
+
+def test_too_many_resets() -> None:
+    play = Play({"a": 4}, min_np=1, reset_limit=1)
+    play.begin()
+    play.kill(1)
+    for worker in (0, 2, 3):
+        play.ready(worker)
+    play.meet()
+    assert play.epoch == 1
+    play.kill(2)
+    play.ready(0)
+    play.ready(3)
+    assert play.ending is not None
+    assert play.ending.code == 1
+    assert play.ending.reason == ("Horovod was shutdown because number of resets during elastic job exceeded limit: 1")
+    assert play.told(0, "fail") == [{"t": "fail", "text": play.ending.reason}]
+    seen = len(play.seen)
+    play.kill(0)
+    play.wait(10_000)
+    assert len(play.seen) == seen + 1  # the note of its end, and no decision any more
+
+
+# -- What workers may not say -------------------------------------------------------------------------------------
+
+
+def test_words_out_of_place_change_nothing() -> None:
+    play = Play({"a": 2}, min_np=1)
+    seen = len(play.seen)
+    with pytest.raises(ValueError, match="there is no worker 7"):
+        play.say(7, "finished")
+    with pytest.raises(ValueError, match="before it has called init"):
+        play.say(0, "ready", epoch=-1, cause="start", text="")
+    play.enter(0)
+    with pytest.raises(ValueError, match="an epoch that it was not given"):
+        play.say(0, "joined", epoch=0)
+    with pytest.raises(ValueError, match="an epoch that it was not given"):
+        play.say(0, "ready", epoch=3, cause="lost", text="")
+    assert len(play.seen) == seen + 1
+    play.kill(0)
+    play.say(0, "finished")
+    assert play.notes("worker_finished") == []
