@@ -88,7 +88,7 @@ class RingExecutor(Executor):
         self._memory = DeviceMemory(places[-1] + fifo_bytes)
         self._peers: list[PeerMemory] = []
         bases = self._map(share)
-        self._launcher = Launcher(self._modules, self._stream, timeout_s)
+        self._launcher = Launcher(self._modules, self._stream, timeout_s, self._is_shared)
         members = Members(
             rank,
             staging=[base + places[1] for base in bases],

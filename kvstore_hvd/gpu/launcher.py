@@ -68,10 +68,14 @@ class Launcher:
     stream : Stream
     timeout_s : float
         Seconds that a kernel may wait for other ranks.
+    is_shared : bool
+        Kernels of other ranks wait on this device, too. CUDA does not run two cooperative launches at once, so theirs
+        are ordinary ones there; that all of them have room is then only our own count of blocks.
     """
 
-    def __init__(self, modules: Kernels, stream: Stream, timeout_s: float) -> None:
+    def __init__(self, modules: Kernels, stream: Stream, timeout_s: float, is_shared: bool = False) -> None:
         self.stream = stream
+        self._is_shared = is_shared
         self._modules = modules
         self._timeout_s = timeout_s
         self._words_memory = PinnedMemory(_WORDS_BYTES)
@@ -193,7 +197,9 @@ class Launcher:
             count = kernels.direct_blocks if meet else kernels.copy_blocks
             fused = -(-nbytes // kernels.TILE_BYTES)
             blocks = count(max(*tiles, fused), self._modules.limits(name, reduction.dtype))
-        self._modules.launch(name, reduction.dtype, blocks, (np.uint64(world), launch), self.stream, waits=meet)
+        arguments = np.uint64(world), launch
+        waits = meet and not self._is_shared
+        self._modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits)
         self._tables.fence(self.stream)
 
     # -- How it goes -------------------------------------------------------------------------------------------

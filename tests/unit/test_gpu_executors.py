@@ -374,8 +374,9 @@ def test_nccl_packs_small_tensors(ranks: Callable[..., Ranks]) -> None:
     assert world.cuda.launches() == ["kvhvd_copy"] * 4
 
 
-def test_kernels_that_meet_are_launched_cooperatively(ranks: Callable[..., Ranks]) -> None:
-    world = ranks("kernels", 2)
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernels_that_meet_are_launched_cooperatively(ranks: Callable[..., Ranks], shared: bool) -> None:
+    world = ranks("kernels", 2, shared=shared)
 
     def work(rank: int, executor: Executor) -> None:
         array = Array(samples(rank, 100, "float32"))
@@ -383,7 +384,7 @@ def test_kernels_that_meet_are_launched_cooperatively(ranks: Callable[..., Ranks
 
     world.run(work)
     launched = [call for call in world.cuda.calls if call[0] == "launch"]
-    assert launched == [("launch", "kvhvd_oneshot_float32_sum", (1, 1, 1), True)] * 2
+    assert launched == [("launch", "kvhvd_oneshot_float32_sum", (1, 1, 1), not shared)] * 2
 
 
 def test_only_whole_allocations_are_shared_and_all_is_given_back(cuda: FakeCuda) -> None:
