@@ -78,7 +78,6 @@ class RingExecutor(Executor):
         self._is_shared = bool(shared(devices))
         self._half = staging_bytes // 2 // _LINE * _LINE
         self._flip = False
-        self._scratch: DeviceMemory | None = None
         fifo_bytes = 0 if self._is_shared else kernels.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
         places = [0, kernels.CONTROL_BYTES, kernels.CONTROL_BYTES + 2 * self._half]
         sharers = sum(device.uuid == devices[rank].uuid for device in devices)
@@ -96,6 +95,7 @@ class RingExecutor(Executor):
             fifo=[base + places[2] if fifo_bytes else 0 for base in bases],
             slot_vectors=_SLOT_VECTORS,
         )
+        self._staging = members.staging[rank]
         self._world = self._launcher.world(members)
 
     def _map(self, share: Callable[[str], list[str]]) -> list[int]:
@@ -206,8 +206,9 @@ class RingExecutor(Executor):
                     offset, size = piece.offset + low - piece.start, high - low
                     head = offset % ALIGNMENT
                     if head:
-                        # Kernels begin at whole vectors: what is before the part is reduced, too, beside its place.
-                        beside = self._scratch_address() + offset - head
+                        # Kernels begin at whole vectors, so what is before the part is reduced, too. It goes to the
+                        # half of the staging memory that nobody reads any more when the ranks have met.
+                        beside = self._staging + self._half * self._flip + offset - head
                         outputs.append(Segment(beside, offset - head, size + head))
                         copies.append((target, beside + head, size))
                     else:
@@ -258,19 +259,12 @@ class RingExecutor(Executor):
         for other in others:
             self._stream.copy(other, first, nbytes)
 
-    def _scratch_address(self) -> int:
-        if self._scratch is None:
-            self._scratch = DeviceMemory(self._half)
-        return self._scratch.address
-
     def _completion(self) -> Completion:
         # The kernels' own limit comes first: it knows who waits for whom.
         return EventCompletion(self._stream, self._launcher.check, self.abort, self._timeout_s + GRACE_S)
 
     def _free(self) -> None:
         close_all(*(peer.close for peer in self._peers), self._memory.close)
-        if self._scratch is not None:
-            close_all(self._scratch.close)
 
 
 def reduction_of(request: DeviceRequest) -> Reduction:

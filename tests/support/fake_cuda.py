@@ -71,6 +71,7 @@ class FakeCuda:
     compiled: list[tuple[str, ...]] = field(default_factory=list)
     architectures: tuple[int, ...] = (70, 75, 80, 86, 89, 90)
     status_of_events: int = 0
+    _default: dict[int, _Stream] = field(default_factory=dict)
     _next: int = 1000
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.local = field(default_factory=threading.local)
@@ -97,13 +98,14 @@ class FakeCuda:
     def stream_at(self, address: int) -> _Stream:
         """The stream of this address; 0 is the default one."""
         with self._lock:
-            if address not in self.streams:
-                assert address in (0, 1, 2), f"no stream {address}"
-                self.streams[address] = _Stream()
+            if address in (0, 1, 2):
+                if address not in self._default:
+                    self._default[address] = _Stream()
+                return self._default[address]
             return self.streams[address]
 
     def close(self) -> None:
-        for stream in list(self.streams.values()):
+        for stream in (*self.streams.values(), *self._default.values()):
             stream.stop()
 
     # -- Device and memory -------------------------------------------------------------------------------------
@@ -334,7 +336,7 @@ class _Function:
     ) -> None:
         self._cuda.called("launch", self.name, grid, enable_cooperative_groups)
         copies = [np.array(argument) for argument in arguments]  # by value: read now
-        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies))
+        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid[1]))
 
 
 class _RawKernel:

@@ -32,12 +32,24 @@ def sizes() -> list[int]:
     ]
 
 
-def run(name: str, arguments: list[Any]) -> None:
+def run(name: str, arguments: list[Any], players: int = 1) -> None:
     """Carry out a kernel with these arguments, on the stream's thread."""
     if name.startswith("kvhvd_copy"):
         _copy(name, arguments[0].reshape(-1)[0])
-    else:
-        _collective(name, int(arguments[0]), arguments[1].reshape(-1)[0])
+        return
+    world, launch = int(arguments[0]), arguments[1].reshape(-1)[0]
+    threads = []
+    for player in range(players):
+        own = launch.copy()
+        # The ranks of a launch have their worlds and tables one after another.
+        for field in ("inputs", "outputs"):
+            own[field] += np.uint64(player * int(launch[f"n_{field}"]) * kernels.SEGMENT.itemsize)
+        arguments_of_one = name, world + player * kernels.WORLD.itemsize, own
+        threads.append(threading.Thread(target=_collective, args=arguments_of_one, daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------
@@ -194,7 +206,7 @@ def _reduced(what: str, launch: Any, parts: list[Any]) -> Any:
     """In rank order, as native/include/kvstore_hvd/reduce.hpp says."""
     dtype = what.partition("_")[0]
     op = next(name for name, code in kernels.OPS.items() if code == launch["op"])
-    if len(parts) == 1 and launch["prescale"] == launch["postscale"] == 1.0:
+    if len(parts) == 1 and launch["prescale"] == launch["postscale"] == 1.0 and not what.endswith("as_half"):
         return parts[0]
     combine: Any = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)
     with np.errstate(over="ignore"):
