@@ -35,10 +35,10 @@ struct Control {
   Counter filled[kMaxChannels];  // slots of this rank's FIFO that the previous rank of the ring has filled
   Counter freed[kMaxChannels];   // slots of the next rank's FIFO that the next rank has read
   Counter steps[kMaxChannels];   // slots that this rank has filled, and as many it has read, in all launches so far
-  Counter met[kMaxRanks];  // [q]: the last meeting at which rank q, which writes it, has arrived
-  Counter arrived;         // blocks of this rank that have arrived at the meeting under way
-  Counter launches;        // of kernels that meet
-  Counter stop;            // not 0: leave (see waiting.cuh); any rank writes it
+  Counter met[kMaxRanks];        // [q]: the last meeting at which rank q, which writes it, has arrived
+  Counter arrived;               // blocks of this rank that have arrived at the meeting under way
+  Counter launches;              // of kernels that meet
+  Counter stop;                  // not 0: leave (see waiting.cuh); any rank writes it
   Counter unused;
 };
 

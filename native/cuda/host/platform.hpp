@@ -138,7 +138,8 @@ inline u16 float_to_half(float wide) {
   const u32 magnitude = bits_of(wide) & 0x7fffffffU;
   if (magnitude > 0x7f800000U) return 0x7fff;
   if (magnitude >= 0x477ff000U) return static_cast<u16>(sign | 0x7c00U);  // 65520 and more
-  if (magnitude < 0x38800000U) return static_cast<u16>(sign | static_cast<u32>(std::nearbyint(float_of(magnitude) * 0x1p24F)));
+  if (magnitude < 0x38800000U)
+    return static_cast<u16>(sign | static_cast<u32>(std::nearbyint(float_of(magnitude) * 0x1p24F)));
   const u32 rounded = magnitude + 0xfffU + ((magnitude >> 13) & 1U);
   return static_cast<u16>(sign | (rounded - 0x38000000U) >> 13);
 }

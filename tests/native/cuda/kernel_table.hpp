@@ -13,30 +13,24 @@ using MeetingKernel = void (*)(const World*, Launch);
 using CopyKernel = void (*)(Copy);
 
 #define KVHVD_ENTRY(name) {#name, &name}
-#define KVHVD_ENTRIES(dtype, suffix)                                                       \
+#define KVHVD_ENTRIES(dtype, suffix)                                                      \
   KVHVD_ENTRY(kvhvd_oneshot_##dtype##suffix), KVHVD_ENTRY(kvhvd_twoshot_##dtype##suffix), \
       KVHVD_ENTRY(kvhvd_ring_##dtype##suffix)
-#define KVHVD_FAST_ENTRIES(dtype)                                                             \
-  KVHVD_ENTRIES(dtype, _sum), KVHVD_ENTRIES(dtype, _other),                                   \
-      KVHVD_ENTRY(kvhvd_twoshot_##dtype##_sum_2), KVHVD_ENTRY(kvhvd_twoshot_##dtype##_sum_4), \
-      KVHVD_ENTRY(kvhvd_twoshot_##dtype##_sum_8)
+#define KVHVD_FAST_ENTRIES(dtype)                                                                       \
+  KVHVD_ENTRIES(dtype, _sum), KVHVD_ENTRIES(dtype, _other), KVHVD_ENTRY(kvhvd_twoshot_##dtype##_sum_2), \
+      KVHVD_ENTRY(kvhvd_twoshot_##dtype##_sum_4), KVHVD_ENTRY(kvhvd_twoshot_##dtype##_sum_8)
 
 inline const std::map<std::string, MeetingKernel>& meeting_kernels() {
   static const std::map<std::string, MeetingKernel> all = {
       KVHVD_ENTRY(kvhvd_exchange),
 #if !defined(KVHVD_ONLY) || KVHVD_ONLY == 2
-      KVHVD_FAST_ENTRIES(float32),
-      KVHVD_ENTRIES(float32, _as_half),
+      KVHVD_FAST_ENTRIES(float32), KVHVD_ENTRIES(float32, _as_half),
 #endif
 #ifndef KVHVD_ONLY
-      KVHVD_FAST_ENTRIES(float16),
-      KVHVD_FAST_ENTRIES(bfloat16),
-      KVHVD_ENTRIES(float64, ),
-      KVHVD_ENTRIES(float64, _as_half),
-      KVHVD_ENTRIES(int8, ),
-      KVHVD_ENTRIES(uint8, ),
-      KVHVD_ENTRIES(int32, ),
-      KVHVD_ENTRIES(int64, ),
+      KVHVD_FAST_ENTRIES(float16), KVHVD_FAST_ENTRIES(bfloat16),
+      KVHVD_ENTRIES(float64, ),    KVHVD_ENTRIES(float64, _as_half),
+      KVHVD_ENTRIES(int8, ),       KVHVD_ENTRIES(uint8, ),
+      KVHVD_ENTRIES(int32, ),      KVHVD_ENTRIES(int64, ),
 #endif
   };
   return all;
@@ -72,8 +66,8 @@ inline std::string allreduce_name(const std::string& algorithm, const Reduction&
   const std::string name = "kvhvd_" + algorithm + "_" + name_of(reduction.dtype);
   const bool summed = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage;
   if (reduction.as_half && can_be_half(reduction.dtype, reduction.op)) return name + "_as_half";
-  const bool fast = reduction.dtype == DType::kFloat16 || reduction.dtype == DType::kBFloat16 ||
-                    reduction.dtype == DType::kFloat32;
+  const bool fast =
+      reduction.dtype == DType::kFloat16 || reduction.dtype == DType::kBFloat16 || reduction.dtype == DType::kFloat32;
   if (!fast) return name;
   if (!summed) return name + "_other";
   const bool unrolled = algorithm == "twoshot" && (ranks == 2 || ranks == 4 || ranks == 8);

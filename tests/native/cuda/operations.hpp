@@ -151,8 +151,7 @@ class Direct final : public Operation {
         if (scatter && rank != owner) continue;
         const bool in_place = draw(random, 2) == 0;
         const std::size_t other_shift = draw(random, 3) == 0 ? draw(random, 16) * size : 0;
-        outputs_[rank].push_back(in_place ? inputs_[rank].back()
-                                          : std::make_shared<Array>(count * size, other_shift));
+        outputs_[rank].push_back(in_place ? inputs_[rank].back() : std::make_shared<Array>(count * size, other_shift));
         out_->set(rank, i, outputs_[rank].back()->data(), offset, count * size);
         expected_[rank].push_back(result);
       }

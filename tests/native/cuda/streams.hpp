@@ -18,18 +18,19 @@ bool run_streams(Machine& machine, const std::vector<std::unique_ptr<Operation>>
   const u32 n = static_cast<u32>(blocks.size());
   std::vector<std::vector<std::atomic<u32>>> ended(operations.size());
   for (auto& of_operation : ended) of_operation = std::vector<std::atomic<u32>>(n);
-  return machine.run([&](u32 rank) { return blocks[rank]; }, n, threads_of_block, [&](u32 rank) {
-    const u32 all = blocks[rank] * threads_of_block;
-    for (std::size_t i = 0; i < operations.size(); ++i) {
-      operations[i]->run();
-      // One count for those that have ended, and one for what the stream does then.
-      if (ended[i][rank].fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
-        operations[i]->ended(rank);
-        ended[i][rank].store(all + 1, std::memory_order_release);
-      }
-      while (ended[i][rank].load(std::memory_order_acquire) != all + 1) pause();
-    }
-  });
+  return machine.run([&](u32 rank) { return blocks[rank]; }, n, threads_of_block,
+                     [&](u32 rank) {
+                       const u32 all = blocks[rank] * threads_of_block;
+                       for (std::size_t i = 0; i < operations.size(); ++i) {
+                         operations[i]->run();
+                         // One count for those that have ended, and one for what the stream does then.
+                         if (ended[i][rank].fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
+                           operations[i]->ended(rank);
+                           ended[i][rank].store(all + 1, std::memory_order_release);
+                         }
+                         while (ended[i][rank].load(std::memory_order_acquire) != all + 1) pause();
+                       }
+                     });
 }
 
 struct Limits {
@@ -93,7 +94,8 @@ inline double variable(const char* name, double otherwise) {
 // Seeds from KVHVD_TEST_SEED (1) on, for every number of ranks in turn, for KVHVD_TEST_SECONDS or until a failure.
 template <class Machine>
 void run_seeds(const std::vector<u32>& sizes, double seconds, const Limits& limits) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(variable("KVHVD_TEST_SECONDS", seconds));
+  const auto end =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(variable("KVHVD_TEST_SECONDS", seconds));
   u64 seed = static_cast<u64>(variable("KVHVD_TEST_SEED", 1));
   u64 schedules = 0;
   bool right = true;

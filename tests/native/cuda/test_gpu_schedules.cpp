@@ -5,9 +5,8 @@
 namespace kvstore_hvd::gpu::tests {
 namespace {
 
-const bool registered = testing::add("random operations under random schedules", [] {
-  run_seeds<host::Fibers>({1, 2, 3, 4, 8}, 15.0, Limits());
-});
+const bool registered = testing::add("random operations under random schedules",
+                                     [] { run_seeds<host::Fibers>({1, 2, 3, 4, 8}, 15.0, Limits()); });
 
 }  // namespace
 }  // namespace kvstore_hvd::gpu::tests

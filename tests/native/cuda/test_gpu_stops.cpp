@@ -7,6 +7,9 @@
 namespace kvstore_hvd::gpu::tests {
 namespace {
 
+// One failure tells enough.
+bool failed() { return testing::failures.load(std::memory_order_relaxed) != 0; }
+
 constexpr u32 kRanks[] = {2, 3, 4, 8};
 
 struct Stop {
@@ -24,13 +27,14 @@ std::unique_ptr<Operation> random_operation(Ranks& ranks, std::mt19937_64& rando
 // Runs `operation` on all ranks but `absent`; what that one does instead is `otherwise`, on its first thread.
 bool run_without(u32 absent, const Operation& operation, u32 n, u64 seed, const std::function<void()>& otherwise) {
   host::Fibers machine(seed, true);
-  return machine.run([](u32) { return 2; }, n, 3, [&](u32 rank) {
-    if (rank != absent) {
-      operation.run();
-    } else if (block() == 0 && thread() == 0) {
-      otherwise();
-    }
-  });
+  return machine.run([](u32) { return 2; }, n, 3,
+                     [&](u32 rank) {
+                       if (rank != absent) {
+                         operation.run();
+                       } else if (block() == 0 && thread() == 0) {
+                         otherwise();
+                       }
+                     });
 }
 
 void check_afterwards(Ranks& ranks, std::mt19937_64& random) {
@@ -44,7 +48,7 @@ void check_afterwards(Ranks& ranks, std::mt19937_64& random) {
 }
 
 const bool timeouts = testing::add("a rank that does not come is named", [] {
-  for (u64 seed = 1; seed <= 30; ++seed) {
+  for (u64 seed = 1; seed <= 30 && !failed(); ++seed) {
     for (const u32 n : kRanks) {
       std::mt19937_64 random(seed);
       Ranks ranks(n, 8, 4096, 2);
@@ -74,7 +78,7 @@ const bool timeouts = testing::add("a rank that does not come is named", [] {
 });
 
 const bool aborts = testing::add("the host's abort word ends the kernels of all ranks", [] {
-  for (u64 seed = 1; seed <= 30; ++seed) {
+  for (u64 seed = 1; seed <= 30 && !failed(); ++seed) {
     for (const u32 n : kRanks) {
       std::mt19937_64 random(seed);
       Ranks ranks(n, 8, 4096, 2);
@@ -100,7 +104,7 @@ const bool aborts = testing::add("the host's abort word ends the kernels of all 
 });
 
 const bool together = testing::add("ranks that are aborted or slow in the middle of anything leave", [] {
-  for (u64 seed = 1; seed <= 60; ++seed) {
+  for (u64 seed = 1; seed <= 60 && !failed(); ++seed) {
     for (const u32 n : kRanks) {
       std::mt19937_64 random(seed);
       Ranks ranks(n, 8, 4096, 2);
@@ -108,13 +112,14 @@ const bool together = testing::add("ranks that are aborted or slow in the middle
       const bool by_host = draw(random, 2) == 0;
       u32 turns = draw(random, 400);
       host::Fibers machine(seed);
-      const bool ended = machine.run([](u32) { return 2; }, n, 3, [&](u32 rank) {
-        if (by_host && rank == 0 && block() == 0 && thread() == 0) {
-          for (; turns > 0; --turns) pause();
-          store_relaxed(&ranks.abort(0), 1);
-        }
-        operation->run();
-      });
+      const bool ended = machine.run([](u32) { return 2; }, n, 3,
+                                     [&](u32 rank) {
+                                       if (by_host && rank == 0 && block() == 0 && thread() == 0) {
+                                         for (; turns > 0; --turns) pause();
+                                         store_relaxed(&ranks.abort(0), 1);
+                                       }
+                                       operation->run();
+                                     });
       check(ended, operation->what() + ", seed " + std::to_string(seed) + ": some thread waits without end");
       check_afterwards(ranks, random);
     }
