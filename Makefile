@@ -45,8 +45,9 @@ EXTRAS := test,lint,native$(mpi-extra-$(MPI))$(if $(NEW_PYTHON),,$(mxnet-extra-$
 
 INPUTS := setup.cfg setup.py pyproject.toml Makefile \
           $(shell find kvstore_hvd native startup -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.pth' \
-                  -o -name 'py.typed' -o -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' \) 2>/dev/null)
-CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \) 2>/dev/null)
+                  -o -name 'py.typed' -o -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
+                -o -name '*.cuh' \) 2>/dev/null)
 
 .PHONY: help venv demo test test-mpich soak fuzz api lint format native-test tsan asan bench clean distclean
 

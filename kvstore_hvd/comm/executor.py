@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore_hvd import errors
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, message
+from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 
 __all__ = ["Batch", "Completion", "DeviceRequest", "EventCompletion", "Executor", "input_of"]
@@ -37,6 +38,9 @@ class DeviceRequest(Protocol):
     parts: Sequence[tuple[int, int, int, int]]
     contributed: int
 
+
+# What a device may take to end after an abort.
+_END_S = 10.0
 
 #: Requests of one kind, dtype, op, scales and root; carried out together.
 Batch = Sequence[DeviceRequest]
@@ -94,47 +98,58 @@ class Executor(ABC):
 class EventCompletion(Completion):
     """Done when the stream has come so far.
 
+    Once something has failed it aborts, and says so only when the device touches the arrays no more.
+
     Parameters
     ----------
     stream : Stream
     check : callable
-        Raises when something has failed; asked before and after the event is done.
+        Raises when something has failed.
+    abort : callable
+        Has what is enqueued end soon.
     timeout_s : float
         Seconds from now.
-    finish : callable, optional
-        Called once, when it is done.
     """
 
-    def __init__(
-        self, stream: Stream, check: Callable[[], None], timeout_s: float, finish: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, stream: Stream, check: Callable[[], None], abort: Callable[[], None], timeout_s: float) -> None:
         self._event = Event().record(stream)
-        self._check = check
-        self._timeout_s = timeout_s
+        self._check, self._abort, self._timeout_s = check, abort, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._finish = finish
+        self._failure: HorovodInternalError | None = None
         self._is_done = False
 
     def done(self) -> bool:
         """See `Completion.done`."""
         if self._is_done:
             return True
-        is_done = self._event.done()
-        # A kernel that was told to end leaves its outputs unwritten, and the stream goes on.
-        self._check()
-        if is_done:
+        has_ended = self._event.done()
+        if self._failure is None:
+            try:
+                # Also when it has ended: a kernel that was told to end leaves its outputs unwritten, and ends, too.
+                self._check()
+                self._check_time(has_ended)
+            except HorovodInternalError as error:
+                self._failure = error
+                self._deadline = time.monotonic() + _END_S
+                self._abort()
+        if self._failure is not None:
+            if not has_ended and time.monotonic() < self._deadline:
+                return False
+            close_all(self._event.close)
+            raise self._failure
+        if has_ended:
             self._event.close()
             self._is_done = True
-            if self._finish is not None:
-                self._finish()
-        elif time.monotonic() > self._deadline:
+        return self._is_done
+
+    def _check_time(self, has_ended: bool) -> None:
+        if not has_ended and time.monotonic() > self._deadline:
             raise errors.TimeoutError(
                 message(
                     f"operations on the GPUs have not ended within {self._timeout_s:g} s.",
                     fix="see whether a worker, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit.",
                 )
             )
-        return self._is_done
 
 
 def input_of(request: DeviceRequest) -> int:

@@ -152,11 +152,12 @@ class _Talk:
             for executor in made:
                 executor.abort()
                 executor.close()
-            rank, text = next(iter(faults.items()))
+            details = []
+            for text in dict.fromkeys(faults.values()):
+                same = [rank for rank, each in faults.items() if each == text]
+                details += [f"{self._topology.rank_list(same)}:", *text.splitlines()]
             ranks = self._topology.rank_list(faults)
-            raise LaunchError(
-                message(f"{ranks} {fault}.", details=[f"rank {rank}:", *text.splitlines()], **self._topology.speaker)
-            ) from cause
+            raise LaunchError(message(f"{ranks} {fault}.", details=details, **self._topology.speaker)) from cause
         return [each["answer"] for each in texts]
 
 

@@ -188,7 +188,7 @@ class NcclExecutor(Executor):
         self._launcher.check()
 
     def _completion(self) -> Completion:
-        return EventCompletion(self.stream, self._check, self._timeout_s)
+        return EventCompletion(self.stream, self._check, self.abort, self._timeout_s)
 
     # -- In place ----------------------------------------------------------------------------------------------
 

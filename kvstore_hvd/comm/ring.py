@@ -16,7 +16,7 @@ from kvstore_hvd.errors import LaunchError, TransportError, message
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device, activate, shared
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
-from kvstore_hvd.gpu.launcher import Launcher, Members, Reduction, Segment
+from kvstore_hvd.gpu.launcher import GRACE_S, Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
@@ -27,7 +27,6 @@ __all__ = ["RingExecutor", "reduction_of"]
 
 _LINE = 128
 _SLOT_VECTORS = 2048  # of a ring's slot: 32 KiB
-_BYTES = Reduction("uint8", "sum")
 
 
 class RingExecutor(Executor):
@@ -79,7 +78,6 @@ class RingExecutor(Executor):
         self._is_shared = bool(shared(devices))
         self._half = staging_bytes // 2 // _LINE * _LINE
         self._flip = False
-        self._scratch: DeviceMemory | None = None
         fifo_bytes = 0 if self._is_shared else kernels.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
         places = [0, kernels.CONTROL_BYTES, kernels.CONTROL_BYTES + 2 * self._half]
         sharers = sum(device.uuid == devices[rank].uuid for device in devices)
@@ -89,7 +87,7 @@ class RingExecutor(Executor):
         self._memory = DeviceMemory(places[-1] + fifo_bytes)
         self._peers: list[PeerMemory] = []
         bases = self._map(share)
-        self._launcher = Launcher(self._modules, self._stream, timeout_s)
+        self._launcher = Launcher(self._modules, self._stream, timeout_s, self._is_shared)
         members = Members(
             rank,
             staging=[base + places[1] for base in bases],
@@ -97,6 +95,7 @@ class RingExecutor(Executor):
             fifo=[base + places[2] if fifo_bytes else 0 for base in bases],
             slot_vectors=_SLOT_VECTORS,
         )
+        self._staging = members.staging[rank]
         self._world = self._launcher.world(members)
 
     def _map(self, share: Callable[[str], list[str]]) -> list[int]:
@@ -155,7 +154,7 @@ class RingExecutor(Executor):
     def broadcast(self, batch: Batch) -> Completion:
         """See `Executor.broadcast`."""
         activate(self._ordinal)
-        root, unit = batch[0].root, ITEM_BYTES[batch[0].dtype]
+        root, unit, bytewise = batch[0].root, ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
             inputs = _inputs(batch, pieces, 1) if self._rank == root else []
@@ -166,13 +165,13 @@ class RingExecutor(Executor):
                 for address in batch[piece.request].outputs
                 if address + piece.start not in sources
             ]
-            self._launch(kernels.exchange_kernel(), _BYTES, inputs, outputs, buffer_bytes(pieces, 1))
+            self._launch(kernels.exchange_kernel(), bytewise, inputs, outputs, buffer_bytes(pieces, 1))
         return self._completion()
 
     def exchange(self, batch: Batch) -> Completion:
         """See `Executor.exchange`."""
         activate(self._ordinal)
-        unit = ITEM_BYTES[batch[0].dtype]
+        unit, bytewise = ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(self._size, *(len(request.parts) for request in batch)))
         # `count` is the largest of all ranks: so places in the staging memory are equal.
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
@@ -187,7 +186,7 @@ class RingExecutor(Executor):
                     if low < high:
                         target = request.outputs[0] + place + low - start
                         outputs.append(Segment(target, piece.offset + low - piece.start, high - low, rank))
-            self._launch(kernels.exchange_kernel(), _BYTES, inputs, outputs, buffer_bytes(pieces, 1))
+            self._launch(kernels.exchange_kernel(), bytewise, inputs, outputs, buffer_bytes(pieces, 1))
         return self._completion()
 
     def reducescatter(self, batch: Batch) -> Completion:
@@ -207,8 +206,9 @@ class RingExecutor(Executor):
                     offset, size = piece.offset + low - piece.start, high - low
                     head = offset % ALIGNMENT
                     if head:
-                        # Kernels begin at whole vectors: what is before the part is reduced, too, beside its place.
-                        beside = self._scratch_address() + offset - head
+                        # Kernels begin at whole vectors, so what is before the part is reduced, too. It goes to the
+                        # half of the staging memory that nobody reads any more when the ranks have met.
+                        beside = self._staging + self._half * self._flip + offset - head
                         outputs.append(Segment(beside, offset - head, size + head))
                         copies.append((target, beside + head, size))
                     else:
@@ -259,18 +259,12 @@ class RingExecutor(Executor):
         for other in others:
             self._stream.copy(other, first, nbytes)
 
-    def _scratch_address(self) -> int:
-        if self._scratch is None:
-            self._scratch = DeviceMemory(self._half)
-        return self._scratch.address
-
     def _completion(self) -> Completion:
-        return EventCompletion(self._stream, self._launcher.check, self._timeout_s)
+        # The kernels' own limit comes first: it knows who waits for whom.
+        return EventCompletion(self._stream, self._launcher.check, self.abort, self._timeout_s + GRACE_S)
 
     def _free(self) -> None:
         close_all(*(peer.close for peer in self._peers), self._memory.close)
-        if self._scratch is not None:
-            close_all(self._scratch.close)
 
 
 def reduction_of(request: DeviceRequest) -> Reduction:

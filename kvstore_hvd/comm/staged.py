@@ -158,6 +158,7 @@ class _StagedCompletion(Completion):
         self._waiting = list(stages)  # for the engine, or to be handed to it
         self._copied = self._mark()
         self._is_submitted = False
+        self._failure: errors.KVHvdError | None = None
 
     def done(self) -> bool:
         """See `Completion.done`."""
@@ -171,11 +172,15 @@ class _StagedCompletion(Completion):
             self._is_submitted = True
         if self._waiting:
             self._waiting = [stage for stage in self._waiting if not self._copy_back(stage)]
-            if self._waiting:
+            if self._waiting and self._failure is None:
                 return False
+            self._waiting = []
             self._copied = self._mark()
         if not self._passed():
             return False
+        if self._failure is not None:
+            # Only now does nothing write to the arrays any more.
+            raise self._failure
         self._give_back([memory for stage in self._stages for memory in stage.memories])
         self._stages = []
         return True
@@ -184,7 +189,9 @@ class _StagedCompletion(Completion):
         if not stage.work.done:
             return False
         if stage.work.error is not None:
-            raise stage.work.error
+            self._failure = stage.work.error
+        if self._failure is not None:
+            return True
         for output in stage.outputs:
             for start, nbytes in stage.ranges:
                 self._stream.copy(output + start, stage.result + start, nbytes)

@@ -165,8 +165,8 @@ COPY = np.dtype(
     ],
     align=True,
 )
-#: Of one rank: lines of 128 bytes for two counters of every channel in either role, the ranks' flags and four words.
-CONTROL_BYTES = 128 * (4 * MAX_CHANNELS + MAX_RANKS + 4)
+#: Of one rank: lines of 128 bytes for three counters of every channel, the ranks' flags and four words.
+CONTROL_BYTES = 128 * (3 * MAX_CHANNELS + MAX_RANKS + 4)
 #: ``kvhvd_sizes(unsigned* out)`` writes the sizes of these, in this order, in bytes, then `MAX_RANKS`, `MAX_CHANNELS`,
 #: `SLOTS`, `TILE_BYTES`, `TILE_ELEMENTS`.
 SIZES_KERNEL = "kvhvd_sizes"
@@ -179,7 +179,7 @@ STRUCTURES = {
 }
 
 #: Why a kernel ended early, by code.
-CAUSES = {1: "timeout", 2: "abort", 3: "lost count"}
+CAUSES = {1: "timeout", 2: "abort"}
 
 
 class Stop(NamedTuple):

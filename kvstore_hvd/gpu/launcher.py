@@ -19,9 +19,11 @@ from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.gpu.tables import Tables
 
-__all__ = ["Launcher", "Members", "Reduction", "Segment"]
+__all__ = ["GRACE_S", "Launcher", "Members", "Reduction", "Segment"]
 
 _ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128  # of the words that host and kernels share
+#: How much longer than the kernels the host waits for them.
+GRACE_S = 5.0
 _PAUSE_S = 0.00002
 _WORLDS, _WORLD_BYTES = 64, 1024  # room for what kernels know of the ranks
 
@@ -66,10 +68,14 @@ class Launcher:
     stream : Stream
     timeout_s : float
         Seconds that a kernel may wait for other ranks.
+    is_shared : bool
+        Kernels of other ranks wait on this device, too. CUDA does not run two cooperative launches at once, so theirs
+        are ordinary ones there; that all of them have room is then only our own count of blocks.
     """
 
-    def __init__(self, modules: Kernels, stream: Stream, timeout_s: float) -> None:
+    def __init__(self, modules: Kernels, stream: Stream, timeout_s: float, is_shared: bool = False) -> None:
         self.stream = stream
+        self._is_shared = is_shared
         self._modules = modules
         self._timeout_s = timeout_s
         self._words_memory = PinnedMemory(_WORDS_BYTES)
@@ -83,7 +89,13 @@ class Launcher:
     # -- Launches ----------------------------------------------------------------------------------------------
 
     def world(self, members: Members) -> int:
-        """Put what `collective` needs to know of the ranks on the device; returns its address there."""
+        """Put what `collective` needs to know of the ranks on the device; returns its address there.
+
+        Raises
+        ------
+        ValueError
+            Too many are known already.
+        """
         table = np.zeros(1, kernels.WORLD)
         table["rank"], table["ranks"], table["slot_vectors"] = members.rank, len(members.staging), members.slot_vectors
         for field in ("staging", "control", "fifo"):
@@ -98,8 +110,9 @@ class Launcher:
         source = PinnedMemory(table.nbytes)
         source.view()[:] = table.view(np.uint8)
         self.stream.copy(place, source.address, table.nbytes)
-        self.wait(Event().record(self.stream))
-        source.close()
+        copied = Event().record(self.stream)
+        self.wait(copied)
+        close_all(copied.close, source.close)
         return place
 
     def copy(
@@ -184,7 +197,9 @@ class Launcher:
             count = kernels.direct_blocks if meet else kernels.copy_blocks
             fused = -(-nbytes // kernels.TILE_BYTES)
             blocks = count(max(*tiles, fused), self._modules.limits(name, reduction.dtype))
-        self._modules.launch(name, reduction.dtype, blocks, (np.uint64(world), launch), self.stream, waits=meet)
+        arguments = np.uint64(world), launch
+        waits = meet and not self._is_shared
+        self._modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits)
         self._tables.fence(self.stream)
 
     # -- How it goes -------------------------------------------------------------------------------------------
@@ -225,7 +240,7 @@ class Launcher:
         TimeoutError, TransportError
             As `check`, or it is never done.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s + GRACE_S
         while not event.done():
             self.check()
             if check is not None:

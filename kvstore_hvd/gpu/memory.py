@@ -43,8 +43,9 @@ class DeviceMemory:
         with checked(f"allocate {self.nbytes >> 20} MiB on the GPU"):
             self.address = int(runtime.malloc(self.nbytes))
             runtime.memset(self.address, 0, self.nbytes)
-            # Other streams, and other processes, do not wait for the default stream.
-            runtime.deviceSynchronize()
+            # Other streams, and other processes, do not wait for the default stream. The whole device is not waited
+            # for: kernels on it may wait for what this thread does next.
+            runtime.streamSynchronize(0)
 
     def export(self) -> str:
         """What another process makes a `PeerMemory` of."""

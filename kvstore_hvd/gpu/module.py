@@ -55,7 +55,14 @@ class Kernels:
         return limits
 
     def launch(
-        self, name: str, dtype: str, blocks: int, arguments: tuple[Any, ...], stream: Stream, waits: bool = False
+        self,
+        name: str,
+        dtype: str,
+        blocks: int,
+        arguments: tuple[Any, ...],
+        stream: Stream,
+        waits: bool = False,
+        players: int = 1,
     ) -> None:
         """Enqueue a kernel.
 
@@ -69,10 +76,14 @@ class Kernels:
         stream : Stream
         waits : bool
             Its blocks wait for others: all of them are on the device at once, or the launch fails.
+        players : int
+            Ranks that the launch plays, each with as many blocks.
         """
         function = self._function(name, dtype)
         with checked(f"launch {name}"):
-            function((blocks, 1, 1), (kernels.THREADS, 1, 1), arguments, stream=stream, enable_cooperative_groups=waits)
+            function(
+                (blocks, players, 1), (kernels.THREADS, 1, 1), arguments, stream=stream, enable_cooperative_groups=waits
+            )
 
     def _function(self, name: str, dtype: str) -> Any:
         function = self._functions.get((name, dtype))

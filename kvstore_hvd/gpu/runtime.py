@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.metadata
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,8 @@ __all__ = ["EXTRAS", "checked", "close_all", "cupy", "driver_version", "nvrtc_li
 
 #: Extra of this package for each major version of CUDA.
 EXTRAS = {11: "gpu-cu11", 12: "gpu-cu12", 13: "gpu-cu13"}
+# The wheel with NVRTC, for each.
+_COMPILERS = {11: "nvidia-cuda-nvrtc-cu11", 12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 _OLDEST, _BEYOND = (13,), (15,)
 
 _cupy: Any = None
@@ -56,6 +60,7 @@ def nvrtc_library() -> Any:
     LaunchError
         It is missing.
     """
+    _preload_compiler()
     try:
         nvrtc = importlib.import_module("cupy").cuda.nvrtc
         nvrtc.getVersion()
@@ -113,6 +118,7 @@ def _import() -> Any:
                 fix="install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all).",
             )
         )
+    _preload_compiler()
     try:
         module = importlib.import_module("cupy")
     except ImportError as error:
@@ -122,6 +128,26 @@ def _import() -> Any:
     _check_version(module, driver)
     _check_devices(module, driver)
     return module
+
+
+def _preload_compiler() -> None:
+    """Load the NVRTC that pip installed: CuPy before 14 asks the system's loader, which does not look there."""
+    if "cupy" in sys.modules:
+        return
+    for major, wheel in _COMPILERS.items():
+        try:
+            version = importlib.metadata.version(f"cupy-cuda{major}x")
+            files = importlib.metadata.files(wheel) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if int(version.partition(".")[0]) >= 14:
+            continue
+        for file in files:
+            if file.name.startswith("libnvrtc.so."):
+                try:
+                    ctypes.CDLL(str(file.locate()))
+                except OSError as error:
+                    log.logger.debug("NVRTC of %s cannot be loaded: %s", wheel, error)
 
 
 def _installation(driver: int) -> str:
@@ -143,16 +169,14 @@ def _check_version(module: Any, driver: int) -> None:
 
 
 def _check_devices(module: Any, driver: int) -> None:
-    runtime = module.cuda.runtime
-    built = int(runtime.runtimeGetVersion())
     try:
-        count = runtime.getDeviceCount()
+        count = module.cuda.runtime.getDeviceCount()
     except RuntimeError as error:
         text = str(error)
         if "InsufficientDriver" in text:
             fact = (
-                f"CuPy {module.__version__} is built for CUDA {version_text(built)}, the driver serves CUDA up to "
-                f"{version_text(driver)}."
+                f"CuPy {module.__version__} is built for a newer CUDA than {version_text(driver)}, up to which this "
+                "driver serves it."
             )
             raise LaunchError(message(fact, fix=f"{_installation(driver)}, or install a newer driver.")) from error
         raise LaunchError(

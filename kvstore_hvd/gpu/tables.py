@@ -47,7 +47,14 @@ class Tables:
             That of the launch.
         tables : sequence of ndarray
             Of `kernels.SEGMENT`, together at most `ENTRIES`.
+
+        Raises
+        ------
+        ValueError
+            They are more.
         """
+        if sum(map(len, tables)) > ENTRIES:
+            raise ValueError(f"{sum(map(len, tables))} segments in one launch; at most {ENTRIES} have room")
         self._wait(self._events[self._slot])
         start = end = self._slot * _SLOT_BYTES
         addresses = []
@@ -55,8 +62,6 @@ class Tables:
             addresses.append(self._device.address + end if len(table) else 0)
             self._view[end : end + table.nbytes] = table.view(np.uint8)
             end += table.nbytes
-        if end > start + _SLOT_BYTES:
-            raise ValueError(f"{sum(map(len, tables))} segments in one launch; at most {ENTRIES} have room")
         stream.copy(self._device.address + start, self._host.address + start, end - start)
         return addresses
 

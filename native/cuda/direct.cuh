@@ -126,7 +126,7 @@ KVHVD_INLINE void oneshot(const World& world, const Launch& launch, Shared& shar
 template <class E, bool kSumOnly, u32 kRanks>
 KVHVD_INLINE void twoshot(const World& world, const Launch& launch, Shared& shared) {
   if (!meet_with_inputs(world, launch, shared)) return;
-  const u64 vectors = divided_up(launch.bytes, kVectorBytes);
+  const u64 vectors = divided_up(launch.bytes, u64{kVectorBytes});
   // Alone, this launch reduces the shares of all ranks.
   const u32 share = launch.meet != 0 ? world.rank : 0;
   const u32 shares = launch.meet != 0 ? world.ranks : 1;

@@ -9,8 +9,6 @@ namespace kvstore_hvd::gpu {
 constexpr u32 kMaxRanks = 16;
 constexpr u32 kMaxChannels = 64;
 constexpr u32 kSlots = 4;  // a power of two: the counters of the slots wrap around
-constexpr u32 kTileBytes = 32768;
-constexpr u32 kTileElements = 8192;
 constexpr u32 kVectorBytes = sizeof(Vector);
 // Shares of an array are cut at these: a cache line has one writer.
 constexpr u32 kLineVectors = 128 / kVectorBytes;
@@ -36,12 +34,11 @@ struct alignas(128) Counter {
 struct Control {
   Counter filled[kMaxChannels];  // slots of this rank's FIFO that the previous rank of the ring has filled
   Counter freed[kMaxChannels];   // slots of the next rank's FIFO that the next rank has read
-  Counter sent[kMaxChannels];    // slots that this rank has filled, and has read, in all launches so far
-  Counter received[kMaxChannels];
-  Counter met[kMaxRanks];  // [q]: the last meeting at which rank q, which writes it, has arrived
-  Counter arrived;         // blocks of this rank that have arrived at the meeting under way
-  Counter launches;        // of kernels that meet
-  Counter stop;            // not 0: leave (see waiting.cuh); any rank writes it
+  Counter steps[kMaxChannels];   // slots that this rank has filled, and as many it has read, in all launches so far
+  Counter met[kMaxRanks];        // [q]: the last meeting at which rank q, which writes it, has arrived
+  Counter arrived;               // blocks of this rank that have arrived at the meeting under way
+  Counter launches;              // of kernels that meet
+  Counter stop;                  // not 0: leave (see waiting.cuh); any rank writes it
   Counter unused;
 };
 
@@ -85,11 +82,15 @@ struct Copy {
 
 KVHVD_INLINE constexpr u64 smaller(u64 a, u64 b) { return a < b ? a : b; }
 KVHVD_INLINE constexpr u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
-KVHVD_INLINE u64 divided_up(u64 a, u64 b) { return (a + b - 1) / b; }
+template <class Count>
+KVHVD_INLINE Count divided_up(Count a, Count b) {
+  return (a + b - 1) / b;
+}
 
 // Where the k-th of n shares of `vectors` vectors begins; the (n + 1)-th begins at the end.
-KVHVD_INLINE u64 share_begin(u64 vectors, u32 n, u32 k) {
-  const u64 share = divided_up(divided_up(vectors, n), kLineVectors) * kLineVectors;
+template <class Count>
+KVHVD_INLINE Count share_begin(Count vectors, u32 n, u32 k) {
+  const Count share = divided_up(divided_up(vectors, Count{n}), Count{kLineVectors}) * kLineVectors;
   return smaller(share * k, vectors);
 }
 

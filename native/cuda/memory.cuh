@@ -77,7 +77,7 @@ KVHVD_INLINE void copy_bytes(u8* to, const u8* from, u32 bytes) {
 template <class Body>
 KVHVD_INLINE void for_tiles(const Segment* table, u32 n, u32 tile_size, const Body& body) {
   if (n == 0) return;
-  const u64 tiles = table[n - 1].first_tile + divided_up(table[n - 1].count, tile_size);
+  const u64 tiles = table[n - 1].first_tile + divided_up(table[n - 1].count, u64{tile_size});
   u32 tile = static_cast<u32>(tiles * block() / blocks());
   const u32 end = static_cast<u32>(tiles * (block() + 1) / blocks());
   if (tile == end) return;

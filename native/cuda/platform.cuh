@@ -30,6 +30,10 @@ struct alignas(16) Vector {
   u32 words[4];
 };
 
+// Blocks take tensors tile by tile: four vectors for each thread.
+constexpr u32 kTileBytes = 32768;
+constexpr u32 kTileElements = 8192;
+
 // ---- Where this thread stands ----
 
 KVHVD_INLINE u32 thread() { return threadIdx.x; }

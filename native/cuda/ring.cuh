@@ -20,100 +20,93 @@ enum class Step {
   kTake,     // a result of the previous rank to the own output
 };
 
-// A part of the array, in vectors from its start.
-struct Chunk {
-  u64 first;
-  u32 vectors;
-};
-
 template <class E, bool kSumOnly>
 class Ring {
  public:
   KVHVD_INLINE Ring(const World& world, const Launch& launch, Shared& shared)
-      : world_(world),
-        launch_(launch),
-        shared_(shared),
-        input_(launch.inputs[player()].pointer),
-        output_(launch.outputs[player()].pointer),
-        aligned_(((low_bits(input_) | low_bits(output_)) & (kVectorBytes - 1)) == 0) {}
+      : world_(world), launch_(launch), shared_(shared) {}
 
   KVHVD_INLINE void allreduce() {
-    const u64 vectors = divided_up(launch_.bytes, kVectorBytes);
+    const u64 vectors = divided_up(launch_.bytes, u64{kVectorBytes});
+    // Counted on from launch to launch. Nobody else touches the word; thread 0 writes it when all have read it.
+    u32& steps = world_.control[world_.rank]->steps[block()].value;
+    sent_ = steps;
+    if (thread() == 0) {
+      shared_.go = 1;
+      shared_.input = launch_.inputs[player()].pointer;
+      shared_.output = launch_.outputs[player()].pointer;
+      shared_.begin = share_begin(vectors, blocks(), block());
+      shared_.end = share_begin(vectors, blocks(), block() + 1);
+    }
+    block_sync();
     if (world_.ranks == 1) {
       alone(vectors);
-      return;
-    }
-    Control& own = *world_.control[world_.rank];
-    // Counted on from launch to launch. Nobody else touches these words.
-    sent_ = own.sent[block()].value;
-    received_ = own.received[block()].value;
-    if (thread() == 0) shared_.go = 1;
-    block_sync();
-    if (!loops(share_begin(vectors, blocks(), block()), share_begin(vectors, blocks(), block() + 1),
-               share_begin(vectors, blocks(), 1))) {
-      return;
-    }
-    if (thread() == 0) {
-      own.sent[block()].value = sent_;
-      own.received[block()].value = received_;
+    } else if (run(share_begin(vectors, blocks(), 1)) && thread() == 0) {
+      steps = sent_;
     }
   }
 
  private:
   // `longest` is the longest part of any block: all blocks of a ring make the same number of steps.
-  KVHVD_INLINE bool loops(u64 begin, u64 end, u64 longest) {
+  KVHVD_INLINE bool run(u64 longest) {
     const u32 n = world_.ranks;
     const u32 rank = world_.rank;
-    const u64 stride = u64{world_.slot_vectors} * n;
-    for (u64 done = 0; done < longest; done += stride) {
-      const u64 first = smaller(begin + done, end);
-      const u64 total = smaller(end - first, stride);
-      const auto chunk = [&](u32 k) {
-        const u64 from = share_begin(total, n, k % n);
-        return Chunk{first + from, static_cast<u32>(share_begin(total, n, k % n + 1) - from)};
-      };
-      // Chunk c starts at rank c and is complete at rank c - 1, from where the result goes around.
-      if (!step<Step::kSend>(chunk(rank))) return false;
-      for (u32 k = 1; k < n - 1; ++k) {
-        if (!step<Step::kReduce>(chunk(rank + n - k))) return false;
+    const u32 stride = world_.slot_vectors * n;
+    const u32 loops = static_cast<u32>(divided_up(longest, u64{stride}));
+    for (u32 loop = 0; loop < loops; ++loop) {
+      const u64 first = smaller(shared_.begin + loop * u64{stride}, shared_.end);
+      const u32 total = static_cast<u32>(smaller(shared_.end - first, u64{stride}));
+      // Chunk c starts at rank c, is complete at rank c - 1, and from there the result goes around.
+      for (u32 k = 0; k <= 2 * n - 2; ++k) {
+        const u32 chunk = (rank + 2 * n - k) % n;
+        const u32 from = share_begin(total, n, chunk);
+        if (!step(k, first + from, share_begin(total, n, chunk + 1) - from)) return false;
       }
-      if (!step<Step::kFinish>(chunk(rank + 1))) return false;
-      for (u32 k = 1; k < n - 1; ++k) {
-        if (!step<Step::kForward>(chunk(rank + 1 + n - k))) return false;
-      }
-      if (!step<Step::kTake>(chunk(rank + 2))) return false;
     }
     return true;
   }
 
-  template <Step kStep>
-  KVHVD_INLINE bool step(const Chunk& chunk) {
-    constexpr bool kReceives = kStep != Step::kSend;
-    constexpr bool kSends = kStep != Step::kTake;
+  // Step k of a loop, with the `vectors` vectors of the array from vector `first` on.
+  KVHVD_INLINE bool step(u32 k, u64 first, u32 vectors) {
+    const u32 n = world_.ranks;
     const u32 channel = block();
-    const u32 next = (world_.rank + 1) % world_.ranks;
-    const u32 previous = (world_.rank + world_.ranks - 1) % world_.ranks;
+    const u32 next = (world_.rank + 1) % n;
+    const u32 previous = (world_.rank + n - 1) % n;
+    const u32 received = sent_ - 1;  // each rank sends once before it receives, and as often
+    const bool receives = k != 0;
+    const bool sends = k != 2 * n - 2;
     const Control& own = *world_.control[world_.rank];
     // Two threads, so that the two flags are waited for at once.
-    if (kReceives && thread() == 0 &&
-        !wait_for(world_, launch_, own.filled[channel], received_ + 1, previous, kFilledSlot)) {
+    if (receives && thread() == 0 &&
+        !wait_for(world_, launch_, own.filled[channel], received + 1, previous, kFilledSlot)) {
       store_shared(&shared_.go, 0);
     }
-    if (kSends && thread() == threads() - 1 &&
+    if (sends && thread() == threads() - 1 &&
         !wait_for(world_, launch_, own.freed[channel], sent_ + 1 - kSlots, next, kFreeSlot)) {
       store_shared(&shared_.go, 0);
     }
     block_sync();  // what the neighbours did before their flags is before what any thread does now
     if (shared_.go == 0) return false;
-    move<kStep>(chunk, slot(world_.rank, received_), slot(next, sent_));
+    const u8* const from = slot(world_.rank, received);
+    u8* const to = slot(next, sent_);
+    if (k == 0) {
+      move<Step::kSend>(first, vectors, from, to);
+    } else if (k < n - 1) {
+      move<Step::kReduce>(first, vectors, from, to);
+    } else if (k == n - 1) {
+      move<Step::kFinish>(first, vectors, from, to);
+    } else if (sends) {
+      move<Step::kForward>(first, vectors, from, to);
+    } else {
+      move<Step::kTake>(first, vectors, from, to);
+    }
     block_sync();  // all threads' accesses are before the flags
     // Release: the slot is written before it counts as filled, and read before it counts as free.
-    if (kSends && thread() == 0) store_release(&world_.control[next]->filled[channel].value, sent_ + 1);
-    if (kReceives && thread() == threads() - 1) {
-      store_release(&world_.control[previous]->freed[channel].value, received_ + 1);
+    if (sends && thread() == 0) store_release(&world_.control[next]->filled[channel].value, sent_ + 1);
+    if (receives && thread() == threads() - 1) {
+      store_release(&world_.control[previous]->freed[channel].value, received + 1);
     }
-    if (kSends) ++sent_;
-    if (kReceives) ++received_;
+    if (sends) ++sent_;
     return true;
   }
 
@@ -122,41 +115,53 @@ class Ring {
   }
 
   template <Step kStep>
-  KVHVD_INLINE void move(const Chunk& chunk, const u8* from, u8* to) {
+  KVHVD_INLINE void move(u64 first_vector, u32 vectors, const u8* from, u8* to) {
     constexpr u32 kAtOnce = kInFlight<E, kSumOnly>;
-    const u64 first = chunk.first * kVectorBytes;
+    const u32 stride = threads() * kVectorBytes;
+    // Of the chunk, and then from this thread's first vector on: the pointers move, the offsets are constants.
+    const u64 byte = first_vector * kVectorBytes;
+    const u8* input = shared_.input + byte;
+    u8* output = shared_.output + byte;
+    const bool aligned = ((low_bits(input) | low_bits(output)) & (kVectorBytes - 1)) == 0;
     // Only the last vector of the array can be cut.
-    const bool cut = first + chunk.vectors * u64{kVectorBytes} > launch_.bytes;
-    const u32 whole = aligned_ ? chunk.vectors - (cut ? 1 : 0) : 0;
-    const u32 step = threads();
+    const bool cut = vectors != 0 && byte + vectors * u64{kVectorBytes} > launch_.bytes;
+    const u32 whole = aligned ? vectors - (cut ? 1 : 0) : 0;
     u32 i = thread();
-    for (; i + (kAtOnce - 1) * step < whole; i += kAtOnce * step) {
+    const auto advance = [&](u32 times) {
+      i += times * threads();
+      input += times * stride;
+      output += times * stride;
+      from += times * stride;
+      to += times * stride;
+    };
+    input += i * kVectorBytes;
+    output += i * kVectorBytes;
+    from += i * kVectorBytes;
+    to += i * kVectorBytes;
+    for (; i + (kAtOnce - 1) * threads() < whole; advance(kAtOnce)) {
       Vector received[kAtOnce];
       Vector mine[kAtOnce];
       KVHVD_UNROLL
       for (u32 k = 0; k < kAtOnce; ++k) {
-        const u32 at = i + k * step;
-        if (reads<kStep>()) mine[k] = load<Vector>(input_ + first + at * kVectorBytes);
-        if (kStep != Step::kSend) received[k] = load<Vector>(from + at * kVectorBytes);
+        if (reads<kStep>()) mine[k] = load<Vector>(input + k * stride);
+        if (kStep != Step::kSend) received[k] = load<Vector>(from + k * stride);
       }
       KVHVD_UNROLL
       for (u32 k = 0; k < kAtOnce; ++k) {
-        const u32 at = i + k * step;
         const Vector out = outcome<kStep>(mine[k], received[k]);
-        if (kStep != Step::kTake) store(to + at * kVectorBytes, out);
-        if (writes<kStep>()) store(output_ + first + at * kVectorBytes, out);
+        if (kStep != Step::kTake) store(to + k * stride, out);
+        if (writes<kStep>()) store(output + k * stride, out);
       }
     }
-    for (; i < chunk.vectors; i += step) {
-      const u64 byte = first + i * kVectorBytes;
-      const u32 bytes = cut_to(launch_.bytes - byte);
+    for (; i < vectors; advance(1)) {
+      const u32 bytes = cut_to(launch_.bytes - byte - i * kVectorBytes);
       Vector mine = {};
       Vector received = {};
-      if (reads<kStep>()) mine = load_part(input_ + byte, bytes);
-      if (kStep != Step::kSend) received = load<Vector>(from + i * kVectorBytes);
+      if (reads<kStep>()) mine = load_part(input, bytes);
+      if (kStep != Step::kSend) received = load<Vector>(from);
       const Vector out = outcome<kStep>(mine, received);
-      if (kStep != Step::kTake) store(to + i * kVectorBytes, out);
-      if (writes<kStep>()) store_part(output_ + byte, out, bytes);
+      if (kStep != Step::kTake) store(to, out);
+      if (writes<kStep>()) store_part(output, out, bytes);
     }
   }
 
@@ -193,24 +198,20 @@ class Ring {
   KVHVD_INLINE void alone(u64 vectors) const {
     for (u64 i = u64{block()} * threads() + thread(); i < vectors; i += u64{blocks()} * threads()) {
       const u32 bytes = cut_to(launch_.bytes - i * kVectorBytes);
-      Vector vector = load_part(input_ + i * kVectorBytes, bytes);
+      Vector vector = load_part(shared_.input + i * kVectorBytes, bytes);
       if (!is_plain(launch_) || E::kAsHalf) {
         Sums<E> sums;
         sums.take(vector, prescale_of(launch_));
         vector = sums.finish(postscale_of(launch_));
       }
-      store_part(output_ + i * kVectorBytes, vector, bytes);
+      store_part(shared_.output + i * kVectorBytes, vector, bytes);
     }
   }
 
   const World& world_;
   const Launch& launch_;
   Shared& shared_;
-  const u8* const input_;
-  u8* const output_;
-  const bool aligned_;
-  u32 sent_ = 0;
-  u32 received_ = 0;
+  u32 sent_ = 0;  // slots filled
 };
 
 }  // namespace kvstore_hvd::gpu

@@ -13,6 +13,11 @@ struct Shared {
   u32 go;        // 0: leave
   u32 last;      // of the blocks to arrive at a meeting
   u32 launches;  // before this one
+  // Of a ring. Here, because registers are scarce there.
+  const u8* input;
+  u8* output;
+  u64 begin;  // of the block's part, in vectors
+  u64 end;
 };
 
 // Makes every block of every rank leave at its next wait. The first word of a rank stays, and becomes its status.
@@ -72,9 +77,12 @@ KVHVD_INLINE bool meet(const World& world, const Launch& launch, u32 number, Pla
     if (shared.last != 0) store_relaxed(&own.arrived.value, 0);
   }
   block_sync();
+  // All flags before the first wait: whoever waits for this rank must not wait for another one through it.
+  // Release: all accesses of this rank, gathered above, are before the flag.
+  for (u32 rank = thread(); shared.last != 0 && rank < world.ranks; rank += threads()) {
+    store_release(&world.control[rank]->met[world.rank].value, number);
+  }
   for (u32 rank = thread(); rank < world.ranks; rank += threads()) {
-    // Release: all accesses of this rank, gathered above, are before the flag.
-    if (shared.last != 0) store_release(&world.control[rank]->met[world.rank].value, number);
     if (!wait_for(world, launch, own.met[rank], number, rank, place)) store_shared(&shared.go, 0);
   }
   block_sync();  // what the ranks did before their flags is before what any thread does now

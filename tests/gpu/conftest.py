@@ -1,0 +1,73 @@
+"""Tests that need a GPU: ``pytest -m gpu tests/gpu``; with KVHVD_TEST_FAKE_GPU=1 on the stand-in, to test the tests.
+
+Ranks are threads of this process, with one GPU for all of them: kernels of one rank wait for those of another, so all
+code is loaded at the start, and every stream has a queue of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.gpu import runtime
+from kvstore_hvd.gpu.devices import Device, activate
+from support.fake_cuda import fake_cuda
+from support.gpu_memory import Arena, DeviceArray
+
+IS_FAKE = bool(os.environ.get("KVHVD_TEST_FAKE_GPU"))
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Mark all that is here."""
+    for item in items:
+        if "tests/gpu" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def machine() -> Iterator[None]:
+    """The machine's GPU; skips where there is none."""
+    if IS_FAKE:
+        with fake_cuda():
+            yield
+        return
+    try:
+        runtime.cupy()
+    except LaunchError as error:
+        pytest.skip(str(error).splitlines()[0])
+    yield
+
+
+@pytest.fixture(scope="session")
+def device(machine: None) -> Device:
+    """The first GPU, which is the current one."""
+    activate(0)
+    return Device.of(0, "here")
+
+
+@pytest.fixture(scope="session")
+def _arena(device: Device) -> Iterator[Arena]:
+    arena = Arena((64 if IS_FAKE else 1024) << 20)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def arena(_arena: Arena) -> Arena:
+    """Memory for the arrays of a test."""
+    activate(0)
+    _arena.reset()
+    return _arena
+
+
+@pytest.fixture
+def new(arena: Arena) -> Callable[..., DeviceArray]:
+    """Make arrays: from bytes, and how many bytes after an aligned address they begin."""
+    return lambda raw, shift=0: DeviceArray(arena, raw, shift)

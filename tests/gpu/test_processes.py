@@ -1,0 +1,62 @@
+"""Ranks that are processes and share a GPU, over memory mapped by CUDA IPC; and the checker of memory accesses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore_hvd.gpu.devices import Device
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "gpu_process.py"
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which(
+    "compute-sanitizer", path="/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
+)
+REAL = not os.environ.get("KVHVD_TEST_FAKE_GPU")
+
+pytestmark = pytest.mark.skipif(not REAL, reason="needs a real GPU")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "CUDA_MODULE_LOADING": "EAGER"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_processes_that_share_a_gpu(device: Device, tmp_path: Path, size: int) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(size), str(tmp_path)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=110)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [output.strip().splitlines()[-1:] for output in outputs] == [["all right"]] * size, "\n".join(outputs)
+
+
+@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
+@pytest.mark.timeout(300)
+def test_no_access_beside_arrays(device: Device) -> None:
+    command = [str(SANITIZER), "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q"]
+    chosen = "test_exchange or test_as_half or test_arrays_that_begin or test_pack"
+    ended = subprocess.run(
+        [*command, "-m", "gpu", "tests/gpu/test_kernels.py", "-k", chosen],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

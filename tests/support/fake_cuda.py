@@ -1,0 +1,391 @@
+"""A stand-in for CuPy, for tests on machines without a GPU: memory of the host, streams that are threads.
+
+Only the calls that this package makes exist, with CUDA's own order: what is enqueued on a stream runs later, one after
+another, and copies and kernels of different streams overlap. Kernels are those of `fake_kernels`. Every call of the
+runtime is recorded. Several ranks are threads of the test, each with a current device of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_hvd.gpu import runtime
+from support import fake_kernels
+
+__all__ = ["CUDARuntimeError", "FakeCuda", "FakeDevice", "FakeError", "fake_cuda"]
+
+NOT_READY = 600
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's: only its module tells whose it is."""
+
+    __module__ = "cupy_backends.cuda.api.runtime"
+
+
+class NVRTCError(RuntimeError):
+    """As CuPy's."""
+
+    __module__ = "cupy_backends.cuda.libs.nvrtc"
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"NVRTC_ERROR ({status})")
+        self.status = status
+
+
+FakeError = CUDARuntimeError
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    """What CUDA says about a device."""
+
+    uuid: bytes
+    name: str = "Fake GPU"
+    capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 4
+
+
+@dataclass
+class FakeCuda:
+    """The machine, and what was asked of it."""
+
+    devices: list[FakeDevice] = field(default_factory=lambda: [FakeDevice(bytes([n]) * 16) for n in range(8)])
+    peers: Callable[[int, int], bool] = lambda a, b: True
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    failures: dict[str, Exception] = field(default_factory=dict)
+    memory: dict[int, Any] = field(default_factory=dict)
+    streams: dict[int, _Stream] = field(default_factory=dict)
+    events: dict[int, _Event] = field(default_factory=dict)
+    compiled: list[tuple[str, ...]] = field(default_factory=list)
+    architectures: tuple[int, ...] = (70, 75, 80, 86, 89, 90)
+    status_of_events: int = 0
+    _default: dict[int, _Stream] = field(default_factory=dict)
+    _next: int = 1000
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _thread: threading.local = field(default_factory=threading.local)
+
+    def names(self) -> list[str]:
+        """The functions that were called, in order."""
+        return [call[0] for call in self.calls]
+
+    def launches(self) -> list[str]:
+        """The kernels that were launched, in order."""
+        return [call[1] for call in self.calls if call[0] == "launch"]
+
+    def called(self, name: str, *arguments: Any) -> None:
+        with self._lock:
+            self.calls.append((name, *arguments))
+        if name in self.failures:
+            raise self.failures[name]
+
+    def fresh(self) -> int:
+        with self._lock:
+            self._next += 1
+            return self._next
+
+    def stream_at(self, address: int) -> _Stream:
+        """The stream of this address; 0 is the default one."""
+        with self._lock:
+            if address in (0, 1, 2):
+                if address not in self._default:
+                    self._default[address] = _Stream()
+                return self._default[address]
+            return self.streams[address]
+
+    def close(self) -> None:
+        for stream in (*self.streams.values(), *self._default.values()):
+            stream.stop()
+
+    # -- Device and memory -------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> int:
+        return getattr(self._thread, "device", 0)
+
+    def set_device(self, number: int) -> None:
+        self._thread.device = number
+
+    def malloc(self, nbytes: int) -> int:
+        self.called("malloc", nbytes)
+        return self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> int:
+        # Garbage, as cudaMalloc's is; aligned as its memory is.
+        raw = np.full(nbytes + 512, 0xA5, np.uint8)
+        address = -(-raw.ctypes.data // 512) * 512
+        with self._lock:
+            self.memory[address] = raw
+        return address
+
+    def free(self, address: int) -> None:
+        self.called("free", address)
+        with self._lock:
+            del self.memory[address]
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.done.set()
+
+
+class _Stream:
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def push(self, run: Callable[[], object]) -> None:
+        self._queue.put(run)
+
+    def synchronize(self) -> None:
+        self._queue.join()
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while True:
+            run = self._queue.get()
+            try:
+                if run is None:
+                    return
+                run()
+            finally:
+                self._queue.task_done()
+
+
+class _Runtime(SimpleNamespace):
+    """``cupy.cuda.runtime``."""
+
+    eventDisableTiming = 2  # noqa: N815 - CUDA's names
+    streamNonBlocking = 1  # noqa: N815
+    memcpyDefault = 4  # noqa: N815
+    hostAllocPortable = 1  # noqa: N815
+    cudaIpcMemLazyEnablePeerAccess = 1  # noqa: N815
+    is_hip = False
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+        self.malloc, self.free = cuda.malloc, cuda.free
+
+    def runtimeGetVersion(self) -> int:
+        return 12090
+
+    def getDeviceCount(self) -> int:
+        self._cuda.called("getDeviceCount")
+        return len(self._cuda.devices)
+
+    def getDevice(self) -> int:
+        return self._cuda.current
+
+    def setDevice(self, number: int) -> None:
+        self._cuda.called("setDevice", number)
+        self._cuda.set_device(number)
+
+    def getDeviceProperties(self, number: int) -> dict[str, Any]:
+        device = self._cuda.devices[number]
+        return {
+            "uuid": device.uuid,
+            "name": device.name.encode(),
+            "major": device.capability[0],
+            "minor": device.capability[1],
+            "multiProcessorCount": device.multiprocessors,
+        }
+
+    def deviceCanAccessPeer(self, own: int, other: int) -> bool:
+        return self._cuda.peers(own, other)
+
+    def deviceSynchronize(self) -> None:
+        self._cuda.called("deviceSynchronize")
+
+    def pointerGetAttributes(self, address: int) -> Any:
+        self._cuda.called("pointerGetAttributes", address)
+        return SimpleNamespace(device=self._cuda.current)
+
+    def memset(self, address: int, value: int, nbytes: int) -> None:
+        ctypes.memset(address, value, nbytes)
+
+    def memsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        self._cuda.stream_at(stream).push(lambda: ctypes.memset(address, value, nbytes))
+
+    def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        self._cuda.called("memcpyAsync", target, source, nbytes, stream)
+        assert kind == self.memcpyDefault
+        self._cuda.stream_at(stream).push(lambda: ctypes.memmove(target, source, nbytes))
+
+    def hostAlloc(self, nbytes: int, flags: int) -> int:
+        self._cuda.called("hostAlloc", nbytes)
+        return self._cuda._allocate(nbytes)
+
+    def freeHost(self, address: int) -> None:
+        self._cuda.free(address)
+
+    def ipcGetMemHandle(self, address: int) -> bytes:
+        self._cuda.called("ipcGetMemHandle", address)
+        assert address in self._cuda.memory, "only whole allocations are shared"
+        return address.to_bytes(64, "little")
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
+        self._cuda.called("ipcOpenMemHandle", flags)
+        return int.from_bytes(handle, "little")
+
+    def ipcCloseMemHandle(self, address: int) -> None:
+        self._cuda.called("ipcCloseMemHandle", address)
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        address = self._cuda.fresh()
+        self._cuda.events[address] = _Event()
+        return address
+
+    def eventDestroy(self, address: int) -> None:
+        del self._cuda.events[address]
+
+    def eventRecord(self, address: int, stream: int) -> None:
+        done = threading.Event()
+        self._cuda.events[address].done = done
+        self._cuda.stream_at(stream).push(done.set)
+
+    def eventQuery(self, address: int) -> int:
+        if self._cuda.status_of_events:
+            return self._cuda.status_of_events
+        return 0 if self._cuda.events[address].done.is_set() else NOT_READY
+
+    def streamCreateWithPriority(self, flags: int, priority: int) -> int:
+        self._cuda.called("streamCreateWithPriority", flags, priority)
+        address = self._cuda.fresh()
+        self._cuda.streams[address] = _Stream()
+        return address
+
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        done = self._cuda.events[event].done
+        self._cuda.stream_at(stream).push(done.wait)
+
+    def streamSynchronize(self, stream: int) -> None:
+        self._cuda.called("streamSynchronize", stream)
+        self._cuda.stream_at(stream).synchronize()
+
+    def streamDestroy(self, stream: int) -> None:
+        self._cuda.streams.pop(stream).stop()
+
+
+class _Nvrtc(SimpleNamespace):
+    """``cupy.cuda.nvrtc``, whose programs are what was asked for."""
+
+    NVRTCError = NVRTCError
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def getVersion(self) -> tuple[int, int]:
+        return 12, 9
+
+    def createProgram(self, source: str, name: str, headers: tuple[str, ...], names: tuple[str, ...]) -> list[Any]:
+        return [source, ()]
+
+    def compileProgram(self, program: list[Any], options: tuple[str, ...]) -> None:
+        self._cuda.compiled.append(options)
+        if "nvrtc" in self._cuda.failures:
+            raise self._cuda.failures["nvrtc"]
+        kind, number = options[0].partition("=")[2].split("_")
+        known = self._cuda.architectures
+        if int(number) not in (known if kind == "sm" else (*known, 0)):
+            raise NVRTCError(5)
+        program[1] = options
+
+    def getProgramLog(self, program: list[Any]) -> str:
+        return "kvstore_hvd.cu(1): error: planted"
+
+    def getCUBIN(self, program: list[Any]) -> bytes:
+        return b"cubin " + " ".join(program[1]).encode()
+
+    def getPTX(self, program: list[Any]) -> bytes:
+        return b"ptx " + " ".join(program[1]).encode()
+
+    def destroyProgram(self, program: list[Any]) -> None:
+        program.clear()
+
+
+class _Function:
+    """A kernel, launched as CuPy's ``Function`` is."""
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name, self.ptr = cuda, name, cuda.fresh()
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        stream: Any = None,
+        enable_cooperative_groups: bool = False,
+    ) -> None:
+        self._cuda.called("launch", self.name, grid, enable_cooperative_groups)
+        copies = [np.array(argument) for argument in arguments]  # by value: read now
+        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid[1]))
+
+
+class _RawKernel:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.kernel = _Function(cuda, name)
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        assert self.kernel.name == "kvhvd_sizes"
+        arguments[0].array[:] = fake_kernels.sizes()
+
+
+def _module(cuda: FakeCuda) -> Any:
+    module: Any = ModuleType("cupy")
+    module.__version__ = "14.2.0"
+
+    class RawModule:
+        def __init__(self, *, path: str) -> None:
+            with open(path, "rb") as file:
+                self.content = file.read()
+
+        def compile(self) -> None:
+            cuda.called("load", self.content)
+
+        def get_function(self, name: str) -> _RawKernel:
+            return _RawKernel(cuda, name)
+
+    def zeros(shape: int, dtype: Any) -> Any:
+        array = np.zeros(shape, dtype)
+        return SimpleNamespace(array=array, get=lambda: array)
+
+    module.RawModule, module.zeros = RawModule, zeros
+    module.cuda = SimpleNamespace(
+        runtime=_Runtime(cuda),
+        nvrtc=_Nvrtc(cuda),
+        driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2),
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+    )
+    return module
+
+
+@contextmanager
+def fake_cuda(cuda: FakeCuda | None = None) -> Iterator[FakeCuda]:
+    """Let the package find this CUDA instead of the machine's, inside."""
+    machine = cuda or FakeCuda()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(importlib.import_module("sys").modules, "cupy", _module(machine))
+        patch.setattr(runtime, "_cupy", None)
+        patch.setattr(runtime, "driver_version", lambda: 13000)
+        try:
+            yield machine
+        finally:
+            machine.close()

@@ -1,0 +1,134 @@
+"""Ranks as threads of one process, each with an executor for its GPU: a real one, or that of `fake_cuda`."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd.comm.executor import Completion
+from kvstore_hvd.gpu import kernels
+from support.fake_kernels import raw_of, values_of
+
+__all__ = ["DeviceRequest", "Exchange", "combined", "finish", "memory_of", "nbytes_of", "on_ranks", "samples"]
+
+
+@dataclass(eq=False)
+class DeviceRequest:
+    """What an executor reads of a request."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    count: int
+    dtype: str = "float32"
+    op: str = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    as_half: bool = False
+    root: int = 0
+    parts: Sequence[tuple[int, int, int, int]] = ()
+    contributed: int = 0
+
+
+class Exchange:
+    """Lets ranks that are threads tell each other texts, in order: what `agreement.exchange` does."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._texts: dict[tuple[int, int], str] = {}
+        self._condition = threading.Condition()
+
+    def of(self, rank: int) -> Callable[[str], list[str]]:
+        """The function of one rank."""
+        number = 0
+
+        def share(text: str) -> list[str]:
+            nonlocal number
+            number += 1
+            with self._condition:
+                self._texts[number, rank] = text
+                self._condition.notify_all()
+                keys = [(number, other) for other in range(self._size)]
+                if not self._condition.wait_for(lambda: all(key in self._texts for key in keys), timeout=60):
+                    raise RuntimeError(f"rank {rank}: nobody else came to exchange {number}")
+                return [self._texts[key] for key in keys]
+
+        return share
+
+
+def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns on each rank; all run at once. Raises what the first of them raised."""
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=100)
+        if thread.is_alive():
+            raise RuntimeError("a rank hangs")
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
+
+
+def finish(completion: Completion) -> None:
+    """Ask until it is done."""
+    while not completion.done():
+        time.sleep(0.0005)
+
+
+def samples(rank: int, count: int, dtype: str, seed: int = 0) -> Any:
+    """Elements of a rank as raw bytes: small numbers with signs, so that sums are exact in every type but rounding."""
+    generator = np.random.default_rng([seed, rank, count])
+    if dtype.startswith(("int", "uint")):
+        return np.frombuffer(generator.bytes(nbytes_of(count, dtype)), np.uint8)
+    return raw_of(generator.standard_normal(count).astype(np.float32), dtype)
+
+
+def combined(parts: Sequence[Any], dtype: str, op: str, prescale: float = 1.0, postscale: float = 1.0) -> Any:
+    """The elements that raw contributions give, in rank order, as raw bytes; as the CPU engine has them."""
+    combine: Any = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)
+    is_integer = dtype.startswith(("int", "uint"))
+
+    def scaled(values: Any, factor: float) -> Any:
+        if factor == 1.0:
+            return values
+        if is_integer:
+            limits = np.iinfo(dtype)
+            return np.clip(np.trunc(values.astype(np.float64) * factor), limits.min, limits.max).astype(dtype)
+        return values * values.dtype.type(factor)
+
+    total: Any = None
+    with np.errstate(over="ignore"):
+        for part in parts:
+            values = values_of(part, dtype)
+            values = values.astype(np.float32) if dtype == "float16" else values
+            values = scaled(values, prescale)
+            total = values if total is None else combine(total, values)
+        return raw_of(scaled(total, postscale), dtype)
+
+
+def memory_of(address: int, nbytes: int) -> Any:
+    """Host memory, which that of `fake_cuda` is, as bytes."""
+    if not nbytes:
+        return np.zeros(0, np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
+
+
+def nbytes_of(count: int, dtype: str) -> int:
+    """Bytes of elements."""
+    return count * kernels.ITEM_BYTES[dtype]

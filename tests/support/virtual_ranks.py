@@ -1,0 +1,144 @@
+"""Several ranks on one GPU that a single launch plays: for tests of the kernels, and to measure them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu.devices import Device
+from kvstore_hvd.gpu.launcher import Reduction, Segment
+from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
+from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.streams import Event, Stream
+
+__all__ = ["VirtualRanks"]
+
+_LINE = 128
+
+
+class VirtualRanks:
+    """Ranks on the current device.
+
+    Parameters
+    ----------
+    size : int
+    device : Device
+    staging_bytes : int
+        That one launch may use of each rank's staging memory.
+    slot_vectors : int
+        Of a ring's slots.
+    timeout_s : float
+        Seconds that kernels may wait.
+    """
+
+    def __init__(
+        self, size: int, device: Device, staging_bytes: int, slot_vectors: int = 1024, timeout_s: float = 20.0
+    ) -> None:
+        self.size, self.stream, self._timeout_s = size, Stream(), timeout_s
+        self.staging_bytes, self.slot_vectors, self._flip = -(-staging_bytes // _LINE) * _LINE, slot_vectors, False
+        self.modules = Kernels(device.capability, device.multiprocessors, size)
+        fifo = kernels.fifo_bytes(kernels.MAX_CHANNELS, slot_vectors)
+        self._memory = [DeviceMemory(kernels.CONTROL_BYTES + fifo + 2 * self.staging_bytes) for _ in range(size)]
+        self._words = PinnedMemory(2 * _LINE * size)
+        self.words = self._words.view(np.uint32)
+        self.words[:] = 0
+        worlds = np.zeros(size, kernels.WORLD)
+        for rank in range(size):
+            worlds[rank]["rank"], worlds[rank]["ranks"], worlds[rank]["slot_vectors"] = rank, size, slot_vectors
+            for field, start in (
+                ("control", 0),
+                ("fifo", kernels.CONTROL_BYTES),
+                ("staging", kernels.CONTROL_BYTES + fifo),
+            ):
+                worlds[rank][field][:size] = [memory.address + start for memory in self._memory]
+            worlds[rank]["abort"] = self._words.address + 2 * _LINE * rank
+            worlds[rank]["status"] = self._words.address + 2 * _LINE * rank + _LINE
+        self._host, self._device = PinnedMemory(8 << 20), DeviceMemory(8 << 20)
+        self._worlds = self._put(worlds, 0)
+        self._tables = 1 << 20  # where the tables begin there
+
+    def statuses(self) -> list[kernels.Stop | None]:
+        """Why the last kernel ended early, of each rank."""
+        return [kernels.Stop.of(int(self.words[(2 * _LINE * rank + _LINE) // 4])) for rank in range(self.size)]
+
+    def staging(self, rank: int) -> int:
+        """Where the staging memory begins that the next launch uses."""
+        start = kernels.CONTROL_BYTES + kernels.fifo_bytes(kernels.MAX_CHANNELS, self.slot_vectors)
+        return self._memory[rank].address + start + self.staging_bytes * (not self._flip)
+
+    def prepare(self, inputs: Sequence[Sequence[Segment]], outputs: Sequence[Sequence[Segment]]) -> tuple[int, int]:
+        """Put the ranks' tables on the device; for `launch`, any number of times."""
+        addresses, place = [], self._tables
+        for tables in (inputs, outputs):
+            whole = np.concatenate([self._table(table)[0] for table in tables])
+            addresses.append(self._put(whole, place) if len(whole) else 0)
+            place += whole.nbytes
+        return addresses[0], addresses[1]
+
+    def launch(
+        self,
+        name: str,
+        reduction: Reduction,
+        tables: tuple[int, int],
+        inputs: Sequence[Sequence[Segment]],
+        outputs: Sequence[Sequence[Segment]],
+        nbytes: int,
+        blocks: int = 0,
+    ) -> None:
+        """Enqueue one launch of all ranks; every rank has as many segments.
+
+        Parameters
+        ----------
+        name : str
+            Of an allreduce or the exchange.
+        reduction : Reduction
+        tables : (int, int)
+            From `prepare`.
+        inputs, outputs : sequence of sequence of Segment
+        nbytes : int
+            Of the fused buffer.
+        blocks : int
+            Of each rank; 0: as many as are useful.
+        """
+        self._flip = not self._flip
+        launch = np.zeros(1, kernels.LAUNCH)
+        launch["inputs"], launch["outputs"] = tables
+        launch["n_inputs"], launch["n_outputs"] = len(inputs[0]), len(outputs[0])
+        launch["bytes"], launch["staging_offset"] = nbytes, self.staging_bytes * self._flip
+        launch["timeout_ns"] = int(self._timeout_s * 1e9)
+        launch["prescale"] = launch["prescale32"] = reduction.prescale
+        launch["postscale"] = launch["postscale32"] = reduction.postscale
+        launch["op"], launch["meet"] = kernels.OPS[reduction.op], 1
+        limits = self.modules.limits(name, reduction.dtype)
+        if not blocks and "_ring_" in name:
+            blocks = kernels.ring_channels(nbytes, self.slot_vectors, limits)
+        elif not blocks:
+            tiles = [self._table(table)[1] for table in (*inputs, *outputs)]
+            blocks = kernels.direct_blocks(max(*tiles, -(-nbytes // kernels.TILE_BYTES)), limits)
+        arguments = np.uint64(self._worlds), launch
+        self.modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits=True, players=self.size)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.stream.synchronize()
+        self.words = None
+        owned: list[Any] = [*self._memory, self._words, self._host, self._device, self.stream]
+        for each in owned:
+            each.close()
+
+    @staticmethod
+    def _table(segments: Sequence[Segment]) -> tuple[Any, int]:
+        pointers, offsets, sizes, ranks = zip(*segments) if segments else ((), (), (), ())
+        return kernels.segments(pointers, offsets, sizes, ranks=ranks)
+
+    def _put(self, table: Any, place: int) -> int:
+        self._host.view()[place : place + table.nbytes] = table.view(np.uint8)
+        self.stream.copy(self._device.address + place, self._host.address + place, table.nbytes)
+        event = Event().record(self.stream)
+        while not event.done():
+            pass
+        event.close()
+        return self._device.address + place
