@@ -91,7 +91,7 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     folder.mkdir(parents=True)
     selection = "not soak and not fuzz and not gpu" + (" and not slow" if options.quick else "")
     program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "rank_main.py"), str(folder)]
-    program += [str(TESTS / step.folder), "-v", "-m", selection, *options.pytest]
+    program += [str(TESTS / step.folder), "-v", "--durations=30", "-m", selection, *options.pytest]
     command = step.launcher.command(step.ranks, program) if step.launcher else program
     variables = {"KVHVD_TIMEOUT": str(OPERATION_TIMEOUT_S), "PYTHONUNBUFFERED": "1"} if step.launcher else {}
     start = time.monotonic()

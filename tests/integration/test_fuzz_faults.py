@@ -55,6 +55,7 @@ def lose(seed: int, number: int, folder: Path) -> None:
         assert output.count("met again") == RANKS, output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -12,6 +12,8 @@ import pytest
 
 from support.runs import Run
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).resolve().parents[1] / "support" / "stall_worker.py"
 
 

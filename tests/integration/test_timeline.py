@@ -14,6 +14,8 @@ from support.jobs import PACKAGES
 from support.launchers import environment, kvhvdrun
 from support.timeline import Trace, parts_of
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parents[1]
 WORKER = TESTS / "support" / "timeline_worker.py"
 LIMIT_S = 90
