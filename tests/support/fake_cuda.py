@@ -336,7 +336,7 @@ class _Function:
     ) -> None:
         self._cuda.called("launch", self.name, grid, enable_cooperative_groups)
         copies = [np.array(argument) for argument in arguments]  # by value: read now
-        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid[1]))
+        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid))
 
 
 class _RawKernel:

@@ -15,7 +15,17 @@ from kvstore_hvd.comm.executor import Completion
 from kvstore_hvd.gpu import kernels
 from support.fake_kernels import raw_of, values_of
 
-__all__ = ["DeviceRequest", "Exchange", "combined", "finish", "memory_of", "nbytes_of", "on_ranks", "samples"]
+__all__ = [
+    "DeviceRequest",
+    "Exchange",
+    "HostArray",
+    "combined",
+    "finish",
+    "memory_of",
+    "nbytes_of",
+    "on_ranks",
+    "samples",
+]
 
 
 @dataclass(eq=False)
@@ -33,6 +43,29 @@ class DeviceRequest:
     root: int = 0
     parts: Sequence[tuple[int, int, int, int]] = ()
     contributed: int = 0
+
+
+class HostArray:
+    """Memory with room before and behind, to see what is written beside it."""
+
+    def __init__(self, raw: Any, shift: int = 0) -> None:
+        self.nbytes, self._shift = len(raw), 64 + shift
+        self.whole = np.full(len(raw) + 192, 0xEE, np.uint8)
+        self._start = -self.whole.ctypes.data % 64 + self._shift
+        self.whole[self._start : self._start + len(raw)] = raw
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.whole.ctypes.data + self._start
+
+    @property
+    def content(self) -> Any:
+        """Its bytes; fails when something beside them was written."""
+        before, behind = self.whole[: self._start], self.whole[self._start + self.nbytes :]
+        assert (before == 0xEE).all()
+        assert (behind == 0xEE).all(), "written beside the array"
+        return self.whole[self._start : self._start + self.nbytes]
 
 
 class Exchange:
