@@ -81,13 +81,13 @@ class RingExecutor(Executor):
         fifo_bytes = 0 if self._is_shared else kernels.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
         places = [0, kernels.CONTROL_BYTES, kernels.CONTROL_BYTES + 2 * self._half]
         sharers = sum(device.uuid == devices[rank].uuid for device in devices)
-        self._modules = Kernels(devices[rank].capability, devices[rank].multiprocessors, sharers)
+        self.modules = Kernels(devices[rank].capability, devices[rank].multiprocessors, sharers)
         # Blocks of a ring are rings of their own, and so as many on every rank: what all have room for.
         self._ring_limits = kernels.Device(min(device.multiprocessors for device in devices), 1)
         self._memory = DeviceMemory(places[-1] + fifo_bytes)
         self._peers: list[PeerMemory] = []
         bases = self._map(share)
-        self._launcher = Launcher(self._modules, self._stream, timeout_s, self._is_shared)
+        self._launcher = Launcher(self.modules, self._stream, timeout_s, self._is_shared)
         members = Members(
             rank,
             staging=[base + places[1] for base in bases],

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.runtime import checked, cupy
 
 __all__ = ["Device", "activate", "active", "choose_path", "reaches", "shared"]
@@ -37,9 +38,9 @@ class Device:
         LaunchError
             There is no such device, or it is too old.
         """
-        runtime = cupy().cuda.runtime
+        cuda = cupy().cuda.runtime
         with checked("count the GPUs"):
-            count = int(runtime.getDeviceCount())
+            count = int(cuda.getDeviceCount())
         if not 0 <= ordinal < count:
             raise LaunchError(
                 message(
@@ -48,11 +49,11 @@ class Device:
                 )
             )
         with checked(f"ask about GPU {ordinal}"):
-            properties = runtime.getDeviceProperties(ordinal)
+            properties = cuda.getDeviceProperties(ordinal)
         name = properties["name"]
         capability = (int(properties["major"]), int(properties["minor"]))
         device = cls(
-            uuid=bytes(properties["uuid"]).hex(),
+            uuid=runtime.device_uuid(ordinal),
             name=name.decode() if isinstance(name, bytes) else str(name),
             host=host,
             capability=capability,
@@ -109,10 +110,10 @@ def reaches(ordinal: int, devices: Sequence[Device]) -> bool:
             for number in range(runtime.getDeviceCount())
         }
         for device in devices:
-            if device.uuid == own.uuid:
+            if device.uuid == own:
                 continue
             number = visible.get(device.uuid)
-            if number is None or not runtime.deviceCanAccessPeer(ordinal, number):
+            if number is None or not cuda.deviceCanAccessPeer(ordinal, number):
                 return False
     return True
 

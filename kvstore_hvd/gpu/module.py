@@ -43,6 +43,11 @@ class Kernels:
         self._functions: dict[tuple[str, str], Any] = {}
         self._limits: dict[tuple[str, str], kernels.Device] = {}
 
+    def load(self, dtype: str) -> None:
+        """Compile and load all kernels of a type now: while kernels run, loading may wait until they end."""
+        for name in kernels.kernel_names(dtype):
+            self.limits(name, dtype)
+
     def limits(self, name: str, dtype: str) -> kernels.Device:
         """What bounds launches of a kernel here."""
         limits = self._limits.get((name, dtype))

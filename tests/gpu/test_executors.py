@@ -43,8 +43,7 @@ class RingRanks(Ranks):
         # Loading a kernel may wait for those that run, of other ranks: all are loaded before any runs.
         for executor in self.executors:
             for dtype in kernels.DTYPES:
-                for name in kernels.kernel_names(dtype)[1:]:
-                    executor._modules.limits(name, dtype)  # type: ignore[attr-defined]
+                executor.modules.load(dtype)
 
 
 class NcclRanks(Ranks):
