@@ -102,13 +102,10 @@ def active(ordinal: int) -> Iterator[None]:
 
 def reaches(ordinal: int, devices: Sequence[Device]) -> bool:
     """Whether this device can read and write the memory of all of `devices`: on its host, and visible to it."""
-    runtime = cupy().cuda.runtime
-    own = Device.of(ordinal, "")
+    cuda = cupy().cuda.runtime
+    own = runtime.device_uuid(ordinal)
     with checked("ask which GPUs reach each other"):
-        visible = {
-            bytes(runtime.getDeviceProperties(number)["uuid"]).hex(): number
-            for number in range(runtime.getDeviceCount())
-        }
+        visible = {runtime.device_uuid(number): number for number in range(cuda.getDeviceCount())}
         for device in devices:
             if device.uuid == own:
                 continue

@@ -90,6 +90,11 @@ def device_uuid(ordinal: int) -> str:
     """What names a GPU, or a part of one that MIG made, on all machines, in hexadecimal.
 
     Asked of the driver: the bytes that CuPy tells end at the first zero.
+
+    Raises
+    ------
+    TransportError
+        The driver does not tell it.
     """
     library = ctypes.CDLL("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
