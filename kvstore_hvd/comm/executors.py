@@ -12,12 +12,18 @@ from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
+from kvstore_hvd.comm.split import SplitExecutor
 from kvstore_hvd.comm.staged import StagedExecutor
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
-from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches
+from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches, shared
+from kvstore_hvd.gpu.kernels import MAX_RANKS
 from kvstore_hvd.gpu.nccl_library import OLDEST, library
 from kvstore_hvd.topology import Host, Topology
+
+# What our kernels do sooner than NCCL begins; and their staging memory for it: two halves.
+_SMALL_BYTES = 64 << 10
+_SMALL_STAGING = 2 << 20
 
 __all__ = ["create_executor"]
 
@@ -61,10 +67,20 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
     alone = topology.size == 1 and wish == "auto"
     path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)
     _say(path, reason, devices)
-    return _make(path, talk, topology, devices, ordinal)
+    has_small = (
+        wish == "auto"
+        and reach
+        and topology.size <= MAX_RANKS
+        and len({device.host for device in devices}) == 1
+        and not shared(devices)
+    )
+    return _make(path, talk, topology, devices, ordinal, has_small)
 
 
-def _make(path: str, talk: _Talk, topology: Topology, devices: Sequence[Device], ordinal: int) -> Executor:
+def _make(
+    path: str, talk: _Talk, topology: Topology, devices: Sequence[Device], ordinal: int, has_small: bool
+) -> Executor:
+    """The executor of a path; `has_small`: our kernels serve what is small, beside NCCL."""
     rank, size = topology.rank, topology.size
     staging, timeout_s = config().gpu_staging_mib << 20, config().timeout_s
     made: list[Executor] = []
@@ -77,7 +93,16 @@ def _make(path: str, talk: _Talk, topology: Topology, devices: Sequence[Device],
     if path == "nccl":
         unique_id = talk.agreed("cannot start NCCL", lambda: library().unique_id() if rank == 0 else "")[0]
         talk.agreed("cannot join the others by NCCL", make_nccl, made)
-        return made[0]
+        large = made[0]
+        if not has_small or not isinstance(large, NcclExecutor):
+            return large
+        try:
+            small = RingExecutor(rank, devices, ordinal, _SMALL_STAGING, timeout_s, talk.tell, large.stream)
+        except KVHvdError:
+            large.abort()
+            large.close()
+            raise
+        return SplitExecutor(small, large, _SMALL_BYTES)
     if path == "kernels":
         return RingExecutor(rank, devices, ordinal, staging, timeout_s, talk.tell)
     if talk.communicator is None:

@@ -17,6 +17,7 @@ from kvstore_hvd.comm.executors import create_executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.comm.shm import _native_request
+from kvstore_hvd.comm.split import SplitExecutor
 from kvstore_hvd.comm.staged import StagedExecutor
 from kvstore_hvd.errors import ConfigError, LaunchError, MismatchError
 from kvstore_hvd.gpu.nccl_library import OLDEST
@@ -112,9 +113,39 @@ def close_all(made: list[Executor]) -> None:
     on_ranks(len(made), lambda rank: made[rank].close())
 
 
-def test_each_its_gpu_and_nccl(engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any) -> None:
+@pytest.mark.parametrize("reach", [False, True])
+def test_each_its_gpu_and_nccl(engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any, reach: bool) -> None:
+    cuda.peers = lambda own, other: reach
     made = make_all(engines(3), [0, 1, 2])
-    assert {type(one) for one in made} == {NcclExecutor}
+    assert {type(one) for one in made} == {SplitExecutor if reach else NcclExecutor}
+    close_all(made)
+    assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
+
+
+def test_small_messages_by_our_kernels_large_ones_by_nccl(
+    engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any
+) -> None:
+    made = make_all(engines(2), [0, 1])
+    counts = (100, 1 << 20, 16 << 10, (16 << 10) + 1, 3)
+    given = [[samples(rank, count, "float32", n) for n, count in enumerate(counts)] for rank in range(2)]
+
+    def work(rank: int) -> Any:
+        arrays = [raw.copy() for raw in given[rank]]
+        under_way = [
+            made[rank].allreduce([DeviceRequest([array.ctypes.data], [array.ctypes.data], count)])
+            for array, count in zip(arrays, counts)
+        ]
+        for completion in under_way:
+            finish(completion)
+        return arrays
+
+    for result in on_ranks(2, work):
+        for n, array in enumerate(result):
+            np.testing.assert_array_equal(array, combined([each[n] for each in given], "float32", "sum"))
+    assert nccl.names().count("ncclAllReduce") == 2
+    assert nccl.names().count("ncclAllGather") == 2
+    assert sorted(set(cuda.launches())) == ["kvhvd_copy", "kvhvd_oneshot_float32_sum"]
+    assert cuda.launches().count("kvhvd_oneshot_float32_sum") == 2 * 4
     close_all(made)
 
 
