@@ -98,13 +98,18 @@ def _make(
             return large
         try:
             small = RingExecutor(rank, devices, ordinal, _SMALL_STAGING, timeout_s, talk.tell, large.stream)
-        except KVHvdError:
-            large.abort()
-            large.close()
-            raise
+        except LaunchError as error:
+            log.once("gpu-small", logging.INFO, "small arrays on GPUs are reduced by NCCL, too: %s", error)
+            return large
         return SplitExecutor(small, large, _SMALL_BYTES)
     if path == "kernels":
-        return RingExecutor(rank, devices, ordinal, staging, timeout_s, talk.tell)
+        try:
+            return RingExecutor(rank, devices, ordinal, staging, timeout_s, talk.tell)
+        except LaunchError as error:
+            # On all workers alike. Whoever demands this way, or has no other, gets the error.
+            if config().gpu_path != "auto" or talk.communicator is None:
+                raise
+            _say("staged", str(error), devices)
     if talk.communicator is None:
         raise LaunchError(message("KVHVD_GPU_PATH=staged needs several workers.", fix="unset it."))
     return StagedExecutor(talk.communicator, rank, ordinal, timeout_s, f"{talk.name}/staged")

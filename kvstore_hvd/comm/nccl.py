@@ -17,6 +17,7 @@ import numpy as np
 from kvstore_hvd.comm.executor import Batch, Completion, DeviceRequest, EventCompletion, Executor, input_of
 from kvstore_hvd.comm.ring import reduction_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
+from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device, activate
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
@@ -79,11 +80,15 @@ class NcclExecutor(Executor):
         self._rank, self._size, self._ordinal, self._timeout_s = rank, size, ordinal, timeout_s
         self._nccl = NcclCommunicator(library, unique_id, rank, size, start_timeout_s)
         self._nccl.timeout_s = timeout_s
-        self.stream = Stream()
-        self._address = self.stream.address
-        self._launcher = Launcher(Kernels(device.capability, device.multiprocessors), self.stream, timeout_s)
         self._capacity = staging_bytes // ALIGNMENT * ALIGNMENT
-        self._staging = DeviceMemory(self._capacity)
+        try:
+            self.stream = Stream()
+            self._launcher = Launcher(Kernels(device.capability, device.multiprocessors), self.stream, timeout_s)
+            self._staging = DeviceMemory(self._capacity)
+        except TransportError:
+            self._nccl.abort()
+            raise
+        self._address = self.stream.address
         # What is gathered lies behind this worker's own part.
         self._part = 1 << (self._capacity // (size + 1)).bit_length() - 1
         self._gathered = self._staging.address + self._part

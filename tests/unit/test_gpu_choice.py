@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import log, native
-from kvstore_hvd.comm import executors
+from kvstore_hvd.comm import executors, ring
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.executors import create_executor
@@ -19,7 +20,7 @@ from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.comm.shm import _native_request
 from kvstore_hvd.comm.split import SplitExecutor
 from kvstore_hvd.comm.staged import StagedExecutor
-from kvstore_hvd.errors import ConfigError, LaunchError, MismatchError
+from kvstore_hvd.errors import ConfigError, LaunchError, MismatchError, TransportError
 from kvstore_hvd.gpu.nccl_library import OLDEST
 from kvstore_hvd.topology import Host, Topology
 from support.fake_cuda import FakeCuda, FakeDevice, fake_cuda
@@ -118,6 +119,36 @@ def test_each_its_gpu_and_nccl(engines: Any, cuda: FakeCuda, nccl: FakeNccl, set
     cuda.peers = lambda own, other: reach
     made = make_all(engines(3), [0, 1, 2])
     assert {type(one) for one in made} == {SplitExecutor if reach else NcclExecutor}
+    close_all(made)
+    assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
+
+
+@pytest.mark.parametrize(("ordinals", "kind"), [([0, 1], NcclExecutor), ([0, 0], StagedExecutor)])
+def test_memory_that_cannot_be_mapped_on_one_worker_changes_the_way_of_all(
+    engines: Any,
+    cuda: FakeCuda,
+    nccl: FakeNccl,
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    ordinals: list[int],
+    kind: Any,
+) -> None:
+    world = engines(2)
+    original = ring.PeerMemory
+
+    def refuse_on_one(exported: str) -> Any:
+        if threading.current_thread().name == "rank 1":
+            raise TransportError("CUDA failed to map memory: cudaErrorInvalidValue.")
+        return original(exported)
+
+    monkeypatch.setattr(ring, "PeerMemory", refuse_on_one)
+
+    def make(rank: int) -> Executor:
+        threading.current_thread().name = f"rank {rank}"
+        return create_executor(world.of(rank), world.topology(rank), ordinals[rank])
+
+    made = on_ranks(2, make)
+    assert {type(one) for one in made} == {kind}
     close_all(made)
     assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
 
