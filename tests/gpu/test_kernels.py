@@ -48,6 +48,8 @@ def reduced(
     blocks: int = 0,
 ) -> list[Any]:
     """What an allreduce of the kind gives on each rank."""
+    if way == "ring" and ranks.size == 1:
+        pytest.skip("there is no ring of one")
     arrays = [new(raw, shift) for raw in given]
     results = [new(np.full(len(raw), 0xDD, np.uint8), shift) for raw in given]
     segments = [[Segment(array.address, 0, array.nbytes)] for array in arrays]

@@ -188,6 +188,16 @@ def test_a_rank_that_does_not_come_is_a_timeout(worlds: Callable[..., FakeRanks]
         executor.abort()
 
 
+def test_one_rank_alone_keeps_every_bit(worlds: Callable[..., FakeRanks]) -> None:
+    world = worlds("kernels", 1)
+    given = np.array([0x7FC12345, 0xFFFFFFFF, 1, 0x80000000], np.uint32).view(np.uint8)
+    array, other = HostArray(given), HostArray(np.zeros(16, np.uint8))
+    finish(world.executors[0].allreduce([DeviceRequest([array.address], [array.address, other.address], 4)]))
+    np.testing.assert_array_equal(array.content, given)
+    np.testing.assert_array_equal(other.content, given)
+    assert world.cuda.launches() == []
+
+
 def test_several_inputs_are_refused(worlds: Callable[..., FakeRanks]) -> None:
     world = worlds("kernels", 1)
     array = HostArray(samples(0, 10, "float32"))
