@@ -19,7 +19,7 @@ from kvstore_hvd.comm.ring import reduction_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
 from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.devices import Device, activate
+from kvstore_hvd.gpu.devices import Device, Residents, activate
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
@@ -77,6 +77,7 @@ class NcclExecutor(Executor):
         start_timeout_s: float,
     ) -> None:
         activate(ordinal)
+        self._residents = Residents(ordinal)
         self._rank, self._size, self._ordinal, self._timeout_s = rank, size, ordinal, timeout_s
         self._nccl = NcclCommunicator(library, unique_id, rank, size, start_timeout_s)
         self._nccl.timeout_s = timeout_s
@@ -99,7 +100,7 @@ class NcclExecutor(Executor):
 
     def allreduce(self, batch: Batch) -> Completion:
         """See `Executor.allreduce`."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         item = ITEM_BYTES[reduction.dtype]
         if self._must_gather(reduction) or sum(each.count for each in batch) * item * self._size <= _GATHERED_BYTES:
@@ -120,7 +121,7 @@ class NcclExecutor(Executor):
 
     def broadcast(self, batch: Batch) -> Completion:
         """See `Executor.broadcast`."""
-        activate(self._ordinal)
+        self._enter(batch)
         root, unit = batch[0].root, ITEM_BYTES[batch[0].dtype]
         with self._nccl.group():
             for request in batch:
@@ -134,7 +135,7 @@ class NcclExecutor(Executor):
 
     def exchange(self, batch: Batch) -> Completion:
         """See `Executor.exchange`. Waits until all workers have told what they take."""
-        activate(self._ordinal)
+        self._enter(batch)
         for request in batch:
             taken = self._parts_of_all(request)
             source, target = input_of(request), request.outputs[0]
@@ -153,7 +154,7 @@ class NcclExecutor(Executor):
 
     def reducescatter(self, batch: Batch) -> Completion:
         """See `Executor.reducescatter`. Waits until all workers have told which part they take."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         item = ITEM_BYTES[reduction.dtype]
         scales = reduction.prescale, reduction.postscale
@@ -169,6 +170,10 @@ class NcclExecutor(Executor):
             else:
                 self._scatter_packed(request, reduction, parts)
         return self._completion()
+
+    def _enter(self, batch: Batch) -> None:
+        activate(self._ordinal)
+        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
 
     # -- How it goes -------------------------------------------------------------------------------------------
 

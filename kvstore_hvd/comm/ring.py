@@ -15,7 +15,7 @@ from kvstore_hvd.comm.executor import Batch, Completion, DeviceRequest, EventCom
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
 from kvstore_hvd.errors import LaunchError, TransportError, message
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.devices import Device, activate, shared
+from kvstore_hvd.gpu.devices import Device, Residents, activate, shared
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import GRACE_S, Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory
@@ -74,6 +74,7 @@ class RingExecutor(Executor):
             )
         self._rank, self._size, self._ordinal, self._timeout_s = rank, len(devices), ordinal, timeout_s
         activate(ordinal)
+        self._residents = Residents(ordinal)
         self._owns_stream = stream is None
         self._stream = stream if stream is not None else Stream()
         self._is_shared = bool(shared(devices))
@@ -142,7 +143,7 @@ class RingExecutor(Executor):
 
     def allreduce(self, batch: Batch) -> Completion:
         """See `Executor.allreduce`."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         item = ITEM_BYTES[reduction.dtype]
         if self._size == 1 and reduction.is_plain:
@@ -171,7 +172,7 @@ class RingExecutor(Executor):
 
     def broadcast(self, batch: Batch) -> Completion:
         """See `Executor.broadcast`."""
-        activate(self._ordinal)
+        self._enter(batch)
         root, unit, bytewise = batch[0].root, ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
@@ -188,7 +189,7 @@ class RingExecutor(Executor):
 
     def exchange(self, batch: Batch) -> Completion:
         """See `Executor.exchange`."""
-        activate(self._ordinal)
+        self._enter(batch)
         unit, bytewise = ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(self._size, *(len(request.parts) for request in batch)))
         # `count` is the largest of all ranks: so places in the staging memory are equal.
@@ -209,7 +210,7 @@ class RingExecutor(Executor):
 
     def reducescatter(self, batch: Batch) -> Completion:
         """See `Executor.reducescatter`."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         unit = ITEM_BYTES[reduction.dtype]
         name = kernels.allreduce_kernel("oneshot", reduction.dtype, reduction.op)
@@ -235,6 +236,10 @@ class RingExecutor(Executor):
             for copy in copies:
                 self._stream.copy(*copy)
         return self._completion()
+
+    def _enter(self, batch: Batch) -> None:
+        activate(self._ordinal)
+        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
 
     # -- How it goes -------------------------------------------------------------------------------------------
 

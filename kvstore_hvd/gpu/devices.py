@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["Device", "activate", "active", "choose_path", "reaches", "shared"]
+__all__ = ["Device", "Residents", "activate", "active", "choose_path", "reaches", "shared"]
 
 _OLDEST = (7, 0)  # our kernels order memory by acquire and release, which older ones do not have
 
@@ -98,6 +98,43 @@ def active(ordinal: int) -> Iterator[None]:
         yield
     finally:
         activate(before)
+
+
+class Residents:
+    """Tells addresses on one device from those on others; what it has found it remembers.
+
+    Parameters
+    ----------
+    ordinal : int
+    """
+
+    _PAGE_BITS = 21  # memory of two devices is never in one piece of 2 MiB
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._known: set[int] = set()
+
+    def check(self, addresses: Iterable[int]) -> None:
+        """Refuse addresses that kernels on the device cannot use. Addresses of 0, of empty arrays, pass.
+
+        Raises
+        ------
+        InvalidRequestError
+            One lies on another device, or on none.
+        """
+        for address in addresses:
+            if address and address >> self._PAGE_BITS not in self._known:
+                with checked("ask where an array lies"):
+                    found = int(cupy().cuda.runtime.pointerGetAttributes(address).device)
+                if found != self._ordinal:
+                    place = f"GPU {found}" if found >= 0 else "the CPU"
+                    raise InvalidRequestError(
+                        message(
+                            f"an array is on {place}, but this worker's operations are on GPU {self._ordinal}.",
+                            fix="use one GPU in each worker, and start a worker for each GPU.",
+                        )
+                    )
+                self._known.add(address >> self._PAGE_BITS)
 
 
 def reaches(ordinal: int, devices: Sequence[Device]) -> bool:

@@ -69,6 +69,7 @@ class FakeCuda:
     memory: dict[int, Any] = field(default_factory=dict)
     streams: dict[int, _Stream] = field(default_factory=dict)
     events: dict[int, _Event] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)  # the devices of addresses, where not the current one
     compiled: list[tuple[str, ...]] = field(default_factory=list)
     architectures: tuple[int, ...] = (70, 75, 80, 86, 89, 90)
     status_of_events: int = 0
@@ -215,7 +216,7 @@ class _Runtime(SimpleNamespace):
 
     def pointerGetAttributes(self, address: int) -> Any:
         self._cuda.called("pointerGetAttributes", address)
-        return SimpleNamespace(device=self._cuda.current)
+        return SimpleNamespace(device=self._cuda.places.get(address, self._cuda.current))
 
     def memset(self, address: int, value: int, nbytes: int) -> None:
         ctypes.memset(address, value, nbytes)

@@ -198,6 +198,16 @@ def test_one_rank_alone_keeps_every_bit(worlds: Callable[..., FakeRanks]) -> Non
     assert world.cuda.launches() == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_on_another_gpu_are_refused(worlds: Callable[..., FakeRanks], kind: str, cuda: FakeCuda) -> None:
+    world = worlds(kind, 1)
+    array, other = (HostArray(np.zeros(4 << 20, np.uint8)) for _ in range(2))
+    cuda.places[other.address] = 3
+    finish(world.executors[0].allreduce([DeviceRequest([array.address], [array.address], 1 << 20)]))
+    with pytest.raises(InvalidRequestError, match=r"is on GPU 3, but this worker's operations are on GPU 0"):
+        world.executors[0].allreduce([DeviceRequest([array.address], [other.address], 1 << 20)])
+
+
 def test_several_inputs_are_refused(worlds: Callable[..., FakeRanks]) -> None:
     world = worlds("kernels", 1)
     array = HostArray(samples(0, 10, "float32"))
