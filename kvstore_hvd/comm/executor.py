@@ -9,41 +9,21 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvstore_hvd import errors
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, message
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
+from kvstore_hvd.records import DeviceOperation
 
-__all__ = ["Batch", "Completion", "DeviceRequest", "EventCompletion", "Executor", "input_of"]
-
-
-class DeviceRequest(Protocol):
-    """A collective operation on arrays of one GPU: the part of `comm.base.Request` that executors read.
-
-    It has one input (a broadcast may have none on other ranks than the root) and any number of outputs. `postscale` is
-    divided by the workers' weights already where op is ``'average'``.
-    """
-
-    inputs: Sequence[int]
-    outputs: Sequence[int]
-    count: int
-    dtype: str
-    op: str
-    prescale: float
-    postscale: float
-    as_half: bool
-    root: int
-    parts: Sequence[tuple[int, int, int, int]]
-    contributed: int
+__all__ = ["Batch", "Completion", "EventCompletion", "Executor", "input_of"]
 
 
 # What a device may take to end after an abort.
 _END_S = 10.0
 
 #: Requests of one kind, dtype, op, scales and root; carried out together.
-Batch = Sequence[DeviceRequest]
+Batch = Sequence[DeviceOperation]
 
 
 class Completion(ABC):
@@ -152,7 +132,7 @@ class EventCompletion(Completion):
             )
 
 
-def input_of(request: DeviceRequest) -> int:
+def input_of(request: DeviceOperation) -> int:
     """The address of a request's only input.
 
     Raises

@@ -12,13 +12,19 @@ from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.comm.executor import Batch, Executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
+from kvstore_hvd.comm.split import SplitExecutor
 from kvstore_hvd.comm.staged import StagedExecutor
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
-from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches
+from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches, shared
+from kvstore_hvd.gpu.kernels import MAX_RANKS
 from kvstore_hvd.gpu.nccl_library import OLDEST, library
 from kvstore_hvd.gpu.runtime import checked, cupy
 from kvstore_hvd.topology import Host, Topology
+
+# What our kernels do sooner than NCCL begins; and their staging memory for it: two halves.
+_SMALL_BYTES = 64 << 10
+_SMALL_STAGING = 2 << 20
 
 __all__ = ["create_executor", "device_of"]
 
@@ -62,7 +68,14 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
     alone = topology.size == 1 and wish == "auto"
     path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)
     _say(path, reason, devices)
-    return _make(path, talk, topology, devices, ordinal)
+    has_small = (
+        wish == "auto"
+        and reach
+        and topology.size <= MAX_RANKS
+        and len({device.host for device in devices}) == 1
+        and not shared(devices)
+    )
+    return _make(path, talk, topology, devices, ordinal, has_small)
 
 
 def device_of(batch: Batch) -> int:
@@ -76,7 +89,10 @@ def device_of(batch: Batch) -> int:
         return int(runtime.getDevice())
 
 
-def _make(path: str, talk: _Talk, topology: Topology, devices: Sequence[Device], ordinal: int) -> Executor:
+def _make(
+    path: str, talk: _Talk, topology: Topology, devices: Sequence[Device], ordinal: int, has_small: bool
+) -> Executor:
+    """The executor of a path; `has_small`: our kernels serve what is small, beside NCCL."""
     rank, size = topology.rank, topology.size
     staging, timeout_s = config().gpu_staging_mib << 20, config().timeout_s
     made: list[Executor] = []
@@ -89,9 +105,23 @@ def _make(path: str, talk: _Talk, topology: Topology, devices: Sequence[Device],
     if path == "nccl":
         unique_id = talk.agreed("cannot start NCCL", lambda: library().unique_id() if rank == 0 else "")[0]
         talk.agreed("cannot join the others by NCCL", make_nccl, made)
-        return made[0]
+        large = made[0]
+        if not has_small or not isinstance(large, NcclExecutor):
+            return large
+        try:
+            small = RingExecutor(rank, devices, ordinal, _SMALL_STAGING, timeout_s, talk.tell, large.stream)
+        except LaunchError as error:
+            log.once("gpu-small", logging.INFO, "small arrays on GPUs are reduced by NCCL, too: %s", error)
+            return large
+        return SplitExecutor(small, large, _SMALL_BYTES)
     if path == "kernels":
-        return RingExecutor(rank, devices, ordinal, staging, timeout_s, talk.tell)
+        try:
+            return RingExecutor(rank, devices, ordinal, staging, timeout_s, talk.tell)
+        except LaunchError as error:
+            # On all workers alike. Whoever demands this way, or has no other, gets the error.
+            if config().gpu_path != "auto" or talk.communicator is None:
+                raise
+            _say("staged", str(error), devices)
     if talk.communicator is None:
         raise LaunchError(message("KVHVD_GPU_PATH=staged needs several workers.", fix="unset it."))
     return StagedExecutor(talk.communicator, rank, ordinal, timeout_s, f"{talk.name}/staged")

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd.comm.executor import Batch, Completion, DeviceRequest, EventCompletion, Executor, input_of
+from kvstore_hvd.comm.executor import Batch, Completion, EventCompletion, Executor, input_of
 from kvstore_hvd.comm.ring import reduction_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
+from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.devices import Device, activate
+from kvstore_hvd.gpu.devices import Device, Residents, activate
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
@@ -28,6 +29,7 @@ from kvstore_hvd.gpu.nccl_library import NcclLibrary
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.gpu.tables import ENTRIES
+from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["NcclExecutor"]
 
@@ -76,14 +78,19 @@ class NcclExecutor(Executor):
         start_timeout_s: float,
     ) -> None:
         activate(ordinal)
+        self._residents = Residents(ordinal)
         self._rank, self._size, self._ordinal, self._timeout_s = rank, size, ordinal, timeout_s
         self._nccl = NcclCommunicator(library, unique_id, rank, size, start_timeout_s)
         self._nccl.timeout_s = timeout_s
-        self.stream = Stream()
-        self._address = self.stream.address
-        self._launcher = Launcher(Kernels(device.capability, device.multiprocessors), self.stream, timeout_s)
         self._capacity = staging_bytes // ALIGNMENT * ALIGNMENT
-        self._staging = DeviceMemory(self._capacity)
+        try:
+            self.stream = Stream()
+            self._launcher = Launcher(Kernels(device.capability, device.multiprocessors), self.stream, timeout_s)
+            self._staging = DeviceMemory(self._capacity)
+        except TransportError:
+            self._nccl.abort()
+            raise
+        self._address = self.stream.address
         # What is gathered lies behind this worker's own part.
         self._part = 1 << (self._capacity // (size + 1)).bit_length() - 1
         self._gathered = self._staging.address + self._part
@@ -94,14 +101,14 @@ class NcclExecutor(Executor):
 
     def allreduce(self, batch: Batch) -> Completion:
         """See `Executor.allreduce`."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         item = ITEM_BYTES[reduction.dtype]
         if self._must_gather(reduction) or sum(each.count for each in batch) * item * self._size <= _GATHERED_BYTES:
             self._allreduce_gathered(batch, reduction)
             return self._completion()
-        direct: list[DeviceRequest] = []
-        packed: list[DeviceRequest] = []
+        direct: list[DeviceOperation] = []
+        packed: list[DeviceOperation] = []
         for request in batch:
             (direct if self._is_direct(request, reduction) else packed).append(request)
         if direct:
@@ -115,7 +122,7 @@ class NcclExecutor(Executor):
 
     def broadcast(self, batch: Batch) -> Completion:
         """See `Executor.broadcast`."""
-        activate(self._ordinal)
+        self._enter(batch)
         root, unit = batch[0].root, ITEM_BYTES[batch[0].dtype]
         with self._nccl.group():
             for request in batch:
@@ -129,7 +136,7 @@ class NcclExecutor(Executor):
 
     def exchange(self, batch: Batch) -> Completion:
         """See `Executor.exchange`. Waits until all workers have told what they take."""
-        activate(self._ordinal)
+        self._enter(batch)
         for request in batch:
             taken = self._parts_of_all(request)
             source, target = input_of(request), request.outputs[0]
@@ -148,7 +155,7 @@ class NcclExecutor(Executor):
 
     def reducescatter(self, batch: Batch) -> Completion:
         """See `Executor.reducescatter`. Waits until all workers have told which part they take."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         item = ITEM_BYTES[reduction.dtype]
         scales = reduction.prescale, reduction.postscale
@@ -164,6 +171,10 @@ class NcclExecutor(Executor):
             else:
                 self._scatter_packed(request, reduction, parts)
         return self._completion()
+
+    def _enter(self, batch: Batch) -> None:
+        activate(self._ordinal)
+        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
 
     # -- How it goes -------------------------------------------------------------------------------------------
 
@@ -193,18 +204,18 @@ class NcclExecutor(Executor):
     # -- In place ----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _is_direct(request: DeviceRequest, reduction: Reduction) -> bool:
+    def _is_direct(request: DeviceOperation, reduction: Reduction) -> bool:
         if request.count * ITEM_BYTES[request.dtype] < _DIRECT_BYTES or _packed_dtype(reduction) != request.dtype:
             return False
         before, after = _factors(reduction)
         return after == 1.0 and (before == 1.0 or (reduction.op in _SUMS and request.dtype in PREMULTIPLIED))
 
-    def _reduce_in_place(self, request: DeviceRequest, reduction: Reduction) -> None:
+    def _reduce_in_place(self, request: DeviceOperation, reduction: Reduction) -> None:
         place = input_of(request), request.outputs[0]
         factor, _ = _factors(reduction)
         self._nccl.allreduce(*place, request.count, request.dtype, reduction.op, self._address, factor)
 
-    def _spread(self, request: DeviceRequest) -> None:
+    def _spread(self, request: DeviceOperation) -> None:
         first, *others = request.outputs
         for other in others:
             self.stream.copy(other, first, request.count * ITEM_BYTES[request.dtype])
@@ -228,7 +239,7 @@ class NcclExecutor(Executor):
             ]
             self._launcher.copy(outputs, buffer, False, dtype, packed, after)
 
-    def _scatter_packed(self, request: DeviceRequest, reduction: Reduction, parts: Sequence[Sequence[int]]) -> None:
+    def _scatter_packed(self, request: DeviceOperation, reduction: Reduction, parts: Sequence[Sequence[int]]) -> None:
         dtype, unit = reduction.dtype, ITEM_BYTES[reduction.dtype]
         before, after = _factors(reduction)
         buffer = self._staging.address
@@ -268,7 +279,7 @@ class NcclExecutor(Executor):
             world = self._gather(batch, pieces, reduction)
             self._reduce_gathered(world, reduction, outputs)
 
-    def _scatter_gathered(self, request: DeviceRequest, reduction: Reduction) -> None:
+    def _scatter_gathered(self, request: DeviceOperation, reduction: Reduction) -> None:
         unit = ITEM_BYTES[reduction.dtype]
         for pieces in rounds([request.count], unit, self._part, 1):
             (piece,) = pieces
@@ -306,7 +317,7 @@ class NcclExecutor(Executor):
 
     # -- What the others take ----------------------------------------------------------------------------------
 
-    def _parts_of_all(self, request: DeviceRequest) -> list[list[tuple[int, int, int, int]]]:
+    def _parts_of_all(self, request: DeviceOperation) -> list[list[tuple[int, int, int, int]]]:
         """Every worker's parts of a request, which only the worker itself knows."""
         room = self._size
         while True:

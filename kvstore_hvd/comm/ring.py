@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from kvstore_hvd.comm.executor import Batch, Completion, DeviceRequest, EventCompletion, Executor, input_of
+from kvstore_hvd.comm.executor import Batch, Completion, EventCompletion, Executor, input_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
 from kvstore_hvd.errors import LaunchError, TransportError, message
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.devices import Device, activate, shared
+from kvstore_hvd.gpu.devices import Device, Residents, activate, shared
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import GRACE_S, Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory
@@ -22,6 +23,7 @@ from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.gpu.tables import ENTRIES
+from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["RingExecutor", "reduction_of"]
 
@@ -73,67 +75,85 @@ class RingExecutor(Executor):
             )
         self._rank, self._size, self._ordinal, self._timeout_s = rank, len(devices), ordinal, timeout_s
         activate(ordinal)
-        self._own_stream = None if stream else Stream()
-        self._stream = stream or self._own_stream or Stream()
+        self._residents = Residents(ordinal)
+        self._owns_stream = stream is None
+        self._stream = stream if stream is not None else Stream()
         self._is_shared = bool(shared(devices))
         self._half = staging_bytes // 2 // _LINE * _LINE
         self._flip = False
         fifo_bytes = 0 if self._is_shared else kernels.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
         places = [0, kernels.CONTROL_BYTES, kernels.CONTROL_BYTES + 2 * self._half]
         sharers = sum(device.uuid == devices[rank].uuid for device in devices)
-        self._modules = Kernels(devices[rank].capability, devices[rank].multiprocessors, sharers)
+        self.modules = Kernels(devices[rank].capability, devices[rank].multiprocessors, sharers)
         # Blocks of a ring are rings of their own, and so as many on every rank: what all have room for.
         self._ring_limits = kernels.Device(min(device.multiprocessors for device in devices), 1)
-        self._memory = DeviceMemory(places[-1] + fifo_bytes)
+        self._memory: DeviceMemory | None = None
         self._peers: list[PeerMemory] = []
-        bases = self._map(share)
-        self._launcher = Launcher(self._modules, self._stream, timeout_s, self._is_shared)
-        members = Members(
-            rank,
-            staging=[base + places[1] for base in bases],
-            control=[base + places[0] for base in bases],
-            fifo=[base + places[2] if fifo_bytes else 0 for base in bases],
-            slot_vectors=_SLOT_VECTORS,
-        )
-        self._staging = members.staging[rank]
-        self._world = self._launcher.world(members)
-
-    def _map(self, share: Callable[[str], list[str]]) -> list[int]:
-        """The addresses of all ranks' memory here; the second exchange tells whether all have them."""
-        told = [json.loads(text) for text in share(json.dumps({"bytes": self._half, "memory": self._memory.export()}))]
-        fault = ""
-        bases = []
+        self._launcher: Launcher | None = None
         try:
-            if len({each["bytes"] for each in told}) > 1:
-                amounts = ", ".join(str(each["bytes"] >> 19) for each in told)
-                raise LaunchError(
-                    message(
-                        f"the workers have {amounts} MiB of staging memory on their GPUs.",
-                        fix="set KVHVD_GPU_STAGING_MIB alike on all workers.",
-                    )
-                )
-            for rank, each in enumerate(told):
-                if rank == self._rank:
-                    bases.append(self._memory.address)
-                else:
-                    self._peers.append(PeerMemory(each["memory"]))
-                    bases.append(self._peers[-1].address)
+            bases = self._exchange_memory(places[-1] + fifo_bytes, share)
+            members = Members(
+                rank,
+                staging=[base + places[1] for base in bases],
+                control=[base + places[0] for base in bases],
+                fifo=[base + places[2] if fifo_bytes else 0 for base in bases],
+                slot_vectors=_SLOT_VECTORS,
+            )
+            self._staging = members.staging[rank]
+            self._launcher = Launcher(self.modules, self._stream, timeout_s, self._is_shared)
+            self._world = self._launcher.world(members)
+            fault = ""
         except (LaunchError, TransportError) as error:
             fault = str(error)
-        for rank, text in enumerate(share(fault)):
+        # All have it, or nobody does.
+        for other, text in enumerate(share(fault)):
             if text:
-                self._free()
-                raise LaunchError(message(f"rank {rank} cannot map memory of the other GPUs.", details=[text]))
+                self._give_back()
+                raise LaunchError(message(f"rank {other} cannot use memory of the GPUs together.", details=[text]))
+
+    def _exchange_memory(self, nbytes: int, share: Callable[[str], list[str]]) -> list[int]:
+        """The addresses of all ranks' memory here."""
+        own: dict[str, Any] = {"bytes": self._half}
+        try:
+            self._memory = DeviceMemory(nbytes)
+            own["memory"] = self._memory.export()
+        except TransportError as error:
+            own["fault"] = str(error)
+        everyone = [json.loads(text) for text in share(json.dumps(own))]
+        for rank, told in enumerate(everyone):
+            if "fault" in told:
+                raise LaunchError(message(f"rank {rank} has no memory to share.", details=[told["fault"]]))
+        if len({told["bytes"] for told in everyone}) > 1:
+            amounts = ", ".join(str(told["bytes"] >> 19) for told in everyone)
+            raise LaunchError(
+                message(
+                    f"the workers have {amounts} MiB of staging memory on their GPUs.",
+                    fix="set KVHVD_GPU_STAGING_MIB alike on all workers.",
+                )
+            )
+        bases = []
+        for rank, told in enumerate(everyone):
+            if rank == self._rank and self._memory is not None:
+                bases.append(self._memory.address)
+            else:
+                self._peers.append(PeerMemory(told["memory"]))
+                bases.append(self._peers[-1].address)
         return bases
 
     # -- Operations --------------------------------------------------------------------------------------------
 
     def allreduce(self, batch: Batch) -> Completion:
         """See `Executor.allreduce`."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         item = ITEM_BYTES[reduction.dtype]
-        if len(batch) == 1 and batch[0].count * item > self._half and not self._is_shared:
+        if self._size == 1 and reduction.is_plain:
+            # Bit by bit: what a kernel computes of a NaN is another one.
+            for request in batch:
+                for output in request.outputs:
+                    self._stream.copy(output, input_of(request), request.count * item)
+            return self._completion()
+        if self._size > 1 and len(batch) == 1 and batch[0].count * item > self._half and not self._is_shared:
             self._ring(batch[0], reduction)
             return self._completion()
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
@@ -153,7 +173,7 @@ class RingExecutor(Executor):
 
     def broadcast(self, batch: Batch) -> Completion:
         """See `Executor.broadcast`."""
-        activate(self._ordinal)
+        self._enter(batch)
         root, unit, bytewise = batch[0].root, ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
@@ -170,7 +190,7 @@ class RingExecutor(Executor):
 
     def exchange(self, batch: Batch) -> Completion:
         """See `Executor.exchange`."""
-        activate(self._ordinal)
+        self._enter(batch)
         unit, bytewise = ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
         most = ENTRIES // (1 + max(self._size, *(len(request.parts) for request in batch)))
         # `count` is the largest of all ranks: so places in the staging memory are equal.
@@ -191,7 +211,7 @@ class RingExecutor(Executor):
 
     def reducescatter(self, batch: Batch) -> Completion:
         """See `Executor.reducescatter`."""
-        activate(self._ordinal)
+        self._enter(batch)
         reduction = reduction_of(batch[0])
         unit = ITEM_BYTES[reduction.dtype]
         name = kernels.allreduce_kernel("oneshot", reduction.dtype, reduction.op)
@@ -218,6 +238,10 @@ class RingExecutor(Executor):
                 self._stream.copy(*copy)
         return self._completion()
 
+    def _enter(self, batch: Batch) -> None:
+        activate(self._ordinal)
+        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
+
     # -- How it goes -------------------------------------------------------------------------------------------
 
     def wait_for(self, event: Event) -> None:
@@ -226,19 +250,15 @@ class RingExecutor(Executor):
 
     def abort(self) -> None:
         """See `Executor.abort`."""
-        self._launcher.abort()
+        self._launches.abort()
 
     def close(self) -> None:
         """See `Executor.close`."""
         activate(self._ordinal)
         # Kernels that wait have ended, or end now: every one of them looks at the abort word.
-        self._launcher.abort()
-        close_all(
-            self._stream.synchronize,
-            self._launcher.close,
-            self._free,
-            *([self._own_stream.close] if self._own_stream is not None else []),
-        )
+        self._launches.abort()
+        close_all(self._stream.synchronize)
+        self._give_back()
 
     # -- Inside ------------------------------------------------------------------------------------------------
 
@@ -247,27 +267,33 @@ class RingExecutor(Executor):
     ) -> None:
         # Another rank may still read what the launch before has left: the halves take turns.
         self._flip = not self._flip
-        self._launcher.collective(name, self._world, reduction, inputs, outputs, nbytes, self._half * self._flip)
+        self._launches.collective(name, self._world, reduction, inputs, outputs, nbytes, self._half * self._flip)
 
-    def _ring(self, request: DeviceRequest, reduction: Reduction) -> None:
+    def _ring(self, request: DeviceOperation, reduction: Reduction) -> None:
         nbytes = request.count * ITEM_BYTES[reduction.dtype]
         name = kernels.allreduce_kernel("ring", reduction.dtype, reduction.op, as_half=reduction.as_half)
         first, *others = request.outputs
         blocks = kernels.ring_channels(nbytes, _SLOT_VECTORS, self._ring_limits)
         inputs, outputs = [Segment(input_of(request), 0, nbytes)], [Segment(first, 0, nbytes)]
-        self._launcher.collective(name, self._world, reduction, inputs, outputs, nbytes, blocks=blocks)
+        self._launches.collective(name, self._world, reduction, inputs, outputs, nbytes, blocks=blocks)
         for other in others:
             self._stream.copy(other, first, nbytes)
 
     def _completion(self) -> Completion:
         # The kernels' own limit comes first: it knows who waits for whom.
-        return EventCompletion(self._stream, self._launcher.check, self.abort, self._timeout_s + GRACE_S)
+        return EventCompletion(self._stream, self._launches.check, self.abort, self._timeout_s + GRACE_S)
 
-    def _free(self) -> None:
-        close_all(*(peer.close for peer in self._peers), self._memory.close)
+    @property
+    def _launches(self) -> Launcher:
+        assert self._launcher is not None, "an executor that could not be made is not used"
+        return self._launcher
+
+    def _give_back(self) -> None:
+        owned: list[Any] = [self._launcher, *self._peers, self._memory, self._stream if self._owns_stream else None]
+        close_all(*(each.close for each in owned if each is not None))
 
 
-def reduction_of(request: DeviceRequest) -> Reduction:
+def reduction_of(request: DeviceOperation) -> Reduction:
     """How the elements of a batch are combined, told by any of its requests."""
     return Reduction(request.dtype, request.op, request.prescale, request.postscale, request.as_half)
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from kvstore_hvd import errors
 from kvstore_hvd.comm.base import Communicator, Request
-from kvstore_hvd.comm.executor import Batch, Completion, DeviceRequest, Executor, input_of
+from kvstore_hvd.comm.executor import Batch, Completion, Executor, input_of
 from kvstore_hvd.errors import message
 from kvstore_hvd.gpu.devices import activate
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.memory import PinnedMemory
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
+from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["StagedExecutor"]
 
@@ -87,7 +88,7 @@ class StagedExecutor(Executor):
             stages.append(self._stage(collective, request, f"{self._name}/{self._number}"))
         return _StagedCompletion(self._communicator, self._stream, stages, self._timeout_s, self._give_back)
 
-    def _stage(self, collective: str, request: DeviceRequest, name: str) -> _Stage:
+    def _stage(self, collective: str, request: DeviceOperation, name: str) -> _Stage:
         unit = ITEM_BYTES[request.dtype]
         whole = request.count * unit
         read = request.contributed * unit if collective == "exchange" else whole

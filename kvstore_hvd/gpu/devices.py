@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
+from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["Device", "activate", "active", "choose_path", "reaches", "shared"]
+__all__ = ["Device", "Residents", "activate", "active", "choose_path", "reaches", "shared"]
 
 _OLDEST = (7, 0)  # our kernels order memory by acquire and release, which older ones do not have
 
@@ -37,9 +38,9 @@ class Device:
         LaunchError
             There is no such device, or it is too old.
         """
-        runtime = cupy().cuda.runtime
+        cuda = cupy().cuda.runtime
         with checked("count the GPUs"):
-            count = int(runtime.getDeviceCount())
+            count = int(cuda.getDeviceCount())
         if not 0 <= ordinal < count:
             raise LaunchError(
                 message(
@@ -48,11 +49,11 @@ class Device:
                 )
             )
         with checked(f"ask about GPU {ordinal}"):
-            properties = runtime.getDeviceProperties(ordinal)
+            properties = cuda.getDeviceProperties(ordinal)
         name = properties["name"]
         capability = (int(properties["major"]), int(properties["minor"]))
         device = cls(
-            uuid=bytes(properties["uuid"]).hex(),
+            uuid=runtime.device_uuid(ordinal),
             name=name.decode() if isinstance(name, bytes) else str(name),
             host=host,
             capability=capability,
@@ -99,20 +100,54 @@ def active(ordinal: int) -> Iterator[None]:
         activate(before)
 
 
+class Residents:
+    """Tells addresses on one device from those on others; what it has found it remembers.
+
+    Parameters
+    ----------
+    ordinal : int
+    """
+
+    _PAGE_BITS = 21  # memory of two devices is never in one piece of 2 MiB
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._known: set[int] = set()
+
+    def check(self, addresses: Iterable[int]) -> None:
+        """Refuse addresses that kernels on the device cannot use. Addresses of 0, of empty arrays, pass.
+
+        Raises
+        ------
+        InvalidRequestError
+            One lies on another device, or on none.
+        """
+        for address in addresses:
+            if address and address >> self._PAGE_BITS not in self._known:
+                with checked("ask where an array lies"):
+                    found = int(cupy().cuda.runtime.pointerGetAttributes(address).device)
+                if found != self._ordinal:
+                    place = f"GPU {found}" if found >= 0 else "the CPU"
+                    raise InvalidRequestError(
+                        message(
+                            f"an array is on {place}, but this worker's operations are on GPU {self._ordinal}.",
+                            fix="use one GPU in each worker, and start a worker for each GPU.",
+                        )
+                    )
+                self._known.add(address >> self._PAGE_BITS)
+
+
 def reaches(ordinal: int, devices: Sequence[Device]) -> bool:
     """Whether this device can read and write the memory of all of `devices`: on its host, and visible to it."""
-    runtime = cupy().cuda.runtime
-    own = Device.of(ordinal, "")
+    cuda = cupy().cuda.runtime
+    own = runtime.device_uuid(ordinal)
     with checked("ask which GPUs reach each other"):
-        visible = {
-            bytes(runtime.getDeviceProperties(number)["uuid"]).hex(): number
-            for number in range(runtime.getDeviceCount())
-        }
+        visible = {runtime.device_uuid(number): number for number in range(cuda.getDeviceCount())}
         for device in devices:
-            if device.uuid == own.uuid:
+            if device.uuid == own:
                 continue
             number = visible.get(device.uuid)
-            if number is None or not runtime.deviceCanAccessPeer(ordinal, number):
+            if number is None or not cuda.deviceCanAccessPeer(ordinal, number):
                 return False
     return True
 

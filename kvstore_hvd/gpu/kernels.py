@@ -3,7 +3,8 @@
 The sources are ``native/cuda``, which the package has as ``kvstore_hvd/gpu/cuda``. Every kernel but the copies takes
 ``(const World* worlds, Launch launch)``, the copies ``(Copy copy)``; structures are passed by value, pointers are 8
 bytes. ``blockIdx.y`` chooses the world: a launch of ``(blocks, n)`` plays n ranks, all in one grid, with ``worlds``
-and both tables of segments for one rank after another; a launch for one rank has ``(blocks, 1)``. Kernels that wait
+and both tables of segments for one rank after another (equally long; a segment of 0 bytes is nothing); a launch for
+one rank has ``(blocks, 1)``. Kernels that wait
 for other ranks need all their blocks on the device at once: launch them cooperatively.
 
 A rank's memory that others see: ``staging`` (any size), ``control`` (`CONTROL_BYTES`) and ``fifo`` (`fifo_bytes`), each
@@ -65,7 +66,7 @@ SLOTS = 4
 VECTOR_BYTES = 16
 TILE_BYTES = 32768
 TILE_ELEMENTS = 8192
-#: Threads of a block, of every kernel.
+#: Threads of a block, of every kernel: exactly, never fewer.
 THREADS = 512
 
 #: As in ``kvstore_hvd.native``: ``native/include/kvstore_hvd/types.hpp``.
@@ -183,7 +184,7 @@ CAUSES = {1: "timeout", 2: "abort"}
 
 
 class Stop(NamedTuple):
-    """What a kernel that ended early says; every rank gets the word of the rank that stopped first.
+    """What a kernel that ended early says. The word of the rank that stopped first goes to the ranks that still wait.
 
     Attributes
     ----------
@@ -308,12 +309,19 @@ def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = Fal
         Sums of float32 and float64 as if they were float16 (see ``native/include/kvstore_hvd/reduce.hpp``); without
         effect on others.
     ranks : int
-        How many take part; 0 gives a name that works for any number.
+        How many take part; 0 gives a name that works for any number (two or more for ``ring``). One rank with scales
+        of 1 and not ``as_half`` only copies: use `copy_kernel` or `exchange_kernel` then, which keep the bits of a NaN
+        as the CPU engine does; these kernels make every NaN the canonical one.
 
     Returns
     -------
     str
-        For one rank and scales of 1 it copies bit by bit, as the CPU engine does.
+        A member of `kernel_names`.
+
+    Raises
+    ------
+    ValueError
+        There is no such algorithm, type or operation.
     """
     if algorithm not in ("oneshot", "twoshot", "ring") or dtype not in DTYPES or op not in OPS:
         raise ValueError(f"no kernel for {algorithm!r}, {dtype!r}, {op!r}")
@@ -345,6 +353,11 @@ def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
     tensor_dtype, buffer_dtype : str
         The types of the segments and of the buffer, one of `casts`; elements are scaled in the wider of the two, at
         least float32 (integers in float64), and rounded once. Both empty: bytes are copied, and nothing is scaled.
+
+    Raises
+    ------
+    ValueError
+        The tensors cannot be packed so.
     """
     if not tensor_dtype and not buffer_dtype:
         return "kvhvd_copy"

@@ -47,6 +47,13 @@ class Reduction:
     postscale: float = 1.0
     as_half: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether one input alone stays as it is."""
+        return self.prescale == self.postscale == 1.0 and not (
+            self.as_half and self.op in ("sum", "average") and self.dtype in ("float32", "float64")
+        )
+
 
 @dataclass(frozen=True)
 class Members:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_hvd import log
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
 from kvstore_hvd.gpu import cache, kernels
 from kvstore_hvd.gpu.runtime import checked, cupy, nvrtc_library
@@ -42,6 +43,11 @@ class Kernels:
         self._modules: dict[str, Any] = {}
         self._functions: dict[tuple[str, str], Any] = {}
         self._limits: dict[tuple[str, str], kernels.Device] = {}
+
+    def load(self, dtype: str) -> None:
+        """Compile and load all kernels of a type now: while kernels run, loading may wait until they end."""
+        for name in kernels.kernel_names(dtype):
+            self.limits(name, dtype)
 
     def limits(self, name: str, dtype: str) -> kernels.Device:
         """What bounds launches of a kernel here."""
@@ -144,7 +150,12 @@ def _load(dtype: str, architecture: int) -> Any:
     nvrtc, library = nvrtc_library(), cupy()
     source = _source()
     key = cache.key_of(source, kernels.options(dtype), architecture, library.__version__, nvrtc.getVersion())
-    with cache.stored(key, lambda: compile_kernels(dtype, architecture)) as path, checked("load our kernels"):
+
+    def make() -> bytes:
+        log.logger.info("compiling the kernels for %s, once on this machine", dtype)
+        return compile_kernels(dtype, architecture)
+
+    with cache.stored(key, make) as path, checked("load our kernels"):
         module = library.RawModule(path=str(path))
         module.compile()
         _check_sizes(module)

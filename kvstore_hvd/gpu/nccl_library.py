@@ -205,9 +205,9 @@ def _candidates() -> Iterator[str]:
 
 def _in_wheel(name: str) -> Iterator[str]:
     try:
-        distribution = importlib.metadata.distribution(name)
+        files = importlib.metadata.files(name) or ()
     except importlib.metadata.PackageNotFoundError:
         return
-    path = Path(str(distribution.locate_file("nvidia/nccl/lib/libnccl.so.2")))
-    if path.exists():
-        yield str(path.resolve())
+    for file in files:
+        if file.name == "libnccl.so.2":
+            yield str(Path(str(file.locate())).resolve())

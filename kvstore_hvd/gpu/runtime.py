@@ -18,7 +18,7 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.errors import LaunchError, TransportError, message
 
-__all__ = ["EXTRAS", "checked", "close_all", "cupy", "driver_version", "nvrtc_library", "version_text"]
+__all__ = ["EXTRAS", "checked", "close_all", "cupy", "device_uuid", "driver_version", "nvrtc_library", "version_text"]
 
 #: Extra of this package for each major version of CUDA.
 EXTRAS = {11: "gpu-cu11", 12: "gpu-cu12", 13: "gpu-cu13"}
@@ -84,6 +84,26 @@ def driver_version() -> int | None:
     except (OSError, AttributeError):
         return None
     return version.value if status == 0 else None
+
+
+def device_uuid(ordinal: int) -> str:
+    """What names a GPU, or a part of one that MIG made, on all machines, in hexadecimal.
+
+    Asked of the driver: the bytes that CuPy tells end at the first zero.
+
+    Raises
+    ------
+    TransportError
+        The driver does not tell it.
+    """
+    library = ctypes.CDLL("libcuda.so.1")
+    device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    get = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
+    if library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), ordinal) or get(raw, device):
+        raise TransportError(
+            message(f"the driver does not tell the UUID of GPU {ordinal}.", fix="see whether nvidia-smi -L works.")
+        )
+    return bytes(raw).hex()
 
 
 def version_text(version: int) -> str:

@@ -85,41 +85,34 @@ KVHVD_INLINE void reduce_vectors(const World& world, const Launch& launch, u64 a
 template <class E, bool kSumOnly, u32 kRanks, class Sink>
 KVHVD_INLINE void reduce_range(const World& world, const Launch& launch, u64 begin, u32 vectors, const Sink& sink) {
   // The loads of eight ranks are many as they are.
-  constexpr u32 kAtOnce = kRanks == 8 ? smaller(kInFlight<E, kSumOnly>, 2U) : kInFlight<E, kSumOnly>;
+  constexpr u32 kAtOnce = !kSumOnly ? 1 : kRanks == 8 ? smaller(E::kInFlight, 2U) : E::kInFlight;
   u32 i = thread();
-  for (; i + (kAtOnce - 1) * threads() < vectors; i += kAtOnce * threads()) {
-    reduce_vectors<E, kSumOnly, kRanks, kAtOnce>(world, launch, begin + i * u64{kVectorBytes}, sink);
+  if constexpr (kAtOnce > 1) {
+    for (; i + (kAtOnce - 1) * threads() < vectors; i += kAtOnce * threads()) {
+      reduce_vectors<E, kSumOnly, kRanks, kAtOnce>(world, launch, begin + i * u64{kVectorBytes}, sink);
+    }
   }
   for (; i < vectors; i += threads()) {
     reduce_vectors<E, kSumOnly, kRanks, 1>(world, launch, begin + i * u64{kVectorBytes}, sink);
   }
 }
 
-// One rank and nothing to compute: the bits stay as they are, those of a NaN too.
-template <class E>
-KVHVD_INLINE bool is_copy(const World& world, const Launch& launch) {
-  return world.ranks == 1 && is_plain(launch) && !E::kAsHalf;
-}
-
 template <class E, bool kSumOnly>
 KVHVD_INLINE void oneshot(const World& world, const Launch& launch, Shared& shared) {
   if (!meet_with_inputs(world, launch, shared)) return;
-  if (is_copy<E>(world, launch)) {
-    copy_out(world, launch);
-    return;
-  }
   for_tiles(outputs_of(launch), launch.n_outputs, kTileBytes, [&](const Segment& segment, u64 first, u32 bytes) {
     const u64 begin = segment.offset + first;
+    const u64 end = begin + bytes;
     u8* const output = segment.pointer - segment.offset;
     const bool aligned = (low_bits(output) & (kVectorBytes - 1)) == 0;
-    const u32 whole = aligned ? bytes / kVectorBytes : 0;
-    reduce_range<E, kSumOnly, 0>(world, launch, begin, whole,
-                                 [&](u64 at, const Vector& result) { store(output + at, result); });
-    for (u32 i = whole * kVectorBytes + thread() * kVectorBytes; i < bytes; i += stride()) {
-      reduce_vectors<E, kSumOnly, 0, 1>(world, launch, begin + i, [&](u64 at, const Vector& result) {
-        store_part(output + at, result, smaller(bytes - i, kVectorBytes));
-      });
-    }
+    const u32 vectors = divided_up(bytes, kVectorBytes);
+    reduce_range<E, kSumOnly, 0>(world, launch, begin, vectors, [&](u64 at, const Vector& result) {
+      if (aligned && at + kVectorBytes <= end) {
+        store(output + at, result);
+      } else {
+        store_part(output + at, result, static_cast<u32>(smaller(end - at, u64{kVectorBytes})));
+      }
+    });
   });
 }
 
@@ -134,13 +127,11 @@ KVHVD_INLINE void twoshot(const World& world, const Launch& launch, Shared& shar
   const u64 length = share_begin(vectors, shares, share + 1) - first;
   const u64 begin = first + share_begin(length, blocks(), block());
   const u32 mine = static_cast<u32>(first + share_begin(length, blocks(), block() + 1) - begin);
-  if (!is_copy<E>(world, launch)) {
-    reduce_range<E, kSumOnly, kRanks>(world, launch, begin * kVectorBytes, mine, [&](u64 at, const Vector& result) {
-      const u32 ranks = kRanks != 0 ? kRanks : world.ranks;
-      KVHVD_UNROLL
-      for (u32 rank = 0; rank < ranks; ++rank) store(staging_of(world, launch, rank) + at, result);
-    });
-  }
+  reduce_range<E, kSumOnly, kRanks>(world, launch, begin * kVectorBytes, mine, [&](u64 at, const Vector& result) {
+    const u32 ranks = kRanks != 0 ? kRanks : world.ranks;
+    KVHVD_UNROLL
+    for (u32 rank = 0; rank < ranks; ++rank) store(staging_of(world, launch, rank) + at, result);
+  });
   if (launch.meet == 0) return;
   if (!meet(world, launch, 2 * shared.launches + 2, kEnd, shared)) return;
   copy_out(world, launch);

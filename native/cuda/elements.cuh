@@ -16,7 +16,6 @@ struct Scale {
 };
 KVHVD_INLINE Scale prescale_of(const Launch& launch) { return {launch.prescale, launch.prescale32}; }
 KVHVD_INLINE Scale postscale_of(const Launch& launch) { return {launch.postscale, launch.postscale32}; }
-KVHVD_INLINE bool is_plain(const Launch& launch) { return launch.prescale == 1.0 && launch.postscale == 1.0; }
 
 // ---- Floats ----
 // Comparisons are those of bits: a comparison of floats could be compiled to one that flushes denormals.
@@ -39,6 +38,7 @@ KVHVD_INLINE i64 rank_of(double a) {
 template <class Value>
 struct FloatArithmetic {
   using Sum = Value;
+  static constexpr u32 kInFlight = 1;
   static KVHVD_INLINE Sum plus(Sum a, Sum b) { return add(a, b); }
   static KVHVD_INLINE Sum times(Sum a, Sum b) { return multiply(a, b); }
   // IEEE 754-2019 minimum and maximum: a NaN input gives NaN.
@@ -52,11 +52,11 @@ struct FloatArithmetic {
   }
   static KVHVD_INLINE float scaled(float a, const Scale& scale) { return multiply(a, scale.narrow); }
   static KVHVD_INLINE double scaled(double a, const Scale& scale) { return multiply(a, scale.wide); }
-  static constexpr bool kAsHalf = false;
 };
 
 struct Float32 : FloatArithmetic<float> {
   using Raw = u32;
+  static constexpr u32 kInFlight = 4;
   static KVHVD_INLINE Sum widen(Raw raw) { return float_of(raw); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return bits_of(canonical(sum)); }
   static KVHVD_INLINE Sum resume(Raw raw) { return widen(raw); }
@@ -73,6 +73,7 @@ struct Float64 : FloatArithmetic<double> {
 
 struct Float16 : FloatArithmetic<float> {
   using Raw = u16;
+  static constexpr u32 kInFlight = 2;
   static KVHVD_INLINE Sum widen(Raw raw) { return half_to_float(raw); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return is_nan(sum) ? static_cast<u16>(0x7e00) : float_to_half(sum); }
   static KVHVD_INLINE Sum resume(Raw raw) { return widen(raw); }
@@ -81,6 +82,7 @@ struct Float16 : FloatArithmetic<float> {
 
 struct BFloat16 : FloatArithmetic<float> {
   using Raw = u16;
+  static constexpr u32 kInFlight = 2;
   static KVHVD_INLINE Sum widen(Raw raw) { return float_of(static_cast<u32>(raw) << 16); }
   // Adding just under half a unit of the last kept place, plus one if that place is odd, rounds to nearest even; a
   // carry out of the fraction is the right exponent, infinity included.
@@ -96,7 +98,6 @@ KVHVD_INLINE float through_half(float a) { return half_to_float(Float16::narrow(
 
 struct Float32AsHalf : FloatArithmetic<float> {
   using Raw = u32;
-  static constexpr bool kAsHalf = true;
   static KVHVD_INLINE Sum widen(Raw raw) { return through_half(float_of(raw)); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return bits_of(through_half(sum)); }
   static KVHVD_INLINE Sum resume(Raw raw) { return float_of(raw); }
@@ -105,7 +106,6 @@ struct Float32AsHalf : FloatArithmetic<float> {
 
 struct Float64AsHalf : FloatArithmetic<float> {
   using Raw = u64;
-  static constexpr bool kAsHalf = true;
   static KVHVD_INLINE Sum widen(Raw raw) { return through_half(to_float(double_of(raw))); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return bits_of(to_double(through_half(sum))); }
   static KVHVD_INLINE Sum resume(Raw raw) { return to_float(double_of(raw)); }
@@ -119,7 +119,7 @@ template <class Value, class Bits>
 struct Integer {
   using Raw = Bits;
   using Sum = Value;
-  static constexpr bool kAsHalf = false;
+  static constexpr u32 kInFlight = 1;
   static KVHVD_INLINE Sum widen(Raw raw) { return static_cast<Sum>(raw); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return static_cast<Raw>(sum); }
   static KVHVD_INLINE Sum resume(Raw raw) { return widen(raw); }
@@ -182,6 +182,10 @@ KVHVD_INLINE void put_lane(Vector& vector, u32 i, Raw raw) {
   }
 }
 
+// Blocks that are to fit on a multiprocessor at once: two leave a thread 64 registers, too few for sixteen elements.
+template <class E>
+constexpr u32 kResident = kLanes<E> == 16 ? 1 : 2;
+
 // Partial results of the elements of one vector.
 template <class E>
 struct Sums {
@@ -226,12 +230,5 @@ struct Sums {
     }
   }
 };
-
-// Vectors of an array that a thread has in flight at once: more would not fit into its registers. Sums of floats are
-// what must be fast.
-template <class E, bool kSumOnly>
-constexpr u32 kInFlight = !kSumOnly || E::kAsHalf ? 1
-                          : kLanes<E> <= 4        ? 4
-                                                  : 2;
 
 }  // namespace kvstore_hvd::gpu

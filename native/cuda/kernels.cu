@@ -7,30 +7,27 @@
 #include "ring.cuh"
 
 #define KVHVD_COPY(name, Tensor, Fused) \
-  KVHVD_KERNEL kvhvd_copy_##name(KVHVD_BY_VALUE Copy copy) { copy_converted<Tensor, Fused>(copy); }
+  KVHVD_KERNEL(2) kvhvd_copy_##name(KVHVD_BY_VALUE Copy copy) { copy_converted<Tensor, Fused>(copy); }
 
-#define KVHVD_MEETING(name, what)                                                \
-  KVHVD_KERNEL kvhvd_##name(const World* worlds, KVHVD_BY_VALUE Launch launch) { \
-    KVHVD_SHARED(Shared, shared);                                                \
-    what(worlds[player()], launch, shared);                                      \
+#define KVHVD_MEETING(name, resident, what)                                                \
+  KVHVD_KERNEL(resident) kvhvd_##name(const World* worlds, KVHVD_BY_VALUE Launch launch) { \
+    KVHVD_SHARED(Shared, shared);                                                          \
+    what(worlds[player()], launch, shared);                                                \
   }
 
 // suffix: what the name says about the operation
-#define KVHVD_ALLREDUCE(dtype, suffix, Element, sum_only)                                      \
-  KVHVD_MEETING(oneshot_##dtype##suffix, (oneshot<Element, sum_only>))                         \
-  KVHVD_MEETING(twoshot_##dtype##suffix, (twoshot<Element, sum_only, 0>))                      \
-  KVHVD_KERNEL kvhvd_ring_##dtype##suffix(const World* worlds, KVHVD_BY_VALUE Launch launch) { \
-    KVHVD_SHARED(Shared, shared);                                                              \
-    Ring<Element, sum_only>(worlds[player()], launch, shared).allreduce();                     \
-  }
+#define KVHVD_ALLREDUCE(dtype, suffix, Element, sum_only)                                     \
+  KVHVD_MEETING(oneshot_##dtype##suffix, kResident<Element>, (oneshot<Element, sum_only>))    \
+  KVHVD_MEETING(twoshot_##dtype##suffix, kResident<Element>, (twoshot<Element, sum_only, 0>)) \
+  KVHVD_MEETING(ring_##dtype##suffix, kResident<Element>, (ring<Element, sum_only>))
 
-#define KVHVD_FAST(dtype, Element)                                    \
-  KVHVD_COPY(dtype##_##dtype, Element, Element)                       \
-  KVHVD_ALLREDUCE(dtype, _sum, Element, true)                         \
-  KVHVD_ALLREDUCE(dtype, _other, Element, false)                      \
-  KVHVD_MEETING(twoshot_##dtype##_sum_2, (twoshot<Element, true, 2>)) \
-  KVHVD_MEETING(twoshot_##dtype##_sum_4, (twoshot<Element, true, 4>)) \
-  KVHVD_MEETING(twoshot_##dtype##_sum_8, (twoshot<Element, true, 8>))
+#define KVHVD_FAST(dtype, Element)                                       \
+  KVHVD_COPY(dtype##_##dtype, Element, Element)                          \
+  KVHVD_ALLREDUCE(dtype, _sum, Element, true)                            \
+  KVHVD_ALLREDUCE(dtype, _other, Element, false)                         \
+  KVHVD_MEETING(twoshot_##dtype##_sum_2, 2, (twoshot<Element, true, 2>)) \
+  KVHVD_MEETING(twoshot_##dtype##_sum_4, 2, (twoshot<Element, true, 4>)) \
+  KVHVD_MEETING(twoshot_##dtype##_sum_8, 2, (twoshot<Element, true, 8>))
 
 #define KVHVD_PLAIN(dtype, Element)             \
   KVHVD_COPY(dtype##_##dtype, Element, Element) \
@@ -38,15 +35,15 @@
 
 namespace kvstore_hvd::gpu {
 
-KVHVD_KERNEL kvhvd_sizes(u32* out) {
+KVHVD_KERNEL(2) kvhvd_sizes(u32* out) {
   const u32 sizes[] = {sizeof(Segment), sizeof(World), sizeof(Launch), sizeof(Copy), sizeof(Control),
                        kMaxRanks,       kMaxChannels,  kSlots,         kTileBytes,   kTileElements};
   for (u32 i = 0; i < sizeof(sizes) / sizeof(sizes[0]); ++i) {
     if (thread() == 0) out[i] = sizes[i];
   }
 }
-KVHVD_KERNEL kvhvd_copy(KVHVD_BY_VALUE Copy copy) { copy_raw(copy); }
-KVHVD_MEETING(exchange, exchange)
+KVHVD_KERNEL(2) kvhvd_copy(KVHVD_BY_VALUE Copy copy) { copy_raw(copy); }
+KVHVD_MEETING(exchange, 2, exchange)
 
 #if !defined(KVHVD_ONLY) || KVHVD_ONLY == 0
 KVHVD_FAST(float16, Float16)

@@ -7,8 +7,8 @@ namespace kvstore_hvd::gpu {
 
 KVHVD_INLINE u32 low_bits(const void* address) { return static_cast<u32>(reinterpret_cast<u64>(address)); }
 
-// The first `bytes` (1 to 16) bytes of a vector at any address; no other byte is touched. The loops are unrolled: an
-// index into a vector that is not known to the compiler would put the vector into memory.
+// The first `bytes` (1 to 16) bytes of a vector at any address; no other byte is touched. Words are unrolled: an index
+// into a vector that is not known to the compiler would put the vector into memory. Bytes are rare, and loops.
 KVHVD_INLINE Vector load_part(const u8* from, u32 bytes) {
   Vector vector = {};
   if (((low_bits(from) | bytes) & 3U) == 0) {
@@ -16,11 +16,17 @@ KVHVD_INLINE Vector load_part(const u8* from, u32 bytes) {
     for (u32 i = 0; i < 4; ++i) {
       if (4 * i < bytes) vector.words[i] = load<u32>(from + 4 * i);
     }
-  } else {
-    KVHVD_UNROLL
-    for (u32 i = 0; i < 16; ++i) {
-      if (i < bytes) vector.words[i / 4] |= static_cast<u32>(load<u8>(from + i)) << (8 * (i % 4));
+    return vector;
+  }
+  KVHVD_UNROLL
+  for (u32 half = 0; half < 2; ++half) {
+    u64 word = 0;
+    KVHVD_ROLLED
+    for (u32 i = 0; i < 8 && 8 * half + i < bytes; ++i) {
+      word |= static_cast<u64>(load<u8>(from + 8 * half + i)) << (8 * i);
     }
+    vector.words[2 * half] = static_cast<u32>(word);
+    vector.words[2 * half + 1] = static_cast<u32>(word >> 32);
   }
   return vector;
 }
@@ -30,10 +36,15 @@ KVHVD_INLINE void store_part(u8* to, const Vector& vector, u32 bytes) {
     for (u32 i = 0; i < 4; ++i) {
       if (4 * i < bytes) store(to + 4 * i, vector.words[i]);
     }
-  } else {
-    KVHVD_UNROLL
-    for (u32 i = 0; i < 16; ++i) {
-      if (i < bytes) store(to + i, static_cast<u8>(vector.words[i / 4] >> (8 * (i % 4))));
+    return;
+  }
+  KVHVD_UNROLL
+  for (u32 half = 0; half < 2; ++half) {
+    u64 rest = vector.words[2 * half] | static_cast<u64>(vector.words[2 * half + 1]) << 32;
+    KVHVD_ROLLED
+    for (u32 i = 0; i < 8 && 8 * half + i < bytes; ++i) {
+      store(to + 8 * half + i, static_cast<u8>(rest));
+      rest >>= 8;
     }
   }
 }
@@ -41,16 +52,18 @@ KVHVD_INLINE void store_part(u8* to, const Vector& vector, u32 bytes) {
 // The threads of the block copy `bytes` bytes, a multiple of the size of a Unit, to which both addresses are aligned.
 template <class Unit>
 KVHVD_INLINE void copy_units(u8* to, const u8* from, u32 bytes) {
-  constexpr u32 kAtOnce = 4;
+  constexpr u32 kAtOnce = sizeof(Unit) == sizeof(Vector) ? 4 : 1;  // the others are for the few that are misaligned
   constexpr u32 kSize = sizeof(Unit);
   const u32 step = threads() * kSize;
   u32 at = thread() * kSize;
-  for (; at + (kAtOnce - 1) * step < bytes; at += kAtOnce * step) {
-    Unit units[kAtOnce];
-    KVHVD_UNROLL
-    for (u32 k = 0; k < kAtOnce; ++k) units[k] = load<Unit>(from + at + k * step);
-    KVHVD_UNROLL
-    for (u32 k = 0; k < kAtOnce; ++k) store(to + at + k * step, units[k]);
+  if constexpr (kAtOnce > 1) {
+    for (; at + (kAtOnce - 1) * step < bytes; at += kAtOnce * step) {
+      Unit units[kAtOnce];
+      KVHVD_UNROLL
+      for (u32 k = 0; k < kAtOnce; ++k) units[k] = load<Unit>(from + at + k * step);
+      KVHVD_UNROLL
+      for (u32 k = 0; k < kAtOnce; ++k) store(to + at + k * step, units[k]);
+    }
   }
   for (; at < bytes; at += step) store(to + at, load<Unit>(from + at));
 }

@@ -11,8 +11,9 @@
 
 #define KVHVD_INLINE __device__ __forceinline__
 #define KVHVD_UNROLL _Pragma("unroll")
-// 64 registers a thread, so that two blocks fit on a multiprocessor.
-#define KVHVD_KERNEL extern "C" __global__ void __launch_bounds__(512, 2)
+#define KVHVD_ROLLED _Pragma("unroll 1")
+// resident: how many blocks are to fit on a multiprocessor at once
+#define KVHVD_KERNEL(resident) extern "C" __global__ void __launch_bounds__(512, resident)
 #define KVHVD_BY_VALUE const __grid_constant__
 #define KVHVD_SHARED(Type, name) __shared__ Type name
 

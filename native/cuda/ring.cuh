@@ -39,11 +39,7 @@ class Ring {
       shared_.end = share_begin(vectors, blocks(), block() + 1);
     }
     block_sync();
-    if (world_.ranks == 1) {
-      alone(vectors);
-    } else if (run(share_begin(vectors, blocks(), 1)) && thread() == 0) {
-      steps = sent_;
-    }
+    if (run(share_begin(vectors, blocks(), 1)) && thread() == 0) steps = sent_;
   }
 
  private:
@@ -116,7 +112,7 @@ class Ring {
 
   template <Step kStep>
   KVHVD_INLINE void move(u64 first_vector, u32 vectors, const u8* from, u8* to) {
-    constexpr u32 kAtOnce = kInFlight<E, kSumOnly>;
+    constexpr u32 kAtOnce = kSumOnly ? E::kInFlight : 1;
     const u32 stride = threads() * kVectorBytes;
     // Of the chunk, and then from this thread's first vector on: the pointers move, the offsets are constants.
     const u64 byte = first_vector * kVectorBytes;
@@ -194,24 +190,15 @@ class Ring {
     }
   }
 
-  // The only rank: the own elements, scaled; bit by bit where there is nothing to compute.
-  KVHVD_INLINE void alone(u64 vectors) const {
-    for (u64 i = u64{block()} * threads() + thread(); i < vectors; i += u64{blocks()} * threads()) {
-      const u32 bytes = cut_to(launch_.bytes - i * kVectorBytes);
-      Vector vector = load_part(shared_.input + i * kVectorBytes, bytes);
-      if (!is_plain(launch_) || E::kAsHalf) {
-        Sums<E> sums;
-        sums.take(vector, prescale_of(launch_));
-        vector = sums.finish(postscale_of(launch_));
-      }
-      store_part(shared_.output + i * kVectorBytes, vector, bytes);
-    }
-  }
-
   const World& world_;
   const Launch& launch_;
   Shared& shared_;
   u32 sent_ = 0;  // slots filled
 };
+
+template <class E, bool kSumOnly>
+KVHVD_INLINE void ring(const World& world, const Launch& launch, Shared& shared) {
+  Ring<E, kSumOnly>(world, launch, shared).allreduce();
+}
 
 }  // namespace kvstore_hvd::gpu

@@ -20,7 +20,7 @@ from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.nccl_library import library
 from support.executor_cases import STAGING, ExecutorCases, Ranks
-from support.gpu_ranks import DeviceRequest, Exchange, combined, finish, on_ranks, samples
+from support.gpu_ranks import Exchange, combined, device_operation, finish, on_ranks, samples
 
 TIMEOUT_S = 20.0
 # Two ranks of NCCL on one GPU: an experiment of NCCL 2.30 and newer, which it asks to be allowed.
@@ -43,8 +43,7 @@ class RingRanks(Ranks):
         # Loading a kernel may wait for those that run, of other ranks: all are loaded before any runs.
         for executor in self.executors:
             for dtype in kernels.DTYPES:
-                for name in kernels.kernel_names(dtype)[1:]:
-                    executor._modules.limits(name, dtype)  # type: ignore[attr-defined]
+                executor.modules.load(dtype)
 
 
 class NcclRanks(Ranks):
@@ -120,9 +119,9 @@ class TestNcclAlone:
         ranks = NcclRanks(device, 1)
         given = samples(0, count, "float32")
         array = new(given)
-        finish(ranks.executors[0].allreduce([DeviceRequest([array.address], [array.address], count, op=op)]))
+        finish(ranks.executors[0].allreduce([device_operation([array.address], [array.address], count, op=op)]))
         np.testing.assert_array_equal(array.content, given)
-        request = DeviceRequest([array.address], [array.address], count, "float32", "sum", 2.0, 0.25)
+        request = device_operation([array.address], [array.address], count, "float32", "sum", 2.0, 0.25)
         finish(ranks.executors[0].allreduce([request]))
         np.testing.assert_array_equal(array.content.view(np.float32), given.view(np.float32) / 2)
         ranks.close()
@@ -136,7 +135,7 @@ def test_eight_ranks_many_times(rings: Callable[..., RingRanks], new: Callable[.
 
     def work(rank: int, executor: Executor) -> None:
         for _ in range(50):
-            batch = [DeviceRequest([a.address], [b.address], a.nbytes // 4) for a, b in arrays[rank]]
+            batch = [device_operation([a.address], [b.address], a.nbytes // 4) for a, b in arrays[rank]]
             for completion in [executor.allreduce(batch), executor.allreduce(batch[:2])]:
                 finish(completion)
 
@@ -151,7 +150,7 @@ def test_a_rank_that_does_not_come(rings: Callable[..., RingRanks], new: Callabl
     world = rings(2, timeout_s=0.5)
     array = new(samples(0, 100_000, "float32"))
     start = time.monotonic()
-    completion = world.executors[0].allreduce([DeviceRequest([array.address], [array.address], 100_000)])
+    completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])
     with pytest.raises(errors.TimeoutError, match=r"rank 0 waited 0.5 s for rank 1's GPU"):
         finish(completion)
     assert time.monotonic() - start < 5
@@ -160,7 +159,7 @@ def test_a_rank_that_does_not_come(rings: Callable[..., RingRanks], new: Callabl
 def test_an_abort_is_quick(rings: Callable[..., RingRanks], new: Callable[..., Any]) -> None:
     world = rings(2, timeout_s=60.0)
     array = new(samples(0, 100_000, "float32"))
-    completion = world.executors[0].allreduce([DeviceRequest([array.address], [array.address], 100_000)])
+    completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])
     time.sleep(0.2)
     assert not completion.done()
     start = time.monotonic()

@@ -14,6 +14,7 @@ from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
 from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.runtime import cupy
 from kvstore_hvd.gpu.streams import Event, Stream
 from support.gpu_ranks import combined, samples
 from support.virtual_ranks import VirtualRanks
@@ -47,6 +48,8 @@ def reduced(
     blocks: int = 0,
 ) -> list[Any]:
     """What an allreduce of the kind gives on each rank."""
+    if way == "ring" and ranks.size == 1:
+        pytest.skip("there is no ring of one")
     arrays = [new(raw, shift) for raw in given]
     results = [new(np.full(len(raw), 0xDD, np.uint8), shift) for raw in given]
     segments = [[Segment(array.address, 0, array.nbytes)] for array in arrays]
@@ -172,6 +175,7 @@ def test_pack_and_unpack(device: Device, new: Callable[..., Any], dtype: str) ->
 
 def test_kernels_do_not_spill(device: Device) -> None:
     modules = Kernels(device.capability, device.multiprocessors)
-    for dtype in ("float32", "float16"):
-        for name in kernels.kernel_names(dtype)[1:]:
-            assert modules.limits(name, dtype).blocks_per_multiprocessor >= 2, name
+    for dtype in kernels.DTYPES:
+        for name in kernels.kernel_names(dtype):
+            local_bytes = cupy().cuda.driver.funcGetAttribute(3, modules._function(name, dtype).ptr)
+            assert local_bytes == 0, name

@@ -15,7 +15,7 @@ import pytest
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu import kernels
-from support.gpu_ranks import DeviceRequest, combined, finish, on_ranks, samples
+from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
 
 __all__ = ["STAGING", "ExecutorCases", "Make", "New", "Ranks", "empty"]
 
@@ -79,7 +79,7 @@ class ExecutorCases:
             inputs = [new(raw) for raw in given[rank]]
             outputs = [empty(new, count * unit) for count in counts]
             batch = [
-                DeviceRequest([a.address], [b.address], count, dtype) for a, b, count in zip(inputs, outputs, counts)
+                device_operation([a.address], [b.address], count, dtype) for a, b, count in zip(inputs, outputs, counts)
             ]
             finish(executor.allreduce(batch))
             for array, raw in zip(inputs, given[rank]):
@@ -107,7 +107,7 @@ class ExecutorCases:
 
         def work(rank: int, executor: Executor) -> Any:
             array = new(given[rank])
-            request = DeviceRequest([array.address], [array.address], count, dtype, op, *scales)
+            request = device_operation([array.address], [array.address], count, dtype, op, *scales)
             finish(executor.allreduce([request]))
             return array.content.copy()
 
@@ -128,7 +128,7 @@ class ExecutorCases:
         def work(rank: int, executor: Executor) -> list[Any]:
             arrays = [new(raw) for raw in given[rank]]
             more = [empty(new, count * 4) for count in counts]
-            batch = [DeviceRequest([a.address], [a.address, b.address], a.nbytes // 4) for a, b in zip(arrays, more)]
+            batch = [device_operation([a.address], [a.address, b.address], a.nbytes // 4) for a, b in zip(arrays, more)]
             finish(executor.allreduce(batch))
             for a, b in zip(arrays, more):
                 np.testing.assert_array_equal(a.content, b.content)
@@ -150,8 +150,8 @@ class ExecutorCases:
             source = new(given, 3)
             inputs = [source.address] if rank == root else [0]
             batch = [
-                DeviceRequest(inputs, [each.address for each in outputs], count, "uint8", root=root),
-                DeviceRequest([small.address], [small.address], 1, "uint8", root=root),
+                device_operation(inputs, [each.address for each in outputs], count, "uint8", root=root),
+                device_operation([small.address], [small.address], 1, "uint8", root=root),
             ]
             finish(executor.broadcast(batch))
             assert small.content[0] == 7 + root
@@ -176,7 +176,7 @@ class ExecutorCases:
                 parts.append((r, sum(units[r][:rank]), units[r][rank], place))
                 place += units[r][rank]
             source, target = new(given[rank], 5), empty(new, place, 1)
-            request = DeviceRequest(
+            request = device_operation(
                 [source.address], [target.address], max(counts), "uint8", parts=parts, contributed=counts[rank]
             )
             finish(executor.exchange([request, request]))
@@ -196,7 +196,7 @@ class ExecutorCases:
             source, target = new(given[rank]), empty(new, 2 * many)
             finish(
                 executor.exchange(
-                    [DeviceRequest([source.address], [target.address], 64, "uint8", parts=parts, contributed=64)]
+                    [device_operation([source.address], [target.address], 64, "uint8", parts=parts, contributed=64)]
                 )
             )
             return target.content.copy()
@@ -219,7 +219,7 @@ class ExecutorCases:
             start = 4 * sum(counts[:rank])
             source, target = new(given[rank]), empty(new, 4 * counts[rank])
             parts = [(rank, start, 4 * counts[rank], 0)]
-            request = DeviceRequest([source.address], [target.address], total, "float32", op, *scales, parts=parts)
+            request = device_operation([source.address], [target.address], total, "float32", op, *scales, parts=parts)
             finish(executor.reducescatter([request]))
             return target.content.copy()
 
@@ -233,7 +233,7 @@ class ExecutorCases:
 
         def work(rank: int, executor: Executor) -> Any:
             array = new(given[rank])
-            finish(executor.allreduce([DeviceRequest([array.address], [array.address], count, as_half=True)]))
+            finish(executor.allreduce([device_operation([array.address], [array.address], count, as_half=True)]))
             return array.content.copy()
 
         halves = [raw.view(np.float32).astype(np.float16).astype(np.float32) for raw in given]
@@ -248,7 +248,7 @@ class ExecutorCases:
             values = np.full(100_000, float(rank), np.float32)
             values[0] = np.nan if rank == 1 else 0
             array = new(values.view(np.uint8))
-            finish(executor.allreduce([DeviceRequest([array.address], [array.address], 100_000, op="min")]))
+            finish(executor.allreduce([device_operation([array.address], [array.address], 100_000, op="min")]))
             return array.content.view(np.float32).copy()
 
         for result in world.run(work):
@@ -260,7 +260,7 @@ class ExecutorCases:
 
         def work(rank: int, executor: Executor) -> Any:
             array = new(np.full(200_000, 60_000, np.float16).view(np.uint8))
-            request = DeviceRequest([array.address], [array.address], 200_000, "float16", "average", 1.0, 0.25)
+            request = device_operation([array.address], [array.address], 200_000, "float16", "average", 1.0, 0.25)
             finish(executor.allreduce([request]))
             return array.content.view(np.float16).copy()
 
@@ -277,7 +277,7 @@ class ExecutorCases:
                 executor.abort()
                 return None
             array = new(samples(rank, 100_000, "float32"))
-            completion = executor.allreduce([DeviceRequest([array.address], [array.address], 100_000)])
+            completion = executor.allreduce([device_operation([array.address], [array.address], 100_000)])
             assert not completion.done()
             are_waiting.wait(30)
             # Every worker aborts when it hears that the world is lost.

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class FakeCuda:
     memory: dict[int, Any] = field(default_factory=dict)
     streams: dict[int, _Stream] = field(default_factory=dict)
     events: dict[int, _Event] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)  # the devices of addresses, where not the current one
     compiled: list[tuple[str, ...]] = field(default_factory=list)
     architectures: tuple[int, ...] = (70, 75, 80, 86, 89, 90)
     status_of_events: int = 0
@@ -139,6 +141,7 @@ class _Event:
     def __init__(self) -> None:
         self.done = threading.Event()
         self.done.set()
+        self.time = 0.0
 
 
 class _Stream:
@@ -199,7 +202,6 @@ class _Runtime(SimpleNamespace):
     def getDeviceProperties(self, number: int) -> dict[str, Any]:
         device = self._cuda.devices[number]
         return {
-            "uuid": device.uuid,
             "name": device.name.encode(),
             "major": device.capability[0],
             "minor": device.capability[1],
@@ -214,7 +216,7 @@ class _Runtime(SimpleNamespace):
 
     def pointerGetAttributes(self, address: int) -> Any:
         self._cuda.called("pointerGetAttributes", address)
-        return SimpleNamespace(device=self._cuda.current)
+        return SimpleNamespace(device=self._cuda.places.get(address, self._cuda.current))
 
     def memset(self, address: int, value: int, nbytes: int) -> None:
         ctypes.memset(address, value, nbytes)
@@ -251,13 +253,24 @@ class _Runtime(SimpleNamespace):
         self._cuda.events[address] = _Event()
         return address
 
+    def eventCreate(self) -> int:
+        return self.eventCreateWithFlags(0)
+
+    def eventElapsedTime(self, first: int, second: int) -> float:
+        return (self._cuda.events[second].time - self._cuda.events[first].time) * 1e3 + 1e-3
+
     def eventDestroy(self, address: int) -> None:
         del self._cuda.events[address]
 
     def eventRecord(self, address: int, stream: int) -> None:
-        done = threading.Event()
-        self._cuda.events[address].done = done
-        self._cuda.stream_at(stream).push(done.set)
+        done, record = threading.Event(), self._cuda.events[address]
+
+        def reached() -> None:
+            record.time = time.perf_counter()
+            done.set()
+
+        record.done = done
+        self._cuda.stream_at(stream).push(reached)
 
     def eventQuery(self, address: int) -> int:
         if self._cuda.status_of_events:
@@ -336,7 +349,7 @@ class _Function:
     ) -> None:
         self._cuda.called("launch", self.name, grid, enable_cooperative_groups)
         copies = [np.array(argument) for argument in arguments]  # by value: read now
-        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid[1]))
+        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid))
 
 
 class _RawKernel:
@@ -371,7 +384,10 @@ def _module(cuda: FakeCuda) -> Any:
     module.cuda = SimpleNamespace(
         runtime=_Runtime(cuda),
         nvrtc=_Nvrtc(cuda),
-        driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2),
+        driver=SimpleNamespace(
+            occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2,
+            funcGetAttribute=lambda attribute, pointer: 0,
+        ),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
     return module
@@ -385,6 +401,7 @@ def fake_cuda(cuda: FakeCuda | None = None) -> Iterator[FakeCuda]:
         patch.setitem(importlib.import_module("sys").modules, "cupy", _module(machine))
         patch.setattr(runtime, "_cupy", None)
         patch.setattr(runtime, "driver_version", lambda: 13000)
+        patch.setattr(runtime, "device_uuid", lambda ordinal: machine.devices[ordinal].uuid.hex())
         try:
             yield machine
         finally:

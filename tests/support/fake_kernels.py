@@ -32,14 +32,14 @@ def sizes() -> list[int]:
     ]
 
 
-def run(name: str, arguments: list[Any], players: int = 1) -> None:
+def run(name: str, arguments: list[Any], grid: tuple[int, ...]) -> None:
     """Carry out a kernel with these arguments, on the stream's thread."""
     if name.startswith("kvhvd_copy"):
         _copy(name, arguments[0].reshape(-1)[0])
         return
     world, launch = int(arguments[0]), arguments[1].reshape(-1)[0]
     threads = []
-    for player in range(players):
+    for player in range(grid[1]):
         own = launch.copy()
         # The ranks of a launch have their worlds and tables one after another.
         for field in ("inputs", "outputs"):

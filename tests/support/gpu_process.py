@@ -12,7 +12,7 @@ from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device, activate
 from support.gpu_memory import Arena, DeviceArray
-from support.gpu_ranks import DeviceRequest, combined, finish, samples
+from support.gpu_ranks import combined, device_operation, finish, samples
 
 COUNTS = (1, 5000, 600_000)
 
@@ -45,12 +45,14 @@ def main(rank: int, size: int, folder: Path) -> None:
         for count in COUNTS:
             given = [samples(each, count, dtype) for each in range(size)]
             array = DeviceArray(arena, given[rank])
-            finish(executor.allreduce([DeviceRequest([array.address], [array.address], count, dtype)]))
+            finish(executor.allreduce([device_operation([array.address], [array.address], count, dtype)]))
             np.testing.assert_array_equal(array.content, combined(given, dtype, "sum"))
-            finish(executor.broadcast([DeviceRequest([array.address], [array.address], count, dtype, root=size - 1)]))
+            finish(
+                executor.broadcast([device_operation([array.address], [array.address], count, dtype, root=size - 1)])
+            )
             target = DeviceArray(arena, np.zeros(count * unit * size, np.uint8))
             parts = [(each, 0, count * unit, each * count * unit) for each in range(size)]
-            request = DeviceRequest([array.address], [target.address], count, dtype, parts=parts, contributed=count)
+            request = device_operation([array.address], [target.address], count, dtype, parts=parts, contributed=count)
             finish(executor.exchange([request]))
             np.testing.assert_array_equal(target.content, np.tile(combined(given, dtype, "sum"), size))
             arena.reset()

@@ -6,33 +6,67 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvstore_hvd.comm.executor import Completion
 from kvstore_hvd.gpu import kernels
+from kvstore_hvd.records import DeviceOperation
 from support.fake_kernels import raw_of, values_of
 
-__all__ = ["DeviceRequest", "Exchange", "combined", "finish", "memory_of", "nbytes_of", "on_ranks", "samples"]
+__all__ = [
+    "Exchange",
+    "HostArray",
+    "combined",
+    "device_operation",
+    "finish",
+    "memory_of",
+    "nbytes_of",
+    "on_ranks",
+    "samples",
+]
 
 
-@dataclass(eq=False)
-class DeviceRequest:
-    """What an executor reads of a request."""
+def device_operation(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    count: int,
+    dtype: str = "float32",
+    op: str = "sum",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    as_half: bool = False,
+    root: int = 0,
+    parts: Sequence[tuple[int, int, int, int]] = (),
+    contributed: int = 0,
+) -> DeviceOperation:
+    """An operation as the engine hands it to an executor."""
+    common = (dtype, op, prescale, postscale, as_half, root)
+    return DeviceOperation("name", "'name'", inputs, outputs, count, contributed, parts, *common)
 
-    inputs: Sequence[int]
-    outputs: Sequence[int]
-    count: int
-    dtype: str = "float32"
-    op: str = "sum"
-    prescale: float = 1.0
-    postscale: float = 1.0
-    as_half: bool = False
-    root: int = 0
-    parts: Sequence[tuple[int, int, int, int]] = ()
-    contributed: int = 0
+
+class HostArray:
+    """Memory with room before and behind, to see what is written beside it."""
+
+    def __init__(self, raw: Any, shift: int = 0) -> None:
+        self.nbytes, self._shift = len(raw), 64 + shift
+        self.whole = np.full(len(raw) + 192, 0xEE, np.uint8)
+        self._start = -self.whole.ctypes.data % 64 + self._shift
+        self.whole[self._start : self._start + len(raw)] = raw
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.whole.ctypes.data + self._start
+
+    @property
+    def content(self) -> Any:
+        """Its bytes; fails when something beside them was written."""
+        before, behind = self.whole[: self._start], self.whole[self._start + self.nbytes :]
+        assert (before == 0xEE).all()
+        assert (behind == 0xEE).all(), "written beside the array"
+        return self.whole[self._start : self._start + self.nbytes]
 
 
 class Exchange:

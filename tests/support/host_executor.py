@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.executor import Batch, Completion, Executor
 
@@ -67,7 +69,7 @@ class HostExecutor(Executor):
 
 
 class _Works(Completion):
-    def __init__(self, works: list) -> None:
+    def __init__(self, works: list[Any]) -> None:
         self.works = works
 
     def done(self) -> bool:

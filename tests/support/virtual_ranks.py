@@ -132,7 +132,7 @@ class VirtualRanks:
     @staticmethod
     def _table(segments: Sequence[Segment]) -> tuple[Any, int]:
         pointers, offsets, sizes, ranks = zip(*segments) if segments else ((), (), (), ())
-        return kernels.segments(pointers, offsets, sizes, ranks=ranks)
+        return kernels.segments(pointers, offsets, sizes, tile=kernels.TILE_BYTES, ranks=ranks)
 
     def _put(self, table: Any, place: int) -> int:
         self._host.view()[place : place + table.nbytes] = table.view(np.uint8)

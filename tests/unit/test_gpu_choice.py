@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,20 +11,21 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import log, native
-from kvstore_hvd.comm import executors
+from kvstore_hvd.comm import executors, ring
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.executors import create_executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.comm.shm import _native_request
+from kvstore_hvd.comm.split import SplitExecutor
 from kvstore_hvd.comm.staged import StagedExecutor
-from kvstore_hvd.errors import ConfigError, LaunchError, MismatchError
+from kvstore_hvd.errors import ConfigError, LaunchError, MismatchError, TransportError
 from kvstore_hvd.gpu.nccl_library import OLDEST
 from kvstore_hvd.topology import Host, Topology
 from support.fake_cuda import FakeCuda, FakeDevice, fake_cuda
 from support.fake_nccl import FakeNccl
-from support.gpu_ranks import DeviceRequest, combined, finish, on_ranks, samples
+from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
 
 config = importlib.import_module("kvstore_hvd.config")
 
@@ -112,9 +114,69 @@ def close_all(made: list[Executor]) -> None:
     on_ranks(len(made), lambda rank: made[rank].close())
 
 
-def test_each_its_gpu_and_nccl(engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any) -> None:
+@pytest.mark.parametrize("reach", [False, True])
+def test_each_its_gpu_and_nccl(engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any, reach: bool) -> None:
+    cuda.peers = lambda own, other: reach
     made = make_all(engines(3), [0, 1, 2])
-    assert {type(one) for one in made} == {NcclExecutor}
+    assert {type(one) for one in made} == {SplitExecutor if reach else NcclExecutor}
+    close_all(made)
+    assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
+
+
+@pytest.mark.parametrize(("ordinals", "kind"), [([0, 1], NcclExecutor), ([0, 0], StagedExecutor)])
+def test_memory_that_cannot_be_mapped_on_one_worker_changes_the_way_of_all(
+    engines: Any,
+    cuda: FakeCuda,
+    nccl: FakeNccl,
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    ordinals: list[int],
+    kind: Any,
+) -> None:
+    world = engines(2)
+    original = ring.PeerMemory
+
+    def refuse_on_one(exported: str) -> Any:
+        if threading.current_thread().name == "rank 1":
+            raise TransportError("CUDA failed to map memory: cudaErrorInvalidValue.")
+        return original(exported)
+
+    monkeypatch.setattr(ring, "PeerMemory", refuse_on_one)
+
+    def make(rank: int) -> Executor:
+        threading.current_thread().name = f"rank {rank}"
+        return create_executor(world.of(rank), world.topology(rank), ordinals[rank])
+
+    made = on_ranks(2, make)
+    assert {type(one) for one in made} == {kind}
+    close_all(made)
+    assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
+
+
+def test_small_messages_by_our_kernels_large_ones_by_nccl(
+    engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any
+) -> None:
+    made = make_all(engines(2), [0, 1])
+    counts = (100, 1 << 20, 16 << 10, (16 << 10) + 1, 3)
+    given = [[samples(rank, count, "float32", n) for n, count in enumerate(counts)] for rank in range(2)]
+
+    def work(rank: int) -> Any:
+        arrays = [raw.copy() for raw in given[rank]]
+        under_way = [
+            made[rank].allreduce([device_operation([array.ctypes.data], [array.ctypes.data], count)])
+            for array, count in zip(arrays, counts)
+        ]
+        for completion in under_way:
+            finish(completion)
+        return arrays
+
+    for result in on_ranks(2, work):
+        for n, array in enumerate(result):
+            np.testing.assert_array_equal(array, combined([each[n] for each in given], "float32", "sum"))
+    assert nccl.names().count("ncclAllReduce") == 2
+    assert nccl.names().count("ncclAllGather") == 2
+    assert sorted(set(cuda.launches())) == ["kvhvd_copy", "kvhvd_oneshot_float32_sum"]
+    assert cuda.launches().count("kvhvd_oneshot_float32_sum") == 2 * 4
     close_all(made)
 
 
@@ -152,7 +214,7 @@ def test_alone(cuda: FakeCuda, nccl: FakeNccl, settings: Any) -> None:
     assert isinstance(executor, RingExecutor)
     array = samples(0, 100, "float32").copy()
     result = np.zeros_like(array)
-    finish(executor.allreduce([DeviceRequest([array.ctypes.data], [result.ctypes.data], 100)]))
+    finish(executor.allreduce([device_operation([array.ctypes.data], [result.ctypes.data], 100)]))
     np.testing.assert_array_equal(array, result)
     executor.close()
     assert not cuda.memory
@@ -250,7 +312,7 @@ def test_staged_allreduce(staged: Any, dtype: str, op: str, scales: tuple[float,
             for array, raw in zip(arrays, given[rank]):
                 array[:] = raw
             batch = [
-                DeviceRequest([a.ctypes.data], [a.ctypes.data, b.ctypes.data], count, dtype, op, *scales)
+                device_operation([a.ctypes.data], [a.ctypes.data, b.ctypes.data], count, dtype, op, *scales)
                 for a, b, count in zip(arrays, others, counts)
             ]
             finish(made[rank].allreduce(batch))
@@ -272,18 +334,18 @@ def test_staged_broadcast_exchange_and_reducescatter(staged: Any) -> None:
     def work(rank: int) -> None:
         array, result = given[rank].copy(), np.full(512, 0xCC, np.uint8)
         place = [array.ctypes.data], [result.ctypes.data]
-        finish(made[rank].broadcast([DeviceRequest(*place, 64, root=1)]))
+        finish(made[rank].broadcast([device_operation(*place, 64, root=1)]))
         np.testing.assert_array_equal(result[:256], given[1])
         # Each takes a part of either, with a gap between, which stays as it is.
         result[:] = 0xCC
         parts = [(0, 4 * rank, 8, 0), (1, 16, 12, 20)]
-        finish(made[rank].exchange([DeviceRequest(*place, 64, parts=parts, contributed=64)]))
+        finish(made[rank].exchange([device_operation(*place, 64, parts=parts, contributed=64)]))
         np.testing.assert_array_equal(result[:8], given[0][4 * rank :][:8])
         np.testing.assert_array_equal(result[20:32], given[1][16:28])
         assert (result[8:20] == 0xCC).all()
         assert (result[32:] == 0xCC).all()
         start, nbytes = (0, 100) if rank == 0 else (100, 156)
-        finish(made[rank].reducescatter([DeviceRequest(*place, 64, parts=[(rank, start, nbytes, 0)])]))
+        finish(made[rank].reducescatter([device_operation(*place, 64, parts=[(rank, start, nbytes, 0)])]))
         np.testing.assert_array_equal(result[:nbytes], total[start : start + nbytes])
 
     on_ranks(2, work)
@@ -294,7 +356,7 @@ def test_an_error_of_the_engine_is_raised(staged: Any) -> None:
 
     def work(rank: int) -> None:
         array = np.zeros(8 + rank, np.float32)
-        completion = made[rank].allreduce([DeviceRequest([array.ctypes.data], [array.ctypes.data], 8 + rank)])
+        completion = made[rank].allreduce([device_operation([array.ctypes.data], [array.ctypes.data], 8 + rank)])
         with pytest.raises(MismatchError):
             finish(completion)
 

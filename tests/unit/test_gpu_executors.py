@@ -18,7 +18,7 @@ from kvstore_hvd.gpu.devices import Device
 from support.executor_cases import STAGING, ExecutorCases, Ranks, empty
 from support.fake_cuda import FakeCuda, fake_cuda
 from support.fake_nccl import FakeNccl
-from support.gpu_ranks import DeviceRequest, Exchange, combined, finish, memory_of, on_ranks, samples
+from support.gpu_ranks import Exchange, HostArray, combined, device_operation, finish, memory_of, on_ranks, samples
 
 
 @pytest.fixture
@@ -70,27 +70,6 @@ def worlds(cuda: FakeCuda) -> Iterator[Callable[..., FakeRanks]]:
         each.close()
 
 
-class Array:
-    """Memory with room before and behind, to see what is written beside it."""
-
-    def __init__(self, raw: Any, shift: int = 0) -> None:
-        self.nbytes, self._shift = len(raw), 64 + shift
-        self.whole = np.full(len(raw) + 192, 0xEE, np.uint8)
-        self._start = -self.whole.ctypes.data % 64 + self._shift
-        self.whole[self._start : self._start + len(raw)] = raw
-
-    @property
-    def address(self) -> int:
-        return self.whole.ctypes.data + self._start
-
-    @property
-    def content(self) -> Any:
-        before, behind = self.whole[: self._start], self.whole[self._start + self.nbytes :]
-        assert (before == 0xEE).all()
-        assert (behind == 0xEE).all(), "written beside the array"
-        return self.whole[self._start : self._start + self.nbytes]
-
-
 KINDS = ("kernels", "nccl")
 
 
@@ -103,9 +82,9 @@ class TestExecutors(ExecutorCases):
         return lambda size: worlds(request.param, size)
 
     @pytest.fixture
-    def new(self) -> Callable[..., Array]:
+    def new(self) -> Callable[..., HostArray]:
         """Make arrays in the memory of the host, which is that of the stand-in."""
-        return Array
+        return HostArray
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -117,8 +96,8 @@ def test_a_large_tensor_goes_around_a_ring_unless_a_gpu_is_shared(
     world = worlds("kernels", 2, shared=shared)
 
     def work(rank: int, executor: Executor) -> Any:
-        array, other = Array(given[rank]), empty(Array, count * 4)
-        finish(executor.allreduce([DeviceRequest([array.address], [array.address, other.address], count)]))
+        array, other = HostArray(given[rank]), empty(HostArray, count * 4)
+        finish(executor.allreduce([device_operation([array.address], [array.address, other.address], count)]))
         np.testing.assert_array_equal(array.content, other.content)
         return array.content.copy()
 
@@ -131,10 +110,12 @@ def test_a_large_tensor_goes_around_a_ring_unless_a_gpu_is_shared(
 def test_nccl_reduces_large_tensors_where_they_lie(worlds: Callable[..., FakeRanks]) -> None:
     count = 1 << 19
     world = worlds("nccl", 2)
-    arrays = [[Array(samples(rank, count, "float32", n)) for n in range(2)] for rank in range(2)]
+    arrays = [[HostArray(samples(rank, count, "float32", n)) for n in range(2)] for rank in range(2)]
 
     def work(rank: int, executor: Executor) -> None:
-        batch = [DeviceRequest([a.address], [a.address], count, "float32", "average", 1.0, 0.5) for a in arrays[rank]]
+        batch = [
+            device_operation([a.address], [a.address], count, "float32", "average", 1.0, 0.5) for a in arrays[rank]
+        ]
         finish(executor.allreduce(batch))
 
     world.run(work)
@@ -147,10 +128,10 @@ def test_nccl_reduces_large_tensors_where_they_lie(worlds: Callable[..., FakeRan
 
 def test_nccl_packs_small_tensors(worlds: Callable[..., FakeRanks]) -> None:
     world = worlds("nccl", 2)
-    arrays = [[Array(samples(rank, 9000, "float32", n)) for n in range(20)] for rank in range(2)]
+    arrays = [[HostArray(samples(rank, 9000, "float32", n)) for n in range(20)] for rank in range(2)]
 
     def work(rank: int, executor: Executor) -> None:
-        finish(executor.allreduce([DeviceRequest([a.address], [a.address], 9000) for a in arrays[rank]]))
+        finish(executor.allreduce([device_operation([a.address], [a.address], 9000) for a in arrays[rank]]))
 
     world.run(work)
     assert world.nccl.names().count("ncclAllReduce") == 2  # one of each rank
@@ -162,8 +143,8 @@ def test_kernels_that_meet_are_launched_cooperatively(worlds: Callable[..., Fake
     world = worlds("kernels", 2, shared=shared)
 
     def work(rank: int, executor: Executor) -> None:
-        array = Array(samples(rank, 100, "float32"))
-        finish(executor.allreduce([DeviceRequest([array.address], [array.address], 100)]))
+        array = HostArray(samples(rank, 100, "float32"))
+        finish(executor.allreduce([device_operation([array.address], [array.address], 100)]))
 
     world.run(work)
     launched = [call for call in world.cuda.calls if call[0] == "launch"]
@@ -186,8 +167,8 @@ def test_nothing_is_left_after_nccl_either(cuda: FakeCuda, kind: str) -> None:
     world = FakeRanks(cuda, kind, 2)
 
     def work(rank: int, executor: Executor) -> None:
-        array = Array(samples(rank, 100, "float32"))
-        finish(executor.allreduce([DeviceRequest([array.address], [array.address], 100, op="max")]))
+        array = HostArray(samples(rank, 100, "float32"))
+        finish(executor.allreduce([device_operation([array.address], [array.address], 100, op="max")]))
 
     world.run(work)
     world.close()
@@ -197,9 +178,9 @@ def test_nothing_is_left_after_nccl_either(cuda: FakeCuda, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_does_not_come_is_a_timeout(worlds: Callable[..., FakeRanks], kind: str) -> None:
     world = worlds(kind, 2, timeout_s=0.3)
-    array = Array(samples(0, 100_000, "float32"))
+    array = HostArray(samples(0, 100_000, "float32"))
     start = time.monotonic()
-    completion = world.executors[0].allreduce([DeviceRequest([array.address], [array.address], 100_000)])
+    completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])
     with pytest.raises(errors.TimeoutError) as error:
         finish(completion)
     assert time.monotonic() - start < 20
@@ -209,11 +190,31 @@ def test_a_rank_that_does_not_come_is_a_timeout(worlds: Callable[..., FakeRanks]
         executor.abort()
 
 
+def test_one_rank_alone_keeps_every_bit(worlds: Callable[..., FakeRanks]) -> None:
+    world = worlds("kernels", 1)
+    given = np.array([0x7FC12345, 0xFFFFFFFF, 1, 0x80000000], np.uint32).view(np.uint8)
+    array, other = HostArray(given), HostArray(np.zeros(16, np.uint8))
+    finish(world.executors[0].allreduce([device_operation([array.address], [array.address, other.address], 4)]))
+    np.testing.assert_array_equal(array.content, given)
+    np.testing.assert_array_equal(other.content, given)
+    assert world.cuda.launches() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_on_another_gpu_are_refused(worlds: Callable[..., FakeRanks], kind: str, cuda: FakeCuda) -> None:
+    world = worlds(kind, 1)
+    array, other = (HostArray(np.zeros(4 << 20, np.uint8)) for _ in range(2))
+    cuda.places[other.address] = 3
+    finish(world.executors[0].allreduce([device_operation([array.address], [array.address], 1 << 20)]))
+    with pytest.raises(InvalidRequestError, match=r"is on GPU 3, but this worker's operations are on GPU 0"):
+        world.executors[0].allreduce([device_operation([array.address], [other.address], 1 << 20)])
+
+
 def test_several_inputs_are_refused(worlds: Callable[..., FakeRanks]) -> None:
     world = worlds("kernels", 1)
-    array = Array(samples(0, 10, "float32"))
+    array = HostArray(samples(0, 10, "float32"))
     with pytest.raises(InvalidRequestError, match="2 inputs"):
-        world.executors[0].allreduce([DeviceRequest([array.address] * 2, [array.address], 10)])
+        world.executors[0].allreduce([device_operation([array.address] * 2, [array.address], 10)])
 
 
 def test_ranks_with_different_staging_memory_are_refused(cuda: FakeCuda) -> None:
@@ -232,8 +233,8 @@ def test_ranks_with_different_staging_memory_are_refused(cuda: FakeCuda) -> None
 
 def test_a_failed_kernel_of_the_program_is_a_lost_world(worlds: Callable[..., FakeRanks], cuda: FakeCuda) -> None:
     world = worlds("kernels", 1)
-    array = Array(samples(0, 10, "float32"))
-    completion = world.executors[0].allreduce([DeviceRequest([array.address], [array.address], 10)])
+    array = HostArray(samples(0, 10, "float32"))
+    completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 10)])
     cuda.status_of_events = 700
     with pytest.raises(TransportError, match="cudaError 700"):
         finish(completion)
@@ -242,13 +243,13 @@ def test_a_failed_kernel_of_the_program_is_a_lost_world(worlds: Callable[..., Fa
 
 def test_an_error_of_nccl_is_a_lost_world(worlds: Callable[..., FakeRanks]) -> None:
     world = worlds("nccl", 1)
-    array = Array(samples(0, 100_000, "float32"))
-    completion = world.executors[0].allreduce([DeviceRequest([array.address], [array.address], 100_000)])
+    array = HostArray(samples(0, 100_000, "float32"))
+    completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])
     world.nccl.state = 6
     with pytest.raises(TransportError, match="planted error 6"):
         finish(completion)
 
 
 def test_memory_helper_reads_what_is_there() -> None:
-    array = Array(np.arange(5, dtype=np.uint8))
+    array = HostArray(np.arange(5, dtype=np.uint8))
     assert memory_of(array.address, 5).tolist() == [0, 1, 2, 3, 4]

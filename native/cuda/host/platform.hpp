@@ -13,7 +13,8 @@
 
 #define KVHVD_INLINE inline
 #define KVHVD_UNROLL
-#define KVHVD_KERNEL inline void
+#define KVHVD_ROLLED
+#define KVHVD_KERNEL(resident) inline void
 #define KVHVD_BY_VALUE const
 #define KVHVD_SHARED(Type, name) Type& name = host::shared<Type>()
 

@@ -50,7 +50,7 @@ struct Float64 :]==]
 
 struct Float64 :]==])
 kvhvd_mutation(tail_is_a_whole_vector test_gpu_schedules direct.cuh
-  [==[smaller(bytes - i, kVectorBytes)]==] [==[kVectorBytes]==])
+  [==[static_cast<u32>(smaller(end - at, u64{kVectorBytes}))]==] [==[kVectorBytes]==])
 kvhvd_mutation(ring_cuts_an_empty_chunk test_gpu_schedules ring.cuh
   [==[const bool cut = vectors != 0 && ]==] [==[const bool cut = ]==])
 

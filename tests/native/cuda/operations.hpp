@@ -113,6 +113,13 @@ inline Reduction random_reduction(std::mt19937_64& random, bool exact) {
   return reduction;
 }
 
+// With one rank the CPU engine copies where there is nothing to compute; a kernel computes always, and the host
+// launches a copy instead.
+inline Reduction never_a_copy(Reduction reduction, u32 n) {
+  if (n == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0) reduction.postscale = 0.5;
+  return reduction;
+}
+
 inline Bytes reduced(const Reduction& reduction, const std::vector<Bytes>& inputs, std::size_t count) {
   Bytes result(count * size_of(reduction.dtype));
   std::vector<const void*> from;
@@ -127,8 +134,8 @@ class Direct final : public Operation {
  public:
   Direct(Ranks& ranks, const std::string& algorithm, std::mt19937_64& random, u64 most_bytes, u64 timeout_ns)
       : Operation(ranks, algorithm) {
-    const Reduction reduction = random_reduction(random, false);
     const u32 n = ranks.size();
+    const Reduction reduction = never_a_copy(random_reduction(random, false), n);
     const std::size_t size = size_of(reduction.dtype);
     const u32 tensors = 1 + draw(random, 4);
     const bool scatter = algorithm == "oneshot" && draw(random, 4) == 0;

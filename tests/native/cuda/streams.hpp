@@ -50,7 +50,7 @@ bool run_seed(u32 n, u64 seed, const Limits& limits) {
   bool around = false;
   for (u32 left = 1 + draw(random, limits.operations); left > 0; --left) {
     const u64 bytes = 64 + draw(random, static_cast<u32>(limits.bytes - 64));
-    switch (draw(random, 5)) {
+    switch (draw(random, n > 1 ? 5 : 3)) {  // a ring has neighbours
       case 0:
         operations.push_back(std::make_unique<Direct>(ranks, "oneshot", random, bytes, limits.timeout_ns));
         break;
