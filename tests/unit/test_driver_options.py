@@ -137,6 +137,13 @@ def test_what_cannot_be_is_said(capfd: pytest.CaptureFixture[str], arguments: li
     assert out == ""
 
 
+def test_a_command_that_no_message_holds(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LONG", "\u00e4" * 100_000)
+    arguments = ["--min-np", "1", "true", *(["x" * 100_000] * 5)]
+    assert launch.main(arguments) == 2
+    assert "the command and the environment of the workers take 1" in capfd.readouterr().err
+
+
 def test_a_range_in_a_file_needs_two_numbers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("min-np: 1\nblacklist-cooldown-range: 5\n")
