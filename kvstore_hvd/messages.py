@@ -66,6 +66,7 @@ LAUNCHER_TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "updated": {"number": _whole(1), "result": {1, 2, 3}},
     "leave": {"text": str},
     "fail": {"text": str},
+    "refused": {"text": str},  # by the daemon itself, which ends the connection then
 }
 
 

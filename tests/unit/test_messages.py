@@ -37,6 +37,7 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
     (LAUNCHER_TO_WORKER, {"t": "updated", "number": 1, "result": 3}),
     (LAUNCHER_TO_WORKER, {"t": "leave", "text": "removed"}),
     (LAUNCHER_TO_WORKER, {"t": "fail", "text": "too many resets"}),
+    (LAUNCHER_TO_WORKER, {"t": "refused", "text": "too many resets"}),
 ]
 OTHER_VALUES = (None, True, -2, 1.5, 1 << 60, "x", b"", [], [1], [None], ["a", "b", "c"], {}, {"a": 1})
 
