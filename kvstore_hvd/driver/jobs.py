@@ -306,11 +306,8 @@ class Job:
             if len(free) < max(self._settings.first_np or 0, self._settings.min_np):
                 return
             self._begun = True
-        room = len(free)
-        if self._settings.max_np is not None:
-            held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
-            room = max(0, self._settings.max_np - held)
-        for slot in free[:room]:
+        held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
+        for slot in free[: max(0, self._settings.max_np - held)]:
             self._actions.start(self._roster.add(slot).id, slot)
 
     def _is_over(self) -> bool:

@@ -500,4 +500,4 @@ def test_an_event_log_that_cannot_be_made(job: Any) -> None:
 def test_an_event_log_that_cannot_be_written(job: Any) -> None:
     code, _, err = job("--min-np", "1", "--event-log", "/dev/full", acts="steps=1").end()
     assert code == 1
-    assert err == ("kvhvdrun: the event log cannot be written: No space left on device. What follows is lost there\n")
+    assert err == ("kvhvdrun: the event log cannot be written: No space left on device. What follows is lost there.\n")
