@@ -180,6 +180,16 @@ def test_a_program_that_always_fails(job: Any) -> None:
     assert len(launch.of("worker_started")) == 4
 
 
+def test_a_program_that_fails_whoever_runs_it(job: Any) -> None:
+    acts = " ".join(f"{worker}:crash=3 {worker}:say=ValueError" for worker in range(1, 7))
+    launch = job("--min-np", "2", "--max-np", "2", "--blacklist-cooldown-range", "1", "1", acts=acts)
+    code, _, err = launch.end()
+    assert code == 3, launch.told()
+    assert "kvhvdrun: workers fail again and again, and those that take their places soon do so, too." in err
+    assert "At last, worker 6 (localhost:1) exited with code 3." in err
+    assert err.endswith("Its last lines on stderr:\n    ValueError\n")
+
+
 def test_the_first_words_are_those_of_the_culprit(job: Any) -> None:
     code, _, err = job("--min-np", "1", acts="crash=5 say=ValueError").end()
     assert code == 5
