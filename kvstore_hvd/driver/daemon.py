@@ -283,7 +283,6 @@ class Daemon:
     def _on_ends(self, ended: list[LocalWorker]) -> None:
         if not ended:
             return
-        at = time.monotonic()
         # Its last words may still be on their way: what it wrote, and then the end of the stream.
         for _ in range(2):
             self._relay.wait(0)
@@ -292,7 +291,7 @@ class Daemon:
                 pass
             self._hang_up(worker)
             lines = [line.decode("utf-8", "replace") for line in worker.tail.lines()]
-            self._tell({"t": "exited", "worker": worker.id, "code": worker.code, "lines": lines, "at": at})
+            self._tell({"t": "exited", "worker": worker.id, "code": worker.code, "lines": lines})
 
     # -- The end --------------------------------------------------------------------------------------------------
 

@@ -77,11 +77,6 @@ class Job:
         return self._actions.take()
 
     @property
-    def over(self) -> bool:
-        """Whether the end has been decided: nothing is, from then on."""
-        return self._over
-
-    @property
     def epoch(self) -> Epoch:
         """The last epoch that was given out."""
         return self._epoch
