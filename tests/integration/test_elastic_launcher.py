@@ -280,7 +280,7 @@ def test_a_script_that_prints_nonsense_at_first(job: Any) -> None:
 
 def test_a_script_that_fails_later_changes_nothing(job: Any, hosts: Path) -> None:
     hosts.write_text("localhost:1\n")
-    launch = job("--min-np", "1", "--host-discovery-script", f"cat {hosts}", acts="steps=150")
+    launch = job("--min-np", "1", "--host-discovery-script", f"cat {hosts}", acts="steps=400")
     launch.until_joined(0)
     hosts.unlink()
     launch.until(lambda: launch.of("discovery_failed"))
@@ -302,7 +302,7 @@ def test_a_script_that_fails_for_long_ends_the_job(job: Any, hosts: Path) -> Non
 
 def test_a_script_that_hangs_does_not_hold_the_job_up(job: Any, hosts: Path) -> None:
     script = f"if test -e {hosts}; then sleep 1000; else touch {hosts}; echo localhost:2; fi"
-    launch = job("--min-np", "1", "--host-discovery-script", script, acts="steps=150")
+    launch = job("--min-np", "1", "--host-discovery-script", script, acts="steps=400")
     launch.until_joined(0)
     launch.until(hosts.exists)
     launch.kill(1)
