@@ -142,6 +142,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     if any(getattr(options, names[name].dest) is not None for name in _HOSTS):  # one takes the place of the others
         of_file = {name: value for name, value in of_file.items() if name not in _HOSTS}
     for name, value in of_file.items():
+        same = [other for other in of_file if names[other] is names[name]]
+        if len(same) > 1:
+            fact = f"{options.config_file}: {' and '.join(same)} are the same option."
+            raise LaunchError(message(fact, fix="leave one of them."))
         if getattr(options, names[name].dest) in (None, False):  # not given on the command line
             setattr(options, names[name].dest, value)
     return options

@@ -31,7 +31,7 @@ _HOST = (str, str)  # name, identity
 DAEMON: Mapping[str, Mapping[str, Any]] = {
     "started": {"worker": _ID, "pid": _whole(1)},
     "not_started": {"worker": _ID, "text": str},
-    "exited": {"worker": _ID, "code": _whole(-255, 255), "lines": [str], "at": float},
+    "exited": {"worker": _ID, "code": _whole(-255, 255), "lines": [str]},
     "from": {"worker": _ID, "message": dict},
     "beat": {},
 }
@@ -66,6 +66,7 @@ LAUNCHER_TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "updated": {"number": _whole(1), "result": {1, 2, 3}},
     "leave": {"text": str},
     "fail": {"text": str},
+    "refused": {"text": str},  # by the daemon itself, which ends the connection then
 }
 
 

@@ -173,6 +173,8 @@ class WorkerLine(Membership):
 
     def _on_message(self, text: dict[str, Any]) -> None:
         kind = messages.check(text, messages.LAUNCHER_TO_WORKER)
+        if kind == "refused":
+            raise wire.WireError(text["text"])
         if kind == "void":
             self._void = max(self._void, (text["epoch"], text["text"]))
             self.on_void(text["epoch"], text["text"])
@@ -186,7 +188,7 @@ class WorkerLine(Membership):
 
     def _end(self, error: Exception) -> None:
         """Nobody watches over this worker any more: it must not train on beside a job that goes on without it."""
-        log.logger.error("the daemon of this job is gone (%s): this worker ends.", error)
+        log.logger.error("the line to the daemon of this job is lost: %s This process ends.", error)
         sys.stdout.flush()
         os._exit(_EXIT_LINE_LOST)
 

@@ -179,7 +179,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="parallel tests at 2 ranks only, no slow tests")
     parser.add_argument("--ranks", type=_numbers, metavar="N,N", help="numbers of ranks (default: 1,2,3,4; mpirun 2,4)")
     parser.add_argument("--launchers", type=_launchers, metavar="NAME,NAME", default=tuple(RANKS), help=launchers)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for each step (default: 900)")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds for each step (default: 1200)")
     parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:cut])

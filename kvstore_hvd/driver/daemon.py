@@ -246,11 +246,12 @@ class Daemon:
             check(line.identity or {}, {"worker": IDENTITIES["worker"]}, "role")
             worker = self._workers.get((line.identity or {})["worker"])
             if worker is None or not processes.descends_from(line.peer_pid, worker.pid):
-                raise WireError("this process is not the worker that it says it is.")
+                raise WireError("this process is neither the worker that it says it is, nor started by it.")
             if worker.line is not None:
-                raise WireError(f"worker {worker.id} is connected already.")
+                raise WireError(f"another process of worker {worker.id} has called init() already.")
         except WireError as error:
             logger.info("refused the connection of process %d: %s", line.peer_pid, error)
+            line.send({"t": "refused", "text": str(error)})
             line.close()
         else:
             worker.line = line
@@ -282,7 +283,6 @@ class Daemon:
     def _on_ends(self, ended: list[LocalWorker]) -> None:
         if not ended:
             return
-        at = time.monotonic()
         # Its last words may still be on their way: what it wrote, and then the end of the stream.
         for _ in range(2):
             self._relay.wait(0)
@@ -291,7 +291,7 @@ class Daemon:
                 pass
             self._hang_up(worker)
             lines = [line.decode("utf-8", "replace") for line in worker.tail.lines()]
-            self._tell({"t": "exited", "worker": worker.id, "code": worker.code, "lines": lines, "at": at})
+            self._tell({"t": "exited", "worker": worker.id, "code": worker.code, "lines": lines})
 
     # -- The end --------------------------------------------------------------------------------------------------
 

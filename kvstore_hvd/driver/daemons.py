@@ -125,13 +125,7 @@ class Daemons:
     # -- Sending --------------------------------------------------------------------------------------------------
 
     def send(self, host: str, message: dict[str, Any]) -> None:
-        """Say something to the daemon of a host; without effect if it is lost.
-
-        Raises
-        ------
-        WireError
-            The message is too long.
-        """
+        """Say something to the daemon of a host; without effect if it is lost."""
         daemon = self._running.get(host)
         if daemon is None or daemon.fault:
             return

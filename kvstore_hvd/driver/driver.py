@@ -27,7 +27,7 @@ from kvstore_hvd.launcher.hosts import is_here
 from kvstore_hvd.launcher.plan import StartError
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
-from kvstore_hvd.wire import Connection, Listener, WireError
+from kvstore_hvd.wire import Connection, Listener
 
 __all__ = ["ElasticDriver"]
 
@@ -235,17 +235,14 @@ class ElasticDriver:
             self._job.host_lost(host, f"its daemon could not be started: {error}", now)
             return
         environment, cores = self._shares.of(action.slot, self._job.slots)
-        message = {
+        start = {
             "t": "start",
             "worker": action.worker,
             "command": list(self._plan.command),
             "environment": {**self._plan.environment, **environment},
             "cores": list(cores),
         }
-        try:
-            self._daemons.send(host, message)
-        except WireError as error:
-            self._job.exited(action.worker, _EXIT_NOT_STARTED, [f"it could not be started: {error}"], now)
+        self._daemons.send(host, start)
 
     def _send(self, worker: int, message: dict[str, Any]) -> None:
         known = self._job.workers.get(worker)

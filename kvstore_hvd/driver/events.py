@@ -29,8 +29,10 @@ class EventLog:
         self._fd = -1
         self.lost = ""  # why events can be written no longer
         if path is not None:
+            # Who reads a pipe must not hold us up: daemons end the job when the launcher says nothing for two seconds.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
             try:
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+                self._fd = os.open(path, flags, 0o666)
             except OSError as error:
                 raise LaunchError(
                     message(f"--event-log: '{path}' cannot be made: {error.strerror}.", fix="name another file.")
@@ -52,7 +54,7 @@ class EventLog:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            self.lost = f"the event log cannot be written: {error.strerror}. What follows is lost there"
+            self.lost = f"the event log cannot be written: {error.strerror}. What follows is lost there."
             self._close()
 
     def _close(self) -> None:

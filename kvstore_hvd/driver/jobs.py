@@ -14,7 +14,16 @@ from typing import Any
 from kvstore_hvd.driver.actions import Action, Actions
 from kvstore_hvd.driver.departures import Departures
 from kvstore_hvd.driver.epochs import ADDED, REMOVED, Epoch, Phase
-from kvstore_hvd.driver.reasons import Reason, because_of, never_meet, state_lost, too_few, too_many_resets
+from kvstore_hvd.driver.failures import Failures
+from kvstore_hvd.driver.reasons import (
+    Reason,
+    because_of,
+    fail_again,
+    never_meet,
+    state_lost,
+    too_few,
+    too_many_resets,
+)
 from kvstore_hvd.driver.roster import Roster, Worker, rank_order
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Slots
@@ -53,6 +62,7 @@ class Job:
         self._succeeded = False  # a worker has ended with 0
         self._short = Wait(now)  # for workers, of which there are too few
         self._updates = 0
+        self._failures = Failures()
         self._failed_meetings = 0  # in a row
         self._failure = ""  # of the last of them
         self._over = False
@@ -65,11 +75,6 @@ class Job:
     def take(self) -> list[Action]:
         """What is to be done, in order; told once."""
         return self._actions.take()
-
-    @property
-    def over(self) -> bool:
-        """Whether the end has been decided: nothing is, from then on."""
-        return self._over
 
     @property
     def epoch(self) -> Epoch:
@@ -193,6 +198,8 @@ class Job:
         if self._epoch.has(worker):
             if self._epoch.phase is Phase.MEETING or cause in _LOST:
                 self._void(cause, message["text"], now)
+            if cause == "updated":
+                self._failures.committed()
             self._epoch.expect(now, cause)
         else:
             self._actions.note("newcomer_ready", worker=worker.id)
@@ -204,6 +211,7 @@ class Job:
             for member in self._epoch.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
             self._short.end()
+            self._failures.joined(now)
             self._failed_meetings = 0
             self._actions.note("epoch_joined", epoch=epoch)
 
@@ -224,6 +232,7 @@ class Job:
                 self._void("lost", f"worker {worker.id} ({worker.slot}) {worker.ending}", now)
 
     def _on_crash(self, worker: Worker, now: float) -> None:
+        self._failures.crashed(worker, now)
         if worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S:
             self._slots.forgive(worker.slot)
         seconds = self._slots.crashed(worker.slot, now)
@@ -292,11 +301,8 @@ class Job:
             if len(free) < max(self._settings.first_np or 0, self._settings.min_np):
                 return
             self._begun = True
-        room = len(free)
-        if self._settings.max_np is not None:
-            held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
-            room = max(0, self._settings.max_np - held)
-        for slot in free[:room]:
+        held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
+        for slot in free[: max(0, self._settings.max_np - held)]:
             self._actions.start(self._roster.add(slot).id, slot)
 
     def _is_over(self) -> bool:
@@ -313,6 +319,8 @@ class Job:
             culprit = self._roster.culprit(self._roster)
             if culprit is not None:
                 self._end(because_of(culprit))
+        elif self._failures.too_many and not self._finishing:
+            self._end(fail_again(self._roster.culprit(self._epoch.members)))
         return self._over
 
     @property

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvstore_hvd.driver.roster import Worker
 
-__all__ = ["Reason", "because_of", "never_meet", "state_lost", "too_few", "too_many_resets"]
+__all__ = ["Reason", "because_of", "fail_again", "never_meet", "state_lost", "too_few", "too_many_resets"]
 
 _EXIT_FAILED = 1
 
@@ -34,6 +34,15 @@ def state_lost(epoch: int, has_begun: bool, culprit: Worker | None) -> Reason:
         return Reason(_EXIT_FAILED, text)
     code, first, lines = because_of(culprit)
     return Reason(code, f"{text} First, {first}", lines)
+
+
+def fail_again(culprit: Worker | None) -> Reason:
+    """The workers fail again and again, and `culprit` was the first one to do so in the last epoch."""
+    text = "workers fail again and again, and those that take their places soon do so, too."
+    if culprit is None:
+        return Reason(_EXIT_FAILED, text)
+    code, last, lines = because_of(culprit)
+    return Reason(code, f"{text} At last, {last}", lines)
 
 
 def too_few(what: str, needed: int, limit_s: float, details: Sequence[str]) -> Reason:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore_hvd.driver.slots import Cooldown
+from kvstore_hvd.launcher.capacity import MAX_WORKERS
 
 __all__ = ["Settings"]
 
@@ -15,7 +16,7 @@ class Settings:
 
     job: str
     min_np: int
-    max_np: int | None = None  # None: as many as there are slots
+    max_np: int = MAX_WORKERS
     first_np: int | None = None  # slots to wait for at the start; None: min_np
     reset_limit: int | None = None
     elastic_timeout_s: float = 600.0

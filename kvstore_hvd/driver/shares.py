@@ -19,11 +19,11 @@ class Shares:
         Whether workers are pinned to their cores.
     environment : mapping
         Theirs: a number of threads that is set there is the user's choice.
-    max_np : int or None
+    max_np : int
         How many workers there are at most.
     """
 
-    def __init__(self, bind: bool, environment: Mapping[str, str], max_np: int | None) -> None:
+    def __init__(self, bind: bool, environment: Mapping[str, str], max_np: int) -> None:
         self._bind = bind
         self._chosen = bool(environment.get("OMP_NUM_THREADS"))
         self._max_np = max_np
@@ -34,8 +34,7 @@ class Shares:
         """Variables for the worker of a slot, and the cores that it is pinned to; none: all."""
         if self._threads is None:
             # Settled once: sums of workers with different numbers of threads could differ in their last bits.
-            count = len(slots) if self._max_np is None else min(len(slots), self._max_np)
-            self._threads = max(1, len(self._cores) // max(1, count))
+            self._threads = max(1, len(self._cores) // max(1, min(len(slots), self._max_np)))
         variables = {} if self._chosen else {"OMP_NUM_THREADS": str(self._threads)}
         if not self._bind:
             return variables, ()

@@ -37,6 +37,7 @@ def raise_on_all(world: Member, fault: str) -> None:
                 **world.topology.speaker,
                 operation="sync",
                 details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],
-                fix="build the same networks, Trainers and samplers on every worker; nothing was changed.",
+                fix="build the same state on every worker: networks, Trainers, samplers, other attributes; "
+                "nothing was changed.",
             )
         )

@@ -7,9 +7,10 @@ from typing import Any
 from kvstore_hvd.elastic.array_handlers import drain
 from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
 from kvstore_hvd.elastic.parameters import ParametersHandler
-from kvstore_hvd.elastic.registry import handler_for
+from kvstore_hvd.elastic.registry import handler_for, maker_for
 from kvstore_hvd.elastic.state import ObjectState
 from kvstore_hvd.elastic.trainers import TrainerHandler
+from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.mxnet_compat import named_parameters
 
 __all__ = ["GluonState"]
@@ -119,6 +120,11 @@ class GluonState(ObjectState):
     def __setattr__(self, name: str, value: Any) -> None:
         handlers = vars(self).get("_handlers", {})
         if name in handlers:
+            before = handlers[name].value
+            if maker_for(value) is not maker_for(before):
+                fact = f"{type(value).__name__} cannot take the place of {type(before).__name__}."
+                fix = "assign something of the same kind, or make another state."
+                raise InvalidRequestError(message(fact, operation="state", name=name, fix=fix))
             handlers[name].set_value(value)
             self._add_left_out()
         elif name in vars(self).get("_saved_state", {}):

@@ -36,9 +36,13 @@ class StateHandler:
         """Adapt the value to a new world; nothing here."""
 
     def set_value(self, value: Any) -> None:
-        """Take another value, and save it."""
-        self.value = value
-        self.save()
+        """Take another value, and save it; without effect if that fails."""
+        before, self.value = self.value, value
+        try:
+            self.save()
+        except BaseException:
+            self.value = before
+            raise
 
 
 class StagedHandler(StateHandler):

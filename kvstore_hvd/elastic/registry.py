@@ -12,9 +12,10 @@ from kvstore_hvd.elastic.sampler import SamplerMethods
 from kvstore_hvd.elastic.sampler_handler import SamplerHandler
 from kvstore_hvd.elastic.trainers import TrainerHandler
 
-__all__ = ["get_handler_registry", "handler_for", "set_handler_registry"]
+__all__ = ["get_handler_registry", "handler_for", "maker_for", "set_handler_registry"]
 
-Registry = list[tuple[type, Callable[[Any], StateHandler]]]
+Maker = Callable[[Any], StateHandler]
+Registry = list[tuple[type, Maker]]
 
 
 class _Asked(type):
@@ -56,9 +57,12 @@ def set_handler_registry(registry: Registry) -> None:
     _registry = registry
 
 
+def maker_for(value: Any) -> Maker | None:
+    """What makes the handler of the value; None if it is to be saved as an object."""
+    return next((make for kind, make in _registry if isinstance(value, kind)), None)
+
+
 def handler_for(value: Any) -> StateHandler | None:
     """A handler of the value, which has saved it; None if it is to be saved as an object."""
-    for kind, make in _registry:
-        if isinstance(value, kind):
-            return make(value)
-    return None
+    make = maker_for(value)
+    return None if make is None else make(value)

@@ -239,15 +239,15 @@ class SamplerMethods:
             It has nothing of these, or is of another dataset.
         """
         count = len(self._processed)
-        epoch = state_dict.get("epoch", self.epoch)
+        epoch = operator.index(state_dict.get("epoch", self.epoch))
         before, self.epoch = self.epoch, epoch
         order = self._order if epoch == before and self._order is not None else self._epoch_order()
         processed = np.zeros(count, bool)
         fact = ""
         if "processed_mask" in state_dict:
-            mask = np.frombuffer(state_dict["processed_mask"], np.uint8)
-            if len(mask) == -(-count // 8):
-                processed = np.unpackbits(mask, count=count).astype(bool)
+            mask = np.unpackbits(np.frombuffer(state_dict["processed_mask"], np.uint8))
+            if len(mask) == -(-count // 8) * 8 and not mask[count:].any():
+                processed = mask[:count].astype(bool)
             else:
                 fact = f"it is of a dataset with another length than {count}."
         elif "processed_indices" in state_dict:
@@ -257,7 +257,11 @@ class SamplerMethods:
             else:
                 fact = f"it has samples that a dataset of {count} does not have."
         elif "processed_num" in state_dict:
-            processed[order[: state_dict["processed_num"]]] = True
+            number = operator.index(state_dict["processed_num"])
+            if number >= 0:  # Horovod's may be more than there are: it counts those that stand in
+                processed[order[:number]] = True
+            else:
+                fact = f"processed_num is {number}."
         else:
             fact = f"it has none of processed_mask, processed_indices and processed_num, but {sorted(state_dict)}."
         if fact:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd import engine
+from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.mxnet.functions import broadcast_object
 
@@ -32,10 +33,25 @@ class SamplerHandler(StagedHandler):
         self._spare = self.value.state_dict()
 
     def receive(self) -> None:
-        """See `StagedHandler.receive`; raises as `broadcast_object`."""
+        """See `StagedHandler.receive`.
+
+        Raises
+        ------
+        MismatchError
+            On all workers: a worker's sampler would not split the same samples in the same order.
+        HorovodInternalError
+            The world is lost.
+        """
+        world = engine.current()
         self.stage()
-        if not engine.current().is_alone:
-            self._spare = broadcast_object(self._spare)
+        if world.is_alone:
+            return
+        here = {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
+        there, state = broadcast_object((here, self._spare))
+        faults = [f"{name}={here[name]} here, but {there[name]} there" for name in here if here[name] != there[name]]
+        with world.submitting():
+            raise_on_all(world, f"the sampler has {', '.join(faults)}." if faults else "")
+        self._spare = state
 
     def adopt(self) -> None:
         """See `StagedHandler.adopt`."""

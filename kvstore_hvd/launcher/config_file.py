@@ -62,8 +62,9 @@ def read_options(
             )
         if name in options:
             raise LaunchError(message(f"{where}: '{name}' stands there twice.", fix="leave one of them."))
-        if name in lists and isinstance(value, yaml.SequenceNode):
-            value.value = " ".join(str(each.value) for each in value.value)
+        parts = value.value if name in lists and isinstance(value, yaml.SequenceNode) else []
+        if parts and all(isinstance(part, yaml.ScalarNode) for part in parts):
+            value.value = " ".join(part.value for part in parts)
         elif not isinstance(value, yaml.ScalarNode) or not value.value:
             raise LaunchError(message(f"{where}: '{name}' has no value.", fix=f"one line: {name}: VALUE"))
         if name in flags and value.tag != "tag:yaml.org,2002:bool":

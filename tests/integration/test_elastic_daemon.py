@@ -514,7 +514,7 @@ def refused(*messages):
     except WireError:
         pass
     return closed(line)
-assert refused({'t': 'exited', 'worker': 1, 'code': 0, 'lines': [], 'at': 0})
+assert refused({'t': 'exited', 'worker': 1, 'code': 0, 'lines': []})
 assert refused({'t': 'end', 'text': ''})
 assert refused({'t': 'ready', 'epoch': -1, 'cause': 'start'})
 assert refused({'t': 'ready', 'epoch': -2, 'cause': 'start', 'text': ''})
@@ -542,7 +542,7 @@ FUZZER = """
 import random
 generator = random.Random(SEED)
 kinds = ['enter', 'ready', 'joined', 'finished', 'started', 'exited', 'from', 'to', 'start', 'end', 'beat', None, 7]
-names = ['epoch', 'cause', 'text', 'host', 'worker', 'message', 'code', 'lines', 'at', 'pid', 'signal', 'more']
+names = ['epoch', 'cause', 'text', 'host', 'worker', 'message', 'code', 'lines', 'pid', 'signal', 'more']
 values = [None, True, -1, 0, 1 << 62, 1.5, '', 'start', 'x' * 5000, [], [[]], ['a', 'b'], {}, {'t': 'beat'}]
 def junk():
     fields = {name: generator.choice(values) for name in generator.sample(names, generator.randrange(4))}

@@ -180,6 +180,16 @@ def test_a_program_that_always_fails(job: Any) -> None:
     assert len(launch.of("worker_started")) == 4
 
 
+def test_a_program_that_fails_whoever_runs_it(job: Any) -> None:
+    acts = " ".join(f"{worker}:crash=3 {worker}:say=ValueError" for worker in range(1, 7))
+    launch = job("--min-np", "2", "--max-np", "2", "--blacklist-cooldown-range", "1", "1", acts=acts)
+    code, _, err = launch.end()
+    assert code == 3, launch.told()
+    assert "kvhvdrun: workers fail again and again, and those that take their places soon do so, too." in err
+    assert "At last, worker 6 (localhost:1) exited with code 3." in err
+    assert err.endswith("Its last lines on stderr:\n    ValueError\n")
+
+
 def test_the_first_words_are_those_of_the_culprit(job: Any) -> None:
     code, _, err = job("--min-np", "1", acts="crash=5 say=ValueError").end()
     assert code == 5
@@ -270,7 +280,7 @@ def test_a_script_that_prints_nonsense_at_first(job: Any) -> None:
 
 def test_a_script_that_fails_later_changes_nothing(job: Any, hosts: Path) -> None:
     hosts.write_text("localhost:1\n")
-    launch = job("--min-np", "1", "--host-discovery-script", f"cat {hosts}", acts="steps=150")
+    launch = job("--min-np", "1", "--host-discovery-script", f"cat {hosts}", acts="steps=400")
     launch.until_joined(0)
     hosts.unlink()
     launch.until(lambda: launch.of("discovery_failed"))
@@ -292,7 +302,7 @@ def test_a_script_that_fails_for_long_ends_the_job(job: Any, hosts: Path) -> Non
 
 def test_a_script_that_hangs_does_not_hold_the_job_up(job: Any, hosts: Path) -> None:
     script = f"if test -e {hosts}; then sleep 1000; else touch {hosts}; echo localhost:2; fi"
-    launch = job("--min-np", "1", "--host-discovery-script", script, acts="steps=150")
+    launch = job("--min-np", "1", "--host-discovery-script", script, acts="steps=400")
     launch.until_joined(0)
     launch.until(hosts.exists)
     launch.kill(1)
@@ -500,4 +510,4 @@ def test_an_event_log_that_cannot_be_made(job: Any) -> None:
 def test_an_event_log_that_cannot_be_written(job: Any) -> None:
     code, _, err = job("--min-np", "1", "--event-log", "/dev/full", acts="steps=1").end()
     assert code == 1
-    assert err == ("kvhvdrun: the event log cannot be written: No space left on device. What follows is lost there\n")
+    assert err == ("kvhvdrun: the event log cannot be written: No space left on device. What follows is lost there.\n")

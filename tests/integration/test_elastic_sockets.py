@@ -221,7 +221,7 @@ class Attacker:
     def _message(self) -> dict[str, Any]:
         return self.random.choice(
             [
-                {"t": "exited", "worker": 0, "code": 1, "lines": [], "at": 0.0},
+                {"t": "exited", "worker": 0, "code": 1, "lines": []},
                 {"t": "started", "worker": 0, "pid": 1},
                 {"t": "from", "worker": 1, "message": {"t": "finished"}},
                 {"t": "from", "worker": 1, "message": {"t": "ready", "epoch": 0, "cause": "lost", "text": ""}},

@@ -308,6 +308,20 @@ def test_other_attributes_fail_on_all(kind, rank, size):
     assert state.step == rank
 
 
+@pytest.mark.parametrize("samples, seed, shuffle", [(39, 1, True), (40, 2, True), (40, 1, False)])
+def test_another_sampler_fails_on_all(samples, seed, shuffle, rank, size):
+    """GluonState.sync: a sampler of another dataset or order on some worker: MismatchError on all of them."""
+    if size == 1:
+        pytest.skip("needs two workers")
+    is_other = rank == size - 1
+    sampler = ElasticSampler(range(samples if is_other else 40), shuffle or not is_other, seed=seed if is_other else 1)
+    state = GluonState(sampler=sampler, step=rank)
+    before = list(sampler)
+    with pytest.raises(MismatchError, match=rf"rank {size - 1}: the sampler has (samples|seed|shuffle)=\w+ here, but"):
+        state.sync()
+    assert (list(sampler), state.step) == (before, rank)
+
+
 def test_reset_order_and_samplers(rank, size):
     """GluonState.on_reset: samplers first, then the callbacks, in order."""
     sampler = ElasticSampler(range(12))

@@ -55,6 +55,50 @@ def test_a_worker_that_cannot_be_started_counts_as_crashed() -> None:
     assert play.members == [0]
 
 
+def fail_in_turn(play: Play, code: int = 1) -> None:
+    """All of a world but rank 0 fail; it meets with those that take their places."""
+    first, *others = play.members
+    for worker in others:
+        play.end(worker, code, "ValueError: always")
+    epoch = play.epoch
+    play.ready(first)
+    while play.ending is None and play.epoch == epoch:
+        for worker in play.running:
+            if worker != first:
+                play.ready(worker)
+        play.wait(1)
+    play.meet()
+
+
+def test_a_program_that_fails_whoever_runs_it_ends_the_job() -> None:
+    play = Play({"a": 2}, min_np=2)
+    play.begin()
+    for _ in range(5):
+        fail_in_turn(play)
+        assert play.ending is None
+    fail_in_turn(play, 3)
+    assert play.ending is not None
+    assert play.ending.code == 3
+    assert play.ending.reason.startswith("workers fail again and again, and those that take their places soon do so")
+    assert "At last, worker 6 (a:1) exited with code 3." in play.ending.reason
+    assert play.ending.details == ("ValueError: always",)
+
+
+@pytest.mark.parametrize("what", ["killed", "commit", "long life"])
+def test_failures_that_do_not_tell_of_the_program(what: str) -> None:
+    play = Play({"a": 2, "b": 1}, min_np=2, max_np=2, timeout_s=10_000)
+    play.begin()
+    for _ in range(12):
+        if what == "commit":
+            for worker in play.members:
+                play.ready(worker, "updated")
+            play.meet()
+        elif what == "long life":
+            play.wait(61)
+        fail_in_turn(play, -9 if what == "killed" else 1)
+    assert play.ending is None
+
+
 # -- Ends ---------------------------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,19 @@ def test_a_log_that_cannot_be_made() -> None:
         EventLog("/no/such/log")
 
 
+def test_a_pipe_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
+    path = str(tmp_path / "pipe")
+    os.mkfifo(path)
+    with pytest.raises(LaunchError, match=r"--event-log: '.*' cannot be made: "):
+        EventLog(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with EventLog(path) as log:
+        for number in range(10_000):  # more than a pipe holds
+            log.write("many", {"number": number})
+        assert "the event log cannot be written: " in log.lost
+    os.close(reader)
+
+
 def test_a_full_disk_is_told_once() -> None:
     with EventLog("/dev/full") as log:
         log.write("job_start", {})

@@ -137,11 +137,29 @@ def test_what_cannot_be_is_said(capfd: pytest.CaptureFixture[str], arguments: li
     assert out == ""
 
 
-def test_a_range_in_a_file_needs_two_numbers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_no_message_holds(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LONG", "\u00e4" * 100_000)
+    arguments = ["--min-np", "1", "true", *(["x" * 100_000] * 5)]
+    assert launch.main(arguments) == 2
+    assert "the command and the environment of the workers take 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("blacklist-cooldown-range: 5", "range 5: expected two numbers"),
+        ("blacklist-cooldown-range: [5]", "range 5: expected two numbers"),
+        ("blacklist-cooldown-range: [[5, 6], 7]", "job.yaml:2: 'blacklist-cooldown-range' has no value."),
+        ("min-num-proc: 2", "min-np and min-num-proc are the same option."),
+    ],
+)
+def test_what_cannot_be_in_a_file_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: str, text: str
+) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("min-np: 1\nblacklist-cooldown-range: 5\n")
+    path.write_text(f"min-np: 1\n{line}\n")
     assert launch.main(["--config-file", str(path), "true"]) == 2
-    assert "range 5: expected two numbers" in capfd.readouterr().err
+    assert text in capfd.readouterr().err
 
 
 def test_a_range_in_a_file_may_be_a_list(tmp_path: Path) -> None:

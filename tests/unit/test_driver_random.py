@@ -109,7 +109,7 @@ class History:
         self.settings = Settings(
             job="random",
             min_np=rng.randint(1, 3),
-            max_np=rng.choice((None, 3, 4)),
+            max_np=rng.choice((256, 3, 4)),
             reset_limit=rng.choice((None, None, 5)),
             elastic_timeout_s=rng.choice((5.0, 60.0)),
             timeout_s=rng.choice((3.0, 30.0)),
@@ -167,7 +167,7 @@ class History:
         held = [a for a in self.actors.values() if a.number not in self.known_dead]
         assert all(actor.slot != slot for actor in held), "two workers on a slot"
         counted = [a for a in held if a.slot.index < self.hosts.get(a.slot.host, 0) and a.number not in self.dismissed]
-        assert self.settings.max_np is None or len(counted) < self.settings.max_np, "more than --max-np"
+        assert len(counted) < self.settings.max_np, "more than --max-np"
         assert not self.gone_well, "a worker is started after a success"
         self.actors[action.worker] = Actor(action.worker, slot, self.rng)
 
@@ -183,7 +183,7 @@ class History:
             assert member not in self.known_dead
             assert member not in self.dismissed
         self.worlds.clear()
-        assert self.settings.max_np is None or size <= self.settings.max_np
+        assert size <= self.settings.max_np
         assert self.gone_well or size >= self.settings.min_np or self.somebody_finished(), "below --min-np"
         before = self.epochs[-1] if self.epochs else []
         old = [member for member in members if member in before]

@@ -387,6 +387,25 @@ def test_assigning_replaces_and_saves():
     assert values(one) != expected
 
 
+def test_what_cannot_be_assigned():
+    """GluonState: a value that the handler cannot save is refused, and the one before stays."""
+    net = make_net()
+    sampler = ElasticSampler(range(4))
+    state = GluonState(net, sampler=sampler)
+    expected = values(net)
+    for name, value in [("net", None), ("sampler", 5), ("net", sampler), ("sampler", net)]:
+        with pytest.raises(InvalidRequestError, match=f"state '{name}': .* cannot take the place of"):
+            setattr(state, name, value)
+    with pytest.raises(InvalidRequestError, match="it has no values"):
+        state.net = nn.Dense(2, in_units=2)
+    state.commit()
+    for parameter in net.collect_params().values():
+        parameter.set_data(parameter.data() + 1)
+    state.restore()
+    assert (state.net, state.sampler) == (net, sampler)
+    assert values(net) == expected
+
+
 def test_registered_handlers():
     """get_handler_registry: handlers of a program's own, called for save, restore, sync and reset."""
     calls = []

@@ -155,6 +155,8 @@ def test_refusals(place):
     for wrong in [
         {"epoch": 1},
         {"epoch": 1, "processed_mask": b"abc"},
+        {"epoch": 1, "processed_mask": b"\xff\xff"},
+        {"epoch": 1, "processed_num": -1},
         {"epoch": 1, "processed_indices": {3, 10}},
         {"epoch": 1, "processed_indices": {-1}},
     ]:

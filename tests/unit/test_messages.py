@@ -15,8 +15,8 @@ HOST = ["localhost", "boot-1"]
 GOOD: list[tuple[Any, dict[str, Any]]] = [
     (DAEMON, {"t": "started", "worker": 0, "pid": 17}),
     (DAEMON, {"t": "not_started", "worker": 3, "text": "no such file"}),
-    (DAEMON, {"t": "exited", "worker": 3, "code": -9, "lines": ["a", ""], "at": 12.5}),
-    (DAEMON, {"t": "exited", "worker": 3, "code": 1, "lines": [], "at": 12}),
+    (DAEMON, {"t": "exited", "worker": 3, "code": -9, "lines": ["a", ""]}),
+    (DAEMON, {"t": "exited", "worker": 3, "code": 1, "lines": []}),
     (DAEMON, {"t": "from", "worker": 3, "message": {"t": "finished"}}),
     (DAEMON, {"t": "beat"}),
     (LAUNCHER_TO_DAEMON, {"t": "start", "worker": 1, "command": ["a"], "environment": {"A": ""}, "cores": [0, 1]}),
@@ -37,6 +37,7 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
     (LAUNCHER_TO_WORKER, {"t": "updated", "number": 1, "result": 3}),
     (LAUNCHER_TO_WORKER, {"t": "leave", "text": "removed"}),
     (LAUNCHER_TO_WORKER, {"t": "fail", "text": "too many resets"}),
+    (LAUNCHER_TO_WORKER, {"t": "refused", "text": "too many resets"}),
 ]
 OTHER_VALUES = (None, True, -2, 1.5, 1 << 60, "x", b"", [], [1], [None], ["a", "b", "c"], {}, {"a": 1})
 

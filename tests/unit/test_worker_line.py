@@ -206,7 +206,8 @@ time.sleep(60)
 """
 
 
-def test_a_worker_ends_without_its_line(daemon: Daemon) -> None:
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_worker_ends_without_its_line(daemon: Daemon, is_refused: bool) -> None:
     """Nobody watches over it; what it forked does not keep the line open, and is not ended by it."""
     command = [sys.executable, "-c", PROGRAM, daemon.name]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
@@ -214,9 +215,15 @@ def test_a_worker_ends_without_its_line(daemon: Daemon) -> None:
         daemon.accept()
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"here\n"
+        if is_refused:
+            daemon.send("refused", text="another process has called init().")
         daemon.worker.close()
         assert worker.wait(LONG_S) == 1
     finally:
         os.killpg(worker.pid, 9)
     assert worker.stderr is not None
-    assert b"the daemon of this job is gone" in worker.stderr.read()
+    said = worker.stderr.read()
+    if is_refused:
+        assert b"lost: another process has called init(). This process ends." in said
+    else:
+        assert b"the line to the daemon of this job is lost: the other side closed the connection." in said
