@@ -64,14 +64,14 @@ fi
 step 150 test_kernels "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_kernels.py
 step 120 test_executors "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_executors.py
 step 150 measure "$python" benchmarks/gpu/device.py --json "$out/gpu-device.json"
-if "$python" -c 'from kvstore_hvd import native; native.abi()' 2>/dev/null && [ -f examples/digits_cupy.py ]; then
+if "$python" -c 'from kvstore_hvd import native; native.abi()' 2>/dev/null && [ -f examples/digits_cupy.py ] && has sklearn; then
   step 60 example "$python" -m kvstore_hvd.launch -np 2 "$python" examples/digits_cupy.py
 fi
 step 160 test_processes "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout 160 tests/gpu/test_processes.py
 # Two ranks of NCCL on one GPU: an experiment of NCCL 2.30 and newer, which may hang.
 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=8 \
   step 45 test_nccl_shared "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_executors.py \
-  -k 'TestNccl and batch and 2'
+  -k 'TestNccl and batch and (float32-2 or float16-2 or int64-2)'
 
 if [ ${#failed[@]} -gt 0 ]; then
   say "FAILED: ${failed[*]}"
