@@ -17,7 +17,9 @@ def libraries() -> list[Path]:
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     found = [path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")]
-    return sorted((path for path in found if re.fullmatch(r"libnvrtc\.so\.[\d.]+", path.name)), key=lambda path: path.name)
+    return sorted(
+        (path for path in found if re.fullmatch(r"libnvrtc\.so\.[\d.]+", path.name)), key=lambda path: path.name
+    )
 
 
 class Compiler:

@@ -29,13 +29,13 @@ pytestmark = [
 
 def cases(every: bool) -> list[object]:
     """All architectures of all libraries, or the last of each generation."""
-    found = []
+    found: list[object] = []
     for library in LIBRARIES:
         compiler = Compiler(library)
         generations = [list(group) for _, group in groupby(compiler.architectures(), lambda number: number // 10)]
         name = ".".join(map(str, compiler.version))
-        for number in [number for group in generations for number in (group if every else group[-1:])]:
-            found.append(pytest.param(library, number, id=f"cuda{name}-sm_{number}"))
+        numbers = [number for group in generations for number in (group if every else group[-1:])]
+        found += [pytest.param(library, number, id=f"cuda{name}-sm_{number}") for number in numbers]
     return found
 
 
