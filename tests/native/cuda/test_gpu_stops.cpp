@@ -111,8 +111,11 @@ const bool together = testing::add("ranks that are aborted or slow in the middle
       const auto operation = random_operation(ranks, random, draw(random, 4), 200 + draw(random, 20000));
       const bool by_host = draw(random, 2) == 0;
       u32 turns = draw(random, 400);
+      // With one block nobody else notices for it that its rank has stopped.
+      const u32 blocks_of_rank = 1 + draw(random, 2);
+      const u32 threads_of_block = 1 + draw(random, 4);
       host::Fibers machine(seed);
-      const bool ended = machine.run([](u32) { return 2; }, n, 3,
+      const bool ended = machine.run([&](u32) { return blocks_of_rank; }, n, threads_of_block,
                                      [&](u32 rank) {
                                        if (by_host && rank == 0 && block() == 0 && thread() == 0) {
                                          for (; turns > 0; --turns) pause();
