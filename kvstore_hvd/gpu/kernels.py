@@ -354,6 +354,16 @@ def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
     tensor_dtype, buffer_dtype : str
         The types of the segments and of the buffer, one of `casts`; elements are scaled in the wider of the two, at
         least float32 (integers in float64), and rounded once. Both empty: bytes are copied, and nothing is scaled.
+
+    Returns
+    -------
+    str
+        A member of `kernel_names`.
+
+    Raises
+    ------
+    ValueError
+        There is no such cast.
     """
     if not tensor_dtype and not buffer_dtype:
         return "kvhvd_copy"
