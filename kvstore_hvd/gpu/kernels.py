@@ -28,6 +28,7 @@ __all__ = [
     "CONTROL_BYTES",
     "COPY",
     "DTYPES",
+    "ITEM_BYTES",
     "LAUNCH",
     "MAX_CHANNELS",
     "MAX_RANKS",

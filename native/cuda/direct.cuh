@@ -84,8 +84,11 @@ KVHVD_INLINE void reduce_vectors(const World& world, const Launch& launch, u64 a
 // The same for `vectors` vectors from byte `begin` on, by the threads of the block.
 template <class E, bool kSumOnly, u32 kRanks, class Sink>
 KVHVD_INLINE void reduce_range(const World& world, const Launch& launch, u64 begin, u32 vectors, const Sink& sink) {
-  // The loads of eight ranks are many as they are.
-  constexpr u32 kAtOnce = !kSumOnly ? 1 : kRanks == 8 ? smaller(E::kInFlight, 2U) : E::kInFlight;
+  // The loads of eight ranks are many as they are, and a loop over the ranks needs registers of its own.
+  constexpr bool kFew = kRanks != 0 && kRanks <= 4;
+  constexpr u32 kAtOnce = !kSumOnly ? 1
+                          : kFew    ? E::kInFlight
+                                    : smaller(E::kInFlight, kRanks == 8 && kLanes<E> == 8 ? 1U : 2U);
   u32 i = thread();
   if constexpr (kAtOnce > 1) {
     for (; i + (kAtOnce - 1) * threads() < vectors; i += kAtOnce * threads()) {

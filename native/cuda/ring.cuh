@@ -112,7 +112,8 @@ class Ring {
 
   template <Step kStep>
   KVHVD_INLINE void move(u64 first_vector, u32 vectors, const u8* from, u8* to) {
-    constexpr u32 kAtOnce = kSumOnly ? E::kInFlight : 1;
+    // A step loads two arrays, and each block waits for its neighbours on its own: two of each are enough.
+    constexpr u32 kAtOnce = kSumOnly ? smaller(E::kInFlight, 2U) : 1;
     const u32 stride = threads() * kVectorBytes;
     // Of the chunk, and then from this thread's first vector on: the pointers move, the offsets are constants.
     const u64 byte = first_vector * kVectorBytes;

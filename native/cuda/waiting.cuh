@@ -24,7 +24,12 @@ struct Shared {
 // Relaxed: the word publishes nothing but itself.
 KVHVD_INLINE void stop_all(const World& world, Cause cause, u32 awaited, Place place) {
   const u32 word = cause | world.rank << 8 | awaited << 16 | static_cast<u32>(place) << 24;
-  if (compare_and_swap_relaxed(&world.control[world.rank]->stop.value, 0, word) != 0) return;
+  const u32 before = compare_and_swap_relaxed(&world.control[world.rank]->stop.value, 0, word);
+  if (before != 0) {
+    // Somebody else was first, perhaps a moment ago: still the host must not take this launch for a good one.
+    store_relaxed(world.status, before);
+    return;
+  }
   store_relaxed(world.status, word);
   for (u32 rank = 0; rank < world.ranks; ++rank) {
     if (rank != world.rank) store_relaxed(&world.control[rank]->stop.value, word);

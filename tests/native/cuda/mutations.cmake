@@ -61,6 +61,9 @@ kvhvd_mutation(no_time_limit test_gpu_stops waiting.cuh
   [==[now - began > launch.timeout_ns]==] [==[now < began]==])
 kvhvd_mutation(stops_alone test_gpu_stops waiting.cuh
   [==[if (rank != world.rank) store_relaxed(&world.control[rank]->stop.value, word);]==] "")
+kvhvd_mutation(stops_without_a_status test_gpu_stops waiting.cuh
+  [==[    store_relaxed(world.status, before);
+]==] "")
 kvhvd_mutation(waits_before_all_flags test_gpu_stops waiting.cuh
   [==[    store_release(&world.control[rank]->met[world.rank].value, number);
   }]==]

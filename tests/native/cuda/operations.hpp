@@ -32,13 +32,15 @@ class Operation {
 
   bool is_right() const {
     bool right = true;
-    for (u32 rank = 0; rank < outputs_.size(); ++rank) {
-      for (const auto& array : outputs_[rank]) {
-        right = check(array->guarded(), what_ + ": rank " + std::to_string(rank) + " wrote beside an output") && right;
-      }
-      right = check(kept_[rank] == expected_[rank], what_ + ": rank " + std::to_string(rank) + " is wrong") && right;
-    }
+    for (u32 rank = 0; rank < outputs_.size(); ++rank) right = is_right(rank) && right;
     return right;
+  }
+  bool is_right(u32 rank) const {
+    bool right = true;
+    for (const auto& array : outputs_[rank]) {
+      right = check(array->guarded(), what_ + ": rank " + std::to_string(rank) + " wrote beside an output") && right;
+    }
+    return check(kept_[rank] == expected_[rank], what_ + ": rank " + std::to_string(rank) + " is wrong") && right;
   }
   const std::string& what() const { return what_; }
 

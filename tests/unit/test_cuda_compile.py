@@ -1,0 +1,87 @@
+"""The GPU kernels compile for every architecture that NVRTC knows, keep denormals, and need no memory for registers.
+
+By default one architecture of every generation, with the kernels of one element type, and all kernels for the newest.
+``-m soak`` compiles all kernels for all architectures: about 15 s each on one core, 10 minutes for CUDA 11.8, 12.9
+and 13.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Optional
+
+import pytest
+
+from kvstore_hvd.gpu import kernels
+from support.nvrtc import Compiler, libraries
+
+LIBRARIES = libraries()
+# As CuPy does, which appends it to the options of every module.
+OPTIONS = ("-ftz=true",)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not LIBRARIES, reason="no NVRTC is installed; pip install kvstore-hvd[test-gpu]"),
+]
+
+
+def cases(every: bool) -> list[object]:
+    """All architectures of all libraries, or the last of each generation."""
+    found: list[object] = []
+    for library in LIBRARIES:
+        compiler = Compiler(library)
+        generations = [list(group) for _, group in groupby(compiler.architectures(), lambda number: number // 10)]
+        name = ".".join(map(str, compiler.version))
+        numbers = [number for group in generations for number in (group if every else group[-1:])]
+        found += [pytest.param(library, number, id=f"cuda{name}-sm_{number}") for number in numbers]
+    return found
+
+
+def compiled(library: Path, architecture: str, dtype: Optional[str], *options: str) -> tuple[str, str]:
+    return Compiler(library).compile(kernels.source(), architecture, (*kernels.options(dtype), *OPTIONS, *options))
+
+
+def check_machine_code(library: Path, number: int, dtype: Optional[str]) -> None:
+    """Compile for one architecture; no kernel may keep registers in memory."""
+    _, log = compiled(library, f"sm_{number}", dtype, "--ptxas-options=-v")
+    functions = re.findall(r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill", log)
+    assert {name for name, _, _ in functions} == set(kernels.kernel_names(dtype))
+    spilled = [f"{name}: {frame} bytes of stack, {spill} spilled" for name, frame, spill in functions if frame != "0"]
+    assert not spilled, "\n".join(spilled)
+
+
+@pytest.mark.parametrize(("library", "number"), cases(every=False))
+def test_one_type_compiles(library: Path, number: int) -> None:
+    check_machine_code(library, number, "float32")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", LIBRARIES[-1:], ids=lambda library: library.name)
+def test_all_kernels_compile(library: Path) -> None:
+    check_machine_code(library, Compiler(library).architectures()[-1], None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("library", "number"), cases(every=True))
+def test_all_kernels_compile_everywhere(library: Path, number: int) -> None:
+    check_machine_code(library, number, None)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", LIBRARIES[-1:], ids=lambda library: library.name)
+def test_nothing_is_flushed_fused_or_cached(library: Path) -> None:
+    ptx, _ = compiled(library, f"compute_{Compiler(library).architectures()[0]}", None)
+    instructions = set(re.findall(r"^\s+(?:@!?%\w+ )?([a-z]\w*(?:\.\w+(?:::\w+)?)+)", ptx, re.MULTILINE))
+    assert "add.rn.f32" in instructions
+    assert not {name for name in instructions if ".ftz" in name}, "denormals are flushed"
+    assert not {name for name in instructions if name.startswith(("fma.", "mad.rn"))}, "operations are fused"
+    # Peers write the memory while the kernel runs.
+    assert not {name for name in instructions if name.startswith("ld.global.nc")}, "loads are taken for constant"
+
+
+def test_every_type_has_its_kernels() -> None:
+    ptx, _ = compiled(LIBRARIES[-1], "compute_90", "int64")
+    assert set(re.findall(r"\.entry (\w+)", ptx)) == set(kernels.kernel_names("int64"))
