@@ -41,7 +41,9 @@ mxnet-extra-2.0.0b1 := ,mxnet2
 # Both MXNets declare numpy<2, of which there is no wheel for Python 3.13 and later; the package's shim makes NumPy 2
 # work, so there MXNet is installed without the dependencies it declares.
 NEW_PYTHON := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info >= (3, 13) else "")')
-EXTRAS := test,lint,native$(mpi-extra-$(MPI))$(if $(NEW_PYTHON),,$(mxnet-extra-$(MXNET)))
+# The compilers of kernels for GPUs, which need no GPU, in the first environment only: they are large.
+gpu-extra-1.9.1-openmpi := ,test-gpu
+EXTRAS := test,lint,native$(gpu-extra-$(MXNET)-$(MPI))$(mpi-extra-$(MPI))$(if $(NEW_PYTHON),,$(mxnet-extra-$(MXNET)))
 
 INPUTS := setup.cfg setup.py pyproject.toml Makefile \
           $(shell find kvstore_hvd native startup -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.pth' \
@@ -49,11 +51,11 @@ INPUTS := setup.cfg setup.py pyproject.toml Makefile \
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help venv demo test test-mpich soak fuzz api lint format native-test tsan asan bench clean distclean
+.PHONY: help venv demo test test-mpich soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo test test-mpich soak fuzz api lint format native-test tsan asan bench clean distclean"
+	@echo "Targets: demo test test-mpich soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean"
 
 venv: $(STAMP)
 
@@ -107,13 +109,14 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-# $(1): name of the build folder, $(2): sanitizers, as native/CMakeLists.txt names them
+# $(1): name of the build folder, $(2): sanitizers, as native/CMakeLists.txt names them, $(3), $(4): what to build and to
+# run if not all
 comma := ,
 define native
 	$(BIN)/cmake -S native -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DKVHVD_SANITIZE=$(2)
-	$(BIN)/cmake --build build/$(1) --parallel $(JOBS)
-	$(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
+	$(BIN)/cmake --build build/$(1) --parallel $(JOBS) $(3)
+	$(BIN)/ctest --test-dir build/$(1) $(4) --parallel $(JOBS) --output-on-failure --no-tests=error --timeout 600
 endef
 
 native-test: $(STAMP) native/CMakeLists.txt
@@ -121,6 +124,10 @@ native-test: $(STAMP) native/CMakeLists.txt
 
 tsan: $(STAMP) native/CMakeLists.txt
 	$(call native,native-tsan,thread)
+
+# Of the kernels for GPUs only, in a minute or two.
+tsan-gpu: $(STAMP) native/CMakeLists.txt
+	$(call native,native-tsan,thread,--target test_gpu_order,-R gpu)
 
 asan: $(STAMP) native/CMakeLists.txt
 	$(call native,native-asan,address$(comma)undefined)
