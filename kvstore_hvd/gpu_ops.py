@@ -12,6 +12,7 @@ from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.executors import create_executor
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, synchronize
+from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["allreduce", "broadcast"]
@@ -20,7 +21,7 @@ _LOOK_S = 20e-6
 
 
 def allreduce(array: Any, name: str, op: str, out: Any, prescale: float, postscale: float) -> Any:
-    """As `numpy_ops.allreduce`, of an array for which `gpu.arrays.is_on_gpu` holds."""
+    """As `numpy_ops.allreduce`, of an array for which `gpu.arrays.is_on_gpu` holds; raises as `numpy_ops.allreduce`."""
     if op not in native.OPS:
         fact, fix = f"there is no op {op!r}.", f"use one of {', '.join(native.OPS)}."
         raise InvalidRequestError(message(fact, **_speaker("allreduce", name), fix=fix))
@@ -123,7 +124,8 @@ def _run_alone(request: Request, device: int) -> None:
         request.as_half,
         request.root,
     )
-    with _lock:
+    # The program's own current device stays what it is.
+    with _lock, active(device):
         if device not in _executors:
             _executors[device] = create_executor(None, engine.current().topology, device)
         executor = _executors[device]
