@@ -355,15 +355,10 @@ def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
         The types of the segments and of the buffer, one of `casts`; elements are scaled in the wider of the two, at
         least float32 (integers in float64), and rounded once. Both empty: bytes are copied, and nothing is scaled.
 
-    Returns
-    -------
-    str
-        A member of `kernel_names`.
-
     Raises
     ------
     ValueError
-        There is no such cast.
+        The tensors cannot be packed so.
     """
     if not tensor_dtype and not buffer_dtype:
         return "kvhvd_copy"
