@@ -15,16 +15,13 @@ void DeviceQueue::put(DeviceBatch batch) {
 }
 
 std::optional<std::uint32_t> DeviceQueue::take_finished() {
+  if (!has_finished()) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (finished_.empty()) return std::nullopt;
   const std::uint32_t slot = finished_.front();
   finished_.pop_front();
+  finished_count_.store(finished_.size(), std::memory_order_relaxed);
   return slot;
-}
-
-bool DeviceQueue::has_finished() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !finished_.empty();
 }
 
 bool DeviceQueue::holds(std::uint32_t slot) const {
@@ -74,6 +71,7 @@ bool DeviceQueue::done(std::uint64_t number) {
     // Once the world is lost it failed, whatever the device made of it: the others may not have it.
     if (!is_given_up_) finished_.push_back(slot);
   }
+  finished_count_.store(finished_.size(), std::memory_order_relaxed);
   taken_.erase(found);
   return true;
 }

@@ -5,6 +5,7 @@
 // when each is done. An operation stays pending until then, also when the world is lost: the device may still write.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -46,9 +47,10 @@ class DeviceQueue {
 
   void put(DeviceBatch batch);
 
-  // A slot whose operation is done.
+  // A slot whose operation is done. Asked at every step of the pipeline: takes no lock where there is none.
   std::optional<std::uint32_t> take_finished();
-  bool has_finished() const;
+  // Relaxed: only whether to look, and whoever adds one rings the bell afterwards.
+  bool has_finished() const { return finished_count_.load(std::memory_order_relaxed) != 0; }
 
   // Whether the device may still read or write the arrays of this slot's operation.
   bool holds(std::uint32_t slot) const;
@@ -83,6 +85,7 @@ class DeviceQueue {
   std::map<std::uint64_t, std::vector<std::uint32_t>> taken_;  // the slots of each
   std::unordered_set<std::uint32_t> held_;
   std::deque<std::uint32_t> finished_;
+  std::atomic<std::size_t> finished_count_{0};  // written under mutex_
   bool is_given_up_ = false, is_closed_ = false;
   Clock::time_point give_up_at_;
 };
