@@ -73,7 +73,7 @@ def _run(
         return out
     with world.submitting():
         communicator = world.communicator()
-        communicator.start_devices()
+        communicator.start_device(source.device)
         communicator.run(request)
     return out
 

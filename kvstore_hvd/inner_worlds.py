@@ -27,6 +27,11 @@ class InnerMember(Member):
         super().__init__()
         self._ranks, self._number = tuple(ranks), number
 
+    @property
+    def reaches_gpus(self) -> bool:
+        """See `Member.reaches_gpus`. No: two worlds' operations on one GPU could wait for each other for ever."""
+        return False
+
     def join_inside(self, outer: World) -> None:
         """Join this world inside `outer`. Raises as `join`."""
         topology = outer.topology

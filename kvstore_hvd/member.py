@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import log, mxnet_compat, native
+from kvstore_hvd import gpu, log, mxnet_compat, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.shm import ShmCommunicator
 from kvstore_hvd.config import config
@@ -228,9 +228,14 @@ class Member:
             raise ShutdownError(message(fact, **topology.speaker, fix=self._remedy))
         return communicator
 
-    def start_devices(self) -> None:
-        """Be ready for operations on arrays of GPUs, before the first one. Raises as `communicator`."""
-        self.communicator().start_devices()
+    @property
+    def reaches_gpus(self) -> bool:
+        """Whether arrays on GPUs can be submitted."""
+        return gpu.is_installed()
+
+    def start_device(self, device: int) -> None:
+        """See `Communicator.start_device`; raises as `communicator`, too."""
+        self.communicator().start_device(device)
 
     def mxnet_adapter(self) -> native.MXNetAdapter:
         """The adapter for arrays of the MXNet in this process. Raises as `communicator`."""

@@ -133,7 +133,7 @@ class Operations:
         if wire is None:
             wire = buffer_like(value, context=home)
         if home is not None:
-            self._world.start_devices()
+            self._world.start_device(home.device_id)
         if is_root and wire is not value:
             copy(value, wire)
         self._world.mxnet_adapter().broadcast(
@@ -159,7 +159,7 @@ class Operations:
             return _Prepared(group.key, copies=[(source, array) for array in outs if array is not source])
         home = placement.home(group.values[0])
         if home is not None:
-            self._world.start_devices()
+            self._world.start_device(home.device_id)
         stand_ins: dict[int, Any] = {}
         for value in unique(group.values):
             if not placement.is_direct(value, dtype, home):

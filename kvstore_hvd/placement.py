@@ -22,6 +22,7 @@ class Placement:
     """
 
     def __init__(self, world: Member, groups: Sequence[Group]) -> None:
+        self._world = world
         self._adapter = None if world.is_alone else world.mxnet_adapter()
         self._direct: dict[tuple[int, str, Any], bool] = {}
         self._aliased: set[int] = set()  # ids of arrays
@@ -41,13 +42,13 @@ class Placement:
         return id(array) in self._aliased
 
     def home(self, array: Any) -> Any:
-        """The GPU on which an operation on this array takes place; None for the CPU, also where CuPy is missing."""
+        """The GPU on which an operation on this array takes place; None for the CPU, also if GPUs are out of reach."""
         context = mxnet_compat.context_of(array)
         if context.device_type.startswith("cpu"):
             return None
-        if not gpu.is_installed():
-            text = "arrays on GPUs are copied to the CPU and back, which is slow: CuPy is not installed"
-            log.once("gpu-without-cupy", logging.WARNING, text)
+        if not self._world.reaches_gpus:
+            text = "arrays on GPUs are copied to the CPU and back, which is slow%s"
+            log.once("gpu-out-of-reach", logging.WARNING, text, "" if gpu.is_installed() else ": CuPy is not installed")
             return None
         return context
 

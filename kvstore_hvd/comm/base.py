@@ -135,13 +135,18 @@ class Communicator(ABC):
     def shutdown(self, reason: str = "") -> None:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
 
-    def start_devices(self) -> None:
-        """Be ready for operations on arrays of GPUs; before the first one is submitted.
+    def start_device(self, device: int) -> None:
+        """Be ready for operations on arrays of a GPU, before the first one is submitted.
+
+        Parameters
+        ----------
+        device : int
+            As CUDA counts it in this process.
 
         Raises
         ------
         InvalidRequestError
-            This kind of world has none.
+            This kind of world has none, or this worker uses another one.
         """
         fact, fix = "arrays on GPUs cannot be sent in this kind of world.", "copy them to the CPU."
         raise InvalidRequestError(message(fact, fix=fix))

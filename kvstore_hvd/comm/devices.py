@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.executor import Batch, Completion, Executor
-from kvstore_hvd.errors import TransportError
+from kvstore_hvd.comm.executor import Completion, Executor
+from kvstore_hvd.errors import InvalidRequestError, TransportError, message
 from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["DeviceThread"]
@@ -30,21 +30,34 @@ class DeviceThread:
     engine : native.Engine
         Where the batches come from.
     make_executor : callable
-        Makes the executor, given the first batch; every worker does so with the same batch, so it may talk to them.
+        Makes the executor for a device, when the first batch has come; as every worker does so with the same batch, it
+        may talk to them.
     """
 
-    def __init__(self, engine: native.Engine, make_executor: Callable[[Batch], Executor]) -> None:
+    def __init__(self, engine: native.Engine, make_executor: Callable[[int], Executor]) -> None:
         self._engine, self._make_executor = engine, make_executor
+        self._device = 0
         self._executor: Executor | None = None
         self._under_way: deque[tuple[int, Completion]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def start(self) -> None:
-        """Begin, unless it has."""
+    def start(self, device: int) -> None:
+        """Begin, unless it has.
+
+        Raises
+        ------
+        InvalidRequestError
+            It has, with another device.
+        """
         with self._lock:
+            if self._thread is not None and device != self._device:
+                fact = f"an array is on GPU {device}, but this worker's operations take place on GPU {self._device}."
+                fix = "keep all arrays of a worker on one GPU: that of its local_rank."
+                raise InvalidRequestError(message(fact, fix=fix))
             if self._thread is None:
+                self._device = device
                 self._thread = threading.Thread(target=self._run, name="kvstore_hvd-device", daemon=True)
                 self._thread.start()
 
@@ -68,7 +81,7 @@ class DeviceThread:
     def _begin(self, number: int, collective: str, operations: list[DeviceOperation]) -> None:
         try:
             if self._executor is None:
-                self._executor = self._make_executor(operations)
+                self._executor = self._make_executor(self._device)
             self._under_way.append((number, getattr(self._executor, collective)(operations)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for this worker
             self._engine.end_batch(number, error)

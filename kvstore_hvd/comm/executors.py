@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvstore_hvd import log
 from kvstore_hvd.comm import agreement
 from kvstore_hvd.comm.base import Communicator
-from kvstore_hvd.comm.executor import Batch, Executor
+from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.comm.split import SplitExecutor
@@ -19,14 +19,13 @@ from kvstore_hvd.errors import KVHvdError, LaunchError, message
 from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches, shared
 from kvstore_hvd.gpu.kernels import MAX_RANKS
 from kvstore_hvd.gpu.nccl_library import OLDEST, library
-from kvstore_hvd.gpu.runtime import checked, cupy
 from kvstore_hvd.topology import Host, Topology
 
 # What our kernels do sooner than NCCL begins; and their staging memory for it: two halves.
 _SMALL_BYTES = 64 << 10
 _SMALL_STAGING = 2 << 20
 
-__all__ = ["create_executor", "device_of"]
+__all__ = ["create_executor"]
 
 
 def create_executor(communicator: Communicator | None, topology: Topology, ordinal: int, name: str = "gpu") -> Executor:
@@ -76,17 +75,6 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
         and not shared(devices)
     )
     return _make(path, talk, topology, devices, ordinal, has_small)
-
-
-def device_of(batch: Batch) -> int:
-    """The device of a batch's arrays, as CUDA counts it in this process; the current one if all are empty."""
-    runtime = cupy().cuda.runtime
-    with checked("ask where an array lies"):
-        for operation in batch:
-            for address in (*operation.inputs, *operation.outputs):
-                if address:
-                    return int(runtime.pointerGetAttributes(address).device)
-        return int(runtime.getDevice())
 
 
 def _make(

@@ -11,7 +11,7 @@ from typing import Any
 from kvstore_hvd import affinity, log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.devices import DeviceThread
-from kvstore_hvd.comm.executors import create_executor, device_of
+from kvstore_hvd.comm.executors import create_executor
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
@@ -74,14 +74,14 @@ class ShmCommunicator(Communicator):
                 topology.host,
             )
         self._arena = native.Arena(self._segment, topology.rank)
-        self._devices = DeviceThread(self._engine, lambda batch: create_executor(self, topology, device_of(batch)))
+        self._device = DeviceThread(self._engine, lambda device: create_executor(self, topology, device))
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
             log.once("pidfds", logging.WARNING, text)
 
-    def start_devices(self) -> None:
-        """See `Communicator.start_devices`."""
-        self._devices.start()
+    def start_device(self, device: int) -> None:
+        """See `Communicator.start_device`."""
+        self._device.start(device)
 
     def submit(self, request: Request) -> native.Work:
         """See `Communicator.submit`."""
@@ -116,7 +116,7 @@ class ShmCommunicator(Communicator):
         try:
             self._engine.shutdown(reason)
         finally:
-            self._devices.stop()
+            self._device.stop()
 
     def report(self) -> EngineStatistics:
         """See `Communicator.report`."""

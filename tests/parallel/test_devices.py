@@ -12,7 +12,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import engine
 from kvstore_hvd.comm import shm
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import HorovodInternalError, MismatchError, TransportError
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
 from support.arrays import contribution
 from support.host_executor import HostExecutor
 
@@ -31,10 +31,9 @@ def executors(monkeypatch, size):
         return made[-1]
 
     monkeypatch.setattr(shm, "create_executor", create)
-    monkeypatch.setattr(shm, "device_of", lambda batch: 0)
     kvstore_hvd.barrier()
     kvstore_hvd.reset()
-    engine.current().communicator().start_devices()
+    engine.current().communicator().start_device(0)
     yield made
     with contextlib.suppress(HorovodInternalError):
         kvstore_hvd.barrier()  # the others are not disturbed
@@ -74,6 +73,15 @@ def test_batches_are_equal_on_all_workers(executors, rank, size):
     rows = hvd.allgather_object(executor.batches)
     assert all(batches == rows[0] for batches in rows)
     assert sorted(name for batch in executor.batches for name in batch) == sorted(names)
+
+
+def test_one_device(executors, rank, size):
+    """A second GPU in one worker: InvalidRequestError, and nothing is lost."""
+    with pytest.raises(
+        InvalidRequestError, match="an array is on GPU 1, but this worker's operations take place on GPU 0"
+    ):
+        engine.current().communicator().start_device(1)
+    engine.current().communicator().run(request(np.ones(5, np.float32), "after"))
 
 
 def test_one_kind_of_memory(executors, rank, size):

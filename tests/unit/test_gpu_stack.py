@@ -43,8 +43,8 @@ def test_many_arrays_in_another_order_on_each_rank(cuda: FakeCuda, size: int) ->
     def work(rank: int) -> list[Any]:
         engine = native.Engine(segment, rank, 20.0, False)
         devices = [Device.of(0, "here")] * size
-        thread = DeviceThread(engine, lambda batch: RingExecutor(rank, devices, 0, 2 << 20, 20.0, exchange.of(rank)))
-        thread.start()
+        thread = DeviceThread(engine, lambda device: RingExecutor(rank, devices, 0, 2 << 20, 20.0, exchange.of(rank)))
+        thread.start(0)
         arrays = [HostArray(raw) for raw in given[rank]]
         order = np.random.default_rng(rank).permutation(len(counts))
         for _ in range(20):
@@ -74,8 +74,8 @@ def test_a_mismatch_changes_nothing_and_a_lost_kernel_ends_the_world(cuda: FakeC
     def work(rank: int) -> None:
         engine = native.Engine(segment, rank, 20.0, False)
         devices = [Device.of(0, "here")] * 2
-        thread = DeviceThread(engine, lambda batch: RingExecutor(rank, devices, 0, 2 << 20, 20.0, exchange.of(rank)))
-        thread.start()
+        thread = DeviceThread(engine, lambda device: RingExecutor(rank, devices, 0, 2 << 20, 20.0, exchange.of(rank)))
+        thread.start(0)
         array = HostArray(samples(rank, 100, "float32"))
         before = array.content.copy()
         wrong = HostArray(samples(rank, 100 + rank, "float32"))
