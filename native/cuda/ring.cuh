@@ -135,7 +135,7 @@ class Ring {
     output += i * kVectorBytes;
     from += i * kVectorBytes;
     to += i * kVectorBytes;
-    for (; i + (kAtOnce - 1) * threads() < whole; advance(kAtOnce)) {
+    while (i + (kAtOnce - 1) * threads() < whole) {
       Vector received[kAtOnce];
       Vector mine[kAtOnce];
       KVHVD_UNROLL
@@ -149,8 +149,9 @@ class Ring {
         if (kStep != Step::kTake) store(to + k * stride, out);
         if (writes<kStep>()) store(output + k * stride, out);
       }
+      advance(kAtOnce);
     }
-    for (; i < vectors; advance(1)) {
+    while (i < vectors) {
       const u32 bytes = cut_to(launch_.bytes - byte - i * kVectorBytes);
       Vector mine = {};
       Vector received = {};
@@ -159,6 +160,7 @@ class Ring {
       const Vector out = outcome<kStep>(mine, received);
       if (kStep != Step::kTake) store(to, out);
       if (writes<kStep>()) store_part(output, out, bytes);
+      advance(1);
     }
   }
 
