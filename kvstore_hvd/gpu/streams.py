@@ -106,6 +106,7 @@ class Stream:
             event = Event().record(self)
             while not event.done():
                 if time.monotonic() > end:
+                    log.logger.warning("a GPU has not ended what it was given within %g s after an abort", limit_s)
                     return False
                 time.sleep(_PAUSE_S)
             event.close()
