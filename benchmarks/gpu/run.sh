@@ -47,8 +47,12 @@ has pytest || missing+=(pytest)
 has pytest_timeout || missing+=(pytest-timeout)
 has cupy || missing+=("cupy-cuda${major}x>=13,<15")
 if [ ${#missing[@]} -gt 0 ]; then
-  step 120 install "$python" -m pip install --quiet --disable-pip-version-check "${missing[@]}"
+  # Without a network it is soon known.
+  step 120 install "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 10 "${missing[@]}"
 fi
+for module in numpy pytest pytest_timeout cupy; do
+  has "$module" || { say "needed, but not there: $module ($python)" && failed+=("$module"); }
+done
 
 step 20 machine bash -c "nvidia-smi; nvidia-smi topo -m; $python -m pip list 2>/dev/null |
   grep -i -E 'cupy|nccl|nvrtc|numpy|pytest|mpi4py|pybind11'; git log -1 --format='commit %h' 2>/dev/null; true"
@@ -67,11 +71,12 @@ step 150 measure "$python" benchmarks/gpu/device.py --json "$out/gpu-device.json
 if "$python" -c 'from kvstore_hvd import native; native.abi()' 2>/dev/null && [ -f examples/digits_cupy.py ] && has sklearn; then
   step 60 example "$python" -m kvstore_hvd.launch -np 2 "$python" examples/digits_cupy.py
 fi
-step 160 test_processes "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout 160 tests/gpu/test_processes.py
+step 120 test_processes "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_processes.py -k share
 # Two ranks of NCCL on one GPU: an experiment of NCCL 2.30 and newer, which may hang.
 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=8 \
   step 45 test_nccl_shared "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_executors.py \
   -k 'TestNccl and batch and (float32-2 or float16-2 or int64-2)'
+step 160 memcheck "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_processes.py -k access
 
 if [ ${#failed[@]} -gt 0 ]; then
   say "FAILED: ${failed[*]}"

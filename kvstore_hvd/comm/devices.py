@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvstore_hvd import native
-from kvstore_hvd.comm.executor import Completion, Executor
+from kvstore_hvd import log, native
+from kvstore_hvd.comm.executor import END_S, Completion, Executor
 from kvstore_hvd.errors import InvalidRequestError, TransportError, message
 from kvstore_hvd.records import DeviceOperation
 
@@ -18,8 +18,8 @@ __all__ = ["DeviceThread"]
 # Between two looks at the device, which tells nobody when it is done; and at the world, while there is nothing to do.
 _LOOK_S = 50e-6
 _IDLE_S = 0.5
-# What a device may take to end after an abort.
-_END_S = 10.0
+# How long the thread may take to end: what it does then has limits of its own, which are shorter together.
+_STOP_S = 60.0
 
 
 class DeviceThread:
@@ -60,12 +60,18 @@ class DeviceThread:
                 self._device = device
                 self._thread = threading.Thread(target=self._run, name="kvstore_hvd-device", daemon=True)
                 self._thread.start()
+                threading.Thread(target=self._watch, name="kvstore_hvd-device-watch", daemon=True).start()
 
     def stop(self) -> None:
         """End, after the engine has left its world."""
+        # In a forked child the thread is not there, and its executor is the parent's.
+        if self._thread is None or not self._thread.is_alive():
+            return
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._abort_if_lost()
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            log.logger.warning("the thread of GPU %d does not end; it is left behind", self._device)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -76,7 +82,23 @@ class DeviceThread:
             if self._engine.health() is not None:
                 self._end_all()
         if self._executor is not None:
-            self._executor.close()
+            with contextlib.suppress(TransportError):  # of a device that has failed
+                if self._under_way:
+                    self._executor.abort()
+                self._executor.close()
+
+    def _watch(self) -> None:
+        """Once the world is lost, end what the thread itself may be waiting for: a worker that does not come."""
+        while not self._stop.wait(_IDLE_S):
+            if self._abort_if_lost():
+                return
+
+    def _abort_if_lost(self) -> bool:
+        executor = self._executor
+        if executor is None or self._engine.health() is None:
+            return False
+        executor.abort()
+        return True
 
     def _begin(self, number: int, collective: str, operations: list[DeviceOperation]) -> None:
         try:
@@ -84,6 +106,10 @@ class DeviceThread:
                 self._executor = self._make_executor(self._device)
             self._under_way.append((number, getattr(self._executor, collective)(operations)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for this worker
+            if self._executor is not None:
+                # A part of it may be enqueued: the arrays are the caller's again when the device is done with them.
+                with contextlib.suppress(Exception):
+                    self._executor.end(END_S)
             self._engine.end_batch(number, error)
 
     def _finish(self) -> None:
@@ -103,9 +129,9 @@ class DeviceThread:
         """The world is lost: nothing may write to arrays any more once the callers have learnt of it."""
         if self._executor is not None:
             self._executor.abort()
+        end = time.monotonic() + END_S  # of all of them: the engine waits no longer, either
         while self._under_way:
             number, completion = self._under_way.popleft()
-            end = time.monotonic() + _END_S
             with contextlib.suppress(Exception):  # that it has ended is what counts; the reason is an older one
                 while not completion.done() and time.monotonic() < end:
                     time.sleep(_LOOK_S)

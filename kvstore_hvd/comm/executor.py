@@ -16,11 +16,11 @@ from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.records import DeviceOperation
 
-__all__ = ["Batch", "Completion", "EventCompletion", "Executor", "input_of"]
+__all__ = ["END_S", "Batch", "Completion", "EventCompletion", "Executor", "input_of"]
 
 
-# What a device may take to end after an abort.
-_END_S = 10.0
+#: Seconds that a device may take to end after an abort.
+END_S = 10.0
 
 #: Requests of one kind, dtype, op, scales and root; carried out together.
 Batch = Sequence[DeviceOperation]
@@ -71,6 +71,10 @@ class Executor(ABC):
         """Have what is enqueued end soon, on every worker; from any thread, any number of times. Returns at once."""
 
     @abstractmethod
+    def end(self, limit_s: float) -> bool:
+        """Abort, and wait until the device touches no array any more; False when it may after `limit_s` seconds."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give everything back. What is under way is done, or was aborted; never used again."""
 
@@ -110,7 +114,7 @@ class EventCompletion(Completion):
                 self._check_time(has_ended)
             except HorovodInternalError as error:
                 self._failure = error
-                self._deadline = time.monotonic() + _END_S
+                self._deadline = time.monotonic() + END_S
                 self._abort()
         if self._failure is not None:
             if not has_ended and time.monotonic() < self._deadline:

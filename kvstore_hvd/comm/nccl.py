@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd.comm.executor import Batch, Completion, EventCompletion, Executor, input_of
+from kvstore_hvd.comm.executor import END_S, Batch, Completion, EventCompletion, Executor, input_of
 from kvstore_hvd.comm.ring import reduction_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
 from kvstore_hvd.errors import TransportError
@@ -187,12 +187,19 @@ class NcclExecutor(Executor):
         self._nccl.abort()
         self._launcher.abort()
 
+    def end(self, limit_s: float) -> bool:
+        """See `Executor.end`."""
+        self.abort()
+        return self.stream.drain(limit_s)
+
     def close(self) -> None:
         """See `Executor.close`."""
         activate(self._ordinal)
         self._nccl.close()
         told = [memory.close for memory in self._told or ()]
-        close_all(self.stream.synchronize, self._launcher.close, self._staging.close, *told, self.stream.close)
+        # What does not end keeps its memory: CUDA would wait for it without a limit.
+        if self.stream.drain(END_S):
+            close_all(self._launcher.close, self._staging.close, *told, self.stream.close)
 
     def _check(self) -> None:
         self._nccl.check()

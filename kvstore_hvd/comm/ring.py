@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstore_hvd.comm.executor import Batch, Completion, EventCompletion, Executor, input_of
+from kvstore_hvd.comm.executor import END_S, Batch, Completion, EventCompletion, Executor, input_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
 from kvstore_hvd.errors import LaunchError, TransportError, message
 from kvstore_hvd.gpu import kernels
@@ -252,13 +252,18 @@ class RingExecutor(Executor):
         """See `Executor.abort`."""
         self._launches.abort()
 
+    def end(self, limit_s: float) -> bool:
+        """See `Executor.end`."""
+        self.abort()
+        return self._stream.drain(limit_s)
+
     def close(self) -> None:
         """See `Executor.close`."""
         activate(self._ordinal)
-        # Kernels that wait have ended, or end now: every one of them looks at the abort word.
-        self._launches.abort()
-        close_all(self._stream.synchronize)
-        self._give_back()
+        # Kernels that wait have ended, or end now: every one of them looks at the abort word. What does not end keeps
+        # its memory: CUDA would wait for it without a limit.
+        if self.end(END_S):
+            self._give_back()
 
     # -- Inside ------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,11 @@ class SplitExecutor(Executor):
         self._small.abort()
         self._large.abort()
 
+    def end(self, limit_s: float) -> bool:
+        """See `Executor.end`."""
+        self._small.abort()
+        return self._large.end(limit_s)
+
     def close(self) -> None:
         """See `Executor.close`."""
         # What both have enqueued ends with the stream, which the second one gives back.

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore_hvd import errors
 from kvstore_hvd.comm.base import Communicator, Request
-from kvstore_hvd.comm.executor import Batch, Completion, Executor, input_of
+from kvstore_hvd.comm.executor import END_S, Batch, Completion, Executor, input_of
 from kvstore_hvd.errors import message
 from kvstore_hvd.gpu.devices import activate
 from kvstore_hvd.gpu.kernels import ITEM_BYTES
@@ -75,10 +75,15 @@ class StagedExecutor(Executor):
     def abort(self) -> None:
         """See `Executor.abort`: only copies are enqueued, and the engine has its own way to end."""
 
+    def end(self, limit_s: float) -> bool:
+        """See `Executor.end`."""
+        return self._stream.drain(limit_s)
+
     def close(self) -> None:
         """See `Executor.close`."""
         activate(self._ordinal)
-        close_all(self._stream.synchronize, *(memory.close for memory in self._all), self._stream.close)
+        if self._stream.drain(END_S):
+            close_all(*(memory.close for memory in self._all), self._stream.close)
 
     def _start(self, collective: str, batch: Batch) -> Completion:
         activate(self._ordinal)

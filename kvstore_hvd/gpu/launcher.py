@@ -136,7 +136,7 @@ class Launcher:
         Parameters
         ----------
         segments : sequence of Segment
-            With sizes in elements of `dtype`, and offsets in bytes.
+            With sizes in elements of `dtype`, and offsets in bytes, multiples of 16.
         buffer : int
         into_buffer : bool
         dtype, buffer_dtype : str
@@ -149,9 +149,13 @@ class Launcher:
         buffer_dtype = buffer_dtype or dtype
         if buffer_dtype == dtype and scale == 1.0:
             unit, tile, name = kernels.ITEM_BYTES[dtype], kernels.TILE_BYTES, kernels.copy_kernel()
+            placed = [segment._replace(size=segment.size * unit) for segment in segments]
         else:
-            unit, tile, name = 1, kernels.TILE_ELEMENTS, kernels.copy_kernel(dtype, buffer_dtype)
-        table, tiles = _table([segment._replace(size=segment.size * unit) for segment in segments], tile)
+            # These kernels count elements in the buffer, too.
+            unit, tile = kernels.ITEM_BYTES[buffer_dtype], kernels.TILE_ELEMENTS
+            name = kernels.copy_kernel(dtype, buffer_dtype)
+            placed = [segment._replace(offset=segment.offset // unit) for segment in segments]
+        table, tiles = _table(placed, tile)
         (address,) = self._tables.put(self.stream, [table])
         arguments = np.zeros(1, kernels.COPY)
         arguments["segments"], arguments["buffer"], arguments["n_segments"] = address, buffer, len(table)

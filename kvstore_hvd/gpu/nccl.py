@@ -173,6 +173,8 @@ class NcclCommunicator:
 
     def close(self) -> None:
         """Give everything back; all that was enqueued is done, and all ranks do it. Aborts when that takes too long."""
+        # A rank that was aborted never comes.
+        self.timeout_s = min(self.timeout_s, _ABORT_S)
         with contextlib.suppress(TransportError, errors.TimeoutError):
             if self._handle:
                 self._call("ncclCommFinalize", self._handle)

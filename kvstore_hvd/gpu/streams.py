@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from typing import Any
 
 from kvstore_hvd import log
@@ -14,6 +15,7 @@ __all__ = ["Event", "Stream", "current"]
 
 # Lower numbers are more urgent; what is beyond the device's range counts as its end.
 _HIGHEST = -100
+_PAUSE_S = 0.0002
 _DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
@@ -96,6 +98,22 @@ class Stream:
         """Wait until all that was enqueued is done. Only where nothing in it waits for another worker."""
         with checked("wait for a stream"):
             cupy().cuda.runtime.streamSynchronize(self.address)
+
+    def drain(self, limit_s: float) -> bool:
+        """Wait until all that was enqueued is done, or has failed; False when it is not so after `limit_s` seconds."""
+        end = time.monotonic() + limit_s
+        try:
+            event = Event().record(self)
+            while not event.done():
+                if time.monotonic() > end:
+                    log.logger.warning("a GPU has not ended what it was given within %g s after an abort", limit_s)
+                    return False
+                time.sleep(_PAUSE_S)
+            event.close()
+        except TransportError as error:
+            # The device has failed, and runs nothing of this process any more.
+            log.logger.debug("%s", error)
+        return True
 
     def close(self) -> None:
         """Give it back; what is enqueued still runs."""

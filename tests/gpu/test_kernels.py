@@ -163,6 +163,10 @@ def test_pack_and_unpack(device: Device, new: Callable[..., Any], dtype: str) ->
         targets = [Segment(a.address, offset, count) for a, offset, count in zip(results, offsets, counts)]
         launcher.copy(targets, buffer.address, False, dtype, packed, 1 / scale)
         finish(stream)
+        if packed == dtype:
+            for raw, offset in zip(given, offsets):
+                expected = combined([raw], dtype, "sum", scale) if scale != 1.0 else raw
+                np.testing.assert_array_equal(buffer.content[offset : offset + len(raw)], expected)
         for array, raw in zip(results, given):
             if ITEM_BYTES[packed] >= ITEM_BYTES[dtype]:
                 np.testing.assert_array_equal(array.content, raw)

@@ -47,7 +47,7 @@ def test_processes_that_share_a_gpu(device: Device, tmp_path: Path, size: int) -
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(150)
 def test_no_access_beside_arrays(device: Device) -> None:
     command = [str(SANITIZER), "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q"]
     chosen = "test_exchange or test_as_half or test_arrays_that_begin or test_pack"
@@ -57,6 +57,6 @@ def test_no_access_beside_arrays(device: Device) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=140,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

@@ -120,6 +120,30 @@ class ExecutorCases:
             else:
                 np.testing.assert_array_equal(result, expected)
 
+    @pytest.mark.parametrize(("dtype", "as_half"), [("float32", False), ("float16", False), ("float32", True)])
+    def test_an_average_of_many_arrays(self, ranks: Make, new: New, dtype: str, as_half: bool) -> None:
+        size, counts = 2, [7, 40_000, 1, 30_001]
+        given = [[np.full(count, 4 * n + 2 * rank, dtype) for n, count in enumerate(counts)] for rank in range(size)]
+        world = ranks(size)
+
+        def work(rank: int, executor: Executor) -> list[Any]:
+            arrays = [new(values.view(np.uint8)) for values in given[rank]]
+            finish(
+                executor.allreduce(
+                    [
+                        device_operation(
+                            [array.address], [array.address], count, dtype, "average", 1.0, 0.5, as_half=as_half
+                        )
+                        for array, count in zip(arrays, counts)
+                    ]
+                )
+            )
+            return [array.content.copy() for array in arrays]
+
+        for result in world.run(work):
+            for n, raw in enumerate(result):
+                np.testing.assert_array_equal(raw.view(dtype), np.full(counts[n], 4 * n + 1, dtype), f"array {n}")
+
     def test_a_tensor_larger_than_the_staging_memory(self, ranks: Make, new: New) -> None:
         counts = [5, 3 * STAGING // 4 + 11, 1000]
         given = [[samples(rank, count, "float32", n) for n, count in enumerate(counts)] for rank in range(3)]

@@ -105,8 +105,11 @@ def _copy(name: str, copy: Any) -> None:
             source, target = ends if copy["into_buffer"] else ends[::-1]
             target[:] = source
             continue
-        assert segment["offset"] % kernels.VECTOR_BYTES == 0
         tensor, fused = types
+        # Elements, of the buffer.
+        offset = int(segment["offset"]) * kernels.ITEM_BYTES[fused]
+        place = int(copy["buffer"]) + offset
+        assert offset % kernels.VECTOR_BYTES == 0
         ends = (
             (_bytes(segment["pointer"], count * kernels.ITEM_BYTES[tensor]), tensor),
             (_bytes(place, count * kernels.ITEM_BYTES[fused]), fused),

@@ -36,6 +36,11 @@ class HostExecutor(Executor):
     def abort(self) -> None:
         self.is_aborted = True
 
+    def end(self, limit_s: float) -> bool:
+        """Nothing is enqueued on a device."""
+        self.abort()
+        return True
+
     def close(self) -> None:
         self.is_closed = True
 
