@@ -158,14 +158,18 @@ class Operations:
                 source = scaled(source, how.prescale, how.postscale)
             return _Prepared(group.key, copies=[(source, array) for array in outs if array is not source])
         home = placement.home(group.values[0])
+        values = group.values
         if home is not None:
             self._world.start_device(home.device_id)
+            if len(values) > 1 and how.op in ("sum", "average"):
+                # On a GPU an operation takes one array of each worker.
+                values = [local_sum(values)]
         stand_ins: dict[int, Any] = {}
-        for value in unique(group.values):
+        for value in unique(values):
             if not placement.is_direct(value, dtype, home):
                 stand_ins[id(value)] = buffer_like(value, context=home)
                 copy(value, stand_ins[id(value)])
-        inputs = [stand_ins.get(id(value), value) for value in group.values]
+        inputs = [stand_ins.get(id(value), value) for value in values]
         outputs = [array for array in outs if placement.is_direct(array, dtype, home)]
         rest = [array for array in outs if not placement.is_direct(array, dtype, home)]
         if not outputs:

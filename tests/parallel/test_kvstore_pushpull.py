@@ -10,7 +10,10 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd import kvstore, usage
+from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet_compat import engine_is_naive
+from kvstore_hvd.operations import Operations
+from kvstore_hvd.placement import Placement
 from support.arrays import (
     DTYPES,
     assert_equal_on_all_ranks,
@@ -55,6 +58,21 @@ def test_sum_into_out(kv, kind, rank, size, dtype, shape):
     assert type(y) is type(x)
     assert_same_bits(y.asnumpy(), expected_sum(size, shape, dtype))
     assert_same_bits(x.asnumpy(), mine)
+
+
+def test_values_of_several_gpus_are_one_array_of_the_worker(kv, kind, rank, size, monkeypatch):
+    """What takes place on a GPU takes one array of each worker; here the CPU stands in for the first GPU."""
+    given, submit = [], Operations._submit
+    monkeypatch.setattr(Placement, "home", lambda self, array: mx.cpu(0))
+    monkeypatch.setattr(Member, "start_device", lambda self, device: None)
+    monkeypatch.setattr(
+        Operations, "_submit", lambda self, call, one, *rest: given.append(one) or submit(self, call, one, *rest)
+    )
+    values = [make(kind, np.full(33, 10 * rank + d, "float32"), mx.cpu(d)) for d in range(2)]
+    kv.pushpull("x", values)
+    for value in values:
+        assert_same_bits(value.asnumpy(), np.full(33, sum(20 * r + 1 for r in range(size)), "float32"))
+    assert [len(one.inputs) for one in given] == [1] * (size > 1)
 
 
 @pytest.mark.parametrize("devices", [2, 3])
