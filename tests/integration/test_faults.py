@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -34,7 +35,7 @@ def start(tmp_path: Path):  # type: ignore[no-untyped-def]
     left = [
         process.info["cmdline"]
         for process in psutil.process_iter(["cmdline"])
-        if str(WORKER) in (process.info["cmdline"] or [])
+        if {sys.executable, str(WORKER)} <= set(process.info["cmdline"] or [])  # not those of another environment
     ]
     assert not left, f"processes are left: {left}"
     assert shared_files() == shared_before
