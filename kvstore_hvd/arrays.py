@@ -15,19 +15,9 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.keys import Call, Group
 
-__all__ = ["ITEM_BYTES", "buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_array", "scaled", "unique"]
+__all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_array", "scaled", "unique"]
 
 _VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
-ITEM_BYTES = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
 
 
 def check_group(call: Call, group: Group) -> None:
@@ -87,7 +77,7 @@ def unique(arrays: Sequence[Any]) -> list[Any]:
 
 def bytes_of(array: Any, dtype: str) -> int:
     """How many bytes the array's elements take as `dtype`, one of those that travel."""
-    return int(math.prod(array.shape)) * ITEM_BYTES[dtype]
+    return int(math.prod(array.shape)) * native.ITEM_BYTES[dtype]
 
 
 def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:

@@ -24,6 +24,7 @@ from kvstore_hvd.records import (
 __all__ = [
     "COLLECTIVES",
     "DTYPES",
+    "ITEM_BYTES",
     "MAX_NAMES",
     "OPS",
     "Arena",
@@ -52,6 +53,17 @@ DTYPES = {
     "uint8": 5,
     "int32": 6,
     "int64": 7,
+}
+#: Bytes of an element.
+ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
 }
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
 #: How many tensors a world knows at a time: native/include/kvstore_hvd/world.hpp.

@@ -25,10 +25,12 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from common import ROOT, describe, size_text, summary, table, write
 
+from kvstore_hvd import native
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
+from kvstore_hvd.comm.rounds import buffer_bytes, rounds
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.devices import Device, activate
 from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory
@@ -100,7 +102,7 @@ class Bench:
         """Registers of every kernel, and bytes of local memory, which a kernel that spills has."""
         modules = Kernels(self.device.capability, self.device.multiprocessors)
         found = {}
-        for dtype in kernels.DTYPES:
+        for dtype in native.DTYPES:
             for name in kernels.kernel_names(dtype):
                 function = modules._function(name, dtype)
                 ask = cupy().cuda.driver.funcGetAttribute
@@ -122,7 +124,7 @@ class Bench:
         tables = ranks.prepare(inputs, outputs)
         clock, best = Clock(ranks.stream), None
         limits = ranks.modules.limits(name, "float32")
-        most = kernels.ring_channels(nbytes, ranks.slot_vectors, limits) if way == "ring" else limits.resident
+        most = shapes.ring_channels(nbytes, ranks.slot_vectors, limits) if way == "ring" else limits.resident
         choices = [0] if latency else sorted({max(1, most // part) for part in (1, 2, 4)})
         for blocks in choices:
 
@@ -153,7 +155,8 @@ class Bench:
         counts = resnet50()
         stream = Stream()
         launcher = Launcher(Kernels(self.device.capability, self.device.multiprocessors), stream, 20.0)
-        offsets, total = kernels.fused_offsets([4 * count for count in counts])
+        (pieces,) = rounds(counts, 4, 8 * sum(counts), len(counts))
+        offsets, total = [piece.offset for piece in pieces], buffer_bytes(pieces, 4)
         tensors, buffer = DeviceMemory(total), DeviceMemory(total)
         segments = [Segment(tensors.address + offset, offset, count) for offset, count in zip(offsets, counts)]
         clock, found = Clock(stream), {}
@@ -164,7 +167,7 @@ class Bench:
                     launcher.copy(segments, buffer.address, into, "float32", packed, 0.5)
 
                 samples = clock.samples(enqueue, self.repetitions, 5)
-                moved = sum(counts) * (4 + kernels.ITEM_BYTES[packed])
+                moved = sum(counts) * (4 + native.ITEM_BYTES[packed])
                 floor = moved / self.bandwidth
                 found[f"{'pack' if into else 'unpack'} {packed}"] = {
                     "bytes": moved,

@@ -20,7 +20,6 @@ from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
 from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device, Residents, activate
-from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
 from kvstore_hvd.gpu.module import Kernels
@@ -29,6 +28,7 @@ from kvstore_hvd.gpu.nccl_library import NcclLibrary
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.gpu.tables import ENTRIES
+from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["NcclExecutor"]

@@ -14,15 +14,15 @@ from typing import Any
 from kvstore_hvd.comm.executor import END_S, Batch, Completion, EventCompletion, Executor, input_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
 from kvstore_hvd.errors import LaunchError, TransportError, message
-from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.devices import Device, Residents, activate, shared
-from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import GRACE_S, Launcher, Members, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.gpu.tables import ENTRIES
+from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["RingExecutor", "reduction_of"]
@@ -81,12 +81,12 @@ class RingExecutor(Executor):
         self._is_shared = bool(shared(devices))
         self._half = staging_bytes // 2 // _LINE * _LINE
         self._flip = False
-        fifo_bytes = 0 if self._is_shared else kernels.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
+        fifo_bytes = 0 if self._is_shared else shapes.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
         places = [0, kernels.CONTROL_BYTES, kernels.CONTROL_BYTES + 2 * self._half]
         sharers = sum(device.uuid == devices[rank].uuid for device in devices)
         self.modules = Kernels(devices[rank].capability, devices[rank].multiprocessors, sharers)
         # Blocks of a ring are rings of their own, and so as many on every rank: what all have room for.
-        self._ring_limits = kernels.Device(min(device.multiprocessors for device in devices), 1)
+        self._ring_limits = shapes.Limits(min(device.multiprocessors for device in devices), 1)
         self._memory: DeviceMemory | None = None
         self._peers: list[PeerMemory] = []
         self._launcher: Launcher | None = None
@@ -159,7 +159,7 @@ class RingExecutor(Executor):
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count for request in batch], item, self._half, most):
             nbytes = buffer_bytes(pieces, item)
-            way = kernels.choose(self._size, nbytes, self._half)
+            way = shapes.choose(self._size, nbytes, self._half)
             name = kernels.allreduce_kernel(
                 way, reduction.dtype, reduction.op, as_half=reduction.as_half, ranks=self._size
             )
@@ -278,7 +278,7 @@ class RingExecutor(Executor):
         nbytes = request.count * ITEM_BYTES[reduction.dtype]
         name = kernels.allreduce_kernel("ring", reduction.dtype, reduction.op, as_half=reduction.as_half)
         first, *others = request.outputs
-        blocks = kernels.ring_channels(nbytes, _SLOT_VECTORS, self._ring_limits)
+        blocks = shapes.ring_channels(nbytes, _SLOT_VECTORS, self._ring_limits)
         inputs, outputs = [Segment(input_of(request), 0, nbytes)], [Segment(first, 0, nbytes)]
         self._launches.collective(name, self._world, reduction, inputs, outputs, nbytes, blocks=blocks)
         for other in others:

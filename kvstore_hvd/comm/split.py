@@ -6,8 +6,8 @@ Both enqueue on one stream, in the same order on all workers: kernels of the one
 from __future__ import annotations
 
 from kvstore_hvd.comm.executor import Batch, Completion, Executor
-from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.streams import Event
+from kvstore_hvd.native import ITEM_BYTES
 
 __all__ = ["SplitExecutor"]
 

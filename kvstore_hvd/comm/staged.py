@@ -16,10 +16,10 @@ from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.executor import END_S, Batch, Completion, Executor, input_of
 from kvstore_hvd.errors import message
 from kvstore_hvd.gpu.devices import activate
-from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.memory import PinnedMemory
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
+from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.records import DeviceOperation
 
 __all__ = ["StagedExecutor"]

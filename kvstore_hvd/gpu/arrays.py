@@ -15,11 +15,12 @@ from typing import Any
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
 from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.gpu.runtime import checked, cupy
+from kvstore_hvd.native import ITEM_BYTES
 
 __all__ = ["DeviceArray", "device_array", "empty_like", "is_on_gpu", "synchronize"]
 
-#: Streams by the numbers of ``__cuda_array_interface__`` 3.
-LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+#: The default stream, by its number in ``__cuda_array_interface__`` 3.
+LEGACY_STREAM = 1
 
 _TYPES = {
     "<f2": "float16",
@@ -30,7 +31,6 @@ _TYPES = {
     "<i4": "int32",
     "<i8": "int64",
 }
-_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
 # dlpack.h: devices 2 (CUDA) and 13 (its managed memory); codes 0 (int), 1 (uint), 2 (float), 4 (bfloat).
 _DLPACK_DEVICES = (2, 13)
 _DLPACK_TYPES = {
@@ -69,7 +69,7 @@ class DeviceArray:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return self.count * _ITEM_BYTES[self.dtype]
+        return self.count * ITEM_BYTES[self.dtype]
 
 
 def is_on_gpu(array: Any) -> bool:
@@ -143,7 +143,7 @@ def _from_interface(array: Any, interface: dict[str, Any], speaker: dict[str, An
     shape = tuple(int(length) for length in interface["shape"])
     strides = interface.get("strides")
     if strides is not None:
-        unit = _ITEM_BYTES[dtype]
+        unit = ITEM_BYTES[dtype]
         _check_contiguous(shape, [int(stride) // unit if stride % unit == 0 else 0 for stride in strides], speaker)
     address, is_read_only = interface["data"]
     # Version 2 names no stream: its content is as the default stream leaves it.
@@ -198,7 +198,7 @@ def _unsupported(what: str, speaker: dict[str, Any]) -> UnsupportedDtypeError:
     return UnsupportedDtypeError(
         message(
             f"cannot send dtype {what} from a GPU.",
-            details=(f"Supported: {' '.join(_ITEM_BYTES)}",),
+            details=(f"Supported: {' '.join(ITEM_BYTES)}",),
             fix="cast with .astype('float32') or .astype('int32').",
             **speaker,
         )

@@ -1,38 +1,36 @@
-"""The GPU kernels as data: names, argument structures, sizes of memory and of launches. Needs no GPU and no CuPy.
+"""The GPU kernels as data: sources, names and argument structures. Needs no GPU and no CuPy.
 
 The sources are ``native/cuda``, which the package has as ``kvstore_hvd/gpu/cuda``. Every kernel but the copies takes
 ``(const World* worlds, Launch launch)``, the copies ``(Copy copy)``; structures are passed by value, pointers are 8
 bytes. ``blockIdx.y`` chooses the world: a launch of ``(blocks, n)`` plays n ranks, all in one grid, with ``worlds``
 and both tables of segments for one rank after another (equally long; a segment of 0 bytes is nothing); a launch for
-one rank has ``(blocks, 1)``. Kernels that wait
-for other ranks need all their blocks on the device at once: launch them cooperatively.
+one rank has ``(blocks, 1)``. Kernels that wait for other ranks need all their blocks on the device at once: launch them
+cooperatively. `gpu.shapes` says how many blocks, and how much memory.
 
-A rank's memory that others see: ``staging`` (any size), ``control`` (`CONTROL_BYTES`) and ``fifo`` (`fifo_bytes`), each
-aligned to 128 bytes. The control memory of all ranks is zeroed before any rank launches; it holds every counter, so
-launches need nothing else. After a kernel has left a word in ``status`` the counters of the ranks differ: wait until
-the streams of all ranks are empty, zero the control memory of all ranks, then go on.
+A rank's memory that others see: ``staging`` (any size), ``control`` (`CONTROL_BYTES`) and ``fifo``
+(`gpu.shapes.fifo_bytes`), each aligned to 128 bytes. The control memory of all ranks is zeroed before any rank
+launches; it holds every counter, so launches need nothing else. After a kernel has left a word in ``status`` the
+counters of the ranks differ: wait until the streams of all ranks are empty, zero the control memory of all ranks, then
+go on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
-from numpy.typing import NDArray
+
+from kvstore_hvd.native import DTYPES, OPS
 
 __all__ = [
     "CAUSES",
     "CONTROL_BYTES",
     "COPY",
-    "DTYPES",
-    "ITEM_BYTES",
     "LAUNCH",
     "MAX_CHANNELS",
     "MAX_RANKS",
-    "OPS",
     "SEGMENT",
     "SIZES_KERNEL",
     "SLOTS",
@@ -42,21 +40,13 @@ __all__ = [
     "TILE_ELEMENTS",
     "VECTOR_BYTES",
     "WORLD",
-    "Device",
     "Stop",
     "allreduce_kernel",
     "casts",
-    "choose",
-    "copy_blocks",
     "copy_kernel",
-    "direct_blocks",
     "exchange_kernel",
-    "fifo_bytes",
-    "fused_offsets",
     "kernel_names",
     "options",
-    "ring_channels",
-    "segments",
     "source",
 ]
 
@@ -69,29 +59,6 @@ TILE_BYTES = 32768
 TILE_ELEMENTS = 8192
 #: Threads of a block, of every kernel: exactly, never fewer.
 THREADS = 512
-
-#: As in ``kvstore_hvd.native``: ``native/include/kvstore_hvd/types.hpp``.
-DTYPES = {
-    "float16": 0,
-    "bfloat16": 1,
-    "float32": 2,
-    "float64": 3,
-    "int8": 4,
-    "uint8": 5,
-    "int32": 6,
-    "int64": 7,
-}
-ITEM_BYTES = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
-OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
 
 # The other type that tensors of a type can be packed as, besides their own.
 _CASTS = (
@@ -216,29 +183,6 @@ class Stop(NamedTuple):
             word >> 16 & 0xFF,
             places.get(word >> 24, "?"),
         )
-
-
-class Device(NamedTuple):
-    """What limits a launch.
-
-    Attributes
-    ----------
-    multiprocessors : int
-        Of the device.
-    blocks_per_multiprocessor : int
-        How many blocks of `THREADS` threads of the kernel fit on one, as the driver reports.
-    sharers : int
-        Ranks whose waiting kernels run on this device at the same time, in one launch or in several.
-    """
-
-    multiprocessors: int
-    blocks_per_multiprocessor: int
-    sharers: int = 1
-
-    @property
-    def resident(self) -> int:
-        """Blocks that one rank may have on the device at once; at least 1."""
-        return max(1, self.multiprocessors * self.blocks_per_multiprocessor // max(1, self.sharers))
 
 
 # ---- Sources ----
@@ -383,128 +327,3 @@ def kernel_names(dtype: Optional[str] = None) -> list[str]:
             found += [allreduce_kernel(algorithm, one, "sum", ranks=ranks) for ranks in _UNROLLED]
             names += dict.fromkeys(found)
     return names
-
-
-# ---- Memory and launches ----
-
-
-def fused_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Place tensors in a fused buffer, each aligned to a vector.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Bytes of each tensor.
-
-    Returns
-    -------
-    offsets : list of int
-        Where each begins, in bytes.
-    total : int
-        Bytes of the buffer, a multiple of `VECTOR_BYTES`.
-    """
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += -(-size // VECTOR_BYTES) * VECTOR_BYTES
-    return offsets, total
-
-
-def segments(
-    pointers: Sequence[int],
-    offsets: Sequence[int],
-    counts: Sequence[int],
-    *,
-    tile: int = TILE_BYTES,
-    ranks: Optional[Sequence[int]] = None,
-) -> tuple[NDArray[Any], int]:
-    """Make a table of segments.
-
-    Parameters
-    ----------
-    pointers : sequence of int
-        Device addresses, aligned to the element type.
-    offsets, counts : sequence of int
-        Bytes; elements for the copies that convert. Offsets are multiples of 16 bytes for oneshot and for copies that
-        convert; the others take any.
-    tile : int
-        `TILE_BYTES`, or `TILE_ELEMENTS` when counts are elements.
-    ranks : sequence of int, optional
-        Exchange only: from whom each is taken.
-
-    Returns
-    -------
-    table : ndarray of SEGMENT
-        To be copied to memory that the device sees.
-    tiles : int
-        For `copy_blocks` and `direct_blocks`.
-    """
-    table = np.zeros(len(pointers), SEGMENT)
-    table["pointer"], table["offset"], table["count"] = pointers, offsets, counts
-    tiles = -(-table["count"].astype(np.int64) // tile)
-    ends = np.cumsum(tiles)
-    table["first_tile"] = ends - tiles
-    if ranks is not None:
-        table["rank"] = ranks
-    return table, int(ends[-1]) if len(ends) else 0
-
-
-def fifo_bytes(channels: int, slot_vectors: int) -> int:
-    """Return the bytes of a rank's FIFO memory: ``[channels][SLOTS][slot_vectors]`` vectors.
-
-    ``slot_vectors`` is a multiple of 8, and like the number of channels the same on all ranks.
-    """
-    return channels * SLOTS * slot_vectors * VECTOR_BYTES
-
-
-def ring_channels(nbytes: int, slot_vectors: int, device: Device) -> int:
-    """Return the number of blocks of a ring, each of which is a ring of its own (``grid.x``); the same on all ranks.
-
-    Parameters
-    ----------
-    nbytes : int
-        Of the array.
-    slot_vectors : int
-        Of a FIFO slot.
-    device : Device
-        The most limited one of all ranks.
-    """
-    slots = -(-nbytes // (slot_vectors * VECTOR_BYTES))
-    return max(1, min(MAX_CHANNELS, device.resident, slots))
-
-
-def direct_blocks(tiles: int, device: Device) -> int:
-    """Return the blocks of a oneshot, twoshot or exchange that meets (``grid.x``); ranks may differ.
-
-    Parameters
-    ----------
-    tiles : int
-        The most tiles of `TILE_BYTES` that one step handles: of the inputs, the outputs, or the fused buffer.
-    device : Device
-        Of this rank.
-    """
-    return max(1, min(device.resident, tiles))
-
-
-def copy_blocks(tiles: int, device: Device) -> int:
-    """Return the blocks of a copy, or of a kernel that does not meet (``grid.x``)."""
-    return max(1, min(tiles, device.multiprocessors * device.blocks_per_multiprocessor))
-
-
-def choose(ranks: int, nbytes: int, staging_bytes: int) -> str:
-    """Return the algorithm of an allreduce that is expected to be fastest; the same on all ranks.
-
-    Parameters
-    ----------
-    ranks : int
-        How many take part.
-    nbytes : int
-        Of the fused buffer.
-    staging_bytes : int
-        That a launch may use of the staging memory: half of it.
-    """
-    if nbytes > staging_bytes:
-        return "ring"
-    # A one-shot reads the buffer of every rank, a two-shot a part of each, after a second meeting that costs about as
-    # much as the transfer of this many bytes.
-    return "oneshot" if nbytes * ranks <= 1 << 20 else "twoshot"

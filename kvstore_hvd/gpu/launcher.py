@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore_hvd import errors
+from kvstore_hvd import errors, native
 from kvstore_hvd.errors import TransportError, message
-from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
@@ -148,11 +148,11 @@ class Launcher:
             return
         buffer_dtype = buffer_dtype or dtype
         if buffer_dtype == dtype and scale == 1.0:
-            unit, tile, name = kernels.ITEM_BYTES[dtype], kernels.TILE_BYTES, kernels.copy_kernel()
+            unit, tile, name = native.ITEM_BYTES[dtype], kernels.TILE_BYTES, kernels.copy_kernel()
             placed = [segment._replace(size=segment.size * unit) for segment in segments]
         else:
             # These kernels count elements in the buffer, too.
-            unit, tile = kernels.ITEM_BYTES[buffer_dtype], kernels.TILE_ELEMENTS
+            unit, tile = native.ITEM_BYTES[buffer_dtype], kernels.TILE_ELEMENTS
             name = kernels.copy_kernel(dtype, buffer_dtype)
             placed = [segment._replace(offset=segment.offset // unit) for segment in segments]
         table, tiles = _table(placed, tile)
@@ -161,7 +161,7 @@ class Launcher:
         arguments["segments"], arguments["buffer"], arguments["n_segments"] = address, buffer, len(table)
         arguments["scale"] = arguments["scale32"] = scale
         arguments["into_buffer"] = into_buffer
-        blocks = kernels.copy_blocks(tiles, self._modules.limits(name, dtype))
+        blocks = shapes.copy_blocks(tiles, self._modules.limits(name, dtype))
         self._modules.launch(name, dtype, blocks, (arguments,), self.stream)
         self._tables.fence(self.stream)
 
@@ -203,9 +203,9 @@ class Launcher:
         launch["timeout_ns"] = int(self._timeout_s * 1e9)
         launch["prescale"] = launch["prescale32"] = reduction.prescale
         launch["postscale"] = launch["postscale32"] = reduction.postscale
-        launch["op"], launch["meet"] = kernels.OPS[reduction.op], meet
+        launch["op"], launch["meet"] = native.OPS[reduction.op], meet
         if not blocks:
-            count = kernels.direct_blocks if meet else kernels.copy_blocks
+            count = shapes.direct_blocks if meet else shapes.copy_blocks
             fused = -(-nbytes // kernels.TILE_BYTES)
             blocks = count(max(*tiles, fused), self._modules.limits(name, reduction.dtype))
         arguments = np.uint64(world), launch
@@ -280,4 +280,4 @@ class Launcher:
 
 def _table(segments: Sequence[Segment], tile: int) -> tuple[Any, int]:
     pointers, offsets, sizes, ranks = zip(*segments) if segments else ((), (), (), ())
-    return kernels.segments(pointers, offsets, sizes, tile=tile, ranks=ranks)
+    return shapes.segments(pointers, offsets, sizes, tile=tile, ranks=ranks)

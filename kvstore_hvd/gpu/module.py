@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore_hvd import log
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
-from kvstore_hvd.gpu import cache, kernels
+from kvstore_hvd.gpu import cache, kernels, shapes
 from kvstore_hvd.gpu.runtime import checked, cupy, nvrtc_library
 from kvstore_hvd.gpu.streams import Stream
 
@@ -42,21 +42,21 @@ class Kernels:
         self._sharers = sharers
         self._modules: dict[str, Any] = {}
         self._functions: dict[tuple[str, str], Any] = {}
-        self._limits: dict[tuple[str, str], kernels.Device] = {}
+        self._limits: dict[tuple[str, str], shapes.Limits] = {}
 
     def load(self, dtype: str) -> None:
         """Compile and load all kernels of a type now: while kernels run, loading may wait until they end."""
         for name in kernels.kernel_names(dtype):
             self.limits(name, dtype)
 
-    def limits(self, name: str, dtype: str) -> kernels.Device:
+    def limits(self, name: str, dtype: str) -> shapes.Limits:
         """What bounds launches of a kernel here."""
         limits = self._limits.get((name, dtype))
         if limits is None:
             function = self._function(name, dtype)
             with checked(f"ask how many blocks of {name} fit"):
                 blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, kernels.THREADS, 0)
-            limits = kernels.Device(self._multiprocessors, int(blocks), self._sharers)
+            limits = shapes.Limits(self._multiprocessors, int(blocks), self._sharers)
             self._limits[name, dtype] = limits
         return limits
 
@@ -109,7 +109,7 @@ def compile_kernels(dtype: str, architecture: int) -> bytes:
     Parameters
     ----------
     dtype : str
-        A key of `kernels.DTYPES`.
+        A key of `native.DTYPES`.
     architecture : int
         Compute capability, as 90 for 9.0.
 

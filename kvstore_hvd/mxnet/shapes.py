@@ -14,11 +14,11 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.arrays import ITEM_BYTES
 from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.keys import Call, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE
+from kvstore_hvd.native import ITEM_BYTES
 
 __all__ = ["Shapes", "exchange_shapes"]
 

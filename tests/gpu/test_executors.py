@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_hvd import errors
+from kvstore_hvd import errors, native
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.nccl_library import library
 from support.executor_cases import STAGING, ExecutorCases, Ranks
@@ -42,7 +41,7 @@ class RingRanks(Ranks):
         self.executors = on_ranks(size, make)
         # Loading a kernel may wait for those that run, of other ranks: all are loaded before any runs.
         for executor in self.executors:
-            for dtype in kernels.DTYPES:
+            for dtype in native.DTYPES:
                 executor.modules.load(dtype)
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore_hvd import native
+from kvstore_hvd.comm.rounds import buffer_bytes, rounds
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device
-from kvstore_hvd.gpu.kernels import ITEM_BYTES
 from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import cupy
 from kvstore_hvd.gpu.streams import Event, Stream
+from kvstore_hvd.native import ITEM_BYTES
 from support.gpu_ranks import combined, samples
 from support.virtual_ranks import VirtualRanks
 
@@ -67,7 +69,7 @@ def reduced(
 
 
 @pytest.mark.parametrize("way", ["oneshot", "twoshot"])
-@pytest.mark.parametrize("dtype", sorted(kernels.DTYPES))
+@pytest.mark.parametrize("dtype", sorted(native.DTYPES))
 @pytest.mark.parametrize("op", ["sum", "max", "product"])
 def test_direct_reductions_have_the_bits_of_the_engine(
     ranks: VirtualRanks, new: Callable[..., Any], way: str, dtype: str, op: str
@@ -98,7 +100,7 @@ def test_arrays_that_begin_anywhere(ranks: VirtualRanks, new: Callable[..., Any]
         np.testing.assert_array_equal(result, expected)
 
 
-@pytest.mark.parametrize("dtype", sorted(kernels.DTYPES))
+@pytest.mark.parametrize("dtype", sorted(native.DTYPES))
 @pytest.mark.parametrize("blocks", [1, 0])
 def test_a_ring_gives_all_ranks_the_same(ranks: VirtualRanks, new: Callable[..., Any], dtype: str, blocks: int) -> None:
     for count in COUNTS[1:]:
@@ -151,7 +153,8 @@ def test_pack_and_unpack(device: Device, new: Callable[..., Any], dtype: str) ->
     stream = Stream()
     launcher = Launcher(Kernels(device.capability, device.multiprocessors), stream, 20.0)
     counts = [1, 7, 4099, 30_000]
-    offsets, total = kernels.fused_offsets([8 * count for count in counts])
+    (pieces,) = rounds(counts, 8, 1 << 20, len(counts))
+    offsets, total = [piece.offset for piece in pieces], buffer_bytes(pieces, 8)
     for packed in kernels.casts(dtype):
         given = [samples(0, count, dtype, n) for n, count in enumerate(counts)]
         arrays = [new(raw) for raw in given]
@@ -179,7 +182,7 @@ def test_pack_and_unpack(device: Device, new: Callable[..., Any], dtype: str) ->
 
 def test_kernels_do_not_spill(device: Device) -> None:
     modules = Kernels(device.capability, device.multiprocessors)
-    for dtype in kernels.DTYPES:
+    for dtype in native.DTYPES:
         for name in kernels.kernel_names(dtype):
             local_bytes = cupy().cuda.driver.funcGetAttribute(3, modules._function(name, dtype).ptr)
             assert local_bytes == 0, name

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+from kvstore_hvd import native
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.errors import TransportError
-from kvstore_hvd.gpu import kernels
 from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
 
 __all__ = ["STAGING", "ExecutorCases", "Make", "New", "Ranks", "empty"]
@@ -68,10 +68,10 @@ class ExecutorCases:
     """The tests."""
 
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
-    @pytest.mark.parametrize("dtype", sorted(kernels.DTYPES))
+    @pytest.mark.parametrize("dtype", sorted(native.DTYPES))
     def test_allreduce_of_a_batch(self, ranks: Make, new: New, size: int, dtype: str) -> None:
         counts = [1, 0, 7, 4099, 64]
-        unit = kernels.ITEM_BYTES[dtype]
+        unit = native.ITEM_BYTES[dtype]
         given = [[samples(rank, count, dtype, n) for n, count in enumerate(counts)] for rank in range(size)]
         world = ranks(size)
 

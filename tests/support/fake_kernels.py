@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_hvd import native
 from kvstore_hvd.gpu import kernels
 
 __all__ = ["raw_of", "run", "sizes", "values_of"]
 
-_NUMPY = {name: np.dtype(name) for name in kernels.DTYPES if name != "bfloat16"}
+_NUMPY = {name: np.dtype(name) for name in native.DTYPES if name != "bfloat16"}
 _PLACES = {"start": 1, "end": 2}
 
 
@@ -107,12 +108,12 @@ def _copy(name: str, copy: Any) -> None:
             continue
         tensor, fused = types
         # Elements, of the buffer.
-        offset = int(segment["offset"]) * kernels.ITEM_BYTES[fused]
+        offset = int(segment["offset"]) * native.ITEM_BYTES[fused]
         place = int(copy["buffer"]) + offset
         assert offset % kernels.VECTOR_BYTES == 0
         ends = (
-            (_bytes(segment["pointer"], count * kernels.ITEM_BYTES[tensor]), tensor),
-            (_bytes(place, count * kernels.ITEM_BYTES[fused]), fused),
+            (_bytes(segment["pointer"], count * native.ITEM_BYTES[tensor]), tensor),
+            (_bytes(place, count * native.ITEM_BYTES[fused]), fused),
         )
         (source, one), (target, other) = ends if copy["into_buffer"] else ends[::-1]
         values = _wide(values_of(source, one), one)
@@ -208,7 +209,7 @@ def _ring(what: str, world: Any, launch: Any, meeting: _Meeting, inputs: Any, ou
 def _reduced(what: str, launch: Any, parts: list[Any]) -> Any:
     """In rank order, as native/include/kvstore_hvd/reduce.hpp says."""
     dtype = what.partition("_")[0]
-    op = next(name for name, code in kernels.OPS.items() if code == launch["op"])
+    op = next(name for name, code in native.OPS.items() if code == launch["op"])
     if len(parts) == 1 and launch["prescale"] == launch["postscale"] == 1.0 and not what.endswith("as_half"):
         return parts[0]
     combine: Any = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)

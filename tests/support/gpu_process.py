@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore_hvd import native
 from kvstore_hvd.comm.ring import RingExecutor
-from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device, activate
 from support.gpu_memory import Arena, DeviceArray
 from support.gpu_ranks import combined, device_operation, finish, samples
@@ -41,7 +41,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     executor = RingExecutor(rank, [device] * size, 0, 4 << 20, 60.0, share)
     share("made")
     for dtype in ("float32", "float16", "int64"):
-        unit = kernels.ITEM_BYTES[dtype]
+        unit = native.ITEM_BYTES[dtype]
         for count in COUNTS:
             given = [samples(each, count, dtype) for each in range(size)]
             array = DeviceArray(arena, given[rank])

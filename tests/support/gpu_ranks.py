@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_hvd import native
 from kvstore_hvd.comm.executor import Completion
-from kvstore_hvd.gpu import kernels
 from kvstore_hvd.records import DeviceOperation
 from support.fake_kernels import raw_of, values_of
 
@@ -165,4 +165,4 @@ def memory_of(address: int, nbytes: int) -> Any:
 
 def nbytes_of(count: int, dtype: str) -> int:
     """Bytes of elements."""
-    return count * kernels.ITEM_BYTES[dtype]
+    return count * native.ITEM_BYTES[dtype]

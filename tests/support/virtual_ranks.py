@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd.gpu import kernels
+from kvstore_hvd import native
+from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.launcher import Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
@@ -40,7 +41,7 @@ class VirtualRanks:
         self.size, self.stream, self._timeout_s = size, Stream(), timeout_s
         self.staging_bytes, self.slot_vectors, self._flip = -(-staging_bytes // _LINE) * _LINE, slot_vectors, False
         self.modules = Kernels(device.capability, device.multiprocessors, size)
-        fifo = kernels.fifo_bytes(kernels.MAX_CHANNELS, slot_vectors)
+        fifo = shapes.fifo_bytes(kernels.MAX_CHANNELS, slot_vectors)
         self._memory = [DeviceMemory(kernels.CONTROL_BYTES + fifo + 2 * self.staging_bytes) for _ in range(size)]
         self._words = PinnedMemory(2 * _LINE * size)
         self.words = self._words.view(np.uint32)
@@ -66,7 +67,7 @@ class VirtualRanks:
 
     def staging(self, rank: int) -> int:
         """Where the staging memory begins that the next launch uses."""
-        start = kernels.CONTROL_BYTES + kernels.fifo_bytes(kernels.MAX_CHANNELS, self.slot_vectors)
+        start = kernels.CONTROL_BYTES + shapes.fifo_bytes(kernels.MAX_CHANNELS, self.slot_vectors)
         return self._memory[rank].address + start + self.staging_bytes * (not self._flip)
 
     def prepare(self, inputs: Sequence[Sequence[Segment]], outputs: Sequence[Sequence[Segment]]) -> tuple[int, int]:
@@ -111,13 +112,13 @@ class VirtualRanks:
         launch["timeout_ns"] = int(self._timeout_s * 1e9)
         launch["prescale"] = launch["prescale32"] = reduction.prescale
         launch["postscale"] = launch["postscale32"] = reduction.postscale
-        launch["op"], launch["meet"] = kernels.OPS[reduction.op], 1
+        launch["op"], launch["meet"] = native.OPS[reduction.op], 1
         limits = self.modules.limits(name, reduction.dtype)
         if not blocks and "_ring_" in name:
-            blocks = kernels.ring_channels(nbytes, self.slot_vectors, limits)
+            blocks = shapes.ring_channels(nbytes, self.slot_vectors, limits)
         elif not blocks:
             tiles = [self._table(table)[1] for table in (*inputs, *outputs)]
-            blocks = kernels.direct_blocks(max(*tiles, -(-nbytes // kernels.TILE_BYTES)), limits)
+            blocks = shapes.direct_blocks(max(*tiles, -(-nbytes // kernels.TILE_BYTES)), limits)
         arguments = np.uint64(self._worlds), launch
         self.modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits=True, players=self.size)
 
@@ -132,7 +133,7 @@ class VirtualRanks:
     @staticmethod
     def _table(segments: Sequence[Segment]) -> tuple[Any, int]:
         pointers, offsets, sizes, ranks = zip(*segments) if segments else ((), (), (), ())
-        return kernels.segments(pointers, offsets, sizes, tile=kernels.TILE_BYTES, ranks=ranks)
+        return shapes.segments(pointers, offsets, sizes, tile=kernels.TILE_BYTES, ranks=ranks)
 
     def _put(self, table: Any, place: int) -> int:
         self._host.view()[place : place + table.nbytes] = table.view(np.uint8)

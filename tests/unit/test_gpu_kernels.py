@@ -1,4 +1,4 @@
-"""The GPU kernels as data: names, structures and launch shapes. The sources have their own tests."""
+"""The GPU kernels as data, and how much they are launched with. The sources have their own tests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import native
-from kvstore_hvd.gpu import kernels
-
-
-def test_codes_are_those_of_the_engine() -> None:
-    assert kernels.DTYPES == native.DTYPES
-    assert kernels.OPS == native.OPS
-    assert kernels.ITEM_BYTES.keys() == kernels.DTYPES.keys()
+from kvstore_hvd.gpu import kernels, shapes
 
 
 def test_sizes_are_those_that_the_sources_report() -> None:
@@ -46,7 +40,7 @@ def test_names() -> None:
         kernels.allreduce_kernel("tree", "float32", "sum")
 
 
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("dtype", native.DTYPES)
 def test_names_of_a_type_are_among_all(dtype: str) -> None:
     names = kernels.kernel_names(dtype)
     assert len(set(names)) == len(names)
@@ -54,16 +48,12 @@ def test_names_of_a_type_are_among_all(dtype: str) -> None:
 
 
 def test_tables_of_segments() -> None:
-    table, tiles = kernels.segments([4096, 0, 8192], [0, 16, 16], [kernels.TILE_BYTES + 1, 0, 5], ranks=[1, 0, 2])
+    table, tiles = shapes.segments([4096, 0, 8192], [0, 16, 16], [kernels.TILE_BYTES + 1, 0, 5], ranks=[1, 0, 2])
     assert table.dtype == kernels.SEGMENT
     assert tiles == 3
     np.testing.assert_array_equal(table["first_tile"], [0, 2, 2])
     np.testing.assert_array_equal(table["rank"], [1, 0, 2])
-    assert kernels.segments([], [], [])[1] == 0
-
-
-def test_fused_offsets_are_whole_vectors() -> None:
-    assert kernels.fused_offsets([1, 16, 0, 17]) == ([0, 16, 32, 32], 64)
+    assert shapes.segments([], [], [])[1] == 0
 
 
 def test_stops() -> None:
@@ -74,18 +64,18 @@ def test_stops() -> None:
 
 
 def test_launches_fit_the_device() -> None:
-    shared = kernels.Device(132, 2, sharers=8)
+    shared = shapes.Limits(132, 2, sharers=8)
     assert shared.resident == 33
-    assert kernels.direct_blocks(1000, shared) == 33
-    assert kernels.direct_blocks(0, shared) == 1
-    assert kernels.ring_channels(1 << 30, 2048, shared) == 33
-    assert kernels.ring_channels(1 << 30, 2048, kernels.Device(132, 2)) == kernels.MAX_CHANNELS
-    assert kernels.ring_channels(100, 2048, shared) == 1
-    assert kernels.copy_blocks(1000, shared) == 264
-    assert kernels.Device(1, 1, sharers=4).resident == 1
+    assert shapes.direct_blocks(1000, shared) == 33
+    assert shapes.direct_blocks(0, shared) == 1
+    assert shapes.ring_channels(1 << 30, 2048, shared) == 33
+    assert shapes.ring_channels(1 << 30, 2048, shapes.Limits(132, 2)) == kernels.MAX_CHANNELS
+    assert shapes.ring_channels(100, 2048, shared) == 1
+    assert shapes.copy_blocks(1000, shared) == 264
+    assert shapes.Limits(1, 1, sharers=4).resident == 1
 
 
 def test_choice_of_algorithm() -> None:
-    assert kernels.choose(2, 4096, 1 << 20) == "oneshot"
-    assert kernels.choose(8, 1 << 20, 1 << 22) == "twoshot"
-    assert kernels.choose(8, 1 << 23, 1 << 22) == "ring"
+    assert shapes.choose(2, 4096, 1 << 20) == "oneshot"
+    assert shapes.choose(8, 1 << 20, 1 << 22) == "twoshot"
+    assert shapes.choose(8, 1 << 23, 1 << 22) == "ring"

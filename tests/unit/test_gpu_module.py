@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd.errors import KVHvdError, LaunchError
-from kvstore_hvd.gpu import cache, kernels, module
+from kvstore_hvd.gpu import cache, kernels, module, shapes
 from kvstore_hvd.gpu.runtime import nvrtc_library
 from kvstore_hvd.gpu.streams import Stream
 from support import fake_kernels
@@ -127,7 +127,7 @@ def test_launches_have_our_shape(cuda: FakeCuda) -> None:
     loaded.launch(kernels.copy_kernel(), "float32", 3, (arguments,), stream, waits=True)
     stream.synchronize()
     assert cuda.calls[-2] == ("launch", "kvhvd_copy", (3, 1, 1), True)
-    assert loaded.limits(kernels.copy_kernel(), "float32") == kernels.Device(4, 2, 1)
+    assert loaded.limits(kernels.copy_kernel(), "float32") == shapes.Limits(4, 2, 1)
     stream.close()
 
 
