@@ -63,10 +63,6 @@ class Executor(ABC):
         """Enqueue reductions of which this worker receives the one part that it asks for."""
 
     @abstractmethod
-    def wait_for(self, event: Event) -> None:
-        """Let what is enqueued from now on begin after an event of the same device."""
-
-    @abstractmethod
     def abort(self) -> None:
         """Have what is enqueued end soon, on every worker; from any thread, any number of times. Returns at once."""
 

@@ -28,7 +28,7 @@ _SMALL_STAGING = 2 << 20
 __all__ = ["create_executor"]
 
 
-def create_executor(communicator: Communicator | None, topology: Topology, ordinal: int, name: str = "gpu") -> Executor:
+def create_executor(communicator: Communicator | None, topology: Topology, ordinal: int) -> Executor:
     """Make this worker's executor for arrays on one of its GPUs. Collective; the device becomes the current one.
 
     Parameters
@@ -38,8 +38,6 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
     topology : Topology
     ordinal : int
         The device, as CUDA counts it in this process; workers may name different ones.
-    name : str
-        Matches the call with those of the other workers; another one for each device of a worker.
 
     Returns
     -------
@@ -53,7 +51,7 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
     HorovodInternalError
         The world is lost.
     """
-    talk = _Talk(communicator, topology, name)
+    talk = _Talk(communicator, topology)
     devices = [Device.from_text(text) for text in talk.agreed("has no GPU to use", lambda: _describe(ordinal))]
     activate(ordinal)
     reach = all(json.loads(text) for text in talk.agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices))))
@@ -112,7 +110,7 @@ def _make(
             _say("staged", str(error), devices)
     if talk.communicator is None:
         raise LaunchError(message("KVHVD_GPU_PATH=staged needs several workers.", fix="unset it."))
-    return StagedExecutor(talk.communicator, rank, ordinal, timeout_s, f"{talk.name}/staged")
+    return StagedExecutor(talk.communicator, rank, ordinal, timeout_s)
 
 
 def _describe(ordinal: int) -> str:
@@ -139,14 +137,14 @@ def _say(path: str, reason: str, devices: Sequence[Device]) -> None:
 class _Talk:
     """What the workers tell each other while they set out; every text has a name of its own."""
 
-    def __init__(self, communicator: Communicator | None, topology: Topology, name: str) -> None:
-        self.communicator, self._topology, self.name = communicator, topology, name
+    def __init__(self, communicator: Communicator | None, topology: Topology) -> None:
+        self.communicator, self._topology = communicator, topology
         self._number = 0
 
     def tell(self, text: str) -> list[str]:
         """Every worker's text."""
         self._number += 1
-        return agreement.exchange(self.communicator, self._topology, f"{self.name}/{self._number}", text)
+        return agreement.exchange(self.communicator, self._topology, f"gpu/{self._number}", text)
 
     def agreed(self, fault: str, answer: Callable[[], str], made: Sequence[Executor] = ()) -> list[str]:
         """Every worker's answer; where one has none, all raise why, and what was made is closed.

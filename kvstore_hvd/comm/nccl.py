@@ -178,10 +178,6 @@ class NcclExecutor(Executor):
 
     # -- How it goes -------------------------------------------------------------------------------------------
 
-    def wait_for(self, event: Event) -> None:
-        """See `Executor.wait_for`."""
-        self.stream.wait_for(event)
-
     def abort(self) -> None:
         """See `Executor.abort`."""
         self._nccl.abort()

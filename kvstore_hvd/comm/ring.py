@@ -20,7 +20,7 @@ from kvstore_hvd.gpu.launcher import GRACE_S, Launcher, Members, Reduction, Segm
 from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
-from kvstore_hvd.gpu.streams import Event, Stream
+from kvstore_hvd.gpu.streams import Stream
 from kvstore_hvd.gpu.tables import ENTRIES
 from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.records import DeviceOperation
@@ -243,10 +243,6 @@ class RingExecutor(Executor):
         self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
 
     # -- How it goes -------------------------------------------------------------------------------------------
-
-    def wait_for(self, event: Event) -> None:
-        """See `Executor.wait_for`."""
-        self._stream.wait_for(event)
 
     def abort(self) -> None:
         """See `Executor.abort`."""

@@ -6,7 +6,6 @@ Both enqueue on one stream, in the same order on all workers: kernels of the one
 from __future__ import annotations
 
 from kvstore_hvd.comm.executor import Batch, Completion, Executor
-from kvstore_hvd.gpu.streams import Event
 from kvstore_hvd.native import ITEM_BYTES
 
 __all__ = ["SplitExecutor"]
@@ -41,10 +40,6 @@ class SplitExecutor(Executor):
     def reducescatter(self, batch: Batch) -> Completion:
         """See `Executor.reducescatter`."""
         return self._for(batch).reducescatter(batch)
-
-    def wait_for(self, event: Event) -> None:
-        """See `Executor.wait_for`."""
-        self._large.wait_for(event)
 
     def abort(self) -> None:
         """See `Executor.abort`."""

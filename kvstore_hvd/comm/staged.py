@@ -39,14 +39,12 @@ class StagedExecutor(Executor):
         This worker's device.
     timeout_s : float
         Seconds that a copy may take; the engine limits its own operations.
-    name : str
-        What the names of this executor's requests begin with; the same on all workers.
     """
 
-    def __init__(self, communicator: Communicator, rank: int, ordinal: int, timeout_s: float, name: str) -> None:
+    def __init__(self, communicator: Communicator, rank: int, ordinal: int, timeout_s: float) -> None:
         activate(ordinal)
         self._communicator, self._rank, self._ordinal = communicator, rank, ordinal
-        self._timeout_s, self._name = timeout_s, name
+        self._timeout_s = timeout_s
         self._stream = Stream()
         self._number = 0
         self._free: dict[int, list[PinnedMemory]] = {}
@@ -68,10 +66,6 @@ class StagedExecutor(Executor):
         """See `Executor.reducescatter`."""
         return self._start("reducescatter", batch)
 
-    def wait_for(self, event: Event) -> None:
-        """See `Executor.wait_for`."""
-        self._stream.wait_for(event)
-
     def abort(self) -> None:
         """See `Executor.abort`: only copies are enqueued, and the engine has its own way to end."""
 
@@ -90,7 +84,7 @@ class StagedExecutor(Executor):
         stages = []
         for request in batch:
             self._number += 1
-            stages.append(self._stage(collective, request, f"{self._name}/{self._number}"))
+            stages.append(self._stage(collective, request, f"gpu/staged/{self._number}"))
         return _StagedCompletion(self._communicator, self._stream, stages, self._timeout_s, self._give_back)
 
     def _stage(self, collective: str, request: DeviceOperation, name: str) -> _Stage:

@@ -44,11 +44,6 @@ class Kernels:
         self._functions: dict[tuple[str, str], Any] = {}
         self._limits: dict[tuple[str, str], shapes.Limits] = {}
 
-    def load(self, dtype: str) -> None:
-        """Compile and load all kernels of a type now: while kernels run, loading may wait until they end."""
-        for name in kernels.kernel_names(dtype):
-            self.limits(name, dtype)
-
     def limits(self, name: str, dtype: str) -> shapes.Limits:
         """What bounds launches of a kernel here."""
         limits = self._limits.get((name, dtype))

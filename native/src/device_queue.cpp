@@ -76,9 +76,4 @@ bool DeviceQueue::done(std::uint64_t number) {
   return true;
 }
 
-bool DeviceQueue::is_given_up() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return is_given_up_;
-}
-
 }  // namespace kvstore_hvd

@@ -16,6 +16,7 @@ from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.nccl_library import library
 from support.executor_cases import STAGING, ExecutorCases, Ranks
@@ -42,7 +43,8 @@ class RingRanks(Ranks):
         # Loading a kernel may wait for those that run, of other ranks: all are loaded before any runs.
         for executor in self.executors:
             for dtype in native.DTYPES:
-                executor.modules.load(dtype)
+                for name in kernels.kernel_names(dtype):
+                    executor.modules.limits(name, dtype)
 
 
 class NcclRanks(Ranks):

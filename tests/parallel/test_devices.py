@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
     executors[0].hangs = True
     work = communicator.submit(request(np.ones(5, np.float32), "hangs"))
     while len(executors[0].batches) < 2:
-        pass
+        time.sleep(0.001)
     kvstore_hvd.barrier()
     if rank == 0:
         engine.current().abort("the test ends it")

@@ -30,9 +30,6 @@ class HostExecutor(Executor):
     def reducescatter(self, batch: Batch) -> Completion:
         return self._start("reducescatter", batch)
 
-    def wait_for(self, event: object) -> None:
-        raise NotImplementedError
-
     def abort(self) -> None:
         self.is_aborted = True
 

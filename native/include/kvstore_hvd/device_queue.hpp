@@ -70,9 +70,6 @@ class DeviceQueue {
   // What was taken is over: the device does not touch the arrays any more. Returns false for one that is not out.
   bool done(std::uint64_t number);
 
-  // Whether what was taken has to end, because the world is lost.
-  bool is_given_up() const;
-
  private:
   using Clock = std::chrono::steady_clock;
 
