@@ -31,6 +31,7 @@ class Daemon:
         self.listener = wire.Listener(self.name, SECRET, {"role": "daemon"})
         self.worker: Any = None
         self.received: list[dict[str, Any]] = []
+        self._lock = threading.Lock()  # of who sends: tests do it from timers, too
 
     def accept(self) -> dict[str, Any]:
         """Wait for the worker; returns who it says it is."""
@@ -51,7 +52,8 @@ class Daemon:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message to the worker."""
-        self.worker.send({"t": kind, **fields})
+        with self._lock:
+            self.worker.send({"t": kind, **fields})
 
     def world(self, epoch: int, rank: int = 1) -> None:
         """Give out a world."""
