@@ -14,7 +14,7 @@ from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, scaled, u
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
 from kvstore_hvd.member import Member
-from kvstore_hvd.placement import Placement
+from kvstore_hvd.placement import Placement, home_of
 
 __all__ = ["SUM", "Operations", "Reduction"]
 
@@ -128,7 +128,7 @@ class Operations:
         # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is one of
         # them. The root's would have to hold the value before the others have agreed, and keep it when they do not.
         candidates = [value] if any(array is value for array in outs) else [] if is_root else outs
-        home = placement.home(value)
+        home = home_of(self._world, value)
         wire = next((array for array in candidates if placement.is_direct(array, dtype, home)), None)
         if wire is None:
             wire = buffer_like(value, context=home)
@@ -157,7 +157,7 @@ class Operations:
             if how.is_scaled:
                 source = scaled(source, how.prescale, how.postscale)
             return _Prepared(group.key, copies=[(source, array) for array in outs if array is not source])
-        home = placement.home(group.values[0])
+        home = home_of(self._world, group.values[0])
         values = group.values
         if home is not None:
             self._world.start_device(home.device_id)

@@ -1,4 +1,4 @@
-"""Which arrays of a call the engine may work on themselves, and which need a copy to stand in."""
+"""Where operations on MXNet's arrays take place, and which arrays of a call need a copy to stand in for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from kvstore_hvd.arrays import unique
 from kvstore_hvd.keys import Group
 from kvstore_hvd.member import Member
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "home_of"]
+
+
+def home_of(world: Member, array: Any) -> Any:
+    """The GPU on which an operation on this array takes place; None for the CPU, also if GPUs are out of reach."""
+    context = mxnet_compat.context_of(array)
+    if context.device_type.startswith("cpu"):
+        return None
+    if not world.reaches_gpus:
+        text = "arrays on GPUs are copied to the CPU and back, which is slow%s"
+        log.once("gpu-out-of-reach", logging.WARNING, text, "" if gpu.is_installed() else ": CuPy is not installed")
+        return None
+    return context
 
 
 class Placement:
@@ -22,7 +34,6 @@ class Placement:
     """
 
     def __init__(self, world: Member, groups: Sequence[Group]) -> None:
-        self._world = world
         self._adapter = None if world.is_alone else world.mxnet_adapter()
         self._direct: dict[tuple[int, str, Any], bool] = {}
         self._aliased: set[int] = set()  # ids of arrays
@@ -40,17 +51,6 @@ class Placement:
     def is_aliased(self, array: Any) -> bool:
         """Whether another array of the call, or another key, may use the same memory."""
         return id(array) in self._aliased
-
-    def home(self, array: Any) -> Any:
-        """The GPU on which an operation on this array takes place; None for the CPU, also if GPUs are out of reach."""
-        context = mxnet_compat.context_of(array)
-        if context.device_type.startswith("cpu"):
-            return None
-        if not self._world.reaches_gpus:
-            text = "arrays on GPUs are copied to the CPU and back, which is slow%s"
-            log.once("gpu-out-of-reach", logging.WARNING, text, "" if gpu.is_installed() else ": CuPy is not installed")
-            return None
-        return context
 
     def is_direct(self, array: Any, dtype: str, home: Any = None) -> bool:
         """Whether the engine may work on the array itself, in a sum of `dtype` at `home`; the same answer each time."""

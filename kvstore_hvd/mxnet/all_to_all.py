@@ -54,7 +54,7 @@ def alltoall(
     priority = priority_of(call, priority)
     size = world.topology.size
     check_name(call, name)
-    refusal, rows = refusal_of(call, tensor, name), []
+    refusal, rows = refusal_of(call, world, tensor, name), []
     if refusal is None:
         try:
             rows = _rows_to_send(call, name, tensor, splits, size)

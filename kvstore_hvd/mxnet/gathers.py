@@ -22,6 +22,7 @@ from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
 from kvstore_hvd.mxnet.shapes import Shapes, exchange_shapes
 from kvstore_hvd.operations import Reduction
+from kvstore_hvd.placement import home_of
 
 __all__ = [
     "allgather",
@@ -197,7 +198,7 @@ def _agree(
     call: Call, world: Member, kind: str, name: Optional[str], tensors: Sequence[Any]
 ) -> list[tuple[str, Any, Shapes]]:
     """Check all arrays, here and with the others, before anything is exchanged."""
-    refusals = [refusal_of(call, tensor, name) for tensor in tensors]
+    refusals = [refusal_of(call, world, tensor, name) for tensor in tensors]
     refusal = next((error for error in refusals if error is not None), None)
     return [
         (each, tensor, exchange_shapes(call, world, kind, each, tensor, tensors=len(tensors), refusal=refusal))
@@ -205,10 +206,10 @@ def _agree(
     ]
 
 
-def refusal_of(call: Call, tensor: Any, name: Optional[str]) -> Optional[Exception]:
+def refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> Optional[Exception]:
     """Why the array cannot take part, as the error to raise (InvalidRequestError and others); the others are told.
 
-    Waits until the array is computed.
+    Waits until the array is computed; the device where its operation takes place is ready afterwards.
     """
     shown = name or call.operation
     try:
@@ -217,6 +218,9 @@ def refusal_of(call: Call, tensor: Any, name: Optional[str]) -> Optional[Excepti
         if not tensor.shape:
             fix = "reshape it to (1,)."
             raise InvalidRequestError(call.message(shown, "tensor has no dimensions to take rows from.", fix))
+        home = home_of(world, tensor)
+        if home is not None and not world.is_alone:
+            world.start_device(home.device_id)
         tensor.wait_to_read()
     except Exception as error:  # noqa: BLE001 - what was to compute the array may have failed with anything
         return error
@@ -256,8 +260,9 @@ def exchange(
     if world.is_alone:
         copy(tensor, output)
         return output
-    (source, start), (target, place) = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
-    _run_exchange(call, world, name, ([start], [place]), shapes, starts, rows, priority)
+    home = home_of(world, tensor)
+    (source, start), (target, place) = (_memory(world, *end) for end in ((tensor, home, True), (output, home, False)))
+    _run_exchange(call, world, name, ([start], [place]), shapes, starts, rows, priority, home is not None)
     if target is not output:
         copy(target, output)
     del source  # alive until here
@@ -273,6 +278,7 @@ def _run_exchange(
     starts: Sequence[int],
     rows: Sequence[int],
     priority: int,
+    on_device: bool = False,
 ) -> None:
     unit, parts, place = shapes.row_bytes, [], 0
     for rank, (start, count) in enumerate(zip(starts, rows)):
@@ -293,6 +299,7 @@ def _run_exchange(
         priority=priority,
         parts=parts,
         contributed=contributed,
+        on_device=on_device,
     )
     world.communicator().run(request)
 
@@ -325,7 +332,8 @@ def _reduce_rows(
     output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
     if 0 in shape:
         return output
-    (source, start), (target, place) = _plain(world, tensor, fill=True), _plain(world, output, fill=False)
+    home = home_of(world, tensor)
+    (source, start), (target, place) = (_memory(world, *end) for end in ((tensor, home, True), (output, home, False)))
     unit = shapes.row_bytes
     request = Request(
         "reducescatter",
@@ -340,6 +348,7 @@ def _reduce_rows(
         postscale=how.postscale,
         priority=priority,
         parts=[(world.topology.rank, first * unit, rows * unit, 0)],
+        on_device=home is not None,
     )
     world.communicator().run(request)
     if target is not output:
@@ -348,17 +357,22 @@ def _reduce_rows(
     return output
 
 
-def _plain(world: Member, array: Any, fill: bool) -> tuple[Any, int]:
-    """An array whose elements lie in the CPU's memory, one after the other, and where: itself or a stand-in."""
-    # An input always goes through a copy: an operation that only reads it, too, may have oneDNN move it meanwhile.
-    if not fill and mxnet_compat.context_of(array).device_type.startswith("cpu"):
-        array.wait_to_read()
-        if 0 in array.shape or world.mxnet_adapter().is_plain(mxnet_compat.handle_of(array)):
-            address = mxnet_compat.address_of(array)
-            if address is not None:
-                return array, address
-    stand_in = buffer_like(array)
-    if fill:
+def _memory(world: Member, array: Any, home: Any, is_input: bool) -> tuple[Any, int]:
+    """An array at `home` whose elements lie one after the other, and where: itself or a stand-in."""
+    adapter, handle = world.mxnet_adapter(), mxnet_compat.handle_of(array)
+    if home is not None:
+        is_fit = mxnet_compat.context_of(array) == home and adapter.is_dense(handle)
+    else:
+        # An input always goes through a copy: an operation that only reads it, too, may have oneDNN move it meanwhile.
+        is_fit = not is_input and mxnet_compat.context_of(array).device_type.startswith("cpu")
+        if is_fit:
+            array.wait_to_read()
+            is_fit = 0 in array.shape or adapter.is_plain(handle)
+    address = mxnet_compat.address_of(array) if is_fit else None
+    if address is not None:
+        return array, address
+    stand_in = buffer_like(array, context=home)
+    if is_input:
         copy(array, stand_in)
     return stand_in, mxnet_compat.address_of(stand_in) or 0
 

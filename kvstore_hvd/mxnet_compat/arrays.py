@@ -75,7 +75,7 @@ class _DLTensor(ctypes.Structure):
 
 
 def address_of(x: Any) -> int | None:
-    """Where the elements of a dense array on the CPU begin; 0 if it has none. Waits until they are computed.
+    """Where the elements of a dense array begin; 0 if it has none. Waits until they are computed.
 
     None when they are in a layout of oneDNN's.
 

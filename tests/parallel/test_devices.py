@@ -14,10 +14,13 @@ from kvstore_hvd import engine
 from kvstore_hvd.comm import shm
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
-from support.arrays import contribution
+from kvstore_hvd.mxnet import gathers
+from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.host_executor import HostExecutor
 
-pytestmark = pytest.mark.filterwarnings("error")
+mx = pytest.importorskip("mxnet")
+# MXNet 1 asks SciPy for a module that has moved.
+pytestmark = pytest.mark.filterwarnings("error", "ignore:Please import .csr_matrix:DeprecationWarning")
 
 
 @pytest.fixture
@@ -106,6 +109,30 @@ def test_a_device_that_fails_loses_the_world(executors, rank, size):
         communicator.run(request(np.ones(5, np.float32), "broken"))
     with pytest.raises(HorovodInternalError):
         kvstore_hvd.barrier()
+
+
+def test_gathers_of_mxnets_arrays(executors, rank, size, monkeypatch):
+    """Allgather, alltoall and reducescatter of arrays on a GPU, for which the CPU stands in here, go to the device."""
+    monkeypatch.setattr(gathers, "home_of", lambda world, array: mx.cpu(0))
+    rows = [contribution(r, (2 * r + 1, 3), "float32") for r in range(size)]
+    assert_same_bits(hvd.allgather(mx.nd.array(rows[rank])).asnumpy(), np.concatenate(rows))
+    whole = [contribution(r, (size + 1, 5), "float32") for r in range(size)]
+    splits = [1] * (size - 1) + [2]
+    got, counts = hvd.alltoall(mx.nd.array(whole[rank]), splits)
+    assert_same_bits(got.asnumpy(), np.concatenate([each[rank : rank + splits[rank]] for each in whole]))
+    assert counts.asnumpy().tolist() == [splits[rank]] * size
+    share = hvd.reducescatter(mx.nd.array(whole[rank]), op=hvd.Sum).asnumpy()
+    first = rank + min(rank, 1)
+    assert_same_bits(share, ordered_sum(whole)[first : first + 1 + (rank == 0)])
+    assert executors[0].kinds == ["exchange", "exchange", "reducescatter"]
+
+
+def test_an_array_on_another_gpu_is_an_error_of_all(executors, rank, size, monkeypatch):
+    """One worker's array is where its operations do not take place: all are told, and nobody waits."""
+    monkeypatch.setattr(gathers, "home_of", lambda world, array: mx.cpu(rank // (size - 1)))
+    with pytest.raises(InvalidRequestError, match=r"GPU 1, but|rank [0-9] refused the call"):
+        hvd.allgather(mx.nd.ones((2, 2)), name="elsewhere")
+    kvstore_hvd.barrier()
 
 
 def test_a_lost_world_ends_what_is_under_way(executors, rank, size):

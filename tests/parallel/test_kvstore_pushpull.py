@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import kvstore, usage
+from kvstore_hvd import kvstore, operations, usage
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.operations import Operations
-from kvstore_hvd.placement import Placement
 from support.arrays import (
     DTYPES,
     assert_equal_on_all_ranks,
@@ -63,7 +62,7 @@ def test_sum_into_out(kv, kind, rank, size, dtype, shape):
 def test_values_of_several_gpus_are_one_array_of_the_worker(kv, kind, rank, size, monkeypatch):
     """What takes place on a GPU takes one array of each worker; here the CPU stands in for the first GPU."""
     given, submit = [], Operations._submit
-    monkeypatch.setattr(Placement, "home", lambda self, array: mx.cpu(0))
+    monkeypatch.setattr(operations, "home_of", lambda world, array: mx.cpu(0))
     monkeypatch.setattr(Member, "start_device", lambda self, device: None)
     monkeypatch.setattr(
         Operations, "_submit", lambda self, call, one, *rest: given.append(one) or submit(self, call, one, *rest)

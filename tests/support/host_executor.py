@@ -14,6 +14,7 @@ class HostExecutor(Executor):
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.batches: list[list[str]] = []
+        self.kinds: list[str] = []
         self.is_aborted = self.is_closed = False
         self.fails = ""  # with this text, at the next batch
         self.hangs = False  # at the next batch, until it is aborted
@@ -46,6 +47,7 @@ class HostExecutor(Executor):
             raise RuntimeError(self.fails)
         number = len(self.batches)
         self.batches.append([one.name for one in batch])
+        self.kinds.append(collective)
         if self.hangs:
             return _Hanging(self)
         works = []
