@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.jobs import LIMIT_S, variables_of
-from support.launchers import kvhvdrun
+from support.launchers import kvhvdrun, mpirun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -29,6 +29,29 @@ def test_uneven(marker):
     assert "worker 2: 719 images, 45 batches in an epoch" in done.stdout
     assert "135 on every worker" in done.stdout
     assert "equal on all workers" in done.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", [kvhvdrun, mpirun])
+def test_digits_cupy(marker, launcher, tmp_path):
+    """Two workers come to the parameters of one on the CPU, but for rounding; without a GPU, on arrays of NumPy."""
+    pytest.importorskip("sklearn")
+    way = launcher()
+    if way is None:
+        pytest.skip("no mpirun beside this interpreter")
+    program = [sys.executable, str(EXAMPLES / "digits_cupy.py"), "--epochs", "5"]
+    alone = [*program, "--cpu", "--save", str(tmp_path / "one.npz")]
+    both = way.command(2, [*program, "--compare", str(tmp_path / "one.npz")])
+    text = ""
+    for command in (alone, both):
+        variables = {**variables_of(marker), **way.environment}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        text += done.stdout
+    assert "2 workers" in text
+    difference = re.search(r"largest difference to one.npz: (\S+)", text)
+    assert difference is not None, text
+    assert float(difference[1]) < 1e-5, text
 
 
 @pytest.mark.slow
