@@ -361,7 +361,9 @@ class Engine:
             self.impl.end_batch(number)
         else:
             text = str(error) if isinstance(error, errors.KVHvdError) else f"{type(error).__name__}: {error}"
-            self.impl.end_batch(number, lost_code(error), text)
+            # It becomes the fact of an error with a stop and a fix of its own.
+            fact = "; ".join(part.rstrip(".") for part in text.split("\n  Fix: "))
+            self.impl.end_batch(number, lost_code(error), fact)
 
     @property
     def bytes_in_place(self) -> int:

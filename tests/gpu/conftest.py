@@ -24,7 +24,7 @@ from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.devices import Device, activate
 from support.fake_cuda import fake_cuda
 from support.gpu_memory import Arena, DeviceArray
-from support.host_kernels import compiled, host_kernels
+from support.host_kernels import compiled, host_kernels, loaded
 
 IS_FAKE = bool(os.environ.get("KVHVD_TEST_FAKE_GPU"))
 HAS_REAL_KERNELS = os.environ.get("KVHVD_TEST_FAKE_GPU") == "kernels"
@@ -43,7 +43,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if IS_FAKE:
         with contextlib.ExitStack() as stack:
             if HAS_REAL_KERNELS:
-                stack.enter_context(host_kernels(compiled(tmp_path_factory.mktemp("kernels"))))
+                stack.enter_context(host_kernels(loaded(compiled(tmp_path_factory.mktemp("kernels")))))
             stack.enter_context(fake_cuda())
             yield
         return

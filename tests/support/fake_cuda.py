@@ -2,7 +2,8 @@
 
 Only the calls that this package makes exist, with CUDA's own order: what is enqueued on a stream runs later, one after
 another, and copies and kernels of different streams overlap. Kernels are those of `fake_kernels`. Every call of the
-runtime is recorded. Several ranks are threads of the test, each with a current device of its own.
+runtime is recorded. Several ranks are threads of the test, each with a current device of its own; or processes, when
+its memory `is_shared`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +25,12 @@ import pytest
 
 from kvstore_hvd.gpu import runtime
 from support import fake_kernels
+from support.mapped_memory import MappedMemory
 
 __all__ = ["CUDARuntimeError", "FakeCuda", "FakeDevice", "FakeError", "fake_cuda"]
 
 NOT_READY = 600
+_GARBAGE = 0xA5  # in fresh memory
 
 
 class CUDARuntimeError(RuntimeError):
@@ -73,6 +77,8 @@ class FakeCuda:
     compiled: list[tuple[str, ...]] = field(default_factory=list)
     architectures: tuple[int, ...] = (70, 75, 80, 86, 89, 90)
     status_of_events: int = 0
+    is_shared: bool = False  # other processes map its memory
+    before: Callable[[str], object] = lambda name: None  # each call, of this name
     _default: dict[int, _Stream] = field(default_factory=dict)
     _next: int = 1000
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -89,6 +95,7 @@ class FakeCuda:
     def called(self, name: str, *arguments: Any) -> None:
         with self._lock:
             self.calls.append((name, *arguments))
+        self.before(name)
         if name in self.failures:
             raise self.failures[name]
 
@@ -121,11 +128,19 @@ class FakeCuda:
 
     def malloc(self, nbytes: int) -> int:
         self.called("malloc", nbytes)
+        if self.is_shared:
+            return self.keep(MappedMemory(nbytes, _GARBAGE))
         return self._allocate(nbytes)
 
+    def keep(self, memory: MappedMemory) -> int:
+        """Hold memory until it is freed; returns its address."""
+        with self._lock:
+            self.memory[memory.address] = memory
+        return memory.address
+
     def _allocate(self, nbytes: int) -> int:
-        # Garbage, as cudaMalloc's is; aligned as its memory is.
-        raw = np.full(nbytes + 512, 0xA5, np.uint8)
+        # Aligned as CUDA's is.
+        raw = np.full(nbytes + 512, _GARBAGE, np.uint8)
         address = -(-raw.ctypes.data // 512) * 512
         with self._lock:
             self.memory[address] = raw
@@ -134,7 +149,9 @@ class FakeCuda:
     def free(self, address: int) -> None:
         self.called("free", address)
         with self._lock:
-            del self.memory[address]
+            memory = self.memory.pop(address)
+        if isinstance(memory, MappedMemory):
+            memory.close()
 
 
 class _Event:
@@ -239,14 +256,19 @@ class _Runtime(SimpleNamespace):
     def ipcGetMemHandle(self, address: int) -> bytes:
         self._cuda.called("ipcGetMemHandle", address)
         assert address in self._cuda.memory, "only whole allocations are shared"
-        return address.to_bytes(64, "little")
+        memory = self._cuda.memory[address]
+        return memory.handle if isinstance(memory, MappedMemory) else address.to_bytes(64, "little")
 
     def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
         self._cuda.called("ipcOpenMemHandle", flags)
+        if self._cuda.is_shared:
+            return self._cuda.keep(MappedMemory.of(handle))
         return int.from_bytes(handle, "little")
 
     def ipcCloseMemHandle(self, address: int) -> None:
         self._cuda.called("ipcCloseMemHandle", address)
+        if self._cuda.is_shared:
+            self._cuda.free(address)
 
     def eventCreateWithFlags(self, flags: int) -> int:
         address = self._cuda.fresh()
@@ -395,9 +417,10 @@ def _module(cuda: FakeCuda) -> Any:
 
 @contextmanager
 def fake_cuda(cuda: FakeCuda | None = None) -> Iterator[FakeCuda]:
-    """Let the package find this CUDA instead of the machine's, inside."""
+    """Let the package find this CUDA instead of the machine's, inside; and a folder for what it compiles."""
     machine = cuda or FakeCuda()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("XDG_CACHE_HOME", folder)
         patch.setitem(importlib.import_module("sys").modules, "cupy", _module(machine))
         patch.setattr(runtime, "_cupy", None)
         patch.setattr(runtime, "driver_version", lambda: 13000)

@@ -16,19 +16,24 @@ import pytest
 from kvstore_hvd.gpu import kernels
 from support import fake_kernels
 
-__all__ = ["COMPILER", "compiled", "host_kernels"]
+__all__ = ["COMPILER", "compiled", "host_kernels", "loaded"]
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
-def compiled(folder: Path) -> Any:
-    """The kernels as a loaded library; compiled into the folder."""
+def compiled(folder: Path) -> Path:
+    """The kernels as a library in the folder."""
     path = folder / "libkernels.so"
     includes = [f"-I{ROOT / each}" for each in ("native/cuda", "native/include", "tests/native/cuda")]
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
     source = ROOT / "tests" / "support" / "host_kernels.cpp"
     subprocess.run([str(COMPILER), *flags, *includes, "-o", str(path), str(source)], check=True)
+    return path
+
+
+def loaded(path: Path) -> Any:
+    """What `compiled` made, for `host_kernels`."""
     library = ctypes.CDLL(str(path))
     library.run_kernel.restype = ctypes.c_bool
     library.run_kernel.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p]

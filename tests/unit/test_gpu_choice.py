@@ -70,8 +70,7 @@ def engines() -> Iterator[Callable[[int], Engines]]:
 
 
 @pytest.fixture
-def cuda(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(log, "_said", set())
     with fake_cuda() as machine:
         yield machine

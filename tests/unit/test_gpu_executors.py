@@ -22,8 +22,7 @@ from support.gpu_ranks import Exchange, HostArray, combined, device_operation, f
 
 
 @pytest.fixture
-def cuda(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def cuda() -> Iterator[FakeCuda]:
     with fake_cuda() as machine:
         yield machine
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +15,18 @@ from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.fake_cuda import FakeCuda, fake_cuda
 from support.fake_nccl import FakeNccl
 from support.gpu_ranks import Exchange, HostArray, on_ranks
-from support.host_kernels import COMPILER, compiled, host_kernels
+from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compiled(tmp_path_factory.mktemp("kernels"))
+    return loaded(compiled(tmp_path_factory.mktemp("kernels")))
 
 
 @pytest.fixture
-def cuda(library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def cuda(library: Any) -> Iterator[FakeCuda]:
     with host_kernels(library), fake_cuda() as machine:
         yield machine
 

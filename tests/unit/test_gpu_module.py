@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore_hvd import config
 from kvstore_hvd.errors import KVHvdError, LaunchError
 from kvstore_hvd.gpu import cache, kernels, module, shapes
 from kvstore_hvd.gpu.runtime import nvrtc_library
@@ -19,13 +20,7 @@ from support.fake_cuda import FakeCuda, NVRTCError, fake_cuda
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "kvstore_hvd"
-
-
-@pytest.fixture
-def cuda(folder: Path) -> Iterator[FakeCuda]:
+def cuda() -> Iterator[FakeCuda]:
     with fake_cuda() as machine:
         yield machine
 
@@ -92,14 +87,14 @@ def test_many_at_once_see_whole_files_only(tmp_path: Path) -> None:
 # -- Loading ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_type_is_compiled_for_the_device_and_once(cuda: FakeCuda, folder: Path) -> None:
+def test_one_type_is_compiled_for_the_device_and_once(cuda: FakeCuda) -> None:
     load(cuda)
     assert cuda.compiled == [("--gpu-architecture=sm_90", *kernels.options("float32"))]
     load(cuda)
     assert len(cuda.compiled) == 1, "kept on disk"
     load(cuda, "int8")
     assert len(cuda.compiled) == 2
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(Path(config.cache_folder()).iterdir())) == 2
 
 
 def test_a_device_that_is_too_new_for_the_compiler_gets_ptx(cuda: FakeCuda) -> None:

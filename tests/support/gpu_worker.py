@@ -1,0 +1,128 @@
+"""A worker of a job on stand-ins of GPUs: the whole package, with the real kernels over memory that processes share.
+
+    gpu_worker.py KERNELS GPUS WHAT
+
+KERNELS is from `host_kernels.compiled`, GPUS how many the machine has (workers share them when they are fewer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvstore_hvd
+from kvstore_hvd.errors import HorovodInternalError
+from support.fake_cuda import CUDARuntimeError, FakeCuda, fake_cuda
+from support.gpu_ranks import memory_of, samples
+from support.host_kernels import host_kernels, loaded
+
+COUNTS = (1, 5000, 300_000)
+
+
+class GpuArray:
+    """What CuPy's arrays tell of themselves."""
+
+    def __init__(self, cuda: FakeCuda, values: Any) -> None:
+        self._shape, self._dtype = values.shape, values.dtype
+        self._address = cuda.malloc(values.nbytes)
+        cuda.places[self._address] = cuda.current
+        self.values[...] = values
+
+    @property
+    def values(self) -> Any:
+        """Its elements, on the host."""
+        return memory_of(self._address, self._dtype.itemsize * int(np.prod(self._shape))).view(self._dtype)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = self._address, False
+        return {"shape": self._shape, "typestr": self._dtype.str, "data": data, "version": 3, "stream": None}
+
+
+def reduce(cuda: FakeCuda, rounds: int = 1) -> None:
+    """Reduce and broadcast arrays of all kinds, and compare with what the engine of the CPU gives."""
+    world = kvstore_hvd.topology()
+    cases = itertools.product(range(rounds), ("float32", "float16", "int64"), COUNTS)
+    for number, (_, dtype, count) in enumerate(cases):
+        mine = samples(world.rank, count, dtype, number).view(dtype)
+        expected = kvstore_hvd.allreduce(mine, f"cpu {number}", op="average" if count == 5000 else "sum")
+        array = GpuArray(cuda, mine)
+        kvstore_hvd.allreduce(array, f"gpu {number}", op="average" if count == 5000 else "sum", out=array)
+        if np.array_equal(array.values.view(np.uint8), expected.view(np.uint8)):
+            continue
+        # Around a ring additions have another order: in integers the bits, else about the same.
+        np.testing.assert_allclose(array.values, expected, rtol=2e-2, atol=2e-2 if dtype == "float16" else 1e-5)
+        assert dtype != "int64"
+        assert count == max(COUNTS)
+        first = kvstore_hvd.broadcast(array.values.copy(), 0, f"compared {number}")
+        np.testing.assert_array_equal(first, array.values)
+    array = GpuArray(cuda, np.full(5000, world.rank, np.float32))
+    kvstore_hvd.broadcast(array, world.size - 1, "root", out=array)
+    np.testing.assert_array_equal(array.values, np.full(5000, world.size - 1, np.float32))
+
+
+def at_launch(cuda: FakeCuda, number: int, what: Any) -> None:
+    """Call `what` before the launch of a kernel of this worker, where `number` says which."""
+    numbers = itertools.count(1)
+    cuda.before = lambda name: what() if name == "launch" and next(numbers) == number else None
+
+
+def lose(cuda: FakeCuda, what: Any) -> None:
+    """Let the last worker do something when the others' kernels are waiting for its; print how they learn of it."""
+    world = kvstore_hvd.topology()
+    if world.rank == world.size - 1:
+        at_launch(cuda, 3, what)
+    for number in itertools.count():
+        array = GpuArray(cuda, np.full(5000, world.rank, np.float32))
+        try:
+            kvstore_hvd.allreduce(array, f"array {number}", out=array)
+        except HorovodInternalError as error:
+            print(f"rank {world.rank}: {type(error).__name__}: {error}", flush=True)
+            return
+        np.testing.assert_array_equal(array.values, np.full(5000, sum(range(world.size)), np.float32))
+
+
+def recover(cuda: FakeCuda) -> None:
+    """A launch fails on one worker; all start anew, in a world with kernels and memory of its own."""
+
+    def fail() -> None:
+        raise CUDARuntimeError("cudaErrorLaunchFailure: planted")
+
+    lose(cuda, fail)
+    kvstore_hvd.reset()
+    reduce(cuda)
+
+
+def main(path: Path, gpus: int, what: str) -> None:
+    """Be a worker."""
+    cuda = FakeCuda(is_shared=True)
+    del cuda.devices[gpus:]
+    # To the end of this process, as a real one: the package's own end comes later than that of this function.
+    stack = contextlib.ExitStack()
+    globals()["_stack"] = stack
+    stack.enter_context(host_kernels(loaded(path)))
+    stack.enter_context(fake_cuda(cuda))
+    kvstore_hvd.init()
+    cuda.set_device(kvstore_hvd.topology().local_rank % gpus)
+    pid = os.getpid()
+    {
+        "reduce": lambda: reduce(cuda),
+        "reduce much": lambda: reduce(cuda, 10),
+        "die": lambda: lose(cuda, lambda: os.kill(pid, signal.SIGKILL)),
+        "stop": lambda: lose(cuda, lambda: os.kill(pid, signal.SIGSTOP)),
+        "recover": lambda: recover(cuda),
+    }[what]()
+    print(f"rank {kvstore_hvd.topology().rank}: the end", flush=True)
+    if what in ("die", "stop"):
+        raise SystemExit(1)  # whoever lives has an error
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
