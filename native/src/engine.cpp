@@ -35,7 +35,10 @@ constexpr std::chrono::microseconds kBriefly{5};
 constexpr std::chrono::microseconds kInlineTime{200};
 // How long the device thread may take to end what it carries out, once the world is lost.
 constexpr std::chrono::seconds kDevicesEnd{10};
-// How often to look whether another rank is through with what it carries out, once the world is lost.
+// How long a rank that leaves waits for the devices of the others: for kernels that run, and wait for nobody any more.
+constexpr std::chrono::seconds kDevicesLeave{2};
+// How often to look whether another rank is through with what it carries out: inline once the world is lost, or on its
+// device.
 constexpr std::chrono::milliseconds kLook{1};
 
 }  // namespace
@@ -54,6 +57,8 @@ class Engine::Impl {
         speaker_(describe_speaker(world_, rank)),
         messages_(world_, rank),
         alarm_(world_, rank, options_.timeout),
+        devices_(world_, rank),
+        dead_(static_cast<std::size_t>(size_)),
         pending_(world_, alarm_, messages_),
         pipeline_(
             world_, alarm_, [this](std::uint32_t slot) -> const Request& { return pending_.request_on(slot); },
@@ -306,6 +311,7 @@ class Engine::Impl {
       alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, rank_) + " left while its operations were pending");
       drive_until([this] { return idle(); }, std::chrono::hours(1), policy_);  // only fails them: the world is lost
     }
+    await_devices();
     devices_.close();
     // Release: this rank has written whatever the others will read from it.
     world_.rank(rank_).presence.store(Presence::kLeft, std::memory_order_release);
@@ -321,6 +327,13 @@ class Engine::Impl {
 
  private:
   friend class Engine;
+
+  // Whoever calls shutdown() gives the devices' memory back next, which other ranks may still read.
+  void await_devices() {
+    const auto is_dead = [this](int r) { return dead_[static_cast<std::size_t>(r)].load(std::memory_order_relaxed); };
+    const auto end = Clock::now() + kDevicesLeave;
+    while (!devices_.others_are_through(is_dead) && Clock::now() < end) std::this_thread::sleep_for(kLook);
+  }
 
   void check_left() {
     // Acquire: pairs with the release in shutdown().
@@ -480,6 +493,8 @@ class Engine::Impl {
     while (!stop_watching_.load(std::memory_order_relaxed)) {  // Relaxed: interrupt() ends the sleep soon enough.
       const bool busy = !idle();
       if (const auto death = liveness_.poll(busy ? kBusyTick : kIdleTick)) {
+        // Relaxed: only whether to wait on.
+        dead_[static_cast<std::size_t>(death->rank)].store(true, std::memory_order_relaxed);
         alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, death->rank) + " " + death->how);
       }
       if (busy && !world_.failure.is_set()) look_after_pending();
@@ -537,7 +552,8 @@ class Engine::Impl {
   std::condition_variable parked_changed_;  // unpark_, stopping_
 
   DeviceQueue devices_;
-  Pending pending_;  // under mutex_
+  std::vector<std::atomic<bool>> dead_;  // by rank; written by the watcher
+  Pending pending_;                      // under mutex_
   int waiters_ = 0;
   Lingering lingering_;
   bool driven_ = false, callers_drive_ = false, parked_ = false, unpark_ = false, stopping_ = false;

@@ -45,19 +45,40 @@ ChunkPlan plan_chunk(const Thresholds& thresholds, Collective collective, bool d
 
 void Schedule::make_ready(std::uint32_t slot, std::int32_t priority) {
   const SharedLockGuard guard(world_.schedule_lock, alarm_);
+  const Slot& which = world_.slots[slot];
+  // What failed has nothing to do on a device.
+  ReadyHeap& heap = which.error == 0 && which.agreed.on_device != 0 ? world_.ready_on_device : world_.ready;
   // Relaxed: written under the lock.
-  const std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);
-  world_.ready[count] = Ready{priority, world_.next_order++, slot};
-  std::push_heap(world_.ready, world_.ready + count + 1, heap_less);
+  const std::uint32_t count = heap.count.load(std::memory_order_relaxed);
+  heap.tensors[count] = Ready{priority, world_.next_order++, slot};
+  std::push_heap(heap.tensors, heap.tensors + count + 1, heap_less);
   // Sequentially consistent, see available().
-  world_.ready_count.store(count + 1, std::memory_order_seq_cst);
+  heap.count.store(count + 1, std::memory_order_seq_cst);
 }
 
 bool Schedule::available(std::uint32_t index) const {
   // Whoever decides an entry publishes it before it takes its tensors off the count; so a rank that sees no tensor, and
   // then no entry, has seen all there is, in this order and with one total order of these accesses.
-  return world_.ready_count.load(std::memory_order_seq_cst) != 0 ||
+  return world_.ready.count.load(std::memory_order_seq_cst) != 0 ||
+         (world_.ready_on_device.count.load(std::memory_order_seq_cst) != 0 && devices_have_room()) ||
          world_.head.load(std::memory_order_seq_cst) != index;
+}
+
+bool Schedule::devices_have_room() const {
+  // Acquire: never older than the batches that were begun. Sequentially consistent: see DeviceQueue::take().
+  const std::uint32_t decided = world_.device_entries.load(std::memory_order_acquire);
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (world_.rank(r).batches_begun.load(std::memory_order_seq_cst) != decided) return false;
+  }
+  return true;
+}
+
+ReadyHeap* Schedule::next_heap() {
+  // Relaxed, both: written under the lock.
+  ReadyHeap* const here = world_.ready.count.load(std::memory_order_relaxed) != 0 ? &world_.ready : nullptr;
+  ReadyHeap& there = world_.ready_on_device;
+  if (there.count.load(std::memory_order_relaxed) == 0 || !devices_have_room()) return here;
+  return here == nullptr || runs_before(there.tensors[0], here->tensors[0]) ? &there : here;
 }
 
 bool Schedule::fetch(std::uint32_t index, Entry& entry) {
@@ -68,8 +89,9 @@ bool Schedule::fetch(std::uint32_t index, Entry& entry) {
     const SharedLockGuard guard(world_.schedule_lock, alarm_);
     // Relaxed, both: written under the lock. Another rank may have been quicker.
     if (world_.head.load(std::memory_order_relaxed) == index) {
-      if (world_.ready_count.load(std::memory_order_relaxed) == 0) return false;
-      decide(shared);
+      ReadyHeap* const heap = next_heap();
+      if (heap == nullptr) return false;
+      decide(shared, *heap);
     }
   }
   std::memcpy(&entry, &shared, offsetof(Entry, pieces));
@@ -78,36 +100,38 @@ bool Schedule::fetch(std::uint32_t index, Entry& entry) {
 }
 
 void Schedule::decide_on_device(Entry& entry, std::uint32_t& count) {
-  const Slot& first = world_.slots[world_.ready[0].slot];
+  ReadyHeap& heap = world_.ready_on_device;
+  const Slot& first = world_.slots[heap.tensors[0].slot];
   const auto goes_with_it = [&](const Slot& slot) {
     const Signature &a = slot.agreed, &b = first.agreed;
-    return slot.error == 0 && a.on_device != 0 && a.collective == b.collective && a.dtype == b.dtype && a.op == b.op &&
-           a.as_half == b.as_half && a.root == b.root && a.prescale == b.prescale && a.postscale == b.postscale &&
-           slot.weights == first.weights;
+    return a.collective == b.collective && a.dtype == b.dtype && a.op == b.op && a.as_half == b.as_half &&
+           a.root == b.root && a.prescale == b.prescale && a.postscale == b.postscale && slot.weights == first.weights;
   };
+  // Relaxed: under the lock; published with the entry.
+  world_.device_entries.store(world_.device_entries.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   entry.algorithm = Algorithm::kDevice;
   entry.root = first.agreed.root;
   std::uint64_t bytes = 0;
   do {
-    const std::uint32_t index = world_.ready[0].slot;
+    const std::uint32_t index = heap.tensors[0].slot;
     Slot& slot = world_.slots[index];
     if (entry.n_pieces > 0 && (!goes_with_it(slot) || bytes + slot.bytes > world_.thresholds.device_fusion)) return;
     entry.pieces[entry.n_pieces++] = Piece{index, 0, 0, slot.bytes};
     slot.scheduled = slot.bytes;
     bytes += slot.bytes;
-    std::pop_heap(world_.ready, world_.ready + count, heap_less);
+    std::pop_heap(heap.tensors, heap.tensors + count, heap_less);
     --count;
   } while (count > 0 && entry.n_pieces < kPieces);
 }
 
-void Schedule::decide(Entry& entry) {
-  std::uint32_t count = world_.ready_count.load(std::memory_order_relaxed);  // Relaxed: written under the lock.
+void Schedule::decide(Entry& entry, ReadyHeap& heap) {
+  std::uint32_t count = heap.count.load(std::memory_order_relaxed);  // Relaxed: written under the lock.
   entry.n_pieces = 0;
   entry.staged_bytes = 0;
   entry.root = 0;
 
   const auto pop = [&] {
-    std::pop_heap(world_.ready, world_.ready + count, heap_less);
+    std::pop_heap(heap.tensors, heap.tensors + count, heap_less);
     --count;
   };
   const auto add = [&](std::uint32_t index, std::uint64_t bytes) {
@@ -118,13 +142,13 @@ void Schedule::decide(Entry& entry) {
     if (slot.scheduled == slot.bytes) pop();
   };
 
-  const std::uint32_t first = world_.ready[0].slot;
+  const std::uint32_t first = heap.tensors[0].slot;
   const Slot& slot = world_.slots[first];
   if (slot.error != 0) {
     entry.algorithm = Algorithm::kFail;
     entry.pieces[entry.n_pieces++] = Piece{first, 0, 0, 0};
     pop();
-  } else if (slot.agreed.on_device != 0) {
+  } else if (&heap == &world_.ready_on_device) {
     decide_on_device(entry, count);
   } else {
     const Signature& agreed = slot.agreed;
@@ -135,12 +159,11 @@ void Schedule::decide(Entry& entry) {
     add(first, std::min(plan.bytes, slot.bytes - slot.scheduled));
     // Whole small tensors that come next anyway ride along with the end of this one.
     while (slot.scheduled == slot.bytes && count > 0 && entry.n_pieces < kPieces) {
-      const std::uint32_t next = world_.ready[0].slot;
+      const std::uint32_t next = heap.tensors[0].slot;
       const Slot& other = world_.slots[next];
       const std::uint64_t rest = other.bytes - other.scheduled;
-      if (other.error != 0 || other.agreed.on_device != 0 || other.agreed.collective != agreed.collective ||
-          other.agreed.root != agreed.root || other.direct != slot.direct ||
-          entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
+      if (other.error != 0 || other.agreed.collective != agreed.collective || other.agreed.root != agreed.root ||
+          other.direct != slot.direct || entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
         break;
       }
       add(next, rest);
@@ -162,7 +185,7 @@ void Schedule::decide(Entry& entry) {
 
   // Published before it leaves the count: see available(). (The load is relaxed: written under the lock.)
   world_.head.store(world_.head.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
-  world_.ready_count.store(count, std::memory_order_seq_cst);
+  heap.count.store(count, std::memory_order_seq_cst);
 }
 
 }  // namespace kvstore_hvd

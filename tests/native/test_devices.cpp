@@ -234,6 +234,39 @@ const bool timeout = testing::add("a device that does not get anywhere is a time
       500ms);
 });
 
+// Its memory is given back afterwards, and the other one's device may still read it.
+void leave_while_the_other_is_busy(bool lost) {
+  std::atomic<int> begun{0};
+  std::atomic<bool> leaving{false}, ended{false};
+  with_world(2, [&](Engine& engine, int rank) {
+    auto data = values_of(rank, 10);
+    const auto work = engine.submit(on_device(allreduce("t", data)));
+    auto batch = engine.take_batch(10s);
+    check(batch.has_value(), "there is a batch");
+    for (++begun; begun != 2;) std::this_thread::sleep_for(1ms);
+    if (rank == 0) {
+      if (lost) engine.abort("the test ends it");
+      engine.end_batch(batch->number);
+      engine.wait(*work);
+      leaving = true;
+      engine.shutdown();
+      check(ended, "it leaves when the other device is through");
+      return;
+    }
+    while (!leaving) std::this_thread::sleep_for(1ms);
+    std::this_thread::sleep_for(30ms);
+    ended = true;
+    engine.end_batch(batch->number);
+    engine.wait(*work);
+  });
+}
+
+const bool leaves =
+    testing::add("a rank does not leave while another one's device is in the batch that it has ended", [] {
+      leave_while_the_other_is_busy(false);
+      leave_while_the_other_is_busy(true);
+    });
+
 }  // namespace
 }  // namespace kvstore_hvd
 

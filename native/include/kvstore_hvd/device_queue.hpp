@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "kvstore_hvd/request.hpp"
+#include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
 
@@ -43,6 +45,8 @@ struct DeviceBatch {
 // Any thread.
 class DeviceQueue {
  public:
+  DeviceQueue(World& world, int rank) : world_(world), rank_(rank) {}
+
   // ---- The engine's side.
 
   void put(DeviceBatch batch);
@@ -58,6 +62,11 @@ class DeviceQueue {
   // The world is lost: what the device thread has not taken, it will not get, and what it has taken it shall end. After
   // `limit` that is taken for done: a thread that does not answer cannot keep everybody waiting.
   void give_up(std::chrono::nanoseconds limit);
+
+  // Whether the devices of the other ranks are through with all in which this rank's memory has a part: only then may
+  // it be given back. A batch that is done here may still be under way there. `is_dead` tells of ranks whose processes
+  // are gone, and with them what their devices do.
+  bool others_are_through(const std::function<bool(int)>& is_dead) const;
 
   // Nobody will ask for batches any more.
   void close();
@@ -75,6 +84,8 @@ class DeviceQueue {
 
   bool is_late() const { return is_given_up_ && Clock::now() >= give_up_at_; }
 
+  World& world_;
+  const int rank_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::uint64_t next_ = 0;

@@ -26,8 +26,9 @@ class Failure {
   // at any point of this leaves either a complete failure or none.
   bool set(int rank, ErrorCode code, std::string_view fact);
 
-  // Acquire: pairs with the release in set(), so that code and text are complete when this is true.
-  bool is_set() const { return claimed_by_.load(std::memory_order_acquire) != 0; }
+  // Acquires what set() releases: code and text are complete when this is true. Sequentially consistent for
+  // DeviceQueue::take(); it costs the same.
+  bool is_set() const { return claimed_by_.load(std::memory_order_seq_cst) != 0; }
 
   void check() const {
     if (is_set()) throw WorldLost();

@@ -3,8 +3,9 @@
 // Tensors that all ranks have announced wait in a heap by priority. Whichever rank first needs to know what comes next
 // takes the tensor on top, and publishes its next chunk as the next entry: so the choice is made anew after every
 // chunk, a tensor of higher priority overtakes at the next chunk, and no coordinator is needed. Small tensors that
-// stand on top of the heap together are fused into one entry. (Priority and partitioning as in P3, Jayarajan et al.
-// 2019, and ByteScheduler, Peng et al. 2019.)
+// stand on top of the heap together are fused into one entry. Tensors on devices have a heap of their own: the next
+// batch is made when the devices of all ranks have begun the last one, and takes what has come meanwhile. (Priority and
+// partitioning as in P3, Jayarajan et al. 2019, and ByteScheduler, Peng et al. 2019.)
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,10 @@ class Schedule {
   bool fetch(std::uint32_t index, Entry& entry);
 
  private:
-  void decide(Entry& entry);
+  // The heap from which the next tensor comes; none when there is nothing to schedule.
+  ReadyHeap* next_heap();
+  bool devices_have_room() const;
+  void decide(Entry& entry, ReadyHeap& heap);
   // Takes the tensor on top of the heap, and more that a device can carry out with it.
   void decide_on_device(Entry& entry, std::uint32_t& count);
 

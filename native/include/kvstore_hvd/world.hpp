@@ -30,6 +30,9 @@ struct RankState {
   Flag reduced;         // entries that the rank has reduced, and whose foreign staging memory it no longer reads
   Flag bell;            // rung when there may be something to do for the rank
   Inbox<kSlots> inbox;  // slots whose operation another rank has carried out; one operation is under way on each
+  // Batches that the rank's device thread has begun, and that its device is through with; see DeviceQueue.
+  std::atomic<std::uint32_t> batches_begun;
+  std::atomic<std::uint32_t> batches_ended;
   std::atomic<Presence> presence;  // Release: publishes the fields below; the others read them after an acquire.
   std::int32_t pid;
   std::uint64_t start_time;  // of the process, in clock ticks since boot: tells a recycled pid
@@ -110,6 +113,12 @@ struct Ready {
   std::uint32_t slot;
 };
 
+// A binary heap of them, highest priority first.
+struct ReadyHeap {
+  alignas(128) std::atomic<std::uint32_t> count;
+  Ready tensors[kSlots];
+};
+
 enum class Algorithm : std::uint32_t {
   kFail,           // nothing moves: the ranks disagree, the slot says about what
   kOneShot,        // every rank stages everything and reduces everything: one synchronisation
@@ -171,10 +180,10 @@ struct World {
 
   // The schedule, see schedule.hpp.
   SharedLock schedule_lock;
-  alignas(128) std::atomic<std::uint32_t> ready_count;  // entries of the heap
-  std::atomic<std::uint32_t> head;                      // entries published so far
+  alignas(128) std::atomic<std::uint32_t> head;  // entries published so far
+  std::atomic<std::uint32_t> device_entries;     // those of them that are batches for devices; written under the lock
   std::uint32_t next_order;
-  Ready ready[kSlots];  // binary heap, highest priority first
+  ReadyHeap ready, ready_on_device;
   Entry entries[kEntries];
   Claims claims[kEntries];
 
