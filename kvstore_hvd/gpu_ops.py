@@ -6,12 +6,12 @@ import threading
 import time
 from typing import Any
 
-from kvstore_hvd import engine, native
+from kvstore_hvd import engine
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.executors import create_executor
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, synchronize
+from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, is_on_gpu, synchronize
 from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.records import DeviceOperation
 
@@ -21,15 +21,12 @@ _LOOK_S = 20e-6
 
 
 def allreduce(array: Any, name: str, op: str, out: Any, prescale: float, postscale: float) -> Any:
-    """As `numpy_ops.allreduce`, of an array for which `gpu.arrays.is_on_gpu` holds; raises as `numpy_ops.allreduce`."""
-    if op not in native.OPS:
-        fact, fix = f"there is no op {op!r}.", f"use one of {', '.join(native.OPS)}."
-        raise InvalidRequestError(message(fact, **_speaker("allreduce", name), fix=fix))
+    """As `numpy_ops.allreduce`, which has checked what is no array; for what `gpu.arrays.is_on_gpu` says is on one."""
     return _run("allreduce", array, name, out, op, prescale, postscale)
 
 
 def broadcast(array: Any, root: int, name: str, out: Any) -> Any:
-    """As `numpy_ops.broadcast`, of an array for which `gpu.arrays.is_on_gpu` holds."""
+    """As `numpy_ops.broadcast`, in the same way."""
     return _run("broadcast", array, name, out, root=root)
 
 
@@ -43,38 +40,41 @@ def _run(
     postscale: float = 1.0,
     root: int = 0,
 ) -> Any:
-    speaker = _speaker(collective, name)
-    source = device_array(array, **speaker)
-    if out is None:
-        out = empty_like(source, **speaker)
-    target = source if out is array else device_array(out, **speaker)
-    _check(source, target, speaker)
-    # Whoever reads or writes the arrays now is through with it before the others get them.
-    synchronize(source)
-    if target is not source:
-        synchronize(target)
-    request = Request(
-        collective,
-        f"np/{name}",  # matched with those on the CPU: workers that differ are told so
-        f"'{name}'",
-        [source.address],
-        [target.address],
-        source.shape,
-        source.dtype,
-        op,
-        prescale,
-        postscale,
-        root,
-        on_device=True,
-    )
     world = engine.current()
-    if world.is_alone:
-        _run_alone(request, source.device)
-        return out
+    speaker: dict[str, Any] = {**world.topology.speaker, "operation": collective, "name": name}
+    # What has lost the world, or a fork, makes CUDA fail, too: the reason comes before its consequences.
     with world.submitting():
-        communicator = world.communicator()
-        communicator.start_device(source.device)
-        communicator.run(request)
+        source = device_array(array, **speaker)
+        if out is None:
+            out = empty_like(source, **speaker)
+        elif not is_on_gpu(out):
+            fact = f"out is a {type(out).__name__} that is not on a GPU, but array is on GPU {source.device}."
+            raise TypeError(message(fact, **speaker, fix="pass an out on the same GPU."))
+        target = source if out is array else device_array(out, **speaker)
+        _check(source, target, speaker)
+        # Whoever reads or writes the arrays now is through with it before the others get them.
+        synchronize(source)
+        if target is not source:
+            synchronize(target)
+        request = Request(
+            collective,
+            f"np/{name}",  # matched with those on the CPU: workers that differ are told so
+            f"'{name}'",
+            [source.address],
+            [target.address],
+            source.shape,
+            source.dtype,
+            op,
+            prescale,
+            postscale,
+            root,
+            on_device=True,
+        )
+        if world.is_alone:
+            _run_alone(request, source.device)
+        else:
+            world.start_device(source.device)
+            world.communicator().run(request)
     return out
 
 
@@ -92,13 +92,6 @@ def _check(source: DeviceArray, target: DeviceArray, speaker: dict[str, Any]) ->
         fact, fix = "out overlaps array.", "pass the array itself, or separate memory."
     if fact:
         raise InvalidRequestError(message(fact, **speaker, fix=fix))
-
-
-def _speaker(operation: str, name: str) -> dict[str, Any]:
-    if not isinstance(name, str):
-        raise TypeError(f"{operation}: name is a {type(name).__name__}, pass a str.")
-    topology = engine.current().topology
-    return {"rank": topology.rank, "size": topology.size, "operation": operation, "name": name}
 
 
 # -- A world of one -----------------------------------------------------------------------------------------------

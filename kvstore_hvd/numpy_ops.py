@@ -59,9 +59,10 @@ def allreduce(
     HorovodInternalError
         The world is lost.
     """
+    _check_call("allreduce", name, op)
     if _is_on_gpu(array):
         return gpu_ops.allreduce(array, name, op, out, float(prescale), float(postscale))
-    out = _check_allreduce(array, name, op, out)
+    out = _check_arrays("allreduce", name, array, out)
     _run("allreduce", name, array, out, op, float(prescale), float(postscale))
     return out
 
@@ -82,7 +83,7 @@ def allreduce_init(
     Parameters
     ----------
     array, name, op, out, prescale, postscale
-        As `allreduce`. The memory of both arrays must not be replaced (``resize``).
+        As `allreduce`, but of NumPy only. The memory of both arrays must not be replaced (``resize``).
 
     Returns
     -------
@@ -95,7 +96,8 @@ def allreduce_init(
     InvalidRequestError, UnsupportedDtypeError, TypeError
         The arguments are wrong.
     """
-    out = _check_allreduce(array, name, op, out)
+    _check_call("allreduce", name, op)
+    out = _check_arrays("allreduce", name, array, out)
     scale = (float(prescale), float(postscale))
     world = engine.current()
     if world.is_alone:
@@ -115,7 +117,8 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
     Parameters
     ----------
     array : numpy.ndarray
-        C-contiguous, of equal shape and dtype on all workers; its values matter on the root only.
+        C-contiguous, of equal shape and dtype on all workers; its values matter on the root only. Dtypes and arrays on
+        GPUs as in `allreduce`.
     root : int
         Rank of the worker whose array is taken.
     name : str
@@ -137,6 +140,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
         fix = f"use a root of 0 to {size - 1}." if size > 1 else "use root 0."
         raise InvalidRequestError(_text("broadcast", name, f"there is no rank {root!r}.", fix))
+    _check_call("broadcast", name)
     if _is_on_gpu(array):
         return gpu_ops.broadcast(array, int(root), name, out)
     out = _check_arrays("broadcast", name, array, out)
@@ -206,18 +210,16 @@ def _alone(array: Array, prescale: float, postscale: float, out: Array) -> None:
     out[...] = (array.astype(wide) * wide(prescale) * wide(postscale)).astype(array.dtype)
 
 
-def _check_allreduce(array: Array, name: str, op: str, out: Optional[Array]) -> Array:
-    out = _check_arrays("allreduce", name, array, out)
+def _check_call(operation: str, name: str, op: str = "sum") -> None:
+    if not isinstance(name, str):
+        raise TypeError(_text(operation, repr(name), f"name is a {type(name).__name__}.", "pass a str."))
     if op not in native.OPS:
         fix = f"use one of {', '.join(native.OPS)}."
-        raise InvalidRequestError(_text("allreduce", name, f"there is no op {op!r}.", fix))
-    return out
+        raise InvalidRequestError(_text(operation, name, f"there is no op {op!r}.", fix))
 
 
 def _check_arrays(operation: str, name: str, array: Array, out: Optional[Array]) -> Array:
-    """The array for the result, after checking everything that one worker can see."""
-    if not isinstance(name, str):
-        raise TypeError(_text(operation, repr(name), f"name is a {type(name).__name__}.", "pass a str."))
+    """The array for the result, after checking everything about both that one worker can see."""
     _check_array(operation, name, array, "array")
     if out is None:
         return np.empty_like(array)
@@ -238,8 +240,12 @@ def _check_arrays(operation: str, name: str, array: Array, out: Optional[Array])
 
 def _check_array(operation: str, name: str, array: Array, role: str) -> None:
     if not isinstance(array, np.ndarray):
+        fact = f"{role} is a {type(array).__name__}, not a numpy.ndarray."
         fix = "pass a NumPy array; arrays of MXNet go through a store, mx.kv.create('horovod')."
-        raise TypeError(_text(operation, name, f"{role} is a {type(array).__name__}, not a numpy.ndarray.", fix))
+        if is_on_gpu(array):  # CuPy's class has the same name
+            fact = f"{role} is on a GPU."
+            fix = "pass array and out both on the GPU, to allreduce or broadcast; what is prepared is on the CPU."
+        raise TypeError(_text(operation, name, fact, fix))
     if not _name_of(array.dtype):
         shown = array.dtype.name if array.dtype.isnative else f"{array.dtype.str} (foreign byte order)"
         details = (f"Supported: {' '.join(native.DTYPES)}",)

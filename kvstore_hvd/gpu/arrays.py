@@ -6,13 +6,14 @@ bfloat16, for which the first has no name).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError, UnsupportedDtypeError, message
 from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.gpu.runtime import checked, cupy
 from kvstore_hvd.native import ITEM_BYTES
@@ -45,6 +46,9 @@ _DLPACK_TYPES = {
 }
 
 
+_TOO_LARGE = 1 << 63  # lengths travel with a sign
+
+
 @dataclass(frozen=True)
 class DeviceArray:
     """A contiguous array on a GPU.
@@ -73,15 +77,12 @@ class DeviceArray:
 
 
 def is_on_gpu(array: Any) -> bool:
-    """Whether `array` says that it is on a GPU; imports nothing."""
-    if hasattr(type(array), "__cuda_array_interface__"):
-        # PyTorch's tensors have the attribute on the CPU, too, and raise.
-        try:
-            return isinstance(array.__cuda_array_interface__, dict)
-        except (AttributeError, TypeError, RuntimeError):
-            return False
-    locate = getattr(array, "__dlpack_device__", None)
-    return locate is not None and int(locate()[0]) in _DLPACK_DEVICES
+    """Whether `array` says that it is on a GPU; imports nothing, raises nothing."""
+    if _interface_of(array) is not None:
+        return True
+    with contextlib.suppress(Exception):
+        return int(array.__dlpack_device__()[0]) in _DLPACK_DEVICES
+    return False
 
 
 def device_array(array: Any, **speaker: Any) -> DeviceArray:
@@ -99,15 +100,25 @@ def device_array(array: Any, **speaker: Any) -> DeviceArray:
     UnsupportedDtypeError
         Its elements cannot travel.
     InvalidRequestError
-        It is not contiguous, or has a mask.
+        It is not contiguous, has a mask, is not in the memory of a GPU, or describes itself wrongly.
     LaunchError
         CuPy or the driver are missing, see `runtime.cupy`.
     """
-    interface = getattr(array, "__cuda_array_interface__", None)
-    # bfloat16 has no name there, and comes as two raw bytes or not at all.
-    if interface is not None and not (interface["typestr"] == "<V2" and hasattr(array, "__dlpack__")):
-        return _from_interface(array, interface, speaker)
-    return _from_dlpack(array, speaker)
+    interface = _interface_of(array)
+    try:
+        # bfloat16 has no name there, and comes as two raw bytes or not at all.
+        if interface is not None and not (interface["typestr"] == "<V2" and hasattr(array, "__dlpack__")):
+            found = _from_interface(array, interface, speaker)
+        else:
+            found = _from_dlpack(array, speaker)
+    except KVHvdError:
+        raise
+    except Exception as error:
+        # The array is of another library, or of the program: it may raise anything, and leave out anything.
+        fact = f"what the array says about itself cannot be used: {type(error).__name__}: {error}."
+        fix = "see its __cuda_array_interface__, or what its __dlpack__ returns."
+        raise InvalidRequestError(message(fact, fix=fix, **speaker)) from error
+    return found
 
 
 def empty_like(array: DeviceArray, **speaker: Any) -> Any:
@@ -134,6 +145,16 @@ def synchronize(array: DeviceArray) -> None:
         cupy().cuda.runtime.streamSynchronize(array.stream)
 
 
+def _interface_of(array: Any) -> dict[str, Any] | None:
+    """Its ``__cuda_array_interface__``; None where it has none, or cannot tell it."""
+    # PyTorch's tensors have the attribute on the CPU, too, and raise; so do those on a GPU that it cannot describe.
+    with contextlib.suppress(Exception):
+        if hasattr(type(array), "__cuda_array_interface__"):
+            interface = array.__cuda_array_interface__
+            return interface if isinstance(interface, dict) else None
+    return None
+
+
 def _from_interface(array: Any, interface: dict[str, Any], speaker: dict[str, Any]) -> DeviceArray:
     dtype = _TYPES.get(interface["typestr"])
     if dtype is None:
@@ -148,18 +169,35 @@ def _from_interface(array: Any, interface: dict[str, Any], speaker: dict[str, An
     address, is_read_only = interface["data"]
     # Version 2 names no stream: its content is as the default stream leaves it.
     stream = interface.get("stream") if interface.get("version", 2) >= 3 else LEGACY_STREAM
-    if stream == 0:
-        raise InvalidRequestError(
-            message("__cuda_array_interface__ names stream 0, which is ambiguous.", fix="name 1 or 2.", **speaker)
-        )
-    return DeviceArray(int(address or 0), shape, dtype, _device_of(int(address or 0)), stream, is_read_only, array)
+    if stream is not None and (not isinstance(stream, int) or stream < 1):
+        fact = f"__cuda_array_interface__ names stream {stream!r}, which is {'ambiguous' if stream == 0 else 'none'}."
+        raise InvalidRequestError(message(fact, fix="name 1, 2, or the address of a stream.", **speaker))
+    address = int(address or 0)
+    device = _device_of(address, shape, dtype, speaker)
+    return DeviceArray(address, shape, dtype, device, stream, bool(is_read_only), array)
 
 
-def _device_of(address: int) -> int:
+def _device_of(address: int, shape: Sequence[int], dtype: str, speaker: dict[str, Any]) -> int:
+    """Which GPU's memory this is, after a check whether kernels can work there."""
     runtime = cupy().cuda.runtime
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    fact = ""
+    if not all(0 <= length < _TOO_LARGE for length in (*shape, nbytes)):
+        fact = f"there is no array of shape {tuple(shape)}."
+    elif nbytes and not address:
+        fact = f"an array of shape {tuple(shape)} has no memory (its address is 0)."
+    elif nbytes and address % ITEM_BYTES[dtype]:
+        fact = f"the array's address {address:#x} is no multiple of the {ITEM_BYTES[dtype]} bytes of an element."
+    if fact:
+        raise InvalidRequestError(message(fact, fix="pass a copy of the array.", **speaker))
     with checked("ask where an array lies"):
-        # An empty array has no memory.
-        return int(runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
+        if not nbytes:
+            return int(runtime.getDevice())  # it need not have memory
+        device = int(runtime.pointerGetAttributes(address).device)
+    if device < 0:
+        fact, fix = "the array says that it is on a GPU, but its memory is not.", "copy it to the GPU."
+        raise InvalidRequestError(message(fact, fix=fix, **speaker))
+    return device
 
 
 class _DLTensor(ctypes.Structure):
@@ -184,14 +222,19 @@ def _from_dlpack(array: Any, speaker: dict[str, Any]) -> DeviceArray:
     # The stream in which it is to be ready. The capsule is not consumed: when it goes, so does the producer's hold.
     capsule = array.__dlpack__(stream=LEGACY_STREAM)
     tensor = _DLTensor.from_address(get_pointer(capsule, b"dltensor"))
+    if tensor.device_type not in _DLPACK_DEVICES:
+        fact = f"the array says that it is on a GPU, but gives DLPack one on a device of type {tensor.device_type}."
+        raise InvalidRequestError(message(fact, fix="pass an array of CUDA's (type 2, or 13).", **speaker))
     dtype = _DLPACK_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}", speaker)
+        lanes = f", {tensor.lanes} lanes" if tensor.lanes != 1 else ""
+        raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}{lanes}", speaker)
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     if tensor.strides:
         _check_contiguous(shape, [tensor.strides[axis] for axis in range(tensor.ndim)], speaker)
-    address = (tensor.data or 0) + tensor.byte_offset
-    return DeviceArray(address, shape, dtype, tensor.device_id, LEGACY_STREAM, False, (array, capsule))
+    address = tensor.data + tensor.byte_offset if tensor.data else 0
+    device = _device_of(address, shape, dtype, speaker)
+    return DeviceArray(address, shape, dtype, device, LEGACY_STREAM, False, (array, capsule))
 
 
 def _unsupported(what: str, speaker: dict[str, Any]) -> UnsupportedDtypeError:
@@ -208,15 +251,16 @@ def _unsupported(what: str, speaker: dict[str, Any]) -> UnsupportedDtypeError:
 def _check_contiguous(shape: Sequence[int], strides: Sequence[int], speaker: dict[str, Any]) -> None:
     if 0 in shape:
         return
-    expected = 1
+    is_wrong, expected = len(strides) != len(shape), 1
     for length, stride in zip(reversed(shape), reversed(strides)):
-        if length != 1 and stride != expected:
-            raise InvalidRequestError(
-                message(
-                    f"an array on a GPU has gaps or another order than C's (shape {tuple(shape)}, strides "
-                    f"{tuple(strides)} elements).",
-                    fix="pass cupy.ascontiguousarray(array), and copy the result back.",
-                    **speaker,
-                )
-            )
+        is_wrong = is_wrong or (length != 1 and stride != expected)
         expected *= length
+    if is_wrong:
+        raise InvalidRequestError(
+            message(
+                f"an array on a GPU has gaps or another order than C's (shape {tuple(shape)}, strides "
+                f"{tuple(strides)} elements).",
+                fix="pass cupy.ascontiguousarray(array), and copy the result back.",
+                **speaker,
+            )
+        )

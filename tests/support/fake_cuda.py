@@ -25,6 +25,7 @@ import pytest
 
 from kvstore_hvd.gpu import runtime
 from support import fake_kernels
+from support.gpu_claims import OnGPU
 from support.mapped_memory import MappedMemory
 
 __all__ = ["CUDARuntimeError", "FakeCuda", "FakeDevice", "FakeError", "fake_cuda"]
@@ -403,6 +404,7 @@ def _module(cuda: FakeCuda) -> Any:
         return SimpleNamespace(array=array, get=lambda: array)
 
     module.RawModule, module.zeros = RawModule, zeros
+    module.empty = lambda shape, dtype: OnGPU(np.empty(shape, dtype))
     module.cuda = SimpleNamespace(
         runtime=_Runtime(cuda),
         nvrtc=_Nvrtc(cuda),

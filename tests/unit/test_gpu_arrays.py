@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.gpu.arrays import device_array, is_on_gpu
 from support.fake_cuda import FakeCuda, fake_cuda
+from support.gpu_claims import DLPack, Interface
 
 
 @pytest.fixture(autouse=True)
@@ -21,30 +21,13 @@ def cuda() -> Iterator[FakeCuda]:
         yield machine
 
 
-class Interface:
-    """An array with ``__cuda_array_interface__``."""
-
-    def __init__(self, typestr: str = "<f4", shape: Any = (2, 3), **fields: Any) -> None:
-        self.fields = {
-            "typestr": typestr,
-            "shape": shape,
-            "data": (0x1000, False),
-            "version": 3,
-            "strides": None,
-        } | fields
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return self.fields
-
-
 def test_version_3() -> None:
     array = Interface(stream=7)
     found = device_array(array)
     assert (found.address, found.shape, found.dtype, found.device, found.stream) == (0x1000, (2, 3), "float32", 2, 7)
     assert (found.count, found.nbytes, found.is_read_only, found.owner) == (6, 24, False, array)
     assert device_array(Interface(stream=None)).stream is None
-    assert device_array(Interface(data=(1, True))).is_read_only
+    assert device_array(Interface(data=(0x10, True))).is_read_only
 
 
 def test_version_2_is_as_the_default_stream_leaves_it() -> None:
@@ -83,11 +66,51 @@ def test_arrays_with_gaps_or_another_order(shape: Any, strides: Any) -> None:
         device_array(Interface(shape=shape, strides=strides))
 
 
-def test_masks_and_stream_0_are_refused() -> None:
+def test_masks_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="mask"):
         device_array(Interface(mask=Interface("|b1")))
-    with pytest.raises(InvalidRequestError, match="stream 0"):
-        device_array(Interface(stream=0))
+
+
+@pytest.mark.parametrize(("stream", "fact"), [(0, "stream 0, which is ambiguous"), (-1, "which is none"), ("1", "'1'")])
+def test_streams_that_are_none_are_refused(stream: Any, fact: str) -> None:
+    with pytest.raises(InvalidRequestError, match=fact):
+        device_array(Interface(stream=stream))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        *(Interface(**{field: ...}) for field in ("typestr", "shape", "data")),
+        Interface(typestr=["<f4"]),
+        Interface(shape=3),
+        Interface(shape=("a",)),
+        Interface(strides=("a", "b")),
+        Interface(data=0x1000),
+        Interface(data=("a", False)),
+        Interface(version="3"),
+        DLPack(2, 32, (1,), capsule=b"dltensor_versioned"),
+    ],
+)
+def test_what_cannot_be_read_is_said(array: Any) -> None:
+    assert is_on_gpu(array)
+    with pytest.raises(InvalidRequestError, match=r"^\[rank 1/2\] allreduce 'x': what the array says(.|\n)*Fix: "):
+        device_array(array, rank=1, size=2, operation="allreduce", name="x")
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-2, -3), (1 << 62,), (0, 1 << 63), (1 << 40, 1 << 40)])
+def test_shapes_that_no_array_has(shape: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="there is no array of shape"):
+        device_array(Interface(shape=shape))
+
+
+def test_memory_that_cannot_be_the_arrays(cuda: FakeCuda) -> None:
+    with pytest.raises(InvalidRequestError, match=r"has no memory \(its address is 0\)"):
+        device_array(Interface(data=(0, False)))
+    with pytest.raises(InvalidRequestError, match="address 0x1002 is no multiple of the 4 bytes"):
+        device_array(Interface(data=(0x1002, False)))
+    cuda.places[0x1000] = -2  # as CUDA says of the host's memory that it does not know
+    with pytest.raises(InvalidRequestError, match="says that it is on a GPU, but its memory is not"):
+        device_array(Interface())
 
 
 def test_an_empty_array_has_no_address() -> None:
@@ -95,43 +118,9 @@ def test_an_empty_array_has_no_address() -> None:
     assert (found.address, found.count, found.device) == (0, 0, 2)
 
 
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32 * 2),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class DLPack:
-    """An array with ``__dlpack__``, written out as dlpack.h has it."""
-
-    def __init__(self, code: int, bits: int, shape: tuple[int, ...], strides: Any = None, lanes: int = 1) -> None:
-        self.tensor = _DLTensor(0x2000, (ctypes.c_int32 * 2)(2, 3), len(shape), code, bits, lanes)
-        self.tensor.shape = (ctypes.c_int64 * len(shape))(*shape)
-        if strides is not None:
-            self.tensor.strides = (ctypes.c_int64 * len(strides))(*strides)
-        self.tensor.byte_offset = 64
-        self.streams: list[Any] = []
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, 3
-
-    def __dlpack__(self, *, stream: Any = None) -> Any:
-        self.streams.append(stream)
-        make = ctypes.pythonapi.PyCapsule_New
-        make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-        return make(ctypes.addressof(self.tensor), b"dltensor", None)
-
-
-def test_dlpack() -> None:
+def test_dlpack(cuda: FakeCuda) -> None:
     array = DLPack(4, 16, (4, 5), (5, 1))
+    cuda.places[0x2040] = 3
     found = device_array(array)
     assert (found.address, found.shape, found.dtype, found.device) == (0x2040, (4, 5), "bfloat16", 3)
     assert array.streams == [1] == [found.stream]
@@ -140,9 +129,11 @@ def test_dlpack() -> None:
 def test_dlpack_is_refused_alike() -> None:
     with pytest.raises(UnsupportedDtypeError):
         device_array(DLPack(6, 8, (1,)))
-    with pytest.raises(UnsupportedDtypeError):
-        device_array(DLPack(2, 32, (1,), lanes=2))
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(UnsupportedDtypeError, match="32 bits of DLPack's kind 2, 4 lanes"):
+        device_array(DLPack(2, 32, (1,), lanes=4))
+    with pytest.raises(InvalidRequestError, match="on a device of type 1"):
+        device_array(DLPack(2, 32, (1,), kind=1))
+    with pytest.raises(InvalidRequestError, match="ascontiguousarray"):
         device_array(DLPack(2, 32, (2, 2), (1, 2)))
 
 
@@ -153,6 +144,42 @@ def test_bfloat16_of_both_kinds_comes_by_dlpack() -> None:
             DLPack.__init__(self, 4, 16, (2,))
 
     assert device_array(Both()).dtype == "bfloat16"
+
+
+class WithGradient(DLPack):
+    """As a tensor of PyTorch on a GPU that requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 32, (1,))
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+
+
+def test_what_the_other_library_says_is_passed_on() -> None:
+    assert is_on_gpu(WithGradient())
+    with pytest.raises(InvalidRequestError, match=r"BufferError: .* use tensor.detach\(\)"):
+        device_array(WithGradient())
+
+
+class Nameless(DLPack):
+    """As a tensor of bfloat16 in older versions of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 16, (2,))
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise KeyError("torch.bfloat16")
+
+
+def test_what_has_no_name_in_the_interface_comes_by_dlpack() -> None:
+    assert is_on_gpu(Nameless())
+    assert device_array(Nameless()).dtype == "bfloat16"
 
 
 class OnTheCPU:
@@ -170,3 +197,12 @@ def test_who_is_on_a_gpu() -> None:
     assert not is_on_gpu(np.zeros(3))
     assert not is_on_gpu(object())
     assert not is_on_gpu([1.0])
+
+
+@pytest.mark.parametrize("place", [None, (), ("cuda", 0), 2])
+def test_who_does_not_say_where_it_is(place: Any) -> None:
+    class Liar:
+        def __dlpack_device__(self) -> Any:
+            return place
+
+    assert not is_on_gpu(Liar())

@@ -1,0 +1,209 @@
+"""`kvstore_hvd.allreduce` and `broadcast` of arrays on GPUs; stand-ins take the place of CuPy and the device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd import engine, gpu_ops
+from kvstore_hvd.comm import shm
+from kvstore_hvd.errors import (
+    HorovodInternalError,
+    InvalidRequestError,
+    LaunchError,
+    MismatchError,
+    ShutdownError,
+    TransportError,
+    UnsupportedDtypeError,
+)
+from support.arrays import DTYPES, assert_same_bits, contribution, expected_sum
+from support.fake_cuda import CUDARuntimeError, fake_cuda
+from support.gpu_claims import DLPack, Interface, OnGPU
+from support.host_executor import HostExecutor
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path, size):
+    """The stand-in for this worker's GPU, in a fresh world."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shm, "create_executor", lambda communicator, topology, ordinal: HostExecutor(communicator))
+    monkeypatch.setattr(gpu_ops, "_executors", {})
+    with fake_cuda() as machine:
+        kvstore_hvd.barrier()
+        kvstore_hvd.reset()
+        yield machine
+        with contextlib.suppress(HorovodInternalError):
+            kvstore_hvd.barrier()  # the others are not disturbed
+        kvstore_hvd.reset()
+        for executor in gpu_ops._executors.values():
+            executor.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums(gpu, rank, size, dtype):
+    """Into a new array, into another one, and in place: the bits of the sum in the order of ranks."""
+    given = contribution(rank, (3, 5), dtype)
+    expected = expected_sum(size, (3, 5), dtype)
+    assert_same_bits(kvstore_hvd.allreduce(OnGPU(given), "new").values, expected)
+    out = OnGPU(np.zeros_like(given))
+    assert kvstore_hvd.allreduce(OnGPU(given), "out", out=out) is out
+    assert_same_bits(out.values, expected)
+    array = OnGPU(given.copy())
+    assert kvstore_hvd.allreduce(array, "in place", out=array) is array
+    assert_same_bits(array.values, expected)
+
+
+@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
+def test_ops_and_scales(gpu, rank, size, op):
+    """What the CPU gives for the same arrays."""
+    given = contribution(rank, (100,), "float32")
+    there = kvstore_hvd.allreduce(OnGPU(given), "there", op, prescale=0.5, postscale=3.0)
+    here = kvstore_hvd.allreduce(given, "here", op, prescale=0.5, postscale=3.0)
+    assert_same_bits(there.values, here)
+
+
+def test_broadcasts_and_empty_arrays(gpu, rank, size):
+    given = contribution(rank, (7,), "float64")
+    got = kvstore_hvd.broadcast(OnGPU(given), size - 1, "x")
+    assert_same_bits(got.values, contribution(size - 1, (7,), "float64"))
+    assert kvstore_hvd.allreduce(OnGPU(np.zeros((0, 3), np.float32)), "empty").values.shape == (0, 3)
+
+
+def test_streams_are_waited_for(gpu, rank, size):
+    """What is written in a stream, and what still reads the array for the result, ends first."""
+    array, out = OnGPU(np.ones(3, np.float32), stream=1), OnGPU(np.ones(3, np.float32), stream=2)
+    kvstore_hvd.allreduce(array, "x", out=out)
+    waits = [call for call in gpu.calls if call[0] == "streamSynchronize" and call[1]]
+    assert waits == [("streamSynchronize", 1), ("streamSynchronize", 2)]
+
+
+ONES = np.ones(4, np.float32)
+WRONG = {
+    "out on the CPU": (lambda: (OnGPU(ONES), ONES.copy()), TypeError),
+    "out is no array": (lambda: (OnGPU(ONES), [1.0]), TypeError),
+    "out on a GPU, array not": (lambda: (ONES, OnGPU(ONES)), TypeError),
+    "out read-only": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x1000, True))), InvalidRequestError),
+    "out of another shape": (lambda: (OnGPU(ONES), OnGPU(ONES[:3])), InvalidRequestError),
+    "out of another dtype": (lambda: (OnGPU(ONES), OnGPU(ONES.astype("int32"))), InvalidRequestError),
+    "out on another GPU": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x77000, False))), InvalidRequestError),
+    "a field is missing": (lambda: (OnGPU(ONES, shape=...), None), InvalidRequestError),
+    "no memory": (lambda: (OnGPU(ONES, data=(0, False)), None), InvalidRequestError),
+    "memory of the host": (lambda: (OnGPU(ONES, data=(0x66000, False)), None), InvalidRequestError),
+    "strides": (lambda: (OnGPU(ONES, strides=(-4,)), None), InvalidRequestError),
+    "shape": (lambda: (OnGPU(ONES, shape=(1 << 62,)), None), InvalidRequestError),
+    "byte order": (lambda: (OnGPU(ONES, typestr=">f4"), None), UnsupportedDtypeError),
+    "no stream": (lambda: (OnGPU(ONES, stream=0), None), InvalidRequestError),
+    "a capsule of another name": (lambda: (DLPack(2, 32, (1,), capsule=b"used_dltensor"), None), InvalidRequestError),
+    "a capsule of the CPU": (lambda: (DLPack(2, 32, (1,), kind=1), None), InvalidRequestError),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arrays(gpu, rank, size, case):
+    """The error comes at once, nothing is sent, and the world goes on: the others wait for the right call."""
+    gpu.places |= {0x77000: 5, 0x66000: -2}
+    make, error = WRONG[case]
+    array, out = make()
+    if rank == size - 1:
+        with pytest.raises(error, match=rf"^\[rank {rank}/{size}\] allreduce 'x': (.|\n)*Fix: "):
+            kvstore_hvd.allreduce(array, "x", out=out)
+        with pytest.raises(error, match=rf"^\[rank {rank}/{size}\] broadcast 'x': (.|\n)*Fix: "):
+            kvstore_hvd.broadcast(array, 0, "x", out=out)
+    assert kvstore_hvd.allreduce(OnGPU(ONES), "x").values.tolist() == [size] * 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: kvstore_hvd.allreduce(OnGPU(ONES), 3),
+        lambda: kvstore_hvd.allreduce(OnGPU(ONES), "x", "median"),
+        lambda: kvstore_hvd.broadcast(OnGPU(ONES), 99, "x"),
+        lambda: kvstore_hvd.allreduce_init(OnGPU(ONES), "x"),
+        lambda: kvstore_hvd.allreduce_init(ONES, "x", out=OnGPU(ONES)),
+    ],
+)
+def test_wrong_calls(gpu, world, call):
+    with pytest.raises((TypeError, ValueError), match=r"^\[rank(.|\n)*Fix: "):
+        call()
+
+
+def test_one_worker_has_no_gpu(gpu, rank, size):
+    """All get the error, nothing is changed, and the world goes on."""
+    array = ONES.copy()
+    if size > 1:
+        with pytest.raises(MismatchError, match=r"ranks disagree on the kind of memory(.|\n)*GPU: rank"):
+            kvstore_hvd.allreduce(OnGPU(array) if rank == 0 else array, "x")
+        assert (array == 1).all()
+    assert kvstore_hvd.allreduce(array, "x").tolist() == [size] * 4
+
+
+def test_another_gpu_of_the_same_worker(gpu, rank, size):
+    kvstore_hvd.allreduce(OnGPU(ONES), "x")
+    gpu.places[0x77000] = 5
+    if size > 1:
+        array = OnGPU(ONES, data=(0x77000, False))
+        with pytest.raises(InvalidRequestError, match="is on GPU 5, but this worker's operations take place on GPU 0"):
+            kvstore_hvd.allreduce(array, "y", out=array)
+    assert kvstore_hvd.allreduce(OnGPU(ONES), "x").values.tolist() == [size] * 4
+
+
+def test_bfloat16_needs_an_out(gpu, rank, size):
+    values = np.full(4, 0x3F80, np.uint16)  # ones
+    array = DLPack(4, 16, (4,))
+    array.tensor.data, array.tensor.byte_offset = values.ctypes.data, 0
+    with pytest.raises(UnsupportedDtypeError, match="CuPy has no bfloat16"):
+        kvstore_hvd.allreduce(array, "x")
+    kvstore_hvd.allreduce(array, "x", out=array)
+    assert (values.astype(np.uint32) << 16).view(np.float32).tolist() == [size] * 4
+
+
+def test_without_a_driver(gpu, rank, size, monkeypatch):
+    """What is missing is said, on this worker and at once."""
+    from kvstore_hvd.gpu import runtime
+
+    monkeypatch.setattr(runtime, "_cupy", None)
+    monkeypatch.setattr(runtime, "driver_version", lambda: None)
+    for array in (Interface(), DLPack(2, 32, (1,))):
+        with pytest.raises(LaunchError, match="no driver"):
+            kvstore_hvd.allreduce(array, "x")
+
+
+def test_reasons_come_before_their_consequences(gpu, rank, size):
+    """After shutdown, in a forked child and in a lost world CUDA fails as well; what is raised is why."""
+    if size == 1:
+        pytest.skip("alone there is no world to lose")
+    kvstore_hvd.allreduce(OnGPU(ONES), "before")
+    kvstore_hvd.barrier()
+    gpu.failures["pointerGetAttributes"] = CUDARuntimeError("cudaErrorInitializationError")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            kvstore_hvd.allreduce(OnGPU(ONES), "child")
+            answer = "took part"
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read().startswith(f"ShutdownError: [rank {rank}/{size}] this process is a forked child")
+    os.waitpid(child, 0)
+    kvstore_hvd.barrier()
+    if rank == 0:
+        engine.current().abort("the test ends it")
+    with pytest.raises(TransportError, match="the test ends it"):
+        while True:
+            kvstore_hvd.barrier()
+    with pytest.raises(TransportError, match="the test ends it"):
+        kvstore_hvd.allreduce(OnGPU(ONES), "lost")
+    kvstore_hvd.shutdown()
+    with pytest.raises(ShutdownError, match="left the world"):
+        kvstore_hvd.allreduce(OnGPU(ONES), "left")
+    del gpu.failures["pointerGetAttributes"]
+    kvstore_hvd.init()
+    assert kvstore_hvd.allreduce(OnGPU(ONES), "after").values.tolist() == [size] * 4
