@@ -193,7 +193,8 @@ class Bench:
             else:
                 executor = RingExecutor(rank, [self.device] * size, 0, 64 * MIB, 60.0, exchange.of(rank))
                 # Loading may wait for kernels that run, which here are those of other ranks.
-                executor.modules.load("float32")
+                for name in kernels.kernel_names("float32"):
+                    executor.modules.limits(name, "float32")
             address = data[rank].address
             request = device_operation([address], [address], nbytes // 4, "float32", "average", 1.0, 1 / size)
             samples = []
