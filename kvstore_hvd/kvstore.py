@@ -311,10 +311,10 @@ class StoreMethods:
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
               what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
-              'one-shot', 'two-shot', 'direct', 'broadcast', 'failed', or '' when it knows nothing); ``'staged'``: why
-              arrays are copied through staging memory ('' when they are not); ``'submitted'``: when the last operation
-              was, on the clock of ``time.monotonic()``; ``'ms'``: of each of the three times ``'mean'`` and ``'last'``.
-              Keys after the first 10,000 are counted together.
+              'one-shot', 'two-shot', 'direct', 'broadcast', 'device' for arrays on a GPU, 'failed', or '' when it
+              knows nothing); ``'staged'``: why arrays are copied through staging memory ('' when they are not);
+              ``'submitted'``: when the last operation was, on the clock of ``time.monotonic()``; ``'ms'``: of each of
+              the three times ``'mean'`` and ``'last'``. Keys after the first 10,000 are counted together.
 
             *queued*: from when the array is ready until all workers have theirs ready and the first chunk is
             scheduled. *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation

@@ -63,7 +63,8 @@ class Statistics:
     bytes : int
         Of this worker's array, over all operations that did not fail.
     algorithm : str
-        Of the last one: ``'inline'``, ``'one-shot'``, ``'two-shot'``, ``'direct'``, ``'broadcast'``, ``'failed'``.
+        Of the last one: ``'inline'``, ``'one-shot'``, ``'two-shot'``, ``'direct'``, ``'broadcast'``, ``'exchange'``,
+        ``'reducescatter'``, ``'device'`` (of arrays on a GPU), ``'failed'``.
     total, last : Times
         Over all operations, and of the last one.
     submitted : float
