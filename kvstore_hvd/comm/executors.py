@@ -18,7 +18,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
 from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches, shared
 from kvstore_hvd.gpu.kernels import MAX_RANKS
-from kvstore_hvd.gpu.nccl_library import OLDEST, library
+from kvstore_hvd.gpu.nccl_library import OLDEST, library, version_text
 from kvstore_hvd.topology import Host, Topology
 
 # What our kernels do sooner than NCCL begins; and their staging memory for it: two halves.
@@ -56,7 +56,7 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
     activate(ordinal)
     reach = all(json.loads(text) for text in talk.agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices))))
     wish = config().gpu_path
-    wishes = talk.agreed("has no wish", lambda: wish)
+    wishes = talk.tell(wish)
     if len(set(wishes)) > 1:
         details = [f"{each}: {topology.rank_list(_holders(wishes, each))}" for each in sorted(set(wishes))]
         fact = "the workers disagree on KVHVD_GPU_PATH."
@@ -131,7 +131,7 @@ def _say(path: str, reason: str, devices: Sequence[Device]) -> None:
     else:
         versions = sorted({device.nccl for device in devices})
         text = "arrays on GPUs are reduced by NCCL %s"
-        log.once("gpu-path", logging.INFO, text, ", ".join(str(version) for version in versions))
+        log.once("gpu-path", logging.INFO, text, ", ".join(map(version_text, versions)))
 
 
 class _Talk:

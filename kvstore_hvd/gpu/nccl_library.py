@@ -11,13 +11,28 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.gpu.runtime import EXTRAS, driver_version
 
-__all__ = ["IN_PROGRESS", "OLDEST", "SUCCESS", "UNDEFINED", "Config", "NcclLibrary", "UniqueId", "library"]
+__all__ = [
+    "IN_PROGRESS",
+    "OLDEST",
+    "SUCCESS",
+    "UNDEFINED",
+    "Config",
+    "NcclLibrary",
+    "UniqueId",
+    "library",
+    "version_text",
+]
 
 #: Since 2.18 communicators that never block can be made, used and given back.
 OLDEST = 21800
 SUCCESS, IN_PROGRESS = 0, 7
 #: What a field of `Config` has when NCCL shall choose.
 UNDEFINED = -(2**31)
+
+
+def version_text(version: int) -> str:
+    """``22304`` as ``'2.23.4'``."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 class UniqueId(ctypes.Structure):
@@ -118,8 +133,8 @@ class NcclLibrary:
 
     @property
     def version_text(self) -> str:
-        """As people write it."""
-        return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
+        """See the function of this name."""
+        return version_text(self.version)
 
     def call(self, name: str, *arguments: object) -> int:
         """Call a function; its result as NCCL gives it. Releases the GIL."""

@@ -114,10 +114,19 @@ def close_all(made: list[Executor]) -> None:
 
 
 @pytest.mark.parametrize("reach", [False, True])
-def test_each_its_gpu_and_nccl(engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any, reach: bool) -> None:
+def test_each_its_gpu_and_nccl(
+    engines: Any,
+    cuda: FakeCuda,
+    nccl: FakeNccl,
+    settings: Any,
+    reach: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="kvstore_hvd")
     cuda.peers = lambda own, other: reach
     made = make_all(engines(3), [0, 1, 2])
     assert {type(one) for one in made} == {SplitExecutor if reach else NcclExecutor}
+    assert "reduced by NCCL 2.99.0" in caplog.text
     close_all(made)
     assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
 
