@@ -10,7 +10,7 @@ __all__ = ["reason"]
 _NO_CYCLES = "operations are carried out as soon as all workers have submitted them; there are no cycles"
 _NO_CACHE = "what was agreed on once is kept for every name, without a limit"
 _MEMORY = "the workers of a host always meet in shared memory"
-_NO_GPU = "arrays on GPUs are not reduced yet"
+_GPU = "operations on GPUs have one stream, where small arrays are always copied together"
 _ELASTIC = "options of kvhvdrun say whether a job is elastic"
 _NO_TUNING = "nothing is tuned while training; benchmarks/tune.py finds sizes for KVHVD_THRESHOLDS"
 _NO_GLOO = "there is no Gloo here"
@@ -25,10 +25,10 @@ _REASONS = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": _MEMORY,
     "HOROVOD_HIERARCHICAL_ALLGATHER": _MEMORY,
     "HOROVOD_TORUS_ALLREDUCE": _MEMORY,
-    "HOROVOD_NUM_NCCL_STREAMS": _NO_GPU,
-    "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_GPU,
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": _NO_GPU,
-    "HOROVOD_DISABLE_NVTX_RANGES": _NO_GPU,
+    "HOROVOD_NUM_NCCL_STREAMS": _GPU,
+    "HOROVOD_BATCH_D2D_MEMCOPIES": _GPU,
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "an operation is over when the GPU is through with it",
+    "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges here",
     "HOROVOD_MPI_THREADS_DISABLE": "MPI is used to find the other workers, not to reduce",
     "HOROVOD_ENABLE_XLA_OPS": "it is for TensorFlow",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "there is no Adasum here",

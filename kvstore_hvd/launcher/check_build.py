@@ -10,19 +10,21 @@ from typing import Any
 import kvstore_hvd
 from kvstore_hvd import horovod_alias, mpi_world, mxnet_compat, native
 from kvstore_hvd.errors import KVHvdError
+from kvstore_hvd.gpu import nccl_library, runtime
 
 __all__ = ["build_report"]
 
 
 def build_report() -> str:
-    """What was found: one line each, with the reason where something cannot be used. Imports MXNet and MPI."""
+    """What was found: one line each, with the reason where something cannot be used. Imports MXNet, MPI and CuPy."""
     rows = [
         ("MXNet", _mxnet()),
         ("native engine", _engine()),
         ("one host", "yes: workers meet in shared memory; needs no MPI"),
         ("several hosts", "no: not supported yet"),
         ("MPI", _mpi()),
-        ("NCCL, CUDA", "no: arrays on GPUs are not reduced yet"),
+        ("GPUs", _gpus()),
+        ("NCCL", _nccl()),
         ("horovod", _horovod()),
         ("--config-file", _yaml()),
     ]
@@ -49,6 +51,26 @@ def _mpi() -> str:
         return f"yes: {mpi_world.library()}, for starting with its mpirun"
     except KVHvdError as error:
         return f"{_no(error)} (for starting with mpirun only; kvhvdrun needs none)"
+
+
+def _gpus() -> str:
+    version = runtime.driver_version()
+    if version is None:
+        return "no: there is no driver (libcuda.so.1)"
+    try:
+        cupy = runtime.cupy()
+    except KVHvdError as error:
+        return _no(error)
+    count = cupy.cuda.runtime.getDeviceCount()
+    return f"yes: {count}, CuPy {cupy.__version__}, driver for CUDA up to {runtime.version_text(version)}"
+
+
+def _nccl() -> str:
+    try:
+        found = nccl_library.library()
+    except KVHvdError as error:
+        return f"{_no(error)} (for workers that each have a GPU; others need none)"
+    return f"yes: {found.version_text} ({found.path})"
 
 
 def _horovod() -> str:

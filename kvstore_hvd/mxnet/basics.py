@@ -162,7 +162,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """0: this build does not use NCCL."""
+    """0: nothing is built against NCCL; where it is found as GPUs are used, it reduces their arrays."""
     return 0
 
 
@@ -177,10 +177,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """False: arrays on GPUs go through the host's memory."""
+    """False: nothing is built against CUDA; arrays on its GPUs are reduced there, by way of CuPy."""
     return False
 
 
 def rocm_built() -> bool:
-    """False: arrays on GPUs go through the host's memory."""
+    """False: there is no ROCm here."""
     return False

@@ -16,9 +16,11 @@ import pytest
 
 from kvstore_hvd import launch, native
 from kvstore_hvd.errors import ConfigError, LaunchError
+from kvstore_hvd.gpu import runtime
 from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
 from kvstore_hvd.launcher.processes import share_of_cores
+from support.fake_cuda import fake_cuda
 
 # -- Output -------------------------------------------------------------------------------------------------------
 
@@ -391,9 +393,19 @@ def test_check_build(capfd: pytest.CaptureFixture[str], option: str) -> None:
     assert rows["MXNet"] == f"yes: {mxnet.__version__}"
     assert re.fullmatch("yes: sums with (scalar|avx2|avx512)", rows["native engine"])
     assert rows["MPI"].startswith(("yes: ", "no: "))
-    assert rows["NCCL, CUDA"].startswith("no: ")
+    assert rows["GPUs"].startswith(("yes: ", "no: "))
+    assert rows["NCCL"].startswith(("yes: ", "no: "))
     assert rows["horovod"].startswith("not installed")
     assert rows["--config-file"].startswith("yes: PyYAML ")
+
+
+def test_check_build_counts_gpus(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda():
+        assert launch.main(["-cb"]) == 0
+    assert "  GPUs:           yes: 8, CuPy 14.2.0, driver for CUDA up to 13.0\n" in capfd.readouterr().out
+    monkeypatch.setattr(runtime, "driver_version", lambda: None)
+    assert launch.main(["-cb"]) == 0
+    assert "  GPUs:           no: there is no driver (libcuda.so.1)\n" in capfd.readouterr().out
 
 
 def test_check_build_says_what_is_missing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
