@@ -52,7 +52,7 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
         The world is lost.
     """
     talk = _Talk(communicator, topology)
-    devices = [Device.from_text(text) for text in talk.agreed("has no GPU to use", lambda: _describe(ordinal))]
+    devices = [Device.from_text(text) for text in talk.agreed("cannot use the GPU", lambda: _describe(ordinal))]
     activate(ordinal)
     reach = all(json.loads(text) for text in talk.agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices))))
     wish = config().gpu_path
@@ -116,7 +116,7 @@ def _make(
 def _describe(ordinal: int) -> str:
     try:
         nccl = library().version
-    except KVHvdError as error:
+    except LaunchError as error:  # not a ConfigError: what the user demands is not left out in silence
         log.logger.debug("no NCCL: %s", error)
         nccl = 0
     return Device.of(ordinal, Host.here().identity, nccl).to_text()

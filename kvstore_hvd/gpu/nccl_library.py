@@ -193,9 +193,10 @@ def _find() -> NcclLibrary:
     if chosen:
         try:
             return NcclLibrary(chosen)
-        except OSError as error:
+        except (OSError, LaunchError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(
-                message(f"KVHVD_NCCL_LIBRARY={chosen} cannot be loaded: {error}.", fix="correct or unset it.")
+                message(f"KVHVD_NCCL_LIBRARY={chosen} cannot be used: {reason}.", fix="correct or unset it.")
             ) from None
     reasons = []
     for path in _candidates():

@@ -21,6 +21,7 @@ from kvstore_hvd.comm.shm import _native_request
 from kvstore_hvd.comm.split import SplitExecutor
 from kvstore_hvd.comm.staged import StagedExecutor
 from kvstore_hvd.errors import ConfigError, LaunchError, MismatchError, TransportError
+from kvstore_hvd.gpu import nccl_library
 from kvstore_hvd.gpu.nccl_library import OLDEST
 from kvstore_hvd.topology import Host, Topology
 from support.fake_cuda import FakeCuda, FakeDevice, fake_cuda
@@ -238,7 +239,23 @@ def test_a_worker_without_a_gpu_fails_all_alike(engines: Any, cuda: FakeCuda, nc
         return str(error.value)
 
     for rank, text in enumerate(on_ranks(3, make)):
-        assert text.startswith(f"[rank {rank}/3] rank 1 has no GPU to use.\n  rank 1:\n  Old GPU")
+        assert text.startswith(f"[rank {rank}/3] rank 1 cannot use the GPU.\n  rank 1:\n  Old GPU")
+
+
+def test_a_chosen_nccl_that_is_none_fails_all_alike(
+    engines: Any, cuda: FakeCuda, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_library, "_found", None)
+    settings(KVHVD_NCCL_LIBRARY="/nonsense")
+    world = engines(2)
+
+    def make(rank: int) -> str:
+        with pytest.raises(LaunchError) as error:
+            create_executor(world.of(rank), world.topology(rank), rank)
+        return str(error.value)
+
+    for text in on_ranks(2, make):
+        assert "ranks 0-1 cannot use the GPU.\n  ranks 0-1:\n  KVHVD_NCCL_LIBRARY=/nonsense cannot be used" in text
 
 
 def test_nccl_that_fails_on_one_fails_all_alike(

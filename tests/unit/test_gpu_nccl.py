@@ -133,10 +133,11 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_a_chosen_library_that_is_none(search: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    search.setenv("KVHVD_NCCL_LIBRARY", str(tmp_path / "libnccl.so.2"))
-    config_module.reload()
-    with pytest.raises(ConfigError, match=r"KVHVD_NCCL_LIBRARY=.*cannot be loaded"):
-        nccl_library.library()
+    for path, why in ((str(tmp_path / "libnccl.so.2"), "No such file"), ("libc.so.6", "is too old, or not NCCL")):
+        search.setenv("KVHVD_NCCL_LIBRARY", path)
+        config_module.reload()
+        with pytest.raises(ConfigError, match=rf"KVHVD_NCCL_LIBRARY=.*cannot be used: .*{why}"):
+            nccl_library.library()
 
 
 def test_nothing_found_says_what_to_install(search: pytest.MonkeyPatch) -> None:
