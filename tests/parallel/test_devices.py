@@ -104,8 +104,8 @@ def test_a_device_that_fails_loses_the_world(executors, rank, size):
     communicator.run(request(np.ones(5, np.float32), "before"))
     kvstore_hvd.barrier()
     if rank == 1:
-        executors[0].fails = "the device broke"
-    with pytest.raises(TransportError, match=r"rank 1[\s\S]*the device broke"):
+        executors[0].fails = "the device broke."
+    with pytest.raises(TransportError, match=r"rank 1[\s\S]*the device broke\.\n"):
         communicator.run(request(np.ones(5, np.float32), "broken"))
     with pytest.raises(HorovodInternalError):
         kvstore_hvd.barrier()
