@@ -106,7 +106,7 @@ def exception_for(code: int, text: str) -> errors.KVHvdError:
     return _EXCEPTIONS.get(code, errors.KVHvdError)(text)
 
 
-def lost_code(error: Exception) -> int:
+def lost_code(error: BaseException) -> int:
     """The native code of what loses a world: that of the exception's class, else of a `TransportError`."""
     codes = [code for code, kind in _EXCEPTIONS.items() if issubclass(kind, errors.HorovodInternalError)]
     return next((code for code in codes if isinstance(error, _EXCEPTIONS[code])), 6)
@@ -355,7 +355,7 @@ class Engine:
         number, collective, *common, operations = taken
         return number, collective, [DeviceOperation(*own, *common) for own in operations]
 
-    def end_batch(self, number: int, error: Exception | None = None) -> None:
+    def end_batch(self, number: int, error: BaseException | None = None) -> None:
         """The device does not touch the arrays of a batch any more; an error loses the world."""
         if error is None:
             self.impl.end_batch(number)
@@ -363,7 +363,9 @@ class Engine:
             text = str(error) if isinstance(error, errors.KVHvdError) else f"{type(error).__name__}: {error}"
             # It becomes the fact of an error with a stop and a fix of its own.
             fact = "; ".join(part.rstrip(".") for part in text.split("\n  Fix: "))
-            self.impl.end_batch(number, lost_code(error), fact)
+            # The engine takes UTF-8, and the name of a file may be anything else.
+            sendable = fact.encode(errors="backslashreplace").decode()
+            self.impl.end_batch(number, lost_code(error), sendable)
 
     @property
     def bytes_in_place(self) -> int:

@@ -82,10 +82,12 @@ class DeviceThread:
             if self._engine.health() is not None:
                 self._end_all()
         if self._executor is not None:
-            with contextlib.suppress(TransportError):  # of a device that has failed
-                if self._under_way:
-                    self._executor.abort()
+            if self._under_way:
+                self._abort(self._executor)
+            try:
                 self._executor.close()
+            except Exception as error:  # noqa: BLE001 - of a device that has failed; who had to know has been told
+                log.logger.debug("GPU %d is not given back: %s", self._device, error)
 
     def _watch(self) -> None:
         """Once the world is lost, end what the thread itself may be waiting for: a worker that does not come."""
@@ -97,15 +99,20 @@ class DeviceThread:
         executor = self._executor
         if executor is None or self._engine.health() is None:
             return False
-        executor.abort()
+        self._abort(executor)
         return True
+
+    @staticmethod
+    def _abort(executor: Executor) -> None:
+        with contextlib.suppress(Exception):  # of a device that has failed: there is a reason already
+            executor.abort()
 
     def _begin(self, number: int, collective: str, operations: list[DeviceOperation]) -> None:
         try:
             if self._executor is None:
                 self._executor = self._make_executor(self._device)
             self._under_way.append((number, getattr(self._executor, collective)(operations)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for this worker
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the others wait for this worker
             if self._executor is not None:
                 # A part of it may be enqueued: the arrays are the caller's again when the device is done with them.
                 with contextlib.suppress(Exception):
@@ -118,7 +125,7 @@ class DeviceThread:
             try:
                 if not completion.done():
                     return
-            except Exception as error:  # noqa: BLE001 - as above
+            except BaseException as error:  # noqa: BLE001 - as above
                 self._under_way.popleft()
                 self._engine.end_batch(number, error)
             else:
@@ -128,7 +135,7 @@ class DeviceThread:
     def _end_all(self) -> None:
         """The world is lost: nothing may write to arrays any more once the callers have learnt of it."""
         if self._executor is not None:
-            self._executor.abort()
+            self._abort(self._executor)
         end = time.monotonic() + END_S  # of all of them: the engine waits no longer, either
         while self._under_way:
             number, completion = self._under_way.popleft()

@@ -98,14 +98,15 @@ def test_one_kind_of_memory(executors, rank, size):
     assert executors == []
 
 
-def test_a_device_that_fails_loses_the_world(executors, rank, size):
+@pytest.mark.parametrize(("text", "said"), [("the device broke.", "the device broke"), ("no \udce9", r"no \\udce9")])
+def test_a_device_that_fails_loses_the_world(executors, rank, size, text, said):
     """An executor that raises on one worker: TransportError on all, which names the rank and has the reason."""
     communicator = engine.current().communicator()
     communicator.run(request(np.ones(5, np.float32), "before"))
     kvstore_hvd.barrier()
     if rank == 1:
-        executors[0].fails = "the device broke."
-    with pytest.raises(TransportError, match=r"rank 1[\s\S]*the device broke\.\n"):
+        executors[0].fails = text
+    with pytest.raises(TransportError, match=rf"rank 1[\s\S]*{said}\.\n"):
         communicator.run(request(np.ones(5, np.float32), "broken"))
     with pytest.raises(HorovodInternalError):
         kvstore_hvd.barrier()

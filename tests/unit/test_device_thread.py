@@ -60,6 +60,32 @@ class Device:
         self.seen.append("closed")
 
 
+class Odd(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize("error", [TransportError("of the executor"), ValueError("of somebody"), Odd("odd")])
+def test_whatever_fails_nobody_waits_for_it(error: BaseException) -> None:
+    class Broken(Device):
+        def allreduce(self, batch: Any) -> Any:
+            raise error
+
+        def end(self, limit_s: float) -> bool:
+            raise ValueError("not even that")
+
+        abort = close = end  # type: ignore[assignment]
+
+    seen: list[str] = []
+    made: Any = Engine(seen)
+    thread = DeviceThread(made, lambda ordinal: Broken(seen, False))  # type: ignore[arg-type,return-value]
+    thread.start(0)
+    assert made.ended.wait(10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda args: seen.append(f"escaped: {args.exc_value}"))
+        thread.stop()
+    assert seen == [f"ended: {error}"]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits: bool) -> None:
     seen: list[str] = []
