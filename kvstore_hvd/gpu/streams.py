@@ -11,7 +11,7 @@ from kvstore_hvd import log
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["Event", "Stream", "current"]
+__all__ = ["Event", "Stream"]
 
 # Lower numbers are more urgent; what is beyond the device's range counts as its end.
 _HIGHEST = -100
@@ -76,23 +76,12 @@ class Stream:
         """The address, by the name that CuPy's launches ask for."""
         return self.address
 
-    def wait_for(self, event: Event) -> None:
-        """Let what is enqueued from now on wait for the event, on the device."""
-        with checked("have a stream wait for an event"):
-            cupy().cuda.runtime.streamWaitEvent(self.address, event.address)
-
     def copy(self, destination: int, source: int, count: int) -> None:
         """Enqueue a copy of `count` bytes between any two addresses, of devices or pinned memory."""
         if count and destination != source:
             runtime = cupy().cuda.runtime
             with checked("copy"):
                 runtime.memcpyAsync(destination, source, count, runtime.memcpyDefault, self.address)
-
-    def clear(self, destination: int, count: int) -> None:
-        """Enqueue writing `count` zero bytes."""
-        if count:
-            with checked("clear memory"):
-                cupy().cuda.runtime.memsetAsync(destination, 0, count, self.address)
 
     def synchronize(self) -> None:
         """Wait until all that was enqueued is done. Only where nothing in it waits for another worker."""
@@ -137,11 +126,6 @@ def _by_the_driver(runtime: Any) -> int:
         return made.value
     log.once("stream-priority", logging.INFO, "operations on GPUs have no higher priority than the program's kernels")
     return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
-
-
-def current() -> int:
-    """The address of this thread's current stream in CuPy: 0 is the default one."""
-    return int(cupy().cuda.get_current_stream().ptr)
 
 
 def address_of(stream: Any) -> int:

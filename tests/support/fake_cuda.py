@@ -28,7 +28,7 @@ from support import fake_kernels
 from support.gpu_claims import OnGPU
 from support.mapped_memory import MappedMemory
 
-__all__ = ["CUDARuntimeError", "FakeCuda", "FakeDevice", "FakeError", "fake_cuda"]
+__all__ = ["CUDARuntimeError", "FakeCuda", "FakeDevice", "fake_cuda"]
 
 NOT_READY = 600
 _GARBAGE = 0xA5  # in fresh memory
@@ -48,9 +48,6 @@ class NVRTCError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"NVRTC_ERROR ({status})")
         self.status = status
-
-
-FakeError = CUDARuntimeError
 
 
 @dataclass(frozen=True)
@@ -239,9 +236,6 @@ class _Runtime(SimpleNamespace):
     def memset(self, address: int, value: int, nbytes: int) -> None:
         ctypes.memset(address, value, nbytes)
 
-    def memsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        self._cuda.stream_at(stream).push(lambda: ctypes.memset(address, value, nbytes))
-
     def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         self._cuda.called("memcpyAsync", target, source, nbytes, stream)
         assert kind == self.memcpyDefault
@@ -305,10 +299,6 @@ class _Runtime(SimpleNamespace):
         address = self._cuda.fresh()
         self._cuda.streams[address] = _Stream()
         return address
-
-    def streamWaitEvent(self, stream: int, event: int) -> None:
-        done = self._cuda.events[event].done
-        self._cuda.stream_at(stream).push(done.wait)
 
     def streamSynchronize(self, stream: int) -> None:
         self._cuda.called("streamSynchronize", stream)
@@ -412,7 +402,6 @@ def _module(cuda: FakeCuda) -> Any:
             occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2,
             funcGetAttribute=lambda attribute, pointer: 0,
         ),
-        get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
     return module
 
