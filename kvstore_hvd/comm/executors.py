@@ -62,7 +62,7 @@ def create_executor(communicator: Communicator | None, topology: Topology, ordin
         fact = "the workers disagree on KVHVD_GPU_PATH."
         raise LaunchError(message(fact, details=details, fix="set it alike on all workers.", **topology.speaker))
     # A world of one sends nothing: kernels copy and scale.
-    alone = topology.size == 1 and wish == "auto"
+    alone = topology.size == 1 and wish != "nccl"
     path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)
     _say(path, reason, devices)
     has_small = (
@@ -108,8 +108,7 @@ def _make(
             if config().gpu_path != "auto" or talk.communicator is None:
                 raise
             _say("staged", str(error), devices)
-    if talk.communicator is None:
-        raise LaunchError(message("KVHVD_GPU_PATH=staged needs several workers.", fix="unset it."))
+    assert talk.communicator is not None, "a worker alone takes another way"
     return StagedExecutor(talk.communicator, rank, ordinal, timeout_s)
 
 

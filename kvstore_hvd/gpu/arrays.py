@@ -106,8 +106,10 @@ def device_array(array: Any, **speaker: Any) -> DeviceArray:
     """
     interface = _interface_of(array)
     try:
-        # bfloat16 has no name there, and comes as two raw bytes or not at all.
-        if interface is not None and not (interface["typestr"] == "<V2" and hasattr(array, "__dlpack__")):
+        # Before version 3 (PyTorch) nobody says in which stream the content is written. bfloat16 has no name there, and
+        # comes as two raw bytes or not at all.
+        is_vague = interface is not None and (interface.get("version", 2) < 3 or interface["typestr"] == "<V2")
+        if interface is not None and not (is_vague and hasattr(array, "__dlpack__")):
             found = _from_interface(array, interface, speaker)
         else:
             found = _from_dlpack(array, speaker)

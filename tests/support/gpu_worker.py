@@ -20,40 +20,21 @@ import numpy as np
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError
 from support.fake_cuda import CUDARuntimeError, FakeCuda, fake_cuda
-from support.gpu_ranks import memory_of, samples
+from support.gpu_claims import OnGPU
+from support.gpu_ranks import samples
 from support.host_kernels import host_kernels, loaded
 
 COUNTS = (1, 5000, 300_000)
 
 
-class GpuArray:
-    """What CuPy's arrays tell of themselves."""
-
-    def __init__(self, cuda: FakeCuda, values: Any) -> None:
-        self._shape, self._dtype = values.shape, values.dtype
-        self._address = cuda.malloc(values.nbytes)
-        cuda.places[self._address] = cuda.current
-        self.values[...] = values
-
-    @property
-    def values(self) -> Any:
-        """Its elements, on the host."""
-        return memory_of(self._address, self._dtype.itemsize * int(np.prod(self._shape))).view(self._dtype)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        data = self._address, False
-        return {"shape": self._shape, "typestr": self._dtype.str, "data": data, "version": 3, "stream": None}
-
-
-def reduce(cuda: FakeCuda, rounds: int = 1) -> None:
+def reduce(rounds: int = 1) -> None:
     """Reduce and broadcast arrays of all kinds, and compare with what the engine of the CPU gives."""
     world = kvstore_hvd.topology()
     cases = itertools.product(range(rounds), ("float32", "float16", "int64"), COUNTS)
     for number, (_, dtype, count) in enumerate(cases):
         mine = samples(world.rank, count, dtype, number).view(dtype)
         expected = kvstore_hvd.allreduce(mine, f"cpu {number}", op="average" if count == 5000 else "sum")
-        array = GpuArray(cuda, mine)
+        array = OnGPU(mine)
         kvstore_hvd.allreduce(array, f"gpu {number}", op="average" if count == 5000 else "sum", out=array)
         if np.array_equal(array.values.view(np.uint8), expected.view(np.uint8)):
             continue
@@ -63,7 +44,7 @@ def reduce(cuda: FakeCuda, rounds: int = 1) -> None:
         assert count == max(COUNTS)
         first = kvstore_hvd.broadcast(array.values.copy(), 0, f"compared {number}")
         np.testing.assert_array_equal(first, array.values)
-    array = GpuArray(cuda, np.full(5000, world.rank, np.float32))
+    array = OnGPU(np.full(5000, world.rank, np.float32))
     kvstore_hvd.broadcast(array, world.size - 1, "root", out=array)
     np.testing.assert_array_equal(array.values, np.full(5000, world.size - 1, np.float32))
 
@@ -80,7 +61,7 @@ def lose(cuda: FakeCuda, what: Any) -> None:
     if world.rank == world.size - 1:
         at_launch(cuda, 3, what)
     for number in itertools.count():
-        array = GpuArray(cuda, np.full(5000, world.rank, np.float32))
+        array = OnGPU(np.full(5000, world.rank, np.float32))
         try:
             kvstore_hvd.allreduce(array, f"array {number}", out=array)
         except HorovodInternalError as error:
@@ -97,7 +78,7 @@ def recover(cuda: FakeCuda) -> None:
 
     lose(cuda, fail)
     kvstore_hvd.reset()
-    reduce(cuda)
+    reduce()
 
 
 def main(path: Path, gpus: int, what: str) -> None:
@@ -113,8 +94,8 @@ def main(path: Path, gpus: int, what: str) -> None:
     cuda.set_device(kvstore_hvd.topology().local_rank % gpus)
     pid = os.getpid()
     {
-        "reduce": lambda: reduce(cuda),
-        "reduce much": lambda: reduce(cuda, 10),
+        "reduce": reduce,
+        "reduce much": lambda: reduce(10),
         "die": lambda: lose(cuda, lambda: os.kill(pid, signal.SIGKILL)),
         "stop": lambda: lose(cuda, lambda: os.kill(pid, signal.SIGSTOP)),
         "recover": lambda: recover(cuda),

@@ -146,6 +146,17 @@ def test_bfloat16_of_both_kinds_comes_by_dlpack() -> None:
     assert device_array(Both()).dtype == "bfloat16"
 
 
+def test_what_names_no_stream_comes_by_dlpack_which_waits_for_it() -> None:
+    class Both(Interface, DLPack):
+        def __init__(self) -> None:
+            Interface.__init__(self, version=2)
+            DLPack.__init__(self, 2, 32, (2,))
+
+    array = Both()
+    assert device_array(array).shape == (2,)
+    assert array.streams == [1]
+
+
 class WithGradient(DLPack):
     """As a tensor of PyTorch on a GPU that requires a gradient."""
 

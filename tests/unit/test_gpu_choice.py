@@ -217,7 +217,9 @@ def test_without_both_by_the_host_which_is_said_once(
     close_all(made)
 
 
-def test_alone(cuda: FakeCuda, nccl: FakeNccl, settings: Any) -> None:
+@pytest.mark.parametrize("wish", ["auto", "kernels", "staged"])
+def test_alone(cuda: FakeCuda, nccl: FakeNccl, settings: Any, wish: str) -> None:
+    settings(KVHVD_GPU_PATH=wish)
     topology = Topology.of(0, [Host("here", "here")], source="single")
     executor = create_executor(None, topology, 0)
     assert isinstance(executor, RingExecutor)
