@@ -146,7 +146,7 @@ def test_where_memory_cannot_be_shared_one_process_works(cuda: FakeCuda) -> None
     memory = DeviceMemory(1)
     told = json.loads(memory.export())
     assert PeerMemory(json.dumps(told)).address == memory.address
-    with pytest.raises(TransportError, match="failed to share memory of the GPU(.|\n)*NotSupported"):
+    with pytest.raises(TransportError, match=r"failed to share memory of the GPU(.|\n)*NotSupported"):
         PeerMemory(json.dumps(told | {"process": "another"}))
     memory.close()
 
