@@ -65,8 +65,9 @@ if ! "$python" -c 'import glob, sys; sys.exit(not glob.glob("kvstore_hvd/_native
   fi
 fi
 
-step 150 test_kernels "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_kernels.py
-step 120 test_executors "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_executors.py
+# What fails may wait some seconds for it: a few failures tell enough, and leave time for the rest.
+step 150 test_kernels "$python" -m pytest -q -m gpu -p no:cacheprovider --maxfail 12 tests/gpu/test_kernels.py
+step 120 test_executors "$python" -m pytest -q -m gpu -p no:cacheprovider --maxfail 12 tests/gpu/test_executors.py
 step 150 measure "$python" benchmarks/gpu/device.py --json "$out/gpu-device.json"
 if "$python" -c 'from kvstore_hvd import native; native.abi()' 2>/dev/null && [ -f examples/digits_cupy.py ] && has sklearn; then
   step 60 example "$python" -m kvstore_hvd.launch -np 2 "$python" examples/digits_cupy.py
