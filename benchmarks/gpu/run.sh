@@ -13,6 +13,9 @@ out=${1:-${OUT:-benchmarks/results}}
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD:$PWD/tests:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
+# Compiled kernels are kept in the cache, or compiled again and again.
+cache=${XDG_CACHE_HOME:-${HOME:-}/.cache}
+mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] || export XDG_CACHE_HOME="$(mktemp -d)"
 mkdir -p "$out"
 log="$out/gpu-run.log"
 : >"$log"
