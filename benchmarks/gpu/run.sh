@@ -5,8 +5,8 @@
 #
 # Needs: NVIDIA's driver, Python 3.9 or newer with NumPy, CuPy 13 or 14 and pytest; a C++ compiler and pybind11 for the
 # part that starts processes (left out without them); NCCL, compute-sanitizer and matplotlib where they are there. What
-# is missing is installed with pip if an index can be reached; nothing is when all is there, so that a machine without a
-# network works with wheels that were installed before. PYTHON chooses the interpreter.
+# is missing is installed with pip, for PYTHON (the interpreter to use), if there is a GPU and an index can be reached;
+# nothing is when all is there, so that a machine without a network works with wheels that were installed before.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${1:-${OUT:-benchmarks/results}}
@@ -49,8 +49,9 @@ has numpy || missing+=(numpy)
 has pytest || missing+=(pytest)
 has pytest_timeout || missing+=(pytest-timeout)
 has cupy || missing+=("cupy-cuda${major}x>=13,<15")
-if [ ${#missing[@]} -gt 0 ]; then
-  # Without a network it is soon known.
+if [ ${#missing[@]} -gt 0 ] && nvidia-smi >/dev/null 2>&1; then
+  # Not elsewhere: CuPy may bring a newer NumPy than the interpreter's other packages take. Without a network it is soon
+  # known.
   step 120 install "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 10 "${missing[@]}"
 fi
 for module in numpy pytest pytest_timeout cupy; do
