@@ -16,6 +16,7 @@ import os
 import statistics
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,15 @@ from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.nccl_library import library
 from kvstore_hvd.gpu.runtime import cupy, version_text
 from kvstore_hvd.gpu.streams import Stream
-from support.gpu_ranks import Exchange, device_operation, finish, on_ranks
+from support.gpu_ranks import Exchange, device_operation, on_ranks
 from support.virtual_ranks import VirtualRanks
 
 RESULTS = ROOT / "benchmarks" / "results"
 FLOAT = Reduction("float32", "average", 1.0, 0.5)
 MIB = 1 << 20
 _REGISTERS, _LOCAL_BYTES = 4, 3  # CUfunction_attribute
+_LIMIT_S = 20.0  # that ranks may wait for each other
+_LOOK_S = 50e-6  # between two looks at an operation: as the package's thread does
 
 # -- Timing -------------------------------------------------------------------------------------------------------
 
@@ -189,9 +192,10 @@ class Bench:
         def run(rank: int) -> list[float]:
             activate(0)
             if way == "nccl":
-                executor: Any = NcclExecutor(library(), unique_id, rank, size, self.device, 0, 64 * MIB, 60.0, 60.0)
+                own = rank, size, self.device, 0
+                executor: Any = NcclExecutor(library(), unique_id, *own, 64 * MIB, _LIMIT_S, _LIMIT_S)
             else:
-                executor = RingExecutor(rank, [self.device] * size, 0, 64 * MIB, 60.0, exchange.of(rank))
+                executor = RingExecutor(rank, [self.device] * size, 0, 64 * MIB, _LIMIT_S, exchange.of(rank))
                 # Loading may wait for kernels that run, which here are those of other ranks.
                 for name in kernels.kernel_names("float32"):
                     executor.modules.limits(name, "float32")
@@ -199,12 +203,14 @@ class Bench:
             request = device_operation([address], [address], nbytes // 4, "float32", "average", 1.0, 1 / size)
             samples = []
             for repetition in range(self.repetitions + 3):
-                together.wait()
+                together.wait(_LIMIT_S)
                 start = time.perf_counter()
-                finish(executor.allreduce([request]))
+                completion = executor.allreduce([request])
+                while not completion.done():
+                    time.sleep(_LOOK_S)
                 if repetition >= 3:
                     samples.append(time.perf_counter() - start)
-            together.wait()
+            together.wait(_LIMIT_S)
             executor.close()
             return samples
 
@@ -234,9 +240,18 @@ def resnet50() -> list[int]:
 # -- All of it ----------------------------------------------------------------------------------------------------
 
 
+class Said(list[str]):
+    """What is found, printed at once: whoever ends this program in the middle has it, too."""
+
+    def append(self, text: str) -> None:
+        """Print a text, and keep it."""
+        print(text, flush=True)
+        super().append(text)
+
+
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Return the results, and the tables of them."""
-    bench, text = Bench(options), []
+    bench, text = Bench(options), Said()
     results: dict[str, Any] = {"device": bench.device.name, "multiprocessors": bench.device.multiprocessors}
     results["copy"] = bench.copies()
     text.append(f"{bench.device.name}: copies move {bench.bandwidth / 1e12:.2f} TB/s (read and written)")
@@ -245,8 +260,9 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         """What fails is said, and the rest is still measured."""
         try:
             return act()
-        except (KVHvdError, RuntimeError, MemoryError) as error:
-            text.append(f"{what}: {str(error).splitlines()[0]}")
+        except Exception as error:  # noqa: BLE001 - whatever it is: a machine with a GPU is not there every day
+            traceback.print_exc()
+            text.append(f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return None
 
     results["resources"] = attempt("resources", bench.resources) or {}
@@ -341,7 +357,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu-device.json")
     parser.add_argument("--large", type=int, default=256 * MIB, help="bytes of a large array")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--nccl-ranks", type=int, nargs="+", default=[1], help="NCCL: more than 1 need 2.30 or newer")
+    parser.add_argument("--nccl-ranks", type=int, nargs="*", default=[1], help="NCCL: more than 1 need 2.30 or newer")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="small and few, to see whether all of it runs")
     options = parser.parse_args()

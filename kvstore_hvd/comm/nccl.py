@@ -17,7 +17,7 @@ import numpy as np
 from kvstore_hvd.comm.executor import END_S, Batch, Completion, EventCompletion, Executor, input_of
 from kvstore_hvd.comm.ring import reduction_of
 from kvstore_hvd.comm.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
-from kvstore_hvd.errors import TransportError
+from kvstore_hvd.errors import KVHvdError, TransportError
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device, Residents, activate
 from kvstore_hvd.gpu.launcher import Launcher, Members, Reduction, Segment
@@ -80,11 +80,16 @@ class NcclExecutor(Executor):
         activate(ordinal)
         self._residents = Residents(ordinal)
         self._rank, self._size, self._ordinal, self._timeout_s = rank, size, ordinal, timeout_s
-        self._nccl = NcclCommunicator(library, unique_id, rank, size, start_timeout_s)
+        # First: up to CUDA 11 a thread that has only named its device has no context, and NCCL would take GPU 0.
+        self.stream = Stream()
+        try:
+            self._nccl = NcclCommunicator(library, unique_id, rank, size, start_timeout_s)
+        except KVHvdError:
+            self.stream.close()
+            raise
         self._nccl.timeout_s = timeout_s
         self._capacity = staging_bytes // ALIGNMENT * ALIGNMENT
         try:
-            self.stream = Stream()
             self._launcher = Launcher(Kernels(device.capability, device.multiprocessors), self.stream, timeout_s)
             self._staging = DeviceMemory(self._capacity)
         except TransportError:

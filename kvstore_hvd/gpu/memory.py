@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu.runtime import checked, cupy
 
 __all__ = ["DeviceMemory", "PeerMemory", "PinnedMemory"]
@@ -48,10 +49,14 @@ class DeviceMemory:
             runtime.streamSynchronize(0)
 
     def export(self) -> str:
-        """What another process makes a `PeerMemory` of."""
-        with checked("share memory of the GPU with other processes"):
-            handle = bytes(cupy().cuda.runtime.ipcGetMemHandle(self.address))
-        return json.dumps({"process": _this_process(), "address": self.address, "handle": handle.hex()})
+        """What another process makes a `PeerMemory` of; where CUDA cannot share memory, only this one."""
+        told: dict[str, Any] = {"process": _this_process(), "address": self.address}
+        try:
+            with checked("share memory of the GPU with other processes"):
+                told["handle"] = bytes(cupy().cuda.runtime.ipcGetMemHandle(self.address)).hex()
+        except TransportError as error:
+            told["fault"] = str(error)
+        return json.dumps(told)
 
     def close(self) -> None:
         """Free it; all who mapped it have closed theirs."""
@@ -70,6 +75,11 @@ class PeerMemory:
     ----------
     exported : str
         From `DeviceMemory.export`.
+
+    Raises
+    ------
+    TransportError
+        CUDA cannot share it: containers may keep their processes apart, and some systems have no such thing.
     """
 
     def __init__(self, exported: str) -> None:
@@ -78,6 +88,8 @@ class PeerMemory:
         if not self._is_mapped:
             self.address = int(told["address"])
             return
+        if "fault" in told:
+            raise TransportError(told["fault"])
         runtime = cupy().cuda.runtime
         with checked("map memory of another worker's GPU"):
             self.address = int(

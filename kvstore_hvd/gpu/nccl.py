@@ -66,8 +66,12 @@ class NcclCommunicator:
         self.timeout_s = timeout_s
         self._lock = threading.RLock()  # abort frees what other calls look into
         self._handle = ctypes.c_void_p()
-        self._aborting: threading.Thread | None = None
         self._is_grouping = False
+        # An abort may wait for kernels and for NCCL's own threads, and nobody here can bound that. Its thread is
+        # started beforehand and sleeps until then, because Python starts no threads once it ends.
+        self._over, self._to_abort = threading.Event(), ctypes.c_void_p()
+        self._aborting = threading.Thread(target=self._abort_when_over, name="kvstore_hvd nccl abort", daemon=True)
+        self._aborting.start()
         arguments = UniqueId.from_buffer_copy(bytes.fromhex(unique_id)), rank, ctypes.byref(Config.non_blocking())
         result = library.call("ncclCommInitRankConfig", ctypes.byref(self._handle), size, *arguments)
         try:
@@ -162,14 +166,9 @@ class NcclCommunicator:
         The other ranks' operations end when they abort, too.
         """
         with self._lock:
-            if self._aborting is not None or not self._handle:
-                return
-            handle, self._handle = self._handle, ctypes.c_void_p()
-            # It may wait for kernels and for NCCL's own threads, and nobody here can bound that.
-            self._aborting = threading.Thread(
-                target=self._library.call, args=("ncclCommAbort", handle), name="kvstore_hvd nccl abort", daemon=True
-            )
-            self._aborting.start()
+            if self._handle:
+                self._to_abort, self._handle = self._handle, ctypes.c_void_p()
+            self._over.set()
 
     def close(self) -> None:
         """Give everything back; all that was enqueued is done, and all ranks do it. Aborts when that takes too long."""
@@ -183,12 +182,15 @@ class NcclCommunicator:
                     handle, self._handle = self._handle, ctypes.c_void_p()
                     if handle:
                         self._library.call("ncclCommDestroy", handle)
-                return
         self.abort()
-        if self._aborting is not None:
-            self._aborting.join(_ABORT_S)
+        self._aborting.join(_ABORT_S)
 
     # -- Inside ------------------------------------------------------------------------------------------------
+
+    def _abort_when_over(self) -> None:
+        self._over.wait()
+        if self._to_abort:
+            self._library.call("ncclCommAbort", self._to_abort)
 
     @contextlib.contextmanager
     def _operation(self, op: str, dtype: str, factor: float) -> Iterator[int]:

@@ -20,9 +20,8 @@ from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.nccl_library import library
 from support.executor_cases import STAGING, ExecutorCases, Ranks
-from support.gpu_ranks import Exchange, combined, device_operation, finish, on_ranks, samples
+from support.gpu_ranks import PATIENCE_S, Exchange, combined, device_operation, finish, on_ranks, samples
 
-TIMEOUT_S = 20.0
 # Two ranks of NCCL on one GPU: an experiment of NCCL 2.30 and newer, which it asks to be allowed.
 MANY_ON_ONE = bool(os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE"))
 
@@ -32,7 +31,7 @@ class RingRanks(Ranks):
 
     kind = "kernels"
 
-    def __init__(self, device: Device, size: int, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, device: Device, size: int, timeout_s: float = PATIENCE_S) -> None:
         self.size = size
         exchange = Exchange(size)
 
@@ -67,7 +66,7 @@ class NcclRanks(Ranks):
         unique_id = nccl.unique_id()
 
         def make(rank: int) -> Executor:
-            return NcclExecutor(nccl, unique_id, rank, size, device, 0, STAGING, TIMEOUT_S, TIMEOUT_S)
+            return NcclExecutor(nccl, unique_id, rank, size, device, 0, STAGING, PATIENCE_S, 20.0)
 
         self.executors = on_ranks(size, make)
 

@@ -18,7 +18,7 @@ from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import cupy
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.native import ITEM_BYTES
-from support.gpu_ranks import combined, samples
+from support.gpu_ranks import PATIENCE_S, combined, samples
 from support.virtual_ranks import VirtualRanks
 
 STAGING = 1 << 20
@@ -27,10 +27,18 @@ COUNTS = (0, 1, 3, 257, 4099, 100_003)
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def ranks(request: Any, device: Device) -> Iterator[VirtualRanks]:
-    made = VirtualRanks(request.param, device, STAGING, slot_vectors=64)
+def _ranks(request: Any, device: Device) -> Iterator[VirtualRanks]:
+    made = VirtualRanks(request.param, device, STAGING, slot_vectors=64, timeout_s=PATIENCE_S)
     yield made
     made.close()
+
+
+@pytest.fixture
+def ranks(_ranks: VirtualRanks) -> Iterator[VirtualRanks]:
+    """Ranks that a test before, which failed, has not left waiting for each other."""
+    yield _ranks
+    if any(_ranks.statuses()):
+        _ranks.reset()
 
 
 def finish(stream: Stream) -> None:

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(not REAL, reason="needs a real GPU")
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "CUDA_MODULE_LOADING": "EAGER"}
+    # Packages may have been installed beside the interpreter's own.
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "CUDA_MODULE_LOADING": "EAGER"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

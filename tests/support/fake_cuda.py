@@ -77,7 +77,7 @@ class FakeCuda:
     status_of_events: int = 0
     is_shared: bool = False  # other processes map its memory
     before: Callable[[str], object] = lambda name: None  # each call, of this name
-    _default: dict[int, _Stream] = field(default_factory=dict)
+    _default: dict[tuple[int, int], _Stream] = field(default_factory=dict)
     _next: int = 1000
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.local = field(default_factory=threading.local)
@@ -106,9 +106,10 @@ class FakeCuda:
         """The stream of this address; 0 is the default one."""
         with self._lock:
             if address in (0, 1, 2):
-                if address not in self._default:
-                    self._default[address] = _Stream()
-                return self._default[address]
+                place = self.current, address
+                if place not in self._default:
+                    self._default[place] = _Stream(self.current)
+                return self._default[place]
             return self.streams[address]
 
     def close(self) -> None:
@@ -153,14 +154,16 @@ class FakeCuda:
 
 
 class _Event:
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self.device = device
         self.done = threading.Event()
         self.done.set()
         self.time = 0.0
 
 
 class _Stream:
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self.device = device
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -267,7 +270,7 @@ class _Runtime(SimpleNamespace):
 
     def eventCreateWithFlags(self, flags: int) -> int:
         address = self._cuda.fresh()
-        self._cuda.events[address] = _Event()
+        self._cuda.events[address] = _Event(self._cuda.current)
         return address
 
     def eventCreate(self) -> int:
@@ -281,6 +284,7 @@ class _Runtime(SimpleNamespace):
 
     def eventRecord(self, address: int, stream: int) -> None:
         done, record = threading.Event(), self._cuda.events[address]
+        assert self._cuda.stream_at(stream).device == record.device, "an event of another device than the stream's"
 
         def reached() -> None:
             record.time = time.perf_counter()
@@ -297,7 +301,7 @@ class _Runtime(SimpleNamespace):
     def streamCreateWithPriority(self, flags: int, priority: int) -> int:
         self._cuda.called("streamCreateWithPriority", flags, priority)
         address = self._cuda.fresh()
-        self._cuda.streams[address] = _Stream()
+        self._cuda.streams[address] = _Stream(self._cuda.current)
         return address
 
     def streamSynchronize(self, stream: int) -> None:
@@ -361,6 +365,7 @@ class _Function:
         enable_cooperative_groups: bool = False,
     ) -> None:
         self._cuda.called("launch", self.name, grid, enable_cooperative_groups)
+        assert self._cuda.stream_at(stream.ptr).device == self._cuda.current, "a stream of another device"
         copies = [np.array(argument) for argument in arguments]  # by value: read now
         self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid))
 

@@ -31,7 +31,9 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self._memory, self._used = DeviceMemory(nbytes), 0
         self._lock = threading.Lock()
-        self._threads = threading.local()
+        # One for all threads, and made before any kernel runs: the device has a few queues for all streams, and what
+        # comes in a queue behind a kernel that waits for another rank waits, too.
+        self._stream = Stream()
 
     def reset(self) -> None:
         """All arrays are forgotten."""
@@ -58,15 +60,13 @@ class Arena:
 
     def close(self) -> None:
         """Give it back."""
+        self._stream.close()
         self._memory.close()
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
-        # Every thread its stream: none waits for kernels, nor for other ranks.
-        if not hasattr(self._threads, "stream"):
-            self._threads.stream = Stream()
         runtime = cupy().cuda.runtime
-        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self._threads.stream.address)
-        self._threads.stream.synchronize()
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self._stream.address)
+        self._stream.synchronize()
 
 
 class DeviceArray:

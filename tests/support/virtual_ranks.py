@@ -122,6 +122,14 @@ class VirtualRanks:
         arguments = np.uint64(self._worlds), launch
         self.modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits=True, players=self.size)
 
+    def reset(self) -> None:
+        """Begin anew after a kernel that ended early: until then the counters of the ranks differ."""
+        self.stream.synchronize()
+        for memory in self._memory:
+            self.stream.clear(memory.address, kernels.CONTROL_BYTES)
+        self.stream.synchronize()
+        self.words[:] = 0
+
     def close(self) -> None:
         """Give everything back."""
         self.stream.synchronize()

@@ -161,6 +161,24 @@ def test_only_whole_allocations_are_shared_and_all_is_given_back(cuda: FakeCuda)
     assert not cuda.streams
 
 
+def test_nccl_begins_in_the_context_of_its_device(cuda: FakeCuda) -> None:
+    streams: list[int] = []
+
+    class Watched(FakeNccl):
+        def _commInitRankConfig(self, *arguments: Any) -> int:
+            streams.append(len(cuda.streams))
+            return super()._commInitRankConfig(*arguments)
+
+    library: Any = Watched(cuda)
+    device = Device.of(3, "host", 29900)
+    NcclExecutor(library, library.unique_id(), 0, 1, device, 3, STAGING, 20.0, 20.0).close()
+    library.results["ncclCommInitRankConfig"] = 5
+    with pytest.raises(LaunchError):
+        NcclExecutor(library, library.unique_id(), 0, 1, device, 3, STAGING, 20.0, 20.0)
+    assert streams == [1]
+    assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_after_nccl_either(cuda: FakeCuda, kind: str) -> None:
     world = FakeRanks(cuda, kind, 2)

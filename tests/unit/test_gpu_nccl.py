@@ -34,6 +34,14 @@ def pair(nccl: Any, timeout_s: float = 10.0) -> list[NcclCommunicator]:
     return on_ranks(2, lambda rank: NcclCommunicator(nccl, unique_id, rank, 2, timeout_s))
 
 
+def await_abort(nccl: Any) -> None:
+    """An abort returns at once, and takes place in a thread."""
+    end = time.monotonic() + 20
+    while "ncclCommAbort" not in nccl.names():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 # -- Structures -------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +72,7 @@ def test_a_rank_that_does_not_come(nccl: Any) -> None:
     with pytest.raises(errors.TimeoutError, match=r"within 0.2 s; the communicator is aborted"):
         NcclCommunicator(nccl, nccl.unique_id(), 0, 2, 0.2)
     assert time.monotonic() - start < 10
-    assert "ncclCommAbort" in nccl.names()
+    await_abort(nccl)
 
 
 def test_nccl_refuses(nccl: Any) -> None:
@@ -98,6 +106,19 @@ def test_an_aborted_communicator_takes_no_calls(nccl: Any) -> None:
     other.abort()
     other.close()
     assert nccl.names().count("ncclCommAbort") == 2
+
+
+def test_an_abort_needs_no_new_thread(nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Python ends, from version 3.12 on, there are none."""
+    (one, _) = pair(nccl)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    one.abort()
+    one.close()
+    assert nccl.names().count("ncclCommAbort") == 1
 
 
 def test_a_group_ends_also_after_an_error(nccl: Any) -> None:

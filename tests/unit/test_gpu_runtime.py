@@ -141,6 +141,16 @@ def test_memory_of_another_process_is_mapped_and_unmapped(cuda: FakeCuda) -> Non
     memory.close()
 
 
+def test_where_memory_cannot_be_shared_one_process_works(cuda: FakeCuda) -> None:
+    cuda.failures["ipcGetMemHandle"] = CUDARuntimeError("cudaErrorNotSupported: operation not supported")
+    memory = DeviceMemory(1)
+    told = json.loads(memory.export())
+    assert PeerMemory(json.dumps(told)).address == memory.address
+    with pytest.raises(TransportError, match=r"failed to share memory of the GPU(.|\n)*NotSupported"):
+        PeerMemory(json.dumps(told | {"process": "another"}))
+    memory.close()
+
+
 def test_a_stream_with_cupy_13(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(runtime.cupy().cuda.runtime)
     monkeypatch.delattr(kind, "streamCreateWithPriority")
