@@ -13,6 +13,7 @@ from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.launcher import Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
 from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.runtime import cupy
 from kvstore_hvd.gpu.streams import Event, Stream
 
 __all__ = ["VirtualRanks"]
@@ -125,9 +126,10 @@ class VirtualRanks:
     def reset(self) -> None:
         """Begin anew after a kernel that ended early: until then the counters of the ranks differ."""
         self.stream.synchronize()
+        runtime = cupy().cuda.runtime
         for memory in self._memory:
-            self.stream.clear(memory.address, kernels.CONTROL_BYTES)
-        self.stream.synchronize()
+            runtime.memset(memory.address, 0, kernels.CONTROL_BYTES)
+        runtime.streamSynchronize(0)
         self.words[:] = 0
 
     def close(self) -> None:
