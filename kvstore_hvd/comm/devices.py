@@ -12,6 +12,7 @@ from kvstore_hvd import log, native
 from kvstore_hvd.comm.executor import END_S, Completion, Executor
 from kvstore_hvd.errors import InvalidRequestError, TransportError, message
 from kvstore_hvd.records import DeviceOperation
+from kvstore_hvd.topology import Speaker
 
 __all__ = ["DeviceThread"]
 
@@ -32,10 +33,15 @@ class DeviceThread:
     make_executor : callable
         Makes the executor for a device, when the first batch has come; as every worker does so with the same batch, it
         may talk to them.
+    speaker : Speaker, optional
+        This worker, as messages name it.
     """
 
-    def __init__(self, engine: native.Engine, make_executor: Callable[[int], Executor]) -> None:
+    def __init__(
+        self, engine: native.Engine, make_executor: Callable[[int], Executor], speaker: Speaker | None = None
+    ) -> None:
         self._engine, self._make_executor = engine, make_executor
+        self._speaker = speaker or Speaker()
         self._device = 0
         self._executor: Executor | None = None
         self._under_way: deque[tuple[int, Completion]] = deque()
@@ -55,7 +61,7 @@ class DeviceThread:
             if self._thread is not None and device != self._device:
                 fact = f"an array is on GPU {device}, but this worker's operations take place on GPU {self._device}."
                 fix = "keep all arrays of a worker on one GPU: that of its local_rank."
-                raise InvalidRequestError(message(fact, fix=fix))
+                raise InvalidRequestError(message(fact, fix=fix, **self._speaker))
             if self._thread is None:
                 self._device = device
                 self._thread = threading.Thread(target=self._run, name="kvstore_hvd-device", daemon=True)

@@ -74,7 +74,9 @@ class ShmCommunicator(Communicator):
                 topology.host,
             )
         self._arena = native.Arena(self._segment, topology.rank)
-        self._device = DeviceThread(self._engine, lambda device: create_executor(self, topology, device))
+        self._device = DeviceThread(
+            self._engine, lambda device: create_executor(self, topology, device), topology.speaker
+        )
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
             log.once("pidfds", logging.WARNING, text)

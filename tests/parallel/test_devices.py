@@ -131,7 +131,9 @@ def test_gathers_of_mxnets_arrays(executors, rank, size, monkeypatch):
 def test_an_array_on_another_gpu_is_an_error_of_all(executors, rank, size, monkeypatch):
     """One worker's array is where its operations do not take place: all are told, and nobody waits."""
     monkeypatch.setattr(gathers, "home_of", lambda world, array: mx.cpu(rank // (size - 1)))
-    with pytest.raises(InvalidRequestError, match=r"GPU 1, but|rank [0-9] refused the call"):
+    with pytest.raises(
+        InvalidRequestError, match=r"\[rank [0-9]/[0-9]\] an array is on GPU 1, but|rank [0-9] refused the call"
+    ):
         hvd.allgather(mx.nd.ones((2, 2)), name="elsewhere")
     kvstore_hvd.barrier()
 
