@@ -1,5 +1,6 @@
 #include "kvstore_hvd/pending.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -95,9 +96,11 @@ bool Pending::is_announced(const Name& name) const {
 bool Pending::is_met(const Work& work) {
   if (work.done()) return true;
   const auto found = names_.find(work.request().name);
-  if (found == names_.end() || !is_announced(found->second)) return false;
+  const auto is_it = [&work](const std::shared_ptr<Work>& one) { return one.get() == &work; };
+  // Whoever completes it takes it out of its queue a moment before it is done.
+  if (found == names_.end() || std::none_of(found->second.queue.begin(), found->second.queue.end(), is_it)) return true;
+  if (!is_announced(found->second) || !is_it(found->second.queue.front())) return false;
   const std::uint32_t slot = found->second.slot.slot;
-  if (in_flight_[slot].work != &work) return false;
   for (int r = 0; r < size_; ++r) {
     if (!table_.announced_by(slot, r)) return false;
   }

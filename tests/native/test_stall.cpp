@@ -151,6 +151,28 @@ const bool met = testing::add("what a rank does after an operation is not missed
   });
 });
 
+const bool finishing = testing::add("an operation is met while whoever completes it tells its caller", [] {
+  std::atomic<bool> told{false}, was_met{false};
+  std::shared_ptr<Work> work;
+  with_world(2, [&](Engine& engine, int rank) {
+    auto data = values_of(rank, 1);
+    Request request = allreduce("t", data);
+    if (rank == 1) {
+      check(until([&] { return !missed_names(engine).empty(); }), "the other one waits");
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until it has its handle
+      check(engine.run(request).ok(), "it is over");
+      return;
+    }
+    request.on_done = [&](const Status&) {
+      was_met = engine.is_met(*work);
+      told = true;
+    };
+    work = engine.submit(request);
+    check(engine.wait(*work).ok(), "it is over here, too");
+    check(told && was_met, "met before it is done");
+  });
+});
+
 const bool processes = testing::add("processes are named as in errors", [] {
   with_world(2, [](Engine& engine, int) {
     check(barrier(engine).ok(), "both have joined");
