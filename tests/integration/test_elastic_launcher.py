@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import select
 import signal
 import sys
@@ -181,12 +182,13 @@ def test_a_program_that_always_fails(job: Any) -> None:
 
 
 def test_a_program_that_fails_whoever_runs_it(job: Any) -> None:
-    acts = " ".join(f"{worker}:crash=3 {worker}:say=ValueError" for worker in range(1, 7))
+    # One that ends before the driver has heard from all that they have met does not count.
+    acts = " ".join(f"{worker}:crash=3 {worker}:say=ValueError" for worker in range(1, 10))
     launch = job("--min-np", "2", "--max-np", "2", "--blacklist-cooldown-range", "1", "1", acts=acts)
     code, _, err = launch.end()
     assert code == 3, launch.told()
     assert "kvhvdrun: workers fail again and again, and those that take their places soon do so, too." in err
-    assert "At last, worker 6 (localhost:1) exited with code 3." in err
+    assert re.search(r"At last, worker [6-8] \(localhost:1\) exited with code 3\.", err)
     assert err.endswith("Its last lines on stderr:\n    ValueError\n")
 
 
