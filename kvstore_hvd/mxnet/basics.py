@@ -6,8 +6,10 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any, Union
 
-from kvstore_hvd import engine
-from kvstore_hvd.errors import InvalidRequestError, NotInitializedError, message
+from kvstore_hvd import engine, gpu
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError, NotInitializedError, message
+from kvstore_hvd.gpu import runtime
+from kvstore_hvd.gpu.nccl_library import library
 from kvstore_hvd.mpi_world import initialised_mpi
 from kvstore_hvd.mxnet import process_sets as sets
 from kvstore_hvd.timeline import start_timeline, stop_timeline
@@ -162,8 +164,13 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """0: nothing is built against NCCL; where it is found as GPUs are used, it reduces their arrays."""
-    return 0
+    """The version of the NCCL that can reduce arrays on GPUs here, as 22304 for 2.23.4; 0 where there is none."""
+    if not cuda_built():
+        return 0
+    try:
+        return library().version
+    except KVHvdError:
+        return 0
 
 
 def ddl_built() -> bool:
@@ -177,8 +184,8 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """False: nothing is built against CUDA; arrays on its GPUs are reduced there, by way of CuPy."""
-    return False
+    """Whether arrays on GPUs can be reduced there: CuPy is installed, and this machine has a driver."""
+    return gpu.is_installed() and runtime.driver_version() is not None
 
 
 def rocm_built() -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import gpu
+from kvstore_hvd.gpu import runtime
+from kvstore_hvd.mxnet import basics
 
 mx = pytest.importorskip("mxnet")
 
@@ -29,9 +33,22 @@ def test_what_this_build_can_do(world):
     assert hvd.mpi_enabled() is (world.source == "mpi")
     assert isinstance(hvd.mpi_built(), bool)
     assert hvd.mpi_threads_supported() is (world.source == "mpi")
-    assert hvd.nccl_built() == 0
-    for question in (hvd.gloo_enabled, hvd.gloo_built, hvd.ddl_built, hvd.ccl_built, hvd.cuda_built, hvd.rocm_built):
+    assert hvd.cuda_built() is (gpu.is_installed() and runtime.driver_version() is not None)
+    assert hvd.cuda_built() or hvd.nccl_built() == 0
+    for question in (hvd.gloo_enabled, hvd.gloo_built, hvd.ddl_built, hvd.ccl_built, hvd.rocm_built):
         assert question() is False
+
+
+def test_what_can_be_done_with_gpus(monkeypatch):
+    """Where there are CuPy and a driver, and NCCL too."""
+    monkeypatch.setattr(gpu, "is_installed", lambda: True)
+    monkeypatch.setattr(runtime, "driver_version", lambda: 13000)
+    monkeypatch.setattr(basics, "library", lambda: SimpleNamespace(version=22304))
+    assert hvd.cuda_built() is True
+    assert hvd.nccl_built() == 22304
+    monkeypatch.setattr(runtime, "driver_version", lambda: None)
+    assert hvd.cuda_built() is False
+    assert hvd.nccl_built() == 0
 
 
 def test_init_again_does_nothing(world):
