@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore_hvd.dlpack import DLTensor
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, UnsupportedDtypeError, message
 from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.gpu.runtime import checked, cupy
@@ -202,28 +203,13 @@ def _device_of(address: int, shape: Sequence[int], dtype: str, speaker: dict[str
     return device
 
 
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
 def _from_dlpack(array: Any, speaker: dict[str, Any]) -> DeviceArray:
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     cupy()  # what is missing is said before the other library is asked
     # The stream in which it is to be ready. The capsule is not consumed: when it goes, so does the producer's hold.
     capsule = array.__dlpack__(stream=LEGACY_STREAM)
-    tensor = _DLTensor.from_address(get_pointer(capsule, b"dltensor"))
+    tensor = DLTensor.from_address(get_pointer(capsule, b"dltensor"))
     if tensor.device_type not in _DLPACK_DEVICES:
         fact = f"the array says that it is on a GPU, but gives DLPack one on a device of type {tensor.device_type}."
         raise InvalidRequestError(message(fact, fix="pass an array of CUDA's (type 2, or 13).", **speaker))

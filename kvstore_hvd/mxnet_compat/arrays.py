@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from kvstore_hvd.dlpack import DLTensor
+
 __all__ = [
     "address_of",
     "bfloat16",
@@ -60,20 +62,6 @@ def handle_of(x: Any) -> int:
     return int(x.handle.value or 0)
 
 
-class _DLTensor(ctypes.Structure):
-    """The beginning of what DLPack describes an array by."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int * 2),
-        ("ndim", ctypes.c_int),
-        ("dtype", ctypes.c_uint8 * 4),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
 def address_of(x: Any) -> int | None:
     """Where the elements of a dense array begin; 0 if it has none. Waits until they are computed.
 
@@ -89,7 +77,7 @@ def address_of(x: Any) -> int | None:
     managed = ctypes.c_void_p()
     if mxnet.base._LIB.MXNDArrayToDLPack(x.handle, ctypes.byref(managed)) != 0:
         return None
-    described = _DLTensor.from_address(managed.value or 0)
+    described = DLTensor.from_address(managed.value or 0)
     address = int(described.data or 0) + int(described.byte_offset)
     mxnet.base.check_call(mxnet.base._LIB.MXNDArrayCallDLPackDeleter(managed))
     return address
