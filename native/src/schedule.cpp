@@ -65,12 +65,13 @@ bool Schedule::available(std::uint32_t index) const {
 }
 
 bool Schedule::devices_have_room() const {
-  // Acquire: never older than the batches that were begun. Sequentially consistent: see DeviceQueue::take().
-  const std::uint32_t decided = world_.device_entries.load(std::memory_order_acquire);
-  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
-    if (world_.rank(r).batches_begun.load(std::memory_order_seq_cst) != decided) return false;
+  // Sequentially consistent, both: see DeviceQueue::take().
+  const std::uint32_t begun = world_.rank(0).batches_begun.load(std::memory_order_seq_cst);
+  for (int r = 1; r < static_cast<int>(world_.size); ++r) {
+    if (world_.rank(r).batches_begun.load(std::memory_order_seq_cst) != begun) return false;
   }
-  return true;
+  // Relaxed, and last: whoever has begun an entry has seen it published, and with it the count, which is never older.
+  return world_.device_entries.load(std::memory_order_relaxed) == begun;
 }
 
 ReadyHeap* Schedule::next_heap() {
