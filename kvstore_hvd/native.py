@@ -416,9 +416,12 @@ class Engine:
         pid, text = self.impl.process(rank)
         return int(pid), str(text)
 
-    def shutdown(self, reason: str = "") -> None:
-        """Leave the world: after the pending requests, or at once and with a reason that the others read."""
-        self.impl.shutdown(reason)
+    def shutdown(self, reason: str = "") -> bool:
+        """Leave the world: after the pending requests, or at once and with a reason that the others read.
+
+        Returns False when the devices of others may still use this worker's memory.
+        """
+        return bool(self.impl.shutdown(reason))
 
 
 def _announced(collective: int, dtype: int, op: int, *others: Any) -> Announced:

@@ -116,7 +116,9 @@ class ShmCommunicator(Communicator):
     def shutdown(self, reason: str = "") -> None:
         """See `Communicator.shutdown`."""
         try:
-            self._engine.shutdown(reason)
+            if not self._engine.shutdown(reason):
+                text = "another worker's GPU is not through with the last operations: its results may be wrong"
+                log.logger.warning(text)
         finally:
             self._device.stop()
 

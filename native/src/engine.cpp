@@ -287,13 +287,13 @@ class Engine::Impl {
     return {joined ? state.pid : 0, describe_rank(world_, rank)};
   }
 
-  void shutdown(const std::string& reason) {
-    if (forked()) return;
+  bool shutdown(const std::string& reason) {
+    if (forked()) return true;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (leaving_) {
         changed_.wait(lock, [this] { return gone_; });  // bounded by what the first caller does
-        return;
+        return true;
       }
       leaving_ = true;
     }
@@ -311,7 +311,7 @@ class Engine::Impl {
       alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, rank_) + " left while its operations were pending");
       drive_until([this] { return idle(); }, std::chrono::hours(1), policy_);  // only fails them: the world is lost
     }
-    await_devices();
+    const bool are_through = await_devices();
     devices_.close();
     // Release: this rank has written whatever the others will read from it.
     world_.rank(rank_).presence.store(Presence::kLeft, std::memory_order_release);
@@ -323,16 +323,21 @@ class Engine::Impl {
       gone_ = true;
     }
     changed_.notify_all();
+    return are_through;
   }
 
  private:
   friend class Engine;
 
   // Whoever calls shutdown() gives the devices' memory back next, which other ranks may still read.
-  void await_devices() {
+  bool await_devices() {
     const auto is_dead = [this](int r) { return dead_[static_cast<std::size_t>(r)].load(std::memory_order_relaxed); };
     const auto end = Clock::now() + kDevicesLeave;
-    while (!devices_.others_are_through(is_dead) && Clock::now() < end) std::this_thread::sleep_for(kLook);
+    while (!devices_.others_are_through(is_dead)) {
+      if (Clock::now() >= end) return false;
+      std::this_thread::sleep_for(kLook);
+    }
+    return true;
   }
 
   void check_left() {
@@ -615,6 +620,6 @@ Status Engine::health() const { return impl_->health(); }
 std::optional<DeviceBatch> Engine::take_batch(std::chrono::nanoseconds limit) { return impl_->take_batch(limit); }
 bool Engine::end_batch(std::uint64_t number, const Status& status) { return impl_->end_batch(number, status); }
 std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
-void Engine::shutdown(const std::string& reason) { impl_->shutdown(reason); }
+bool Engine::shutdown(const std::string& reason) { return impl_->shutdown(reason); }
 
 }  // namespace kvstore_hvd

@@ -120,8 +120,9 @@ class Engine {
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and
-  // the others read the reason. Idempotent.
-  void shutdown(const std::string& reason = "");
+  // the others read the reason. Idempotent. Returns false when the devices of other ranks may still use this one's
+  // memory, for which it waits two seconds.
+  bool shutdown(const std::string& reason = "");
 
  private:
   class Impl;
