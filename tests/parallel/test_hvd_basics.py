@@ -33,8 +33,9 @@ def test_what_this_build_can_do(world):
     assert hvd.mpi_enabled() is (world.source == "mpi")
     assert isinstance(hvd.mpi_built(), bool)
     assert hvd.mpi_threads_supported() is (world.source == "mpi")
-    assert hvd.cuda_built() is (gpu.is_installed() and runtime.driver_version() is not None)
-    assert hvd.cuda_built() or hvd.nccl_built() == 0
+    if runtime.driver_version() is None:
+        assert hvd.cuda_built() is False
+        assert hvd.nccl_built() == 0
     for question in (hvd.gloo_enabled, hvd.gloo_built, hvd.ddl_built, hvd.ccl_built, hvd.rocm_built):
         assert question() is False
 

@@ -26,6 +26,8 @@ from support.gpu_ranks import samples
 from support.host_kernels import host_kernels, loaded
 
 COUNTS = (1, 5000, 300_000)
+# Open to the end of this process, as a real GPU is: the package's own end comes later than that of `main`.
+_MACHINE = contextlib.ExitStack()
 
 
 def reduce() -> None:
@@ -85,11 +87,8 @@ def main(path: Path, gpus: int, what: str) -> None:
     """Be a worker."""
     cuda = FakeCuda(is_shared=True)
     del cuda.devices[gpus:]
-    # To the end of this process, as a real one: the package's own end comes later than that of this function.
-    stack = contextlib.ExitStack()
-    globals()["_stack"] = stack
-    stack.enter_context(host_kernels(loaded(path)))
-    stack.enter_context(fake_cuda(cuda))
+    _MACHINE.enter_context(host_kernels(loaded(path)))
+    _MACHINE.enter_context(fake_cuda(cuda))
     kvstore_hvd.init()
     cuda.set_device(kvstore_hvd.topology().local_rank % gpus)
     pid = os.getpid()
