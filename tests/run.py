@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,8 @@ from support.results import Results, read
 
 TESTS = Path(__file__).resolve().parent
 STEPS = ("unit", "parallel", "integration")
-# Three: what is wrong only with a number that is no power of two. Who starts the ranks matters little beyond that.
+# As in the table of docs/contract.md (tests/unit/test_contract.py compares). Three: what is wrong only with a number
+# that is no power of two. Who starts the ranks matters little beyond that.
 RANKS = {"kvhvdrun": (1, 2, 4), "mpirun": (3,)}
 QUICK_RANKS = {"kvhvdrun": (2,), "mpirun": (2,)}
 # An operation that waits this long for another rank fails, so that a test that failed on one rank ends on the others.
@@ -50,6 +51,14 @@ class Step:
         return f"{self.folder}-{self.launcher.name}-{self.ranks}" if self.launcher else self.folder
 
 
+class Planned(NamedTuple):
+    """One run of pytest, before anybody has looked which launchers there are."""
+
+    folder: str
+    launcher: str | None = None
+    ranks: int = 1
+
+
 class Row(NamedTuple):
     """A line of the table."""
 
@@ -60,8 +69,19 @@ class Row(NamedTuple):
     seconds: float
 
 
+def plan(options: argparse.Namespace) -> Iterator[Planned]:
+    """Yield what the options ask for, cheapest first."""
+    for folder in options.steps or STEPS:
+        if folder != "parallel":
+            yield Planned(folder)
+            continue
+        for name in options.launchers:
+            for ranks in options.ranks or (QUICK_RANKS if options.quick else RANKS)[name]:
+                yield Planned(folder, name, ranks)
+
+
 def steps(options: argparse.Namespace) -> Iterator[Step]:
-    """Yield the steps to run, cheapest first.
+    """Yield the steps to run: those of the plan whose launcher there is.
 
     Raises
     ------
@@ -74,14 +94,14 @@ def steps(options: argparse.Namespace) -> Iterator[Step]:
         launchers["mpirun"] = mpi
     elif "mpirun" in options.launchers:
         print("mpirun: not beside this interpreter, or there is no mpi4py: its steps are left out")
-    for folder in options.steps or STEPS:
-        if folder != "parallel":
-            yield Step(folder)
-            continue
-        for name in options.launchers:
-            for ranks in options.ranks or (QUICK_RANKS if options.quick else RANKS)[name]:
-                if name in launchers:
-                    yield Step(folder, ranks, launchers[name])
+    for folder, name, ranks in plan(options):
+        if name is None or name in launchers:
+            yield Step(folder, ranks, launchers[name] if name else None)
+
+
+def selection(options: argparse.Namespace) -> str:
+    """Return what pytest is to choose, by markers."""
+    return "not soak and not fuzz and not gpu" + (" and not slow" if options.quick else "")
 
 
 def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
@@ -89,9 +109,8 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     folder = options.out / step.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    selection = "not soak and not fuzz and not gpu" + (" and not slow" if options.quick else "")
     program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "rank_main.py"), str(folder)]
-    program += [str(TESTS / step.folder), "-v", "--durations=30", "-m", selection, *options.pytest]
+    program += [str(TESTS / step.folder), "-v", "--durations=30", "-m", selection(options), *options.pytest]
     command = step.launcher.command(step.ranks, program) if step.launcher else program
     variables = {"KVHVD_TIMEOUT": str(OPERATION_TIMEOUT_S), "PYTHONUNBUFFERED": "1"} if step.launcher else {}
     start = time.monotonic()
@@ -164,6 +183,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _text(ranks: Mapping[str, tuple[int, ...]]) -> str:
+    return "; ".join(f"{name} {','.join(map(str, numbers))}" for name, numbers in ranks.items())
+
+
 def _launchers(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if not set(names) <= set(RANKS):
@@ -176,8 +199,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     launchers = f"launchers of the parallel tests (default: {','.join(RANKS)})"
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"any of {', '.join(STEPS)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="parallel tests at 2 ranks only, no slow tests")
-    parser.add_argument("--ranks", type=_numbers, metavar="N,N", help="numbers of ranks (default: 1,2,3,4; mpirun 2,4)")
+    parser.add_argument("--quick", action="store_true", help=f"no slow tests, fewer ranks: {_text(QUICK_RANKS)}")
+    parser.add_argument("--ranks", type=_numbers, metavar="N,N", help=f"numbers of ranks (default: {_text(RANKS)})")
     parser.add_argument("--launchers", type=_launchers, metavar="NAME,NAME", default=tuple(RANKS), help=launchers)
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for each step (default: 1200)")
     parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")

@@ -28,7 +28,9 @@ def test_uneven(marker):
     assert done.returncode == 0, done.stderr
     assert "worker 2: 719 images, 45 batches in an epoch" in done.stdout
     assert "135 on every worker" in done.stdout
-    assert "equal on all workers" in done.stdout
+    assert "parameters     equal on all workers" in done.stdout
+    # What MXNet computes has other bits on another processor: they are no result to print.
+    assert not re.search(r"\b[0-9a-f]{16}\b", done.stdout), done.stdout
 
 
 @pytest.mark.timeout(120)
