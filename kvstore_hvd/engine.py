@@ -21,7 +21,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, ShutdownError, message
 from kvstore_hvd.inner_worlds import InnerMember, InnerWorlds
 from kvstore_hvd.leaving import ExitWatchdog, early_end
-from kvstore_hvd.member import Member, log_unread
+from kvstore_hvd.member import Member, first_unread, log_unread
 from kvstore_hvd.membership import Membership
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.topology import Topology, World
@@ -220,7 +220,7 @@ class Engine(Member):
             unread = super().leave(reason)
         finally:
             self._recorder.left()
-        return inner_unread if inner_unread is not None else unread
+        return first_unread(inner_unread, unread)
 
     def abort(self, text: str) -> None:
         """Fail the pending and later operations of all workers, with this text; in the worlds inside it as well."""

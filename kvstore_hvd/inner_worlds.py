@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from kvstore_hvd.errors import HorovodInternalError
-from kvstore_hvd.member import Member
+from kvstore_hvd.member import Member, first_unread
 from kvstore_hvd.topology import Host, Inside, Topology, World
 
 __all__ = ["InnerMember", "InnerWorlds"]
@@ -110,15 +110,15 @@ class InnerWorlds:
             member.join_inside(outer)
 
     def leave(self, reason: str) -> Exception | None:
-        """Leave every one of them; returns as `Member.leave`, also that one was lost."""
+        """Leave every one of them; returns as `Member.leave`, also that one was lost. Of several errors, the first."""
         first: Exception | None = None
         for member in self._members:
             try:
                 unread = member.leave(reason)
             except HorovodInternalError as error:
                 unread = error
-            first = unread if first is None else first
-        return None if reason else first
+            first = first_unread(first, None if reason else unread)
+        return first
 
     def abort(self, text: str) -> None:
         """As `Member.abort`, in all of them."""

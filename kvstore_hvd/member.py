@@ -24,7 +24,7 @@ from kvstore_hvd.records import EngineStatistics
 from kvstore_hvd.stall import StallInspector
 from kvstore_hvd.topology import Topology, World
 
-__all__ = ["Member", "log_unread"]
+__all__ = ["Member", "first_unread", "log_unread"]
 
 
 class Member:
@@ -363,6 +363,15 @@ class Member:
             )
             raise InvalidRequestError(text)
         return table[:, :-1]
+
+
+def first_unread(first: Exception | None, other: Exception | None) -> Exception | None:
+    """The error to raise, of two worlds that were left; the other error is logged, or nobody would hear of it."""
+    if first is None:
+        return other
+    if other is not None and other is not first:
+        log_unread(other)
+    return first
 
 
 def log_unread(error: Exception) -> None:

@@ -47,6 +47,15 @@ say('ValueError: the cause\\n', sys.stderr); sys.exit(9)
     assert b"[0] PeerLostError" in err
 
 
+def test_the_time_of_the_survivors_runs_from_the_first_failure(marker: str) -> None:
+    """However many fail after it. A launcher that is late by less than six seconds changes nothing."""
+    program = "threading.Event().wait(rank); sys.exit(10 + rank)"
+    code, _, err = run(marker, 9, program, "--verbose", variables={"KVHVD_SURVIVOR_TIME": "2"})
+    assert code == 10
+    assert b"rank 1 exited with code 11" in err
+    assert b"rank 8 was killed by SIGTERM" in err
+
+
 def test_a_worker_that_ignores_sigterm_is_killed(marker: str) -> None:
     program = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 0: sys.exit(3)\nforever()"
     code, _, _ = run(marker, 2, program, variables={"KVHVD_SURVIVOR_TIME": "0.1", "KVHVD_KILL_GRACE": "0.2"})

@@ -142,6 +142,15 @@ def test_a_distributed_optimizer_is_unwrapped(rank, size):
     assert trainer._scale == 1.0 / size
 
 
+def test_what_is_unwrapped_is_as_before_however_often(rank, size):
+    """`unwrap` gives the optimizer with its own scale; a second time, too."""
+    inner = mx.optimizer.create("sgd", learning_rate=0.1, rescale_grad=0.25)
+    wrapped = hvd.DistributedOptimizer(inner, gradient_predivide_factor=3.0)
+    for _ in range(3):
+        assert wrapped.unwrap() is inner
+        assert inner.rescale_grad == pytest.approx(0.25, rel=1e-12)
+
+
 def test_refusals(rank, size):
     """Clear texts, before a store is made."""
     net = mlp()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -249,6 +251,57 @@ def test_a_fork_keeps_the_unread_error_of_a_set(dynamic, rank, size):
         y = hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, name="x", process_set=few)
         assert y.asnumpy().tolist() == [2, 2]
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="an error is raised by the call itself")
+@pytest.mark.parametrize("failing", ["first", "second", "both"])
+def test_shutdown_raises_what_nobody_has_read_of_a_set(rank, size, failing):
+    """Of one set among several, or of each; once, and this worker has left all of them nevertheless."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    first, second = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 2])
+    hvd.shutdown()
+    hvd.init(process_sets=[first, second])
+    unread = []
+    for name, each in (("first", first), ("second", second)):
+        if each.included():
+            count = rank + 1 if failing in (name, "both") else 1
+            unread.append(hvd.allreduce(mx.nd.ones((count,)), name=name, process_set=each))
+    has_failed = {0: True, 1: failing != "second", 2: failing != "first"}.get(rank, False)
+    # One call waits for all arrays: where both have failed, either of the two may be told.
+    name = "(first|second)" if failing == "both" else failing
+    raises = pytest.raises(kvstore_hvd.MismatchError, match=f"'{name}': ranks disagree on shape")
+    with raises if has_failed else contextlib.nullcontext():
+        hvd.shutdown()
+    assert not hvd.is_initialized()
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="a call returns only when the others have come")
+def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
+    """Whoever aborts the world also fails what others wait for in a set with it, with its text."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    few = hvd.add_process_set([0, 1])
+    if few.included():
+        inner = few.world("test")
+        if rank == 1:
+            waiting = hvd.allreduce(mx.nd.ones((2,)), name="x", process_set=few)  # rank 0 never comes
+        deadline = time.monotonic() + 30
+        if rank == 0:
+            while not inner.communicator().missed(1):
+                assert time.monotonic() < deadline, "rank 1 never came"
+            engine.current().abort("this is a test")
+        while inner.communicator().health() is None:
+            assert time.monotonic() < deadline, "the abort never arrived"
+        if rank == 1:
+            with pytest.raises(kvstore_hvd.errors.TransportError, match="this is a test"):
+                waiting.wait_to_read()
+    kvstore_hvd.reset()
+    if few.included():
+        assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy().tolist() == [2, 2]
 
 
 def test_nothing_is_left_behind(dynamic, rank, size):

@@ -63,6 +63,14 @@ def test_list_of_keys(kv, kind, rank):
         assert [out.asnumpy().tolist() for out in of_key] == [[10.0 * i] * 2] * 2
 
 
+def test_values_that_are_the_outs_of_other_keys(kv, kind, rank):
+    """Value of one key, out of another one: all are read before any is written, with one worker too."""
+    x, y = make(kind, np.full(2, rank + 1.0, "float32")), make(kind, np.full(2, rank + 10.0, "float32"))
+    kv.broadcast(["a", "b"], [x, y], out=[y, x])
+    assert x.asnumpy().tolist() == [10] * 2
+    assert y.asnumpy().tolist() == [1] * 2
+
+
 def test_in_place(kv, kind, rank):
     """`out=None`: in place."""
     x = make(kind, np.full(3, rank + 5.0, "float32"))
@@ -143,6 +151,20 @@ def test_sum_as_half(kv, kind, rank, size, dtype, count):
         assert_same_bits(cast.asnumpy(), expected.astype("float16"))
     kv.pushpull("in place", x)
     assert_same_bits(x.asnumpy(), expected)
+
+
+def test_push_and_pull_as_half(kv, kind, rank, size):
+    """The compression holds for `push` as for `pushpull`; `pull` hands out that sum, and `init` rounds nothing."""
+    kv.set_gradient_compression({"type": "fp16"})
+    mine = of_every_magnitude(rank, 1000, "float32")
+    expected = summed_as_half([of_every_magnitude(r, 1000, "float32") for r in range(size)], "float32")
+    x, out = make(kind, mine), make(kind, np.zeros(1000, "float32"))
+    kv.push("x", x)
+    kv.pull("x", out=out)
+    assert_same_bits(out.asnumpy(), expected if size > 1 else mine)
+    kv.init("y", x)
+    kv.pull("y", out=out)
+    assert_same_bits(out.asnumpy(), of_every_magnitude(0, 1000, "float32"))
 
 
 def test_devices_are_summed_as_half(kv, kind, rank, size):

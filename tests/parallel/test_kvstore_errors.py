@@ -10,6 +10,7 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import engine
+from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import (
     InputFailedError,
     InvalidRequestError,
@@ -59,6 +60,31 @@ def test_shapes_differ(kv, rank, size):
         "  Nothing was changed. Fix: build the same network on every rank."
     )
     assert (x.asnumpy() == rank + 1).all()
+
+
+@pytest.mark.parametrize("way", ["pushpull", "out", "step"])
+def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
+    """Names that the Trainer tells later, after operations under the former ones, on each way through the store."""
+    several(size)
+    x = mx.nd.ones(4)
+    step = kv._make_step([(3, x, 0)])
+
+    def call(array):
+        if way == "step":
+            return kv._exchange(step) or kv.pushpull(3, array)
+        return kv.pushpull(3, array, out=array if way == "out" else None)
+
+    for name in ("first", "second"):
+        kv._set_key_labels({3: name})
+        call(x)
+        x.wait_to_read()
+    kv._set_key_labels({3: "third"})
+    if last(rank, size):
+        kv.pushpull(3, mx.nd.ones(5))
+    else:
+        call(x)
+    with pytest.raises(MismatchError, match=r"'third' \(key 3\): ranks disagree on shape"):
+        mx.nd.waitall()
 
 
 def test_dtypes_differ(kv, rank, size):
@@ -259,6 +285,23 @@ def test_lost_world_is_latched_until_reset(world, rank, size):
     for store in stores:
         store.pushpull("x", x)
     assert x.asnumpy().tolist() == [size * size] * 3
+
+
+def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one(world, rank, size):
+    """What nobody has read before `reset` is not raised after it."""
+    several(size)
+    kv = mx.kv.create("horovod")
+    unread = mx.nd.ones(3 if last(rank, size) else 4)
+    kv.pushpull("x", unread)
+    token = np.zeros(1)
+    place = [token.ctypes.data]
+    # Not barrier(), which would raise the error: it must still be there.
+    engine.current().communicator().run(Request("allreduce", "all are here", "", place, place, (1,), "float64"))
+    kvstore_hvd.reset()
+    for _ in range(3):
+        y = mx.nd.ones(4)
+        kv.pushpull("x", y)
+        assert y.asnumpy().tolist() == [size] * 4
 
 
 def test_what_is_complete_stays_so_when_another_worker_starts_over(world, rank, size):

@@ -164,6 +164,14 @@ def test_views_of_one_array(kv, rank, size):
     assert x.asnumpy().tolist() == [size, size * size, 2 * size * size, 3 * size * size]
 
 
+def test_values_that_are_the_outs_of_other_keys(kv, kind, rank, size):
+    """Value of one key, out of another one: all are read before any is written, with one worker too."""
+    x, y = make(kind, np.full(2, rank + 1.0, "float32")), make(kind, np.full(2, 10.0, "float32"))
+    kv.pushpull(["a", "b"], [x, y], out=[y, x])
+    assert x.asnumpy().tolist() == [10.0 * size] * 2
+    assert y.asnumpy().tolist() == [size * (size + 1) / 2] * 2
+
+
 def test_keys_3_and_text_3_are_the_same(kv, rank, size):
     """Keys int 3 and '3' are documented as equal: ranks that differ in this meet."""
     x = mx.nd.ones(2)

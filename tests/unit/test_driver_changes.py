@@ -222,6 +222,21 @@ def test_workers_that_never_meet() -> None:
     assert play.ending.reason == "the workers did not meet 20 times in a row. The last time: no memory"
 
 
+def test_a_meeting_that_succeeds_makes_those_before_it_good() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.ready(0)
+    play.ready(1)
+    for _ in range(3):
+        for _ in range(19):
+            play.ready(0, "meeting")
+            play.ready(1, "meeting")
+        play.meet()
+        for worker in (0, 1):
+            play.ready(worker, "updated")
+    assert play.ending is None
+    assert play.epoch == 3 * 20
+
+
 # -- Hangs --------------------------------------------------------------------------------------------------------
 
 

@@ -177,6 +177,15 @@ def test_fp16_is_left_to_the_engine(fake, kv, array):
     assert not fake.adapter.operations[-1].as_half
 
 
+def test_fp16_holds_for_push_too(fake, kv, array):
+    kv.set_gradient_compression({"type": "fp16"})
+    out = array([0])
+    kv.push("w", array([1]))
+    kv.pull("w", out)
+    assert [op.as_half for op in fake.adapter.operations] == [True]
+    assert out.asnumpy().tolist() == [SIZE]
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [

@@ -1,0 +1,79 @@
+"""What a worker does with errors that nobody has read, and with a world that is declared lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore_hvd import engine
+from kvstore_hvd.errors import InputFailedError, KVHvdError, MismatchError
+from kvstore_hvd.topology import Host, Topology, World
+from support.fake_native import FakeCommunicator, fake_world
+
+pytest.importorskip("mxnet")
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCommunicator]:
+    with fake_world() as communicator:
+        engine.current().mxnet_adapter()
+        yield communicator
+
+
+class MXNetError(RuntimeError):
+    """What MXNet raises at a read: the text of our error, of no class of ours."""
+
+
+def test_two_errors_that_nobody_has_read_are_both_told(fake: FakeCommunicator) -> None:
+    """One was put off, the other one comes from MXNet; once."""
+    engine.current().defer(MismatchError("'first': ranks disagree on shape.\n  details"))
+    fake.adapter.unread.append(InputFailedError("'second': its input failed.\n  details"))
+    with pytest.raises(MismatchError) as caught:
+        engine.current().check()
+    assert "'first'" in str(caught.value)
+    assert "'second'" in str(caught.value)
+    engine.current().check()
+
+
+def test_one_error_that_comes_twice_is_told_once_in_our_own_class(fake: FakeCommunicator) -> None:
+    text = "'first': ranks disagree on shape.\n  details"
+    engine.current().defer(MXNetError(f"Traceback\n{text}"))
+    fake.adapter.unread.append(MismatchError(text))
+    with pytest.raises(MismatchError) as caught:
+        engine.current().check()
+    assert str(caught.value) == text
+    engine.current().check()
+
+
+def test_what_was_put_off_first_is_raised(fake: FakeCommunicator) -> None:
+    for name in ("first", "second"):
+        engine.current().defer(KVHvdError(name))
+    engine.current().defer(None)
+    with pytest.raises(KVHvdError, match="first"):
+        engine.current().check()
+    engine.current().check()
+
+
+def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:
+    mine = engine.Engine()
+    mine.join(_world_of_one(0))
+    mine.defer(KVHvdError("of the world before"))
+    mine.leave()
+    mine.join(_world_of_one(1))
+    mine.check()
+
+
+@pytest.mark.parametrize(("voided", "is_aborted"), [(4, False), (5, True), (6, True)])
+def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
+    fake: FakeCommunicator, voided: int, is_aborted: bool
+) -> None:
+    """A word about an earlier one, which came late, changes nothing."""
+    mine = engine.current()
+    mine._world = World(Topology.of(0, [Host.here()] * 2, epoch=5, source="launcher"), "fake", b"")
+    mine._on_void(voided, "worker 1 died")
+    assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
+
+
+def _world_of_one(epoch: int) -> World:
+    return World(Topology.of(0, [Host.here()], epoch=epoch, source="launcher"), "fake", b"")
