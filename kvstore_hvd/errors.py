@@ -71,7 +71,7 @@ class MismatchError(KVHvdError):
 
 
 class InputFailedError(KVHvdError):
-    """The computation that should have produced an operation's input failed on some worker."""
+    """An operation's input could not be computed or used on some worker, or MXNet refused it. Raised on every one."""
 
 
 class InvalidRequestError(KVHvdError, ValueError):

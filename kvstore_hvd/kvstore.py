@@ -138,6 +138,8 @@ class StoreMethods:
         ------
         TypeError, InvalidRequestError, UnsupportedDtypeError
             The arguments are wrong; nothing was submitted.
+        InputFailedError
+            MXNet refused an operation, which failed on all workers; those of other keys were submitted.
         HorovodInternalError
             The world is lost.
         """
@@ -163,6 +165,8 @@ class StoreMethods:
         ------
         TypeError, InvalidRequestError, UnsupportedDtypeError
             The arguments are wrong; nothing was submitted.
+        InputFailedError
+            MXNet refused an operation, which failed on all workers; those of other keys were submitted.
         HorovodInternalError
             The world is lost.
         """

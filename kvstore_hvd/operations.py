@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, scaled, unique
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError
 from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.placement import Placement, home_of
@@ -85,6 +86,8 @@ class Operations:
             A group has several values, or the priority is out of range; nothing was submitted.
         TypeError
             The priority is no integer; nothing was submitted.
+        InputFailedError
+            MXNet refused an operation, which failed on all workers; those of other groups were submitted.
         """
         for group in groups:
             if len(group.values) > 1:
@@ -92,10 +95,7 @@ class Operations:
                 raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
         priority = priority_of(call, priority)
         placement = Placement(self._world, groups)
-        copies: Copies = []
-        for group in groups:
-            copies += self._broadcast(call, group, placement, priority, root)
-        _start(copies)
+        _submit_all([partial(self._broadcast, call, group, placement, priority, root) for group in groups])
 
     def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, how: Reduction = SUM) -> None:
         """Reduce the values of each group over the group and all workers, into all outs of the group.
@@ -104,16 +104,14 @@ class Operations:
         ------
         TypeError, InvalidRequestError
             The priority is no integer, or out of range; nothing was submitted.
+        InputFailedError
+            As `broadcast`.
         """
         priority = priority_of(call, priority)
         placement = Placement(self._world, groups)
         # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
         prepared = [self._prepare(call, group, placement, how) for group in groups]
-        for one in prepared:
-            if one.inputs:
-                self._submit(call, one, priority, how)
-        for one in prepared:
-            _start(one.copies)
+        _submit_all([partial(self._submit, call, one, priority, how) for one in prepared])
 
     def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int, root: int) -> Copies:
         """Submit one group; returns the copies that have to follow."""
@@ -177,7 +175,10 @@ class Operations:
             outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype, context=home)]
         return _Prepared(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
 
-    def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> None:
+    def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> Copies:
+        """Submit one group; returns the copies that have to follow."""
+        if not prepared.inputs:
+            return prepared.copies
         self._world.mxnet_adapter().pushpull(
             wire_name(self._namespace, prepared.key),
             call.label(prepared.key),
@@ -191,6 +192,7 @@ class Operations:
             how.weight,
             how.group,
         )
+        return prepared.copies
 
 
 @dataclass
@@ -203,6 +205,19 @@ class _Prepared:
     copies: Copies = field(default_factory=list)
 
 
-def _start(copies: Copies) -> None:
+def _submit_all(submissions: Sequence[Callable[[], Copies]]) -> None:
+    """Submit every group of a call, then start the copies that follow; raises the first error of a group at the end.
+
+    What a worker submits must not depend on what becomes of the group before, or the others would wait for the rest.
+    """
+    copies: Copies = []
+    failures: list[KVHvdError] = []
+    for submit in submissions:
+        try:
+            copies += submit()
+        except KVHvdError as error:
+            failures.append(error)
     for source, destination in copies:
         copy(source, destination)
+    if failures:
+        raise failures[0]

@@ -59,7 +59,11 @@ void bind_mxnet(py::module_& module) {
       .def(
           "pushpull_in_place",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int priority,
-             bool as_half) { return adapter.pushpull_in_place(name, label, handle(array), priority, as_half); },
+             bool as_half) {
+            std::optional<std::size_t> bytes;
+            check(adapter.pushpull_in_place(name, label, handle(array), priority, as_half, bytes));
+            return bytes;
+          },
           py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"), py::arg("as_half") = false,
           WithoutGil())
       .def(

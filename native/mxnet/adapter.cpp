@@ -6,6 +6,7 @@
 
 #include "kvstore_hvd/process.hpp"
 #include "mxnet/operation.hpp"
+#include "mxnet/refusal.hpp"
 
 namespace kvstore_hvd::mxnet {
 namespace {
@@ -61,13 +62,13 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   return push(std::move(request), inputs, outputs);
 }
 
-std::optional<std::size_t> MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label,
-                                                           Handle array, int priority, bool as_half) {
-  if (naive_ || array == nullptr || process_id() != owner_ || !api_->is_reachable(array)) return std::nullopt;
-  const std::size_t bytes = api_->bytes_of(array);
-  if (bytes == 0 || !unread_->empty() || !engine_->health().ok()) return std::nullopt;
-  if (!pushpull(name, label, {array}, {array}, ReduceOp::kSum, 1.0, 1.0, priority, as_half).ok()) return std::nullopt;
-  return bytes;
+Status MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label, Handle array, int priority,
+                                       bool as_half, std::optional<std::size_t>& bytes) {
+  if (naive_ || array == nullptr || process_id() != owner_ || !api_->is_reachable(array)) return Status();
+  const std::size_t found = api_->bytes_of(array);
+  if (found == 0 || !unread_->empty() || !engine_->health().ok()) return Status();
+  bytes = found;
+  return pushpull(name, label, {array}, {array}, ReduceOp::kSum, 1.0, 1.0, priority, as_half);
 }
 
 Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,
@@ -88,19 +89,18 @@ std::shared_ptr<const Step> MXNetAdapter::prepare(const std::vector<ToSum>& arra
     if (array == nullptr || !api_->is_reachable(array)) return nullptr;
     const std::size_t bytes = api_->bytes_of(array);
     if (bytes == 0) return nullptr;
-    step->add({name, label, api_->copy(array), priority}, bytes);
+    try {
+      step->add({name, label, api_->copy(array), priority}, bytes);
+    } catch (const Error&) {
+      return nullptr;  // what takes the closer look announces the refusal
+    }
   }
   return step;
 }
 
 Status MXNetAdapter::pushpull(const Step& step, const StepReduction& how) {
   if (process_id() != owner_) return forked(world() + "allreduce: ");
-  try {
-    step.push({api_, engine_, unread_, turns_}, world(), how);
-    return Status();
-  } catch (const Error& error) {
-    return Status(ErrorCode::kInvalid, world() + "allreduce: MXNet refused an operation: " + error.what());
-  }
+  return step.push({api_, engine_, unread_, turns_}, world(), how);
 }
 
 Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs) {
@@ -119,9 +119,10 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
   add_new_chunks(outputs, chunks, unique);
 
   const int priority = request.priority;
+  std::shared_ptr<Operation> operation;
   try {
-    auto operation = std::make_shared<Operation>(api_, engine_, unread_, turns_, std::move(request), prefix,
-                                                 copy_all(*api_, inputs), copy_all(*api_, outputs), naive_);
+    operation = std::make_shared<Operation>(api_, engine_, unread_, turns_, request, prefix, copy_all(*api_, inputs),
+                                            copy_all(*api_, outputs), naive_);
     // While another operation waits for its arrays, this one will probably wait for its own. The first to wait, in a
     // training, is the one whose gradient is ready last: it may as well wait behind computation.
     const Place place = turns_->all_used() ? Place::kHere : Place::kCommunication;
@@ -129,8 +130,18 @@ Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, co
     api_->push(operation, std::move(unique), place, priority, operation->name());
     return naive_ ? operation->status() : Status();
   } catch (const Error& error) {
-    return Status(ErrorCode::kInvalid, prefix + "MXNet refused the operation: " + error.what());
+    if (operation == nullptr) announce_refused(std::move(request), error.what());
+    return refusal(prefix, error.what());
   }
+}
+
+void MXNetAdapter::announce_refused(Request request, const std::string& why) {
+  const std::uint64_t turn = turns_->take(request.name);
+  const std::string name = request.name;
+  // Weak: as Operation.
+  turns_->use(name, turn, [owner = std::weak_ptr<Engine>(engine_), failed = as_refused(std::move(request), why)] {
+    if (const std::shared_ptr<Engine> engine = owner.lock()) engine->submit(failed);
+  });
 }
 
 const std::string& MXNetAdapter::world() const { return engine_->speaker(); }

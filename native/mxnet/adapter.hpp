@@ -38,18 +38,18 @@ class MXNetAdapter {
   // Returns before the operation is over (naive: after it). What is wrong with an array shows only when it is ready:
   // then every rank's operation fails with kInputFailed, and so it does when an operation of MXNet that should have
   // produced an input fails. A failure is raised in Python by the next read of one of the arrays, or taken from
-  // take_unread_error(); naive: it is returned. The Status returned is otherwise not ok only when nothing was
-  // submitted.
+  // take_unread_error(); naive: it is returned. Otherwise the Status returned is not ok only when MXNet refused the
+  // operation (kInputFailed, see refusal.hpp: it counts as submitted), or when nothing was submitted.
   // Operations of one name take part in the order of the calls, whichever of their arrays are ready first.
   Status pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                   const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority,
                   bool as_half, double weight = 1.0, std::uint64_t group = 0);
 
-  // The common case in one call: `array` summed in place. Returns its bytes. Does nothing, and returns nothing, when
-  // there is anything about the case that needs a closer look: an array without elements, sparse, not on the CPU or of
-  // another dtype; NaiveEngine; a lost world, or an error that nobody has read.
-  std::optional<std::size_t> pushpull_in_place(const std::string& name, const std::string& label, Handle array,
-                                               int priority, bool as_half);
+  // The common case in one call: `array` summed in place. Sets `bytes` to its size. Does nothing, and leaves `bytes`
+  // empty, when there is anything about the case that needs a closer look: an array without elements, sparse, not on
+  // the CPU or of another dtype; NaiveEngine; a lost world, or an error that nobody has read. Returns as pushpull.
+  Status pushpull_in_place(const std::string& name, const std::string& label, Handle array, int priority, bool as_half,
+                           std::optional<std::size_t>& bytes);
 
   // An array to be summed in place.
   struct ToSum {
@@ -58,7 +58,8 @@ class MXNetAdapter {
     int priority;
   };
   // What pushpull() of a step takes. It keeps the arrays' memory, so it must go when their owner replaces them. Null
-  // when there is anything about an array that needs a closer look, as in pushpull_in_place. Throws Error.
+  // when there is anything about an array that needs a closer look, as in pushpull_in_place, or MXNet refuses to copy
+  // its handle.
   std::shared_ptr<const Step> prepare(const std::vector<ToSum>& arrays) const;
 
   // Reduces each array of the step in place. Like pushpull for one after the other, but small arrays may share an
@@ -89,6 +90,8 @@ class MXNetAdapter {
 
  private:
   Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs);
+  // For what MXNet refused before there was an operation.
+  void announce_refused(Request request, const std::string& why);
   // How errors begin: "[rank 0/2] ".
   const std::string& world() const;
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <thread>
 #include <utility>
 
 namespace kvstore_hvd::mxnet {
@@ -58,9 +59,13 @@ struct Lent {
 
 struct Pushed {
   explicit Pushed(std::shared_ptr<AsyncOp> operation) : op(std::move(operation)) {}
-  std::shared_ptr<AsyncOp> op;
+  const std::shared_ptr<AsyncOp> op;
   // Plain: MXNet orders the start of an operation before its deletion.
   bool started = false;
+  // Of the pushing thread only. What MXNet deletes within the push it has skipped or refused: the push's result says
+  // which.
+  const std::thread::id pusher = std::this_thread::get_id();
+  bool pushing = true;
   bool deleted = false;
 };
 
@@ -81,9 +86,13 @@ void start_2(void*, void* on_start, void* complete, void* parameter) {
 }
 
 void drop(void* parameter) {
-  std::unique_ptr<std::shared_ptr<Pushed>> pushed(static_cast<std::shared_ptr<Pushed>*>(parameter));
-  (*pushed)->deleted = true;
-  if (!(*pushed)->started) (*pushed)->op->skipped();
+  const std::unique_ptr<std::shared_ptr<Pushed>> owned(static_cast<std::shared_ptr<Pushed>*>(parameter));
+  Pushed& pushed = **owned;
+  if (std::this_thread::get_id() == pushed.pusher && pushed.pushing) {
+    pushed.deleted = true;
+  } else if (!pushed.started) {
+    pushed.op->skipped();
+  }
 }
 
 template <typename Function>
@@ -262,10 +271,15 @@ void Api::push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place pl
   const int status =
       push_async_(function, parameter, &drop, &kCpu, nullptr, 0, arrays.data(), static_cast<int>(arrays.size()),
                   place == Place::kHere ? &kAsync : &kCpuPrioritized, priority, name, false);
-  if (status == 0) return;
+  pushed->pushing = false;
+  if (status == 0) {
+    if (pushed->deleted && !pushed->started) pushed->op->skipped();
+    return;
+  }
   const Error error = last_error();
   // Depending on where MXNet refused, it has called the deleter or not.
-  if (!pushed->deleted) drop(parameter);
+  if (!pushed->deleted) delete parameter;
+  if (!pushed->started) pushed->op->refused(error.what());
   throw error;
 }
 

@@ -42,8 +42,8 @@ class Completion {
   void* operation_ = nullptr;
 };
 
-// An operation given to MXNet's engine. Exactly one of the two members is called, once, on a thread of MXNet or (with
-// NaiveEngine) the one that pushed it.
+// An operation given to MXNet's engine. Exactly one of the three members is called, once, on a thread of MXNet or the
+// one that pushed it.
 class AsyncOp {
  public:
   virtual ~AsyncOp() = default;
@@ -52,6 +52,9 @@ class AsyncOp {
   virtual void start(const Completion& completion) noexcept = 0;
   // MXNet gave the operation up because an operation that produces one of its arrays failed.
   virtual void skipped() noexcept = 0;
+  // MXNet's engine did not take the operation; `why` is MXNet's text. On the thread that pushed it, before Api::push()
+  // throws.
+  virtual void refused(const std::string& why) noexcept = 0;
 };
 
 class Api;
@@ -147,7 +150,7 @@ class Api : public std::enable_shared_from_this<Api> {
 
   // Has MXNet start `op` at `place` when `arrays` (no two of one chunk) are ready, and keeps others from them until it
   // completes. Never waits, except with NaiveEngine, which runs the operation at once. `name` is what MXNet's profiler
-  // calls the operation; it must live as long as `op`. Throws Error when MXNet refuses; op->skipped() has been called
+  // calls the operation; it must live as long as `op`. Throws Error when MXNet refuses; op->refused() has been called
   // then.
   void push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place place, int priority, const char* name) const;
 

@@ -8,6 +8,7 @@
 #include "kvstore_hvd/messages.hpp"
 #include "mxnet/dtypes.hpp"
 #include "mxnet/error_text.hpp"
+#include "mxnet/refusal.hpp"
 
 namespace kvstore_hvd::mxnet {
 
@@ -50,13 +51,23 @@ void GroupOperation::skipped() noexcept {
   links_.unread->add(links_.api->copy(first.array.get()),
                      Status(ErrorCode::kInputFailed,
                             prefix_of(0) + "an operation that should have produced an input" + others() + " failed."));
+  announce_failed([this](Request request) {
+    request.input_failure =
+        "an operation that should have produced its input" + others() + " failed; that rank raises the error of it.";
+    return request;
+  });
+}
+
+void GroupOperation::refused(const std::string& why) noexcept {
+  announce_failed([&why](Request request) { return as_refused(std::move(request), why); });
+}
+
+void GroupOperation::announce_failed(const std::function<Request(Request)>& failed) {
   for (std::size_t place = 0; place < turns_.size(); ++place) {
-    links_.turns->use((*group_)[place].name, turns_[place], [self = shared_from_this(), place] {
-      Request request = self->request_of(place);
-      request.input_failure = "an operation that should have produced its input" + self->others() +
-                              " failed; that rank raises the error of it.";
-      if (const std::shared_ptr<Engine> engine = self->links_.engine.lock()) engine->submit(std::move(request));
-    });
+    links_.turns->use((*group_)[place].name, turns_[place],
+                      [self = shared_from_this(), request = failed(request_of(place))] {
+                        if (const std::shared_ptr<Engine> engine = self->links_.engine.lock()) engine->submit(request);
+                      });
   }
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,15 +23,18 @@ class GroupOperation final : public AsyncOp, public std::enable_shared_from_this
   // `world`: how errors that arise here begin.
   GroupOperation(Links links, std::shared_ptr<const Group> group, std::string world, const StepReduction& how);
 
-  // Hands the operation to MXNet. Throws Error.
+  // Hands the operation to MXNet. Throws Error when MXNet refuses it; it has been announced as failed then.
   static void push(const std::shared_ptr<GroupOperation>& operation);
 
   void start(const Completion& completion) noexcept override;
   void skipped() noexcept override;
+  void refused(const std::string& why) noexcept override;
 
  private:
   Request request_of(std::size_t place) const;
   void submit(std::size_t place);
+  // Tells the other ranks, each gradient in its turn, that it failed here.
+  void announce_failed(const std::function<Request(Request)>& failed);
   void finish(std::size_t place, const Status& status);
   // What an error adds that one of several gradients may be to blame for: MXNet does not say which.
   std::string others() const;

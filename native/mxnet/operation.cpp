@@ -10,6 +10,7 @@
 #include "kvstore_hvd/messages.hpp"
 #include "mxnet/dtypes.hpp"
 #include "mxnet/error_text.hpp"
+#include "mxnet/refusal.hpp"
 
 namespace kvstore_hvd::mxnet {
 namespace {
@@ -60,6 +61,12 @@ void Operation::skipped() noexcept {
                Status(ErrorCode::kInputFailed, prefix_ + "an operation that should have produced an input failed."));
   Request request = request_;
   request.input_failure = "an operation that should have produced its input failed; that rank raises the error of it.";
+  announce_failed(std::move(request));
+}
+
+void Operation::refused(const std::string& why) noexcept { announce_failed(as_refused(request_, why)); }
+
+void Operation::announce_failed(Request request) {
   turns_->use(request_.name, turn_, [self = shared_from_this(), request = std::move(request)] {
     if (const std::shared_ptr<Engine> engine = self->engine_.lock()) engine->submit(request);
   });

@@ -32,6 +32,7 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
 
   void start(const Completion& completion) noexcept override;
   void skipped() noexcept override;
+  void refused(const std::string& why) noexcept override;
 
   // Naive only, after the push: how the operation ended.
   const Status& status() const { return status_; }
@@ -41,6 +42,8 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
   void open_all(const std::vector<Array>& arrays, bool written);
   void check_overlaps() const;
   void submit(Request request);
+  // Tells the other ranks, in turn, that the operation failed here.
+  void announce_failed(Request request);
   void finish(const Status& status);
 
   std::shared_ptr<const Api> api_;

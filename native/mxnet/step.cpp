@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "mxnet/group_operation.hpp"
+#include "mxnet/refusal.hpp"
 
 namespace kvstore_hvd::mxnet {
 
@@ -24,10 +25,19 @@ void Step::add(Gradient gradient, std::size_t bytes) {
   if (group.size() > 1) group.front().title += " and " + std::to_string(group.size() - 1) + " more";
 }
 
-void Step::push(const Links& links, const std::string& world, const StepReduction& how) const {
+Status Step::push(const Links& links, const std::string& world, const StepReduction& how) const {
+  std::string title, why;  // of the first one that was refused
+  std::size_t refused = 0;
   for (const std::shared_ptr<Group>& group : groups_) {
-    GroupOperation::push(std::make_shared<GroupOperation>(links, group, world, how));
+    try {
+      GroupOperation::push(std::make_shared<GroupOperation>(links, group, world, how));
+    } catch (const Error& error) {
+      if (refused++ > 0) continue;
+      title = group->front().title;
+      why = error.what();
+    }
   }
+  return refused == 0 ? Status() : refusal(world + title + ": ", why, refused - 1);
 }
 
 }  // namespace kvstore_hvd::mxnet

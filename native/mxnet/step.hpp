@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvstore_hvd/engine.hpp"
+#include "kvstore_hvd/status.hpp"
 #include "mxnet/engine_abi.hpp"
 #include "mxnet/turns.hpp"
 #include "mxnet/unread_errors.hpp"
@@ -47,9 +48,9 @@ class Step {
   // The gradients keep their order. `bytes`: of the array's elements.
   void add(Gradient gradient, std::size_t bytes);
 
-  // Hands everything to MXNet. `world`: how errors that arise here begin. Throws Error when MXNet refuses an operation;
-  // those after it were not handed over then.
-  void push(const Links& links, const std::string& world, const StepReduction& how) const;
+  // Hands everything to MXNet. `world`: how errors that arise here begin. Returns the first refusal, see refusal.hpp;
+  // the gradients of other operations were handed over then.
+  Status push(const Links& links, const std::string& world, const StepReduction& how) const;
 
   // A group waits for the last of its gradients: so it takes only those of up to kSmall bytes, and kMost of them, of
   // neighbouring parameters.

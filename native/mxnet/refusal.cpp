@@ -1,0 +1,24 @@
+#include "mxnet/refusal.hpp"
+
+#include <utility>
+
+namespace kvstore_hvd::mxnet {
+namespace {
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+}  // namespace
+
+Request as_refused(Request request, const std::string& why) {
+  request.input_failure = "MXNet refused the operation: " + first_line(why);
+  return request;
+}
+
+Status refusal(const std::string& prefix, const std::string& why, std::size_t others) {
+  std::string text = prefix + "MXNet refused the operation: " + first_line(why);
+  if (others > 0) text += "\n  (" + std::to_string(others) + " more of this call.)";
+  text += "\n  It failed on every rank; nothing was changed. Fix: see MXNet's message; the store works on.";
+  return Status(ErrorCode::kInputFailed, text);
+}
+
+}  // namespace kvstore_hvd::mxnet

@@ -1,0 +1,21 @@
+// What becomes of an operation that MXNet's engine does not take: the rank announces it nevertheless, as one that
+// failed here. So it stays in step with the other ranks, where requests of one name are counted; the operation fails
+// with kInputFailed on every rank, and on this one the call that asked for it says so.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "kvstore_hvd/request.hpp"
+#include "kvstore_hvd/status.hpp"
+
+namespace kvstore_hvd::mxnet {
+
+// What is announced. `why`: MXNet's text, of which the first line is kept.
+Request as_refused(Request request, const std::string& why);
+
+// What the call returns. `prefix`: how the error begins. `others`: how many operations of the same call were refused
+// besides.
+Status refusal(const std::string& prefix, const std::string& why, std::size_t others = 0);
+
+}  // namespace kvstore_hvd::mxnet

@@ -1,0 +1,228 @@
+"""Operations that MXNet's engine refuses on one rank: announced once, as failed; the rest of the call is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_hvd import engine, errors, mxnet_compat, native
+from support.pair import World, mx, ramp
+from support.refusing_engine import COMPILER, RefusingEngine
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+
+REFUSED = "MXNet refused the operation: the test refuses it"
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> RefusingEngine:
+    return RefusingEngine(tmp_path_factory.mktemp("refusing"), mxnet_compat.libmxnet_path())
+
+
+@pytest.fixture
+def refused_pair(refusing: RefusingEngine) -> Iterator[World]:
+    """Return a world of two in this process, whose rank 0 has an engine that can refuse."""
+    world = World()
+    world.adapter = native.MXNetAdapter(world.engine, refusing.path, False)
+    yield world
+    world.close()
+    mx.nd.waitall()
+
+
+@pytest.fixture
+def member(world: Any, size: int, refusing: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return this rank's part in the world of all; its stores use the engine that can refuse."""
+    if size == 1:
+        pytest.skip("one rank cannot get out of step")
+    member = engine.current()
+    mx.nd.waitall()
+    adapter = member.communicator().mxnet_adapter(refusing.path, mxnet_compat.engine_is_naive())
+    monkeypatch.setattr(member, "_adapter", adapter)
+    yield member
+    mx.nd.waitall()
+
+
+def pushpull(pair: World, array: Any) -> None:
+    pair.pushpull("w", [array], [array])
+
+
+def pushpull_in_place(pair: World, array: Any) -> None:
+    assert pair.adapter.pushpull_in_place("w", "'w'", mxnet_compat.handle_of(array), 0, False) == 16
+
+
+def pushpull_step(pair: World, array: Any) -> None:
+    pair.adapter.pushpull_step(pair.adapter.prepare([("w", "'w'", mxnet_compat.handle_of(array), 0)]))
+
+
+def broadcast(pair: World, array: Any) -> None:
+    pair.broadcast("w", array, 1)
+
+
+ENTRIES = [pushpull, pushpull_in_place, pushpull_step, broadcast]
+
+
+@pytest.mark.parametrize("has_taken", [False, True], ids=["at-once", "after-taking-it"])
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
+def test_a_refused_operation_is_announced_once(
+    refused_pair: World, refusing: RefusingEngine, entry: Callable[[World, Any], None], has_taken: bool
+) -> None:
+    """Both ranks are told of it, and the next operation of the name meets the next one of the other rank."""
+    pair, root = refused_pair, 1 if entry is broadcast else -1
+    array, theirs = mx.nd.array(ramp((4,))), ramp((4,), start=7)
+    refusing.refuse(has_taken=has_taken)
+    with pytest.raises(errors.InputFailedError, match=REFUSED) as caught:
+        entry(pair, array)
+    assert refusing.has_refused
+    assert str(caught.value).startswith(f"[rank 0/2] {'broadcast' if root == 1 else 'allreduce'} 'w': ")
+    with pytest.raises(errors.InputFailedError, match=rf"rank 0: {REFUSED}\n"):
+        pair.other.wait(pair.submit("w", theirs, root))
+    np.testing.assert_array_equal(array.asnumpy(), ramp((4,)))
+    np.testing.assert_array_equal(theirs, ramp((4,), start=7))
+    assert pair.adapter.take_unread_error() is None, "the call itself has raised it"
+    for number in (1, 2):
+        array[:], theirs[:] = number, 10 * number
+        entry(pair, array)
+        pair.other.wait(pair.submit("w", theirs, root))
+        assert array.asnumpy().tolist() == [10 * number + (0 if root == 1 else number)] * 4
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2, 3])
+def test_what_follows_a_refused_group_is_announced(refused_pair: World, refusing: RefusingEngine, refused: int) -> None:
+    """Of 20 gradients 8, 8 and 3 share an operation, and a large one has its own: those not refused are summed."""
+    pair = refused_pair
+    sizes = [4] * 19 + [100_000]
+    group = [0] * 8 + [1] * 8 + [2] * 3 + [3]
+    ours = [mx.nd.full((size,), place + 1) for place, size in enumerate(sizes)]
+    step = pair.adapter.prepare(
+        [(f"g{place}", f"'g{place}'", mxnet_compat.handle_of(array), -place) for place, array in enumerate(ours)]
+    )
+    for after in (refused, None):  # the second time nothing is refused
+        theirs = [np.full(size, 100, np.float32) for size in sizes]
+        if after is None:
+            pair.adapter.pushpull_step(step)
+        else:
+            refusing.refuse(after)
+            with pytest.raises(errors.InputFailedError, match=rf"allreduce 'g{group.index(after)}'.*: {REFUSED}"):
+                pair.adapter.pushpull_step(step)
+        works = [pair.submit(f"g{place}", array) for place, array in enumerate(theirs)]
+        for place, work in enumerate(works):
+            if group[place] == after:
+                with pytest.raises(errors.InputFailedError, match=f"rank 0: {REFUSED}"):
+                    pair.other.wait(work)
+            else:
+                pair.other.wait(work)
+            expected = place + 1 + (0 if group[place] == after else 100)
+            assert (ours[place].asnumpy() == expected).all()
+            ours[place][:] = place + 1
+
+
+def test_the_order_of_the_calls_is_kept(refused_pair: World, refusing: RefusingEngine) -> None:
+    """An operation before the refused one has not started yet: the refusal waits for its turn."""
+    pair = refused_pair
+    gate = mx.nd.ones((600, 600))
+    for _ in range(20):
+        gate = mx.nd.dot(gate, gate) * 0
+    slow, fast = gate[0, :4], mx.nd.array(ramp((4,)))
+    pushpull(pair, slow)
+    refusing.refuse()
+    with pytest.raises(errors.InputFailedError):
+        pushpull(pair, fast)
+    first, second = ramp((4,)), ramp((4,))
+    works = [pair.submit("w", first), pair.submit("w", second)]
+    pair.other.wait(works[0])
+    with pytest.raises(errors.InputFailedError, match=f"rank 0: {REFUSED}"):
+        pair.other.wait(works[1])
+    np.testing.assert_array_equal(slow.asnumpy(), ramp((4,)))
+
+
+# -- Stores of several workers -------------------------------------------------------------------------------------
+
+
+def refuse_on(refusing: RefusingEngine, member: Any, after: int = 0) -> bool:
+    """Have the last rank's engine refuse; returns whether this is that rank."""
+    topology = member.topology
+    if topology.rank != topology.size - 1:
+        return False
+    refusing.refuse(after)
+    return True
+
+
+def test_a_store_does_not_submit_a_key_again(member: Any, refusing: RefusingEngine, kv: Any, size: int) -> None:
+    x = mx.nd.full(4, 3)
+    if refuse_on(refusing, member):
+        with pytest.raises(errors.InputFailedError, match=REFUSED):
+            kv.pushpull("w", x)
+    else:
+        kv.pushpull("w", x)
+        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
+            x.asnumpy()
+    assert x.asnumpy().tolist() == [3] * 4
+    for number in range(1, 4):
+        x[:] = number
+        kv.pushpull("w", x)
+        assert x.asnumpy().tolist() == [number * size] * 4
+
+
+@pytest.mark.parametrize("operation", ["pushpull", "broadcast"])
+def test_the_other_keys_of_a_call_are_submitted(
+    member: Any, refusing: RefusingEngine, kv: Any, rank: int, size: int, operation: str
+) -> None:
+    """The second of three is refused: the first and the third have their results, in copies as well."""
+    values = [mx.nd.full(4, 10 * (place + 1) + rank) for place in range(3)]
+    outs = [mx.nd.full(4, -1, dtype="float64") for _ in values]  # another dtype: through a copy
+    refused = refuse_on(refusing, member, 1)
+
+    def call() -> None:
+        getattr(kv, operation)(["a", "b", "c"], values, out=outs)
+
+    if refused:
+        with pytest.raises(errors.InputFailedError, match=r"(allreduce|broadcast) 'b': MXNet refused"):
+            call()
+    else:
+        call()
+        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
+            outs[1].asnumpy()
+    ranks = range(size) if operation == "pushpull" else range(1)
+    for place, out in enumerate(outs):
+        expected = sum(10 * (place + 1) + each for each in ranks)
+        if place != 1:
+            assert out.asnumpy().tolist() == [expected] * 4
+        elif refused:
+            assert out.asnumpy().tolist() == [-1] * 4
+    call()
+    for place, out in enumerate(outs):
+        assert out.asnumpy().tolist() == [sum(10 * (place + 1) + each for each in ranks)] * 4
+
+
+def test_a_trainer_trains_on(member: Any, refusing: RefusingEngine, rank: int, size: int) -> None:
+    """A step of 6 layers in which one operation is refused on one rank, then steps that are right on all."""
+    net = mx.gluon.nn.HybridSequential()
+    for _ in range(6):
+        net.add(mx.gluon.nn.Dense(5, in_units=5))
+    net.initialize(mx.init.Xavier())
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="horovod", update_on_kvstore=False)
+    parameters = [each for each in net.collect_params().values() if each.grad_req != "null"]
+
+    def exchange() -> None:
+        for place, each in enumerate(parameters):
+            each.grad()[:] = place + rank
+        trainer.allreduce_grads()
+
+    exchange()
+    mx.nd.waitall()
+    if refuse_on(refusing, member):
+        with pytest.raises(errors.InputFailedError, match=REFUSED):
+            exchange()
+    else:
+        exchange()
+        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
+            mx.nd.waitall()
+    for place, each in enumerate(parameters[8:], 8):
+        assert (each.grad().asnumpy() == place * size + sum(range(size))).all()
+    for _ in range(2):
+        exchange()
+        for place, each in enumerate(parameters):
+            assert (each.grad().asnumpy() == place * size + sum(range(size))).all()
