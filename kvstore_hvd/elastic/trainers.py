@@ -12,13 +12,14 @@ from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.images import Spec, spec_of
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.kvstore import StoreMethods
-from kvstore_hvd.mxnet.optimizer import OptimizerMethods
+from kvstore_hvd.mxnet.optimizer import OptimizerMethods, TrainerMethods
 from kvstore_hvd.mxnet_compat.hooks import ALIAS, NAME
 
 __all__ = ["TrainerHandler"]
 
 STORE_NAMES = (NAME, ALIAS)
-# Of the Trainer itself: by what gradients are scaled.
+# Of the Trainer itself: by what gradients are scaled. In its dictionary, where a DistributedTrainer's say for how many
+# workers they are meant: the state may be restored among others.
 _ATTRIBUTES = ("_scale", "_amp_original_scale")
 # Of the optimizer: its parameters, whose values are no part of it.
 _NOT_SAVED = ("param_dict",)
@@ -60,7 +61,8 @@ class TrainerHandler(ArraysHandler):
         details = {
             "optimizer": named_copies(settings, type(optimizer).__name__),
             "scaler": None if scaler is None else deep_copy(vars(scaler)),
-            "trainer": {name: getattr(trainer, name) for name in _ATTRIBUTES if hasattr(trainer, name)},
+            "trainer": {name: vars(trainer)[name] for name in _ATTRIBUTES if name in vars(trainer)},
+            "distributed": isinstance(trainer, TrainerMethods),
             "states": states,
             "class": type(optimizer).__name__,
             "parameters": len(trainer._params),
@@ -71,6 +73,10 @@ class TrainerHandler(ArraysHandler):
     def fault(self, details: Details, specs: Sequence[Spec]) -> str:
         """See `ArraysHandler.fault`."""
         trainer = self.value
+        kinds = ("Trainer of Gluon", "DistributedTrainer")
+        here, there = kinds[isinstance(trainer, TrainerMethods)], kinds[details["distributed"]]
+        if here != there:
+            return f"the Trainer is a {here} here, but a {there} there."
         here, there = type(_innermost(trainer)).__name__, details["class"]
         if here != there:
             return f"the Trainer's optimizer is {here} here, but {there} there."
@@ -94,8 +100,7 @@ class TrainerHandler(ArraysHandler):
         """See `ArraysHandler.conform`."""
         trainer = self.value
         _set(_innermost(trainer), details["optimizer"])
-        for name, value in details["trainer"].items():
-            setattr(trainer, name, value)
+        vars(trainer).update(details["trainer"])
         scaler = getattr(trainer, "_amp_loss_scaler", None)
         if scaler is not None and details["scaler"] is not None:
             _replace(vars(scaler), details["scaler"])

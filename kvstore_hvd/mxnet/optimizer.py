@@ -5,9 +5,11 @@ Both exchange gradients through a store of their own, like ``Trainer(kvstore='ho
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
 
 from kvstore_hvd.arrays import copy
 from kvstore_hvd.errors import InvalidRequestError, message
@@ -19,11 +21,51 @@ from kvstore_hvd.operations import Reduction
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]  # noqa: F822 - made when they are asked for
 
 
+class Scale(NamedTuple):
+    """By what a Trainer multiplies sums over workers: by this value where there are so many of them.
+
+    The number of workers changes in an elastic job: ``Scale(1.0, 1)`` is a third among three, and a half among two.
+    """
+
+    value: float
+    workers: int
+
+    def among(self, workers: int) -> float:
+        """The value where there are so many workers."""
+        return self.value if workers == self.workers else self.value * self.workers / workers
+
+
+class _PresentScale:
+    """An attribute of a `DistributedTrainer`: read and written as it is among the present workers.
+
+    The `Scale` itself is in the instance's dictionary, under the attribute's name: elastic states save that.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        scale = vars(trainer).get(self._name)
+        if scale is None:
+            raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {self._name!r}")
+        return scale.among(trainer._world.topology.size)
+
+    def __set__(self, trainer: Any, value: float) -> None:
+        # AMP keeps a copy of one scale as another one: it stays as exact as that is, whatever the world becomes.
+        known = [vars(trainer).get(name) for name in TrainerMethods._SCALES]
+        workers = trainer._world.topology.size
+        same = [each for each in known if each is not None and each.among(workers) == value]
+        vars(trainer)[self._name] = same[0] if same else Scale(value, workers)
+
+
 class TrainerMethods:
     """A Gluon Trainer that averages gradients over all devices of all workers of a process set.
 
-    ``step(batch_size)`` takes the batch size of one worker. Initial parameters are those of the set's first worker.
-    Every worker must make its Trainers in the same order.
+    ``step(batch_size)`` takes the batch size of one worker; sums are divided by the number of workers that there are in
+    that step. Initial parameters are those of the set's first worker. Every worker must make its Trainers in the same
+    order.
 
     Parameters
     ----------
@@ -50,10 +92,13 @@ class TrainerMethods:
         An argument is wrong, this worker is not a member of the set, or there is no world.
     """
 
-    # Of mxnet.gluon.Trainer.
-    _scale: float
+    _SCALES = ("_scale", "_amp_original_scale")
+    #: Of mxnet.gluon.Trainer, and of its AMP.
+    _scale = _PresentScale()
+    _amp_original_scale = _PresentScale()
     _params: list[Any]
     _kvstore: Any
+    _optimizer: Any
 
     def __init__(
         self,
@@ -72,7 +117,8 @@ class TrainerMethods:
             optimizer = optimizer.unwrap()
         if prefix is not None and not isinstance(prefix, str):
             _refuse("DistributedTrainer", f"prefix is {prefix!r}.", "pass a str.")
-        store, scale = _store_and_scale("DistributedTrainer", gradient_predivide_factor, num_groups, process_set)
+        store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set)
+        self._world = store._engine
         self._compression = compression
         #: See `join.trainers`: None means all workers.
         self._process_group = None if process_set is global_process_set else process_set
@@ -81,7 +127,7 @@ class TrainerMethods:
             store.set_gradient_compression({"type": store_type(compression)})
         super().__init__(params, optimizer, optimizer_params, kvstore=store, update_on_kvstore=False)  # type: ignore[call-arg]
         # Not in the reduction: gradients stay where they are summed, and AMP reads the scale from here.
-        self._scale *= scale
+        vars(self)["_scale"] = Scale(self._optimizer.rescale_grad * gradient_predivide_factor, workers=1)
         if prefix:
             names = getattr(self, "_kvstore_hvd_names", {})
             self._kvstore_hvd_names = {id(each): prefix + names.get(id(each), each.name) for each in self._params}
@@ -109,7 +155,7 @@ class OptimizerMethods:
     Parameters
     ----------
     optimizer : mxnet.optimizer.Optimizer
-        Its ``rescale_grad`` is divided by the number of workers.
+        Its ``rescale_grad`` is divided, in each update, by the number of workers that there are then.
     gradient_predivide_factor, num_groups, process_set
         As `DistributedTrainer`.
 
@@ -134,16 +180,12 @@ class OptimizerMethods:
         if isinstance(optimizer, OptimizerMethods) or not isinstance(optimizer, mx.optimizer.Optimizer):
             fact, fix = f"the optimizer is a {type(optimizer).__name__}.", "pass one of mx.optimizer."
             _refuse("DistributedOptimizer", fact, fix)
-        store, scale = _store_and_scale("DistributedOptimizer", gradient_predivide_factor, num_groups, process_set)
-        vars(self).update(_optimizer=optimizer, _store=store, _exchange_scale=scale)
-        optimizer.rescale_grad *= scale
+        store = _store_for("DistributedOptimizer", gradient_predivide_factor, num_groups, process_set)
+        vars(self).update(_optimizer=optimizer, _store=store, _factor=gradient_predivide_factor)
 
     def unwrap(self) -> Any:
-        """The optimizer inside, as it was before."""
-        optimizer = vars(self)["_optimizer"]
-        optimizer.rescale_grad /= vars(self)["_exchange_scale"]
-        vars(self)["_exchange_scale"] = 1.0  # once
-        return optimizer
+        """The optimizer inside, which divides by no number of workers."""
+        return vars(self)["_optimizer"]
 
     # MXNet sets and reads attributes of an optimizer (its learning rate, its counts): they are the inner one's.
 
@@ -171,28 +213,39 @@ class OptimizerMethods:
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Sum the gradients, and update as the inner optimizer."""
         self._exchange(index, grad)
-        self._optimizer.update(index, weight, grad, state)
+        with self._averaging():
+            self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Sum the gradients, and update as the inner optimizer."""
         self._exchange(index, grad)
-        self._optimizer.update_multi_precision(index, weight, grad, state)
+        with self._averaging():
+            self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def _exchange(self, index: Any, grad: Any) -> None:
         several = isinstance(index, (list, tuple))
         for key, gradient in zip(index, grad) if several else [(index, grad)]:
             self._store.pushpull(key, gradient, priority=-key if isinstance(key, int) else 0)
 
+    @contextlib.contextmanager
+    def _averaging(self) -> Iterator[None]:
+        """Within, the optimizer inside divides sums by the number of workers that there are."""
+        optimizer = vars(self)["_optimizer"]
+        own = optimizer.rescale_grad
+        optimizer.rescale_grad = own * vars(self)["_factor"] / self._store.num_workers
+        try:
+            yield
+        finally:
+            optimizer.rescale_grad = own
 
-def _store_and_scale(who: str, factor: Any, num_groups: Any, process_set: ProcessSet) -> tuple[Any, float]:
-    """A store of the set, and by what its sums are to be multiplied."""
+
+def _store_for(who: str, factor: Any, num_groups: Any, process_set: ProcessSet) -> Any:
+    """A store of the set, whose sums are of gradients divided by `factor`."""
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
         _refuse(who, f"gradient_predivide_factor is {factor!r}.", "pass a positive number.")
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         _refuse(who, f"num_groups is {num_groups!r}.", "pass an int that is not negative.")
-    world = process_set.world(who)
-    store = make_store_class()(world, Reduction(prescale=1.0 / factor))
-    return store, factor / world.topology.size
+    return make_store_class()(process_set.world(who), Reduction(prescale=1.0 / factor))
 
 
 def _refuse(who: str, fact: str, fix: str) -> NoReturn:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from support.elastic import ElasticJob
+from support.elastic_kinds import KINDS
 from support.elastic_schedule import assert_all_right
 
 __all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
@@ -59,8 +60,14 @@ class Plan:
     disturbances: list[Disturbance] = field(default_factory=list)
     points: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        """How the workers train: each seed in another way than the one before."""
+        return KINDS[self.seed % len(KINDS)]
+
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}: {self.workers} workers, commit every {self.commit_every}, slots {self.slots}"]
+        what = f"{self.workers} workers with a {self.kind}, commit every {self.commit_every}, slots {self.slots}"
+        lines = [f"seed {self.seed}: {what}"]
         return "\n".join([*lines, *map(str, self.disturbances), *map(str, self.points)])
 
 
@@ -122,7 +129,7 @@ def run(seed: int, folder: Path, marker: str) -> str:
         min_np=1,
         slots=plan.slots,
         options=["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"],
-        arguments=["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size)],
+        arguments=["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size), "--kind", plan.kind],
         points=plan.points,
         variables={"KVHVD_TIMEOUT": str(TIMEOUT_S)},
     )

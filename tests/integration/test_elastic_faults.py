@@ -106,17 +106,18 @@ def test_without_daemon_or_launcher_all_end(start: Start, who: str) -> None:
 
 
 @pytest.mark.slow
-def test_slots_come_and_go(start: Start) -> None:
+@pytest.mark.parametrize(("kind", "begin"), [("DistributedTrainer", 1), ("DistributedOptimizer", 2)])
+def test_slots_come_and_go(start: Start, kind: str, begin: int) -> None:
     """Newcomers join at a commit; workers whose slots are gone leave at one, rank 0 among them."""
-    job = start(workers=4, min_np=1, slots=[("localhost", 2)])
-    world = job.until_step(size=2)
+    job = start(workers=4, min_np=1, slots=[("localhost", begin)], arguments=["--kind", kind])
+    world = job.until_step(size=begin)
     first = job.members()
-    job.set_slots([("localhost", 2), ("127.0.0.2", 2)])
+    job.set_slots([("localhost", begin), ("127.0.0.2", 4 - begin)])
     world = job.until_step(size=4, after=world)
     # One may have joined before the other.
-    assert job.members()[:2] == first
-    job.set_slots([("127.0.0.2", 2)])
-    world = job.until_step(size=2, after=world)
+    assert job.members()[:begin] == first
+    job.set_slots([("127.0.0.2", 4 - begin)])
+    world = job.until_step(size=4 - begin, after=world)
     assert not set(job.members()) & set(first)
     job.until(lambda: not [pid for pid in map(job.pid, first) if psutil.pid_exists(pid)], "workers that leave end")
     job.set_slots([("localhost", 1), ("127.0.0.2", 1)])

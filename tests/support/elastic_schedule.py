@@ -40,12 +40,12 @@ def assert_all_right(job: ElasticJob, samples: int) -> list[Step]:
     ends = job.lines("end")
     assert ends, job.describe()
     for end in ends:
-        for field in ("digest", "steps", "worlds", "shown"):
+        for field in ("kind", "digest", "steps", "worlds", "shown"):
             assert end[field] == ends[0][field], f"workers differ in {field}: {ends}"
     assert_no_commit_lost(job)
     steps = steps_that_count(job, ends[0])
     assert_each_sample_once(steps, samples, ends[0]["shown"])
-    assert_replay_has_the_same_parameters(job, steps, samples, ends[0]["worker"])
+    assert_replay_has_the_same_parameters(job, steps, samples, ends[0])
     return steps
 
 
@@ -89,18 +89,19 @@ def assert_each_sample_once(steps: list[Step], samples: int, epochs: int) -> Non
         assert padding < workers, f"epoch {shown}: {padding} samples too many, {workers} workers at its end"
 
 
-def assert_replay_has_the_same_parameters(job: ElasticJob, steps: list[Step], samples: int, worker: int) -> None:
-    """Fail unless one process that does these steps has the same bits."""
+def assert_replay_has_the_same_parameters(job: ElasticJob, steps: list[Step], samples: int, end: Line) -> None:
+    """Fail unless one process that does these steps has the same bits as a worker had at its end."""
     schedule, result = job.folder / "schedule.json", job.folder / "replay.npz"
     schedule.write_text(json.dumps([step.indices for step in steps]))
     packages = os.path.dirname(os.path.dirname(kvstore_hvd.__file__))
     command = [sys.executable, "-m", "support.elastic_training", str(schedule), str(result), "--samples", str(samples)]
+    command += ["--kind", end["kind"]]
     variables: dict[str, Any] = {**environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
     done = subprocess.run(
         command, env=with_tests(variables), capture_output=True, text=True, timeout=REPLAY_LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    with np.load(result) as expected, np.load(job.folder / f"final-{worker}.npz") as found:
+    with np.load(result) as expected, np.load(job.folder / f"final-{end['worker']}.npz") as found:
         assert expected.files == found.files
         for name in expected.files:
             apart = np.abs(expected[name] - found[name]).max()

@@ -23,6 +23,7 @@ from mxnet import gluon
 
 import kvstore_hvd
 from kvstore_hvd import elastic
+from support.elastic_kinds import KINDS
 from support.elastic_training import Training
 from support.launched import launched
 
@@ -121,7 +122,7 @@ def train(state: Any, training: Training, log: Log, options: argparse.Namespace)
             indices = batch.asnumpy().astype(int).tolist()
             log.write("step", epoch=epoch, rank=topology.rank, step=state.step, shown=state.epoch, indices=indices)
             loss = training.backward(indices)
-            training.trainer.step(len(indices) * size)
+            training.step(len(indices), size)
             wait(training)
             log.write("done", epoch=epoch, step=state.step, loss=loss)
             state.step += 1
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=240)
     parser.add_argument("--batch-size", type=int, default=7)
     parser.add_argument("--commit-every", type=int, default=3)
+    parser.add_argument("--kind", choices=KINDS, default="Trainer")
     parser.add_argument("--loaders", type=int, default=0, help="processes that load data")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     options = parser.parse_args()
@@ -163,7 +165,7 @@ def main() -> None:
     log.write("begin", pid=os.getpid(), job=os.environ.get("KVHVD_JOB", ""))
 
     hvd.init()
-    training = Training("horovod", options.samples)
+    training = Training(options.kind, options.samples)
     sampler = elastic.ElasticSampler(range(options.samples), shuffle=True, seed=5)
     WatchedState.points = Points(options.folder, worker, log)
     state: Any = WatchedState(
@@ -180,7 +182,8 @@ def main() -> None:
 
     run(state)
     training.save(options.folder / f"final-{worker}.npz")
-    log.write("end", digest=training.digest(), steps=state.step, worlds=state.worlds, shown=state.epoch)
+    digest = training.digest()
+    log.write("end", kind=training.kind, digest=digest, steps=state.step, worlds=state.worlds, shown=state.epoch)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 The replay is given, for each step, the samples that each worker had. It computes their gradients one worker after the
 other and adds them in the order of ranks, as the engine promises to.
+
+There are three ways to train (`KINDS`): a Trainer of Gluon on the store, a `DistributedTrainer`, and a Trainer of Gluon
+with a `DistributedOptimizer`. The last two divide by the number of workers themselves, the program of the first does.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import kvstore_hvd  # noqa: F401 - lets MXNet run with today's NumPy
+import kvstore_hvd.mxnet as hvd  # lets MXNet run with today's NumPy
 
 # isort: split
 import mxnet as mx
@@ -23,6 +26,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from sklearn.datasets import load_digits
 
+from support.elastic_kinds import KINDS
 from support.gluon import array, network, parameters, weights
 
 __all__ = ["Training"]
@@ -35,13 +39,13 @@ class Training:
 
     Parameters
     ----------
-    store : object
-        For the Trainer: a store, its name, or None for one process alone.
+    kind : str
+        One of `KINDS`; empty for one process alone.
     samples : int
         The number of digits, at most 1797.
     """
 
-    def __init__(self, store: Any, samples: int) -> None:
+    def __init__(self, kind: str, samples: int) -> None:
         digits = load_digits()
         self.samples = samples
         self._images = (digits.images[:samples, None] / 16).astype(np.float32)
@@ -57,8 +61,20 @@ class Training:
         # It counts updates: whoever loses that count, or the momentum, has other parameters in the end.
         schedule = mx.lr_scheduler.FactorScheduler(step=20, factor=0.95, base_lr=0.05)
         settings = {"learning_rate": 0.05, "momentum": 0.9, "lr_scheduler": schedule}
-        self.trainer = gluon.Trainer(self.net.collect_params(), "sgd", settings, kvstore=store)
+        self.kind = kind
+        params = self.net.collect_params()
+        if kind == "DistributedTrainer":
+            self.trainer = hvd.DistributedTrainer(params, "sgd", settings)
+        elif kind == "DistributedOptimizer":
+            optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **settings))
+            self.trainer = gluon.Trainer(params, optimizer, kvstore=None)
+        else:
+            self.trainer = gluon.Trainer(params, "sgd", settings, kvstore="horovod" if kind else None)
         self._loss = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def step(self, samples: int, workers: int) -> None:
+        """Update the parameters; every worker had so many samples."""
+        self.trainer.step(samples * workers if self.kind == "Trainer" else samples)
 
     def backward(self, indices: Sequence[int]) -> float:
         """Compute the gradients of the summed loss of these samples; returns the loss."""
@@ -86,16 +102,24 @@ class Training:
         np.savez(path, *weights(self.net))
 
 
-def replay(schedule: Sequence[Sequence[Sequence[int]]], samples: int) -> Training:
-    """Do the steps in this process: for each of them, the samples of each rank."""
-    training = Training(None, samples)
+def replay(kind: str, schedule: Sequence[Sequence[Sequence[int]]], samples: int) -> Training:
+    """Do in this process the steps of workers that train in this way: for each step, the samples of each rank."""
+    training = Training("", samples)
     for step in schedule:
         parts = []
         for indices in step:
             training.backward(indices)
             parts.append(training.gradients())
         training.set_gradients([reduce(np.add, of_ranks) for of_ranks in zip(*parts)])
-        training.trainer.step(sum(len(indices) for indices in step))
+        (number,) = {len(indices) for indices in step}  # the sampler sees to that
+        # In the order of what divides: in float64, (1 / 3) / 7 is not always 1 / 21.
+        first, then = {
+            "Trainer": (1, number * len(step)),
+            "DistributedTrainer": (len(step), number),
+            "DistributedOptimizer": (number, len(step)),
+        }[kind]
+        training.trainer._scale = 1.0 / first
+        training.trainer.step(then)
     return training
 
 
@@ -105,8 +129,9 @@ def main() -> None:
     parser.add_argument("schedule", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--kind", choices=KINDS, required=True)
     options = parser.parse_args()
-    replay(json.loads(options.schedule.read_text()), options.samples).save(options.result)
+    replay(options.kind, json.loads(options.schedule.read_text()), options.samples).save(options.result)
 
 
 if __name__ == "__main__":

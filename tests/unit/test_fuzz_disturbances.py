@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fuzz.disturbances import plan_of
+from support.elastic_kinds import KINDS
 
 
 def test_a_seed_is_a_plan() -> None:
@@ -16,6 +17,10 @@ def test_there_are_always_slots_for_two() -> None:
         assert 4 <= plan.workers <= 6
         for slots in (plan.slots, *(each.slots for each in plan.disturbances if each.kind == "slots")):
             assert 2 <= sum(number for _, number in slots) <= plan.workers
+
+
+def test_all_ways_to_train_occur() -> None:
+    assert {plan_of(seed).kind for seed in (1, 2, 3)} == set(KINDS)
 
 
 def test_all_kinds_occur() -> None:
