@@ -210,7 +210,6 @@ class Job:
         if self._epoch.joined(worker):
             for member in self._epoch.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
-            self._short.end()
             self._failures.joined(now)
             self._failed_meetings = 0
             self._actions.note("epoch_joined", epoch=epoch)

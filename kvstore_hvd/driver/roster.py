@@ -81,7 +81,6 @@ class Roster:
     def end(self, worker: Worker, code: int, lines: Sequence[str], lost: str = "") -> None:
         """Note how this worker ended."""
         worker.code, worker.lines, worker.lost = code, tuple(lines), lost
-        worker.ready = False
         self._ended.append(worker)
 
     @property

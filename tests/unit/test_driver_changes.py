@@ -164,6 +164,18 @@ def test_a_death_during_a_meeting_voids_it() -> None:
     assert play.notes("epoch_joined") == [{"epoch": 1}]
 
 
+def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
+    play = Play({"a": 3}, min_np=1, start_timeout_s=30, timeout_s=600)
+    for worker in range(3):
+        play.ready(worker)
+    play.wait(39)
+    play.kill(2)
+    play.wait(100)
+    assert play.signals(0) == play.signals(1) == []
+    play.wait(501)
+    assert play.signals(0) == play.signals(1) == [(signal.SIGKILL, False)]
+
+
 def test_who_gives_a_meeting_up_voids_it() -> None:
     play = Play({"a": 2}, min_np=1)
     play.ready(0)

@@ -175,6 +175,19 @@ def test_who_never_had_the_state_leaves_when_it_is_all_done() -> None:
     assert play.ending.code == 0
 
 
+def test_how_a_worker_ends_that_had_to_leave_is_not_the_code_of_the_job() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.say(0, "synced", epoch=0)
+    play.say(0, "finished")
+    play.end(0)
+    play.ready(1, "lost")
+    assert play.told(1, "leave")
+    play.end(1, -15)
+    assert play.ending is not None
+    assert (play.ending.code, play.ending.reason) == (0, "")
+
+
 def test_a_second_run_in_the_same_program_recovers_too() -> None:
     play = Play({"a": 2}, min_np=1)
     play.begin()

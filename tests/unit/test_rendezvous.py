@@ -166,6 +166,13 @@ def test_many_strangers_are_bounded(pool: ThreadPoolExecutor, monkeypatch: pytes
     strangers = [connect(socket_name(first)) for _ in range(20)]
     for stranger in strangers:
         assert len(stranger.recv(100)) == 38
+    # The oldest have to go: who has just come is given time to prove itself.
+    for stranger in strangers[:-4]:
+        assert stranger.recv(100) == b""
+    for stranger in strangers[-4:]:
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.recv(100)
     follower = start(pool, second)
     assert same_file(results(leader, follower))
     for stranger in strangers:
@@ -196,6 +203,7 @@ def test_a_peer_with_another_secret_is_no_peer(pool: ThreadPoolExecutor, monkeyp
 
 def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor) -> None:
     second = worlds(2)[1]
+    before = set(os.listdir("/proc/self/fd"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
         impostor.bind(socket_name(second))
         impostor.listen(16)
@@ -209,6 +217,7 @@ def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor) 
             follower.result(LONG_S)
         accepted.close()
         os.close(trap)
+    assert set(os.listdir("/proc/self/fd")) == before  # what it was sent is not kept
 
 
 def test_a_server_that_never_speaks_does_not_hang_the_peer(pool: ThreadPoolExecutor) -> None:

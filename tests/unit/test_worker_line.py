@@ -139,10 +139,12 @@ def test_a_lost_world(daemon: Daemon, line: WorkerLine) -> None:
 def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, line: WorkerLine) -> None:
     """The launcher waits for a word from every worker that it gave the world to."""
     daemon.world(0)
-    line.enter()
+    first, _ = line.enter()
     daemon.world(1)
     daemon.send("void", epoch=1, text="worker 3 was killed")
     until(lambda: line.void(1))
+    assert line.void(0) == first.lost() == "worker 3 was killed"  # and so are those before it
+    assert line.void(2) == ""
     threading.Timer(0.05, daemon.world, [2]).start()
     assert line.next_world("lost", "").topology.epoch == 2
     assert [daemon.take() for _ in range(3)][2] == {
@@ -183,6 +185,19 @@ def test_a_worker_that_is_not_needed(daemon: Daemon, line: WorkerLine) -> None:
     with pytest.raises(SystemExit) as end:
         line.next_world("updated", "")
     assert end.value.code == 0
+
+
+def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon: Daemon, line: WorkerLine) -> None:
+    """Not for who was sending as it was forked, either."""
+    with line._lock:
+        child = os.fork()
+        if child == 0:
+            line.finished()
+            os._exit(0)
+    until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    assert os.waitpid(child, 0)[1] == 0
+    line.finished()
+    assert daemon.take() == {"t": "finished"}
 
 
 def test_nobody_answers() -> None:
