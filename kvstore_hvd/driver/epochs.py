@@ -100,5 +100,5 @@ class Epoch:
     def late(self) -> list[Worker]:
         """The members that hold all others up."""
         if self.phase is Phase.MEETING:
-            return [worker for worker in self.left if worker.id not in self._joined and not worker.ready]
+            return [worker for worker in self.left if worker.id not in self._joined]
         return [worker for worker in self.left if not worker.ready]

@@ -66,6 +66,12 @@ def test_updates_add_up_over_the_workers(rank, size):
     with pytest.raises(HostsUpdatedInterrupt) as raised:
         state.commit()
     assert raised.value.skip_sync is False
+    # What was acted on already, and is told again, is no part of the next update.
+    state.on_hosts_updated(size + 1, HostUpdateResult.added)
+    state.on_hosts_updated(size + 2, HostUpdateResult.removed)
+    with pytest.raises(HostsUpdatedInterrupt) as raised:
+        state.commit()
+    assert raised.value.skip_sync is True
 
 
 def test_a_newcomer_knows_of_fewer_updates(rank, size):

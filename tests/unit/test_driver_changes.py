@@ -103,6 +103,21 @@ def test_a_slot_that_goes_and_comes_back_before_the_commit_keeps_its_worker() ->
     assert play.told(1, "leave") == []
 
 
+def test_who_leaves_takes_no_place_of_those_to_come() -> None:
+    play = Play({"a": 1, "b": 1}, min_np=1, max_np=2)
+    play.begin()
+    play.hosts({"a": 1, "c": 1})
+    play.ready(2)
+    play.ready(0, "updated")
+    play.ready(1, "updated")
+    assert play.meet() == [0, 2]
+    assert play.told(1, "leave")
+    play.hosts({"a": 1, "b": 1, "c": 1})  # worker 1 is still there
+    assert len(play.starts()) == 3
+    play.kill(0)
+    assert play.starts()[3:] == [(3, "a:0")]
+
+
 def test_a_newcomer_whose_slot_goes_is_sent_away() -> None:
     play = Play({"a": 1, "b": 1}, min_np=1)
     play.begin()

@@ -55,13 +55,18 @@ def test_a_worker_that_cannot_be_started_counts_as_crashed() -> None:
     assert play.members == [0]
 
 
-def fail_in_turn(play: Play, code: int = 1) -> None:
-    """All of a world but rank 0 fail; it meets with those that take their places."""
+def fail_in_turn(play: Play, code: int = 1, *, hung: bool = False) -> None:
+    """All of a world but rank 0 fail, or are killed because they hang; it meets with those that take their places."""
     first, *others = play.members
+    epoch = play.epoch
+    if hung:
+        play.ready(first, "timeout")
+        play.wait(0.6)
+        assert all(play.signals(worker) for worker in others)
     for worker in others:
         play.end(worker, code, "ValueError: always")
-    epoch = play.epoch
-    play.ready(first)
+    if not hung:
+        play.ready(first)
     while play.ending is None and play.epoch == epoch:
         for worker in play.running:
             if worker != first:
@@ -84,7 +89,7 @@ def test_a_program_that_fails_whoever_runs_it_ends_the_job() -> None:
     assert play.ending.details == ("ValueError: always",)
 
 
-@pytest.mark.parametrize("what", ["killed", "commit", "long life"])
+@pytest.mark.parametrize("what", ["killed", "hung", "commit", "long life"])
 def test_failures_that_do_not_tell_of_the_program(what: str) -> None:
     play = Play({"a": 2, "b": 1}, min_np=2, max_np=2, timeout_s=10_000)
     play.begin()
@@ -95,7 +100,8 @@ def test_failures_that_do_not_tell_of_the_program(what: str) -> None:
             play.meet()
         elif what == "long life":
             play.wait(61)
-        fail_in_turn(play, -9 if what == "killed" else 1)
+        # One that hangs may come to an end of its own just as it is killed.
+        fail_in_turn(play, -9 if what == "killed" else 1, hung=what == "hung")
     assert play.ending is None
 
 

@@ -44,6 +44,19 @@ def test_the_start_waits_for_slots() -> None:
     assert len(play.starts()) == 2
 
 
+def test_each_long_wait_for_slots_is_told_once() -> None:
+    play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
+    play.wait(30)
+    assert len(play.notes("too_few")) == 1
+    play.hosts({"a": 2})
+    play.begin()
+    play.hosts({"a": 1})
+    play.kill(1)
+    play.ready(0)
+    play.wait(30)
+    assert len(play.notes("too_few")) == 2
+
+
 def test_the_number_at_the_start_may_be_more_than_the_least() -> None:
     play = Play({"a": 2}, min_np=1, first_np=3)
     assert play.starts() == []

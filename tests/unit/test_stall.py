@@ -238,6 +238,25 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage, stopped: int) -> N
     assert f"kill -CONT {stopped}" in text
 
 
+def test_a_rank_that_is_blocked_again_and_again_for_a_moment_says_nothing(stage, stopped: int) -> None:
+    here = stage()
+    here.world.pids = {2: stopped}
+    for now in range(200):
+        here.world.answer = [] if now % 50 == 0 else None
+        assert not here.look(now)
+
+
+def test_after_a_long_silence_the_next_report_is_not_due_at_once(stage) -> None:
+    """As after the reporting process itself was stopped."""
+    here = stage()
+    reported = []
+    for age_s in (500, 501, 502, 959, 961, 962):
+        here.world.answer = [waiting(0, age_s)]
+        if here.look(age_s):
+            reported.append(age_s)
+    assert reported == [500, 961]
+
+
 def test_the_shutdown_time_fails_the_world_with_the_same_text(stage) -> None:
     here = stage(check_s=60.0, shutdown_s=90.0)
     here.world.answer = [waiting(0, 61)]

@@ -501,6 +501,10 @@ def test_connect_and_accept(listening: Any, kind: str) -> None:
         assert receive(server) == [{"t": "hello"}]
         assert server.peer_pid == (os.getpid() if kind == "unix" else 0)
         server.send({"t": "welcome"})
+    for client in clients:
+        client.send({"t": "more"})
+    assert readable(servers[0])
+    assert not readable(listener, seconds=0)  # what they say from now on is the caller's business
     for connection in (*clients, *servers):
         if connection in clients:
             assert receive(connection) == [{"t": "welcome"}]

@@ -123,15 +123,18 @@ def test_a_lost_world(daemon: Daemon, line: WorkerLine) -> None:
     daemon.send("void", epoch=0, text="worker 3 was killed")
     until(lambda: told == [(0, "worker 3 was killed")])
     assert world.lost() == "worker 3 was killed"
-    threading.Timer(0.05, daemon.world, [1]).start()
-    threading.Timer(0.1, lambda: daemon.send("void", epoch=1, text="another")).start()
+
+    def give_out() -> None:
+        daemon.world(1)
+        time.sleep(0.05)
+        daemon.send("void", epoch=1, text="another")
+        daemon.world(2)
+
+    threading.Timer(0.05, give_out).start()
     world = line.next_world("lost", "PeerLostError")
     if world.topology.epoch == 1:  # taken before it was lost
         until(world.lost)
-        daemon.world(2)
         world = line.next_world("meeting", "")
-    else:
-        daemon.world(2)
     assert world.topology.epoch == 2
     assert world.lost() == ""
 
@@ -221,6 +224,23 @@ if child == 0:
 print("here", flush=True)
 time.sleep(60)
 """
+
+
+def test_the_line_ends_with_its_worker(daemon: Daemon) -> None:
+    """Although a process lives that the worker has forked."""
+    command = [sys.executable, "-c", PROGRAM, daemon.name]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        daemon.accept()
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"here\n"
+        worker.kill()
+        assert select.select([daemon.worker], [], [], LONG_S)[0]
+        with pytest.raises(wire.WireError, match="closed the connection"):
+            daemon.worker.receive()
+    finally:
+        os.killpg(worker.pid, 9)
+        worker.communicate()
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
