@@ -23,6 +23,8 @@ class Child:
         Its command line.
     environment : dict
         Its environment.
+    job : bytes
+        The variable that marks it, and what it starts; see `launcher.belonging`.
     limit : int
         Bytes of its standard output that are kept; more makes `overflown` true.
 
@@ -32,7 +34,7 @@ class Child:
         It cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], limit: int) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], job: bytes, limit: int) -> None:
         self.code: int | None = None  # exit code, or -signal; None while it runs
         self.output = bytearray()
         self.errors = bytearray()  # the end of what it wrote to standard error
@@ -47,7 +49,7 @@ class Child:
             self._errors_fd, errors = os.pipe()
             ends.callback(os.close, errors)
             on_failure.callback(os.close, self._errors_fd)
-            self.pid = processes.spawn(command, environment, null, output, errors)
+            self.pid = processes.spawn(command, environment, null, output, errors, job)
             on_failure.pop_all()
         os.set_blocking(self._output_fd, False)
         os.set_blocking(self._errors_fd, False)
@@ -63,7 +65,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Send it, and what it has started, a signal."""
-        if self.code is None:
+        if self.code is None:  # unreaped, and so its number is its own
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, number)
 

@@ -25,6 +25,8 @@ from kvstore_hvd.driver.connections import Connections
 from kvstore_hvd.driver.daemon_settings import DaemonSettings
 from kvstore_hvd.driver.local_workers import LocalWorker, LocalWorkers, NotStarted
 from kvstore_hvd.launcher import processes
+from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
+from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.signals import ENDING, SignalInbox
 from kvstore_hvd.log import logger
@@ -58,6 +60,7 @@ class Daemon:
         self._connections: Connections
         self._relay: Relay
         self._workers: LocalWorkers
+        self._remains: Remains
         self._heard_at = 0.0  # when the launcher said something last
         self._beat_at = 0.0
         self._suspended = False  # the launcher has been stopped with its job, and cannot say anything
@@ -83,7 +86,9 @@ class Daemon:
         processes.adopt_orphans()
         with ExitStack() as stack:
             # Before there are sockets, which it would hold open.
-            guard = processes.Guard(f"KVHVD_DAEMON={self._name}".encode())
+            variable = f"KVHVD_DAEMON={self._name}".encode()
+            left_grace_s = min(LEFT_GRACE_S, self._settings.kill_grace_s)
+            guard = Guard(variable, left_grace_s)
             stack.callback(guard.close)
             self._inbox = stack.enter_context(SignalInbox())
             identity = {"role": "daemon", "host": self._settings.host, "pid": os.getpid()}
@@ -97,14 +102,14 @@ class Daemon:
             self._relay = Relay(self._connections.fileno())
             stack.callback(self._relay.close)
             logging.getLogger().addHandler(_RelayHandler(self._relay))
-            self._workers = LocalWorkers(self._relay, guard, self._settings.prefix)
-            stack.callback(self._sweep, [guard.pid])
+            self._workers = LocalWorkers(self._relay, guard, variable, left_grace_s, self._settings.prefix)
+            self._remains = Remains(variable, left_grace_s, os.getpid(), lambda: [guard.pid])
+            stack.callback(self._remains.finish)
             self._heard_at = time.monotonic()
             while not self._done():
                 self._connections.arm()
                 self._relay.wait(self._next_event())
                 self._turn()
-            self._sweep([guard.pid])
             self._say_goodbye()
         return self._code
 
@@ -139,7 +144,13 @@ class Daemon:
         self._act_on_time(time.monotonic())
 
     def _done(self) -> bool:
-        return bool(self._why) and (not self._workers or time.monotonic() >= self._give_up_at)
+        now = time.monotonic()
+        if not self._why or (self._workers and now < self._give_up_at):
+            return False
+        if not self._remains.step(now):
+            return False
+        self._on_ends(self._workers.reap())
+        return True
 
     def _next_event(self) -> float:
         """Seconds until something must be done even if nothing happens."""
@@ -147,6 +158,9 @@ class Daemon:
         if not self._suspended:
             times.append(self._beat_at)
         times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
+        times.append(self._workers.deadline())
+        if self._remains.look_at is not None:
+            times.append(self._remains.look_at)
         return min(max(0.0, min(times) - time.monotonic()), BEAT_S)
 
     def _act_on_time(self, now: float) -> None:
@@ -159,12 +173,12 @@ class Daemon:
         for worker in self._workers:
             if worker.kill_at is not None and now >= worker.kill_at:
                 worker.kill_at = None
-                worker.signal(signal.SIGKILL)
+                self._workers.signal(worker, signal.SIGKILL)
         if self._why and now >= self._kill_at:
             self._kill_at = float("inf")
             self._give_up_at = now + _KILLED_S
             for worker in self._workers:
-                worker.signal(signal.SIGKILL)
+                self._workers.signal(worker, signal.SIGKILL)
 
     # -- The launcher ---------------------------------------------------------------------------------------------
 
@@ -227,7 +241,7 @@ class Daemon:
         for worker in found:
             if worker is None:
                 continue  # it has just ended
-            worker.signal(message["signal"])
+            self._workers.signal(worker, message["signal"])
             if message["ended"] and worker.kill_at is None:
                 worker.kill_at = time.monotonic() + self._settings.kill_grace_s
         if everyone and message["signal"] in (signal.SIGSTOP, signal.SIGCONT):
@@ -309,7 +323,7 @@ class Daemon:
         if not self._why:
             self._why, self._code, self._kill_at = why, code, now + grace_s
             for worker in self._workers:
-                worker.signal(signal.SIGTERM)
+                self._workers.signal(worker, signal.SIGTERM)
         elif self._kill_at != float("inf"):
             self._kill_at = min(self._kill_at, now + grace_s)
 
@@ -323,17 +337,6 @@ class Daemon:
             poll.register(fd, select.POLLOUT)
             if poll.poll(0):  # a terminal that is held, or a full pipe, must not keep us
                 os.write(fd, f"kvhvdrun: {text}\n".encode()[: select.PIPE_BUF])
-
-    def _sweep(self, spare: list[int]) -> None:
-        """Kill everything of this daemon that still runs."""
-        variable = f"KVHVD_DAEMON={self._name}".encode()
-
-        def find() -> list[int]:
-            self._on_ends(self._workers.reap())
-            return processes.job_processes(variable, self._workers.sessions, os.getpid(), spare)
-
-        processes.kill_job(find)
-        self._on_ends(self._workers.reap())
 
     def _say_goodbye(self) -> None:
         """Let the launcher have all that was said and written, as long as it takes it."""

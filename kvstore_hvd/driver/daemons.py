@@ -66,7 +66,6 @@ class Daemons:
         self._connections = connections
         self._running: dict[str, _Daemon] = {}
         self._beat_at = 0.0
-        self.sessions: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -94,12 +93,12 @@ class Daemons:
             last_words = os.dup(2)
             ends.callback(os.close, last_words)
             settings = replace(self._settings, host=host, last_words_fd=last_words)
+            job = f"KVHVD_JOB={self._settings.job}".encode()
             pid = processes.spawn(
-                daemon_command(), self._environment, stdin, stdout, stderr, outlives=True, keep=[last_words]
+                daemon_command(), self._environment, stdin, stdout, stderr, job, outlives=True, keep=[last_words]
             )
             os.write(write, settings.line())  # far less than a pipe holds
         self._running[host] = _Daemon(host, pid, now)
-        self.sessions.append(pid)
 
     def admit(self, line: Connection, now: float) -> None:
         """Take a connection that knows the secret for a daemon's, if it is from one that has none."""
@@ -223,6 +222,6 @@ def _fate(daemon: _Daemon, now: float) -> str:
 
 
 def _kill(daemon: _Daemon) -> None:
-    if daemon.code is None:
+    if daemon.code is None:  # unreaped, and so its number is its own
         with contextlib.suppress(OSError):
             os.killpg(daemon.pid, signal.SIGKILL)

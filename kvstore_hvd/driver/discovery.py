@@ -9,8 +9,8 @@ from typing import Protocol
 from kvstore_hvd.driver.children import Child
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launcher.capacity import MAX_WORKERS
+from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.hosts import refuse_others, slots_of
-from kvstore_hvd.launcher.processes import Guard
 from kvstore_hvd.launcher.workers import how_it_ended
 
 __all__ = ["DiscoveryError", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "hosts_of_script"]
@@ -49,8 +49,8 @@ class HostDiscovery(Protocol):
     def deadline(self) -> float | None:
         """When `poll` has something to do even if nothing happens; None for never."""
 
-    def child(self) -> Child | None:
-        """The process that runs for it, if any; the caller reaps it."""
+    def reaped(self, pid: int, code: int) -> None:
+        """A child of this process has ended, and been reaped: with this exit code, or minus a signal's number."""
 
     def close(self) -> None:
         """End that process."""
@@ -86,9 +86,8 @@ class FixedHosts:
         """Never."""
         return None
 
-    def child(self) -> Child | None:
-        """None."""
-        return None
+    def reaped(self, pid: int, code: int) -> None:
+        """Nobody's here."""
 
     def close(self) -> None:
         """Nothing to end."""
@@ -131,8 +130,9 @@ class HostDiscoveryScript:
         self._command = command
         self._default = default
         # Not the job's own name: what the script starts is to be found, but is none of the daemons' business.
-        self._name = f"{job}-discovery"
-        self._environment = {**environment, "KVHVD_JOB": self._name}
+        name = f"{job}-discovery"
+        self._environment = {**environment, "KVHVD_JOB": name}
+        self._variable = f"KVHVD_JOB={name}".encode()
         self._guard: Guard | None = None
         self._child: Child | None = None
         self._next = 0.0
@@ -147,7 +147,7 @@ class HostDiscoveryScript:
         OSError
             There are too few processes.
         """
-        self._guard = Guard(f"KVHVD_JOB={self._name}".encode())
+        self._guard = Guard(self._variable)
 
     def poll(self, now: float) -> dict[str, int] | None:
         """The hosts that the script has printed, once it has ended; starts it when it is time.
@@ -177,9 +177,12 @@ class HostDiscoveryScript:
             return self._next
         return None if self._late else self._kill_at
 
-    def child(self) -> Child | None:
-        """The script, while it runs."""
-        return self._child
+    def reaped(self, pid: int, code: int) -> None:
+        """The script has ended, or its guard."""
+        if self._child is not None and self._child.pid == pid:
+            self._child.code = code
+        elif self._guard is not None:
+            self._guard.replace(pid)
 
     def close(self) -> None:
         """End the script."""
@@ -193,17 +196,13 @@ class HostDiscoveryScript:
     def _let_go(self, child: Child) -> None:
         child.close()
         self._child = None
-        if self._guard is not None:
-            self._guard.remove(child.pid)
 
     def _start(self, now: float) -> None:
         self._next, self._kill_at, self._late = now + _EVERY_S, now + _LIMIT_S, False
         try:
-            self._child = Child(["/bin/sh", "-c", self._command], self._environment, _MAX_OUTPUT)
+            self._child = Child(["/bin/sh", "-c", self._command], self._environment, self._variable, _MAX_OUTPUT)
         except OSError as error:
             raise DiscoveryError(f"the host discovery script cannot be started: {error}") from None
-        if self._guard is not None:
-            self._guard.add(self._child.pid)
 
     def _hosts(self, child: Child) -> dict[str, int]:
         words = child.errors.decode("utf-8", "replace").strip().splitlines()[-3:]

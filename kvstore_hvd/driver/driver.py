@@ -23,8 +23,10 @@ from kvstore_hvd.driver.plan import ElasticPlan
 from kvstore_hvd.driver.shares import Shares
 from kvstore_hvd.driver.status import StatusLine
 from kvstore_hvd.launcher import console, processes
+from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.hosts import is_here
 from kvstore_hvd.launcher.plan import StartError
+from kvstore_hvd.launcher.reaper import reap
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
 from kvstore_hvd.wire import Connection, Listener
@@ -64,6 +66,7 @@ class ElasticDriver:
         self._connections: Connections
         self._relay: Relay
         self._daemons: Daemons
+        self._remains: Remains
         self._log: EventLog
         self._status: StatusLine
 
@@ -113,10 +116,12 @@ class ElasticDriver:
             )
             environment = {**self._plan.environment, "KVHVD_JOB": self._settings.job}
             self._daemons = Daemons(settings, environment, self._relay, self._connections)
-            stack.callback(self._sweep)
+            grace_s = min(LEFT_GRACE_S, self._settings.kill_grace_s)
+            self._remains = Remains(f"KVHVD_JOB={self._settings.job}".encode(), grace_s, os.getpid())
+            stack.callback(self._remains.finish)
+            stack.callback(self._plan.discovery.close)  # first: it has a guard of its own
             while not self._done():
                 self._turn()
-            self._sweep()
             return self._farewell()
 
     # -- The loop -------------------------------------------------------------------------------------------------
@@ -154,6 +159,7 @@ class ElasticDriver:
             self._plan.discovery.deadline() if self._end is None else None,
             self._stop_at,
             self._give_up_at,
+            self._remains.look_at,
             None if self._gone_at is None else self._gone_at + _DRAIN_S,
         ]
         return max(0.0, min(time for time in times if time is not None) - now)
@@ -175,7 +181,9 @@ class ElasticDriver:
             return False
         now = self._clock()
         if self._gone_at is None:
-            self._sweep()
+            self._plan.discovery.close()
+            if not self._remains.step(now):
+                return False
             self._gone_at = now
         if self._relay.reading and now <= self._gone_at + _DRAIN_S:
             return False
@@ -281,11 +289,9 @@ class ElasticDriver:
 
     def _reap(self) -> None:
         """Collect every child that has ended, adopted orphans too."""
-        for pid, code in processes.reap():
+        for pid, code in reap():
             self._daemons.reaped(pid, code)
-            child = self._plan.discovery.child()
-            if child is not None and child.pid == pid:
-                child.code = code
+            self._plan.discovery.reaped(pid, code)
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -340,16 +346,6 @@ class ElasticDriver:
         self._say(f"{name} cannot be written: {error.strerror}. What the workers write there from here on is lost.")
 
     # -- The end --------------------------------------------------------------------------------------------------
-
-    def _sweep(self) -> None:
-        """Kill everything of the job that still runs."""
-        variable = f"KVHVD_JOB={self._settings.job}".encode()
-
-        def find() -> list[int]:
-            self._reap()
-            return processes.job_processes(variable, self._daemons.sessions, os.getpid())
-
-        processes.kill_job(find)
 
     def _farewell(self) -> int:
         """Say why the job has ended; returns its exit code."""

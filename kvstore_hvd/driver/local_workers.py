@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstore_hvd.launcher import processes
+from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.output import Tail
+from kvstore_hvd.launcher.reaper import Reaper
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.wire import Connection
 
@@ -35,7 +35,7 @@ class LocalWorker:
     code: int | None = None  # exit code, or -signal; None while it runs
     tail: Tail = field(default_factory=Tail)  # of its stderr
     line: Connection | None = None
-    kill_at: float | None = None
+    kill_at: float | None = None  # when it is killed, because it has been told to end
     _said: int = 0
     _since: float = 0.0
 
@@ -46,11 +46,6 @@ class LocalWorker:
         self._said += count
         return self._said > _MAX_MESSAGES
 
-    def signal(self, number: int) -> None:
-        """Send a signal to its group, as a terminal would."""
-        with contextlib.suppress(OSError):
-            os.killpg(self.pid, number)
-
 
 class LocalWorkers:
     """All workers that run here, by their ids.
@@ -60,14 +55,20 @@ class LocalWorkers:
     relay : Relay
         Carries what they write.
     guard : Guard
-        Kills them when this process is killed.
+        Ends them when this process is killed.
+    variable : bytes
+        That marks them.
+    grace_s : float
+        Seconds for what a worker leaves behind, between SIGTERM and SIGKILL.
     prefix : bool
         Whether to put ``[id]`` before each line that they write.
     """
 
-    def __init__(self, relay: Relay, guard: processes.Guard, prefix: bool) -> None:
+    def __init__(self, relay: Relay, guard: Guard, variable: bytes, grace_s: float, prefix: bool) -> None:
         self._relay = relay
         self._guard = guard
+        self._variable = variable
+        self._reaper = Reaper(grace_s)
         self._prefix = prefix
         self._running: dict[int, LocalWorker] = {}
         self._used: set[int] = set()
@@ -85,11 +86,6 @@ class LocalWorkers:
     def has_been_used(self, worker: int) -> bool:
         """Whether a worker with this id has been started before, or tried."""
         return worker in self._used
-
-    @property
-    def sessions(self) -> list[int]:
-        """Sessions of the workers that run."""
-        return [worker.pid for worker in self._running.values()]
 
     def start(
         self, worker: int, command: Sequence[str], environment: dict[str, str], cores: Sequence[int]
@@ -112,25 +108,35 @@ class LocalWorkers:
                 ends.callback(os.close, stdout)
                 stderr = self._relay.connect(2, prefix, started.tail.add)
                 ends.callback(os.close, stderr)
-                started.pid = processes.spawn(command, environment, stdin, stdout, stderr, cores)
+                started.pid = processes.spawn(command, environment, stdin, stdout, stderr, self._variable, cores)
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             raise NotStarted(str(error) or type(error).__name__) from None
-        self._guard.add(started.pid)
+        self._reaper.add(started.pid)
         self._running[worker] = started
         return started
 
+    def signal(self, worker: LocalWorker, number: int) -> None:
+        """Send a signal to the group of a worker that runs, as a terminal would."""
+        self._reaper.signal(worker.pid, number)
+
     def reap(self) -> list[LocalWorker]:
-        """Collect every child that has ended, adopted orphans too; returns the workers among them."""
+        """Collect every child that has ended, adopted orphans too; returns the workers among them.
+
+        What a worker has left behind, which may hold locks, ports, or the pipes that we read, is ended.
+        """
         ended = []
         by_pid = {worker.pid: worker for worker in self._running.values()}
-        for pid, code in processes.reap():
+        for pid, code in self._reaper.reap():
+            self._guard.replace(pid)
             worker = by_pid.get(pid)
             if worker is None:
                 continue
             worker.code = code
-            # What it left behind may hold locks, ports, or the pipes that we read.
-            worker.signal(signal.SIGKILL)
             del self._running[worker.id]
-            self._guard.remove(pid)
             ended.append(worker)
         return ended
+
+    def deadline(self) -> float:
+        """When `reap` has something to do even if nobody ends."""
+        deadline = self._reaper.deadline()
+        return float("inf") if deadline is None else deadline

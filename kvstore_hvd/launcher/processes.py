@@ -1,10 +1,10 @@
 """Start workers so that none of them, nor anything they start, outlives the launcher.
 
-Four nets, because each has holes. Each worker leads a session and process group of its own, which is killed as a
-whole. The kernel kills a worker when the launcher dies (PR_SET_PDEATHSIG), which does not reach what the worker
-started. The launcher adopts orphans (PR_SET_CHILD_SUBREAPER), so that processes which left their group are found. And
-a guard process, which survives even SIGKILL of the launcher, kills whatever belongs to the job when the launcher's end
-of a pipe closes.
+Four nets, because each has holes. Each worker leads a session and process group of its own, which is ended as a whole
+(reaper.py). The kernel kills a worker when the launcher dies (PR_SET_PDEATHSIG), which does not reach what the worker
+started. All of that carries a mark of the job, and the launcher adopts orphans (PR_SET_CHILD_SUBREAPER), so that
+processes which left their group are found (belonging.py). And a guard process, which survives even SIGKILL of the
+launcher, ends whatever belongs to the job when the launcher's end of a pipe closes (guard.py).
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import ctypes
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvstore_hvd.launcher.belonging import mark_this_process
 
 __all__ = [
-    "Guard",
     "adopt_orphans",
     "descends_from",
-    "job_processes",
-    "kill_job",
-    "reap",
     "share_of_cores",
+    "signals_blocked",
     "spawn",
     "usable_cores",
 ]
@@ -41,7 +39,7 @@ def adopt_orphans() -> None:
 
 
 @contextlib.contextmanager
-def _signals_blocked() -> Iterator[set[int]]:
+def signals_blocked() -> Iterator[set[int]]:
     """Hold signals back, for a fork: the child would take those to our group for its own, or die of them half made.
 
     Yields the signals that were blocked before.
@@ -59,6 +57,7 @@ def spawn(
     stdin: int | None,
     stdout: int | None,
     stderr: int | None,
+    job: bytes,
     cores: Iterable[int] = (),
     *,
     outlives: bool = False,
@@ -66,9 +65,10 @@ def spawn(
 ) -> int:
     """Start a worker in its own session; returns its process id, which is also its group and session.
 
-    `stdin`, `stdout` and `stderr` are descriptors, or None to share the launcher's; it has those of `keep` too. `cores`
-    pins the worker. The caller reaps the process with waitpid. Must be called from the launcher's main thread: the
-    worker dies with the thread that started it, unless it `outlives` the launcher.
+    `stdin`, `stdout` and `stderr` are descriptors, or None to share the launcher's; it has those of `keep` too. `job`
+    is the variable that marks what belongs together, see `belonging`. `cores` pins the worker. The caller reaps the
+    process with waitpid. Must be called from the launcher's main thread: the worker dies with the thread that started
+    it, unless it `outlives` the launcher.
 
     Raises
     ------
@@ -88,10 +88,11 @@ def spawn(
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != launcher:  # it died before the call
                 os._exit(1)
+        mark_this_process(job)
         if pinned:
             os.sched_setaffinity(0, pinned)
 
-    with _signals_blocked() as blocked:
+    with signals_blocked() as blocked:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -106,75 +107,6 @@ def spawn(
     return process.pid
 
 
-def reap() -> Iterator[tuple[int, int]]:
-    """Collect every child that has ended, adopted orphans too.
-
-    Yields
-    ------
-    int, int
-        Its process id, and its exit code, or minus the signal that killed it.
-    """
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
-
-
-def job_processes(variable: bytes, sessions: Iterable[int], root: int = 0, spare: Iterable[int] = ()) -> list[int]:
-    """Find the running processes of a job.
-
-    Parameters
-    ----------
-    variable : bytes
-        ``b'NAME=value'``: processes that have it in their environment belong to the job.
-    sessions : iterable of int
-        Sessions (and process groups) of the workers.
-    root : int
-        Descendants of this process belong to the job too; 0 for none. It does not itself, nor does the caller.
-    spare : iterable of int
-        Processes that do not belong to the job whatever else they are.
-
-    Returns
-    -------
-    list of int
-        Process ids, zombies left out.
-    """
-    sessions = set(sessions)
-    parents: dict[int, int] = {}
-    found: set[int] = set()
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        pid = int(entry)
-        try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                # The name stands in parentheses and may contain anything.
-                state, parent, group, session = file.read().rpartition(b")")[2].split()[:4]
-            if state in (b"Z", b"X"):
-                continue
-            parents[pid] = int(parent)
-            if int(group) in sessions or int(session) in sessions:
-                found.add(pid)
-                continue
-            with open(f"/proc/{entry}/environ", "rb") as file:
-                if variable in file.read().split(b"\0"):
-                    found.add(pid)
-        except OSError:
-            continue  # it ended, or belongs to another user
-    if root:
-        for pid in parents:
-            ancestor = parents.get(pid, 0)
-            while ancestor not in (0, 1, root):
-                ancestor = parents.get(ancestor, 0)
-            if ancestor == root:
-                found.add(pid)
-    return sorted(found - {root, os.getpid(), *spare})
-
-
 def descends_from(pid: int, worker: int) -> bool:
     """Whether a process is this worker, is in its session, or was started by it or by what it has started."""
     try:
@@ -186,73 +118,6 @@ def descends_from(pid: int, worker: int) -> bool:
     except OSError:
         return False  # it has ended
     return pid == worker
-
-
-def kill_job(find: Callable[[], list[int]], rounds: int = 50) -> None:
-    """SIGKILL what `find` returns until it finds nothing: processes may fork while they are being killed."""
-    for attempt in range(rounds):
-        pids = find()
-        if not pids:
-            return
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        if attempt:
-            time.sleep(0.01)  # being killed takes the kernel a moment, and others' children give no event
-
-
-class Guard:
-    """A process that kills the job when the launcher disappears without having called `close`."""
-
-    def __init__(self, variable: bytes) -> None:
-        read, self._write = os.pipe()
-        with _signals_blocked():
-            self.pid = os.fork()
-            if self.pid == 0:  # signals stay blocked: only SIGKILL ends it early
-                try:
-                    os.close(self._write)
-                    self._watch(read, variable)
-                finally:
-                    os._exit(0)
-        os.close(read)
-
-    def add(self, session: int) -> None:
-        """Tell the guard the session of a worker."""
-        # If somebody killed the guard, the other nets remain.
-        with contextlib.suppress(OSError):
-            os.write(self._write, f"{session}\n".encode())
-
-    def remove(self, session: int) -> None:
-        """This worker is gone: its number may come to belong to others."""
-        with contextlib.suppress(OSError):
-            os.write(self._write, f"-{session}\n".encode())
-
-    def close(self) -> None:
-        """The launcher has cleaned up: the guard ends without doing anything."""
-        with contextlib.suppress(OSError):
-            os.write(self._write, b"done\n")
-        os.close(self._write)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
-
-    @staticmethod
-    def _watch(read: int, variable: bytes) -> None:
-        os.setsid()  # out of reach of the terminal's Ctrl-C
-        # Holding the launcher's streams would keep `kvhvdrun ... | reader` open after the launcher's death.
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
-        text = b""
-        while True:
-            data = os.read(read, 4096)
-            if not data:
-                break
-            text += data
-        words = text.split()
-        if b"done" not in words:
-            numbers = [int(word) for word in words]
-            sessions = {number for number in numbers if number > 0} - {-number for number in numbers if number < 0}
-            kill_job(lambda: job_processes(variable, sessions))
 
 
 def usable_cores() -> list[int]:

@@ -13,6 +13,8 @@ from contextlib import ExitStack
 
 from kvstore_hvd.errors import message
 from kvstore_hvd.launcher import console, processes
+from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
+from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.output_files import OutputFiles
 from kvstore_hvd.launcher.plan import Plan, StartError, WorkerPlan
 from kvstore_hvd.launcher.relay import Relay
@@ -33,8 +35,8 @@ class Supervisor:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._to_start = deque(enumerate(plan.workers))
-        self._workers = Workers()
-        self._guard: processes.Guard
+        self._workers: Workers
+        self._remains: Remains
         self._inbox: SignalInbox
         self._relay: Relay
         self._files: OutputFiles | None = None
@@ -68,13 +70,16 @@ class Supervisor:
                 self._files = stack.enter_context(OutputFiles(self._plan.output_folder, len(self._plan.workers)))
             try:
                 self._inbox = stack.enter_context(SignalInbox())
-                self._guard = processes.Guard(self._plan.variable)
-                stack.callback(self._guard.close)
+                grace_s = min(LEFT_GRACE_S, self._plan.limits.kill_grace_s)
+                guard = Guard(self._plan.variable, grace_s)
+                stack.callback(guard.close)
             except OSError as error:
                 raise _not_started(error) from None
+            self._workers = Workers(guard, grace_s)
             self._relay = Relay(self._inbox.fileno())
             stack.callback(self._relay.close)
-            stack.callback(self._sweep)
+            self._remains = Remains(self._plan.variable, grace_s, os.getpid(), lambda: [guard.pid])
+            stack.callback(self._remains.finish)
             self._loop()
         self._last_words()
         return self._exit_code()
@@ -86,8 +91,8 @@ class Supervisor:
             for worker in self._workers.reap():
                 self._on_end(worker)
             now = time.monotonic()
-            if self._gone_at is None and not self._workers.running and not self._to_start:
-                self._sweep()
+            is_over = not self._workers.running and not self._to_start
+            if self._gone_at is None and is_over and self._remains.step(now):
                 self._gone_at = now
             if self._gone_at is not None and (not self._relay.reading or now > self._gone_at + _DRAIN_S):
                 self._relay.flush()
@@ -121,10 +126,11 @@ class Supervisor:
                     ends.callback(os.close, stdout)
                     stderr = self._relay.connect(2, prefix, worker.tail.add, *self._kept(rank, "stderr"))
                     ends.callback(os.close, stderr)
-                worker.pid = processes.spawn(plan.command, plan.environment, stdin, stdout, stderr, plan.cores)
+                worker.pid = processes.spawn(
+                    plan.command, plan.environment, stdin, stdout, stderr, self._plan.variable, plan.cores
+                )
         except OSError as error:
             raise _not_started(error) from None
-        self._guard.add(worker.pid)
         self._workers.add(worker)
         if self._plan.verbose:
             self._say(f"rank {rank} is process {worker.pid}")
@@ -135,7 +141,8 @@ class Supervisor:
 
     def _next_event(self, now: float) -> float | None:
         """Seconds until something must be done even if nothing happens; None for never."""
-        times = [t for t in (self._stop_at, self._kill_at) if t is not None]
+        known = (self._stop_at, self._kill_at, self._workers.deadline(), self._remains.look_at)
+        times = [t for t in known if t is not None]
         if self._gone_at is not None and self._relay.reading:
             times.append(self._gone_at + _DRAIN_S)
         return max(0.0, min(times) - now) if times else None
@@ -195,16 +202,6 @@ class Supervisor:
         self._workers.signal(number, by_us=by_us)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._plan.limits.kill_grace_s
-
-    def _sweep(self) -> None:
-        """Kill everything of the job that still runs."""
-
-        def find() -> list[int]:
-            for worker in self._workers.reap():
-                self._on_end(worker)
-            return processes.job_processes(self._plan.variable, self._workers.sessions, os.getpid(), [self._guard.pid])
-
-        processes.kill_job(find)
 
     # -- The end --------------------------------------------------------------------------------------------------
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvstore_hvd.launcher import processes
+from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.output import Tail
+from kvstore_hvd.launcher.reaper import Reaper
 
 __all__ = ["Worker", "Workers", "exit_code", "first_culprit", "how_it_ended"]
 
@@ -65,12 +64,21 @@ class Worker:
 
 
 class Workers:
-    """All workers that have been started."""
+    """All workers that have been started.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    guard : Guard
+        Ends them when this process is killed.
+    grace_s : float
+        Seconds for what a worker leaves behind, between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, guard: Guard, grace_s: float) -> None:
+        self._guard = guard
+        self._reaper = Reaper(grace_s)
         self._running: dict[int, Worker] = {}
         self._ended: list[Worker] = []  # in the order in which they ended
-        self.sessions: list[int] = []  # of all workers, ended ones too: what they left behind is still in there
 
     @property
     def running(self) -> bool:
@@ -80,22 +88,26 @@ class Workers:
     def add(self, worker: Worker) -> None:
         """Take a worker that has just been started."""
         self._running[worker.pid] = worker
-        self.sessions.append(worker.pid)
+        self._reaper.add(worker.pid)
 
     def reap(self) -> list[Worker]:
-        """Collect every child that has ended, adopted orphans too; returns the workers among them."""
+        """Collect every child that has ended, adopted orphans too; returns the workers among them.
+
+        What a worker has left behind, which may hold locks, ports, or the pipes that we read, is ended.
+        """
         ended = []
-        for pid, code in processes.reap():
+        for pid, code in self._reaper.reap():
+            self._guard.replace(pid)
             worker = self._running.pop(pid, None)
-            if worker is None:
-                continue
-            worker.code = code
-            ended.append(worker)
-            # What it left behind may hold locks, ports, or the pipes that we read.
-            with contextlib.suppress(OSError):
-                os.killpg(worker.pid, signal.SIGKILL)
+            if worker is not None:
+                worker.code = code
+                ended.append(worker)
         self._ended += ended
         return ended
+
+    def deadline(self) -> float | None:
+        """When `reap` has something to do even if nobody ends; None: never."""
+        return self._reaper.deadline()
 
     def signal(self, number: int, *, by_us: bool = False) -> None:
         """Send a signal to the groups of all workers that still run, as a terminal would.
@@ -104,8 +116,7 @@ class Workers:
         """
         for worker in self._running.values():
             worker.ended_by_us = worker.ended_by_us or by_us
-            with contextlib.suppress(OSError):
-                os.killpg(worker.pid, number)
+            self._reaper.signal(worker.pid, number)
 
     def culprit(self) -> Worker | None:
         """The worker whose failure came first, not counting those that failed because another did."""

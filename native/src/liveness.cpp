@@ -23,13 +23,15 @@ namespace {
 // How often to look for ranks that join.
 constexpr std::chrono::milliseconds kJoinTick{5};
 
-// proc(5), /proc/[pid]/stat: fields counted from the state, which is the first one behind the command's name.
+// proc(5), /proc/[pid]/stat: fields counted from the state, which is the first one behind the command's name. Start
+// time 0 is unknown: this process's own entry could not be read, and the others then go without.
 struct ProcessStat {
   char state = 0;
   std::uint64_t start_time = 0;
   int exit_code = 0;
 };
 
+// Nothing when it cannot be read, which does not mean that the process is gone: the table of descriptors may be full.
 std::optional<ProcessStat> read_stat(int pid) {
   char path[64], text[1024];
   std::snprintf(path, sizeof(path), "/proc/%d/stat", pid);
@@ -51,6 +53,18 @@ std::optional<ProcessStat> read_stat(int pid) {
     ++field;
   }
   return stat;
+}
+
+bool is_of(const ProcessStat& stat, const RankState& state) {
+  return state.start_time == 0 || stat.start_time == state.start_time;
+}
+
+// Whether the process of a rank is gone, by what needs no pidfd. Only what proves it counts: a zombie, another process
+// with its pid, or ESRCH, which kill(2) answers without a descriptor.
+bool has_ended(const RankState& state) {
+  const auto stat = read_stat(state.pid);
+  if (stat) return stat->state == 'Z' || stat->state == 'X' || !is_of(*stat, state);
+  return kill(state.pid, 0) != 0 && errno == ESRCH;
 }
 
 // How a process that is gone ended, as waitpid(2) reports it: from PIDFD_GET_INFO (Linux 6.15, once the process is
@@ -150,7 +164,7 @@ bool Liveness::has_pidfds() {
 }
 
 void Liveness::open_new_peers() {
-  all_joined_ = true;
+  all_joined_ = all_watched_ = true;
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
     Peer& peer = peers_[r];
     RankState& state = world_.rank(r);
@@ -160,8 +174,10 @@ void Liveness::open_new_peers() {
     if (presence == Presence::kAbsent) all_joined_ = false;
     if (r == rank_ || peer.settled || peer.pidfd >= 0 || presence != Presence::kJoined) continue;
     peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, state.pid, 0));
+    // A table of descriptors that is full now may have room later.
+    if (peer.pidfd < 0 && (errno == EMFILE || errno == ENFILE)) all_watched_ = false;
     const auto stat = read_stat(state.pid);
-    if (peer.pidfd >= 0 && stat && stat->start_time != state.start_time) {
+    if (peer.pidfd >= 0 && stat && !is_of(*stat, state)) {
       close(peer.pidfd);  // the rank is gone, and another process has its pid
       peer.pidfd = -1;
     }
@@ -178,10 +194,9 @@ std::optional<Liveness::Death> Liveness::find_death() {
     if (r == rank_ || peer.settled || presence != Presence::kJoined) continue;
     pollfd request{peer.pidfd, POLLIN, 0};
     const bool signalled = peer.pidfd >= 0 && ::poll(&request, 1, 0) > 0;
-    // Without a pidfd (an old kernel, a sandbox, or a process that ended before we looked) the process table tells.
-    const auto stat = signalled || peer.pidfd >= 0 ? std::nullopt : read_stat(state.pid);
-    const bool missing = peer.pidfd < 0 && (!stat || stat->state == 'Z' || stat->start_time != state.start_time);
-    if (!signalled && !missing) continue;
+    // Without a pidfd (an old kernel, a sandbox, no descriptor left, or a process that ended before we looked) the
+    // process table tells.
+    if (!signalled && (peer.pidfd >= 0 || !has_ended(state))) continue;
     peer.settled = true;
     // A rank that left in good order may have done so after the look above.
     if (state.presence.load(std::memory_order_acquire) == Presence::kLeft) continue;
@@ -197,7 +212,7 @@ std::vector<int> Liveness::stopped() const {
     // Acquire: pid and start time are complete.
     if (state.presence.load(std::memory_order_acquire) != Presence::kJoined) continue;
     const auto stat = read_stat(state.pid);
-    const bool is_stopped = stat && stat->start_time == state.start_time && (stat->state == 'T' || stat->state == 't');
+    const bool is_stopped = stat && is_of(*stat, state) && (stat->state == 'T' || stat->state == 't');
     if (is_stopped) ranks.push_back(r);
   }
   return ranks;
@@ -206,7 +221,7 @@ std::vector<int> Liveness::stopped() const {
 std::optional<Liveness::Death> Liveness::poll(std::chrono::milliseconds limit) {
   std::vector<pollfd> requests{{wake_fd_, POLLIN, 0}};
   if (watch_) {
-    if (!all_joined_) open_new_peers();
+    if (!all_joined_ || !all_watched_) open_new_peers();
     // A process that ends before it is watched leaves nothing to ask how.
     if (!all_joined_) limit = std::min(limit, kJoinTick);
     for (const Peer& peer : peers_) {

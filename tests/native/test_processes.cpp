@@ -1,9 +1,12 @@
 // The engine with ranks as processes: those that die, and those that fork.
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <string>
+#include <thread>
 
 #include "check.hpp"
 #include "kvstore_hvd/alarm.hpp"
@@ -135,6 +138,90 @@ const bool dead_holder = testing::add("a rank that dies while it holds a lock is
   wait_for(victim);
   const int status = wait_for(survivor);
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+});
+
+// Lets this process open `count` more descriptors; -1: as many as it is allowed.
+void allow_descriptors(int count) {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  limit.rlim_cur = limit.rlim_max;
+  if (count >= 0) {
+    // The lowest free numbers are given out first, so the limit is just above the last one that is wanted.
+    std::vector<int> taken;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    for (int i = 0; i < count; ++i) taken.push_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    limit.rlim_cur = static_cast<rlim_t>(fcntl(0, F_DUPFD_CLOEXEC, 0));
+    close(static_cast<int>(limit.rlim_cur));
+    for (const int fd : taken) close(fd);
+  }
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+const bool no_descriptor = testing::add("a rank that cannot be watched for want of descriptors is not dead", [] {
+  if (thread_sanitizer()) return;
+  int full[2];
+  if (!check(pipe(full) == 0, "pipe")) return;
+  const auto survivor = [&](bool until_reaped) {
+    return [&full, until_reaped](Engine& engine) {
+      allow_descriptors(0);
+      if (write(full[1], "x", 1) != 1) return 1;
+      if (!barrier(engine).ok()) return 2;
+      for (int i = 0; i < 100; ++i) {  // looks of the watcher, and time to tell of a death
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        if (!engine.health().ok()) return 3;
+      }
+      if (!until_reaped) allow_descriptors(-1);
+      if (!barrier(engine).ok()) return 4;
+      std::vector<float> data(10);
+      const Status status = engine.run(allreduce("x", data));
+      if (status.code() != ErrorCode::kPeerLost) return 5;
+      return status.text().find(until_reaped ? "died" : "died (SIGKILL)") != std::string::npos ? 0 : 6;
+    };
+  };
+  const auto victim = [](Engine& engine) {
+    if (!barrier(engine).ok() || !barrier(engine).ok()) return 1;
+    kill(getpid(), SIGKILL);
+    return 2;
+  };
+  for (const bool until_reaped : {true, false}) {
+    const auto segment = Segment::create(2);
+    const pid_t first = spawn(*segment, 0, survivor(until_reaped));
+    char byte;
+    if (!check(read(full[0], &byte, 1) == 1, "read")) return;
+    const pid_t second = spawn(*segment, 1, victim);
+    int status = 0;
+    if (until_reaped) wait_for(second);  // without a descriptor only that tells of its end
+    status = wait_for(first);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(WEXITSTATUS(status)));
+    if (!until_reaped) wait_for(second);
+  }
+  close(full[0]);
+  close(full[1]);
+});
+
+const bool unknown_start = testing::add("a rank that could not read its own start time is not dead", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  const pid_t second = fork();
+  if (second == 0) {
+    EngineOptions options = thread_options();
+    options.watch_peers = true;
+    allow_descriptors(2);  // for the segment and the watcher's bell
+    Engine engine(Segment::attach(segment->fd()), 1, options);
+    const bool went_well = barrier(engine).ok() && barrier(engine).ok();
+    _exit(went_well ? 0 : 1);
+  }
+  const pid_t first = spawn(*segment, 0, [](Engine& engine) {
+    allow_descriptors(0);  // a look at the process table is all that is left
+    if (!barrier(engine).ok()) return 1;
+    allow_descriptors(-1);
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    return barrier(engine).ok() ? 0 : 2;
+  });
+  for (const pid_t pid : {first, second}) {
+    const int status = wait_for(pid);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank: " + std::to_string(status));
+  }
 });
 
 const bool forked = testing::add("a forked child is inert, and its parent goes on", [] {

@@ -21,7 +21,6 @@ def test_fixed_hosts_are_told_once() -> None:
     assert hosts.poll(0.0) == {"localhost": 2, "127.0.0.7": 1}
     assert hosts.poll(1.0) is None
     assert hosts.deadline() is None
-    assert hosts.child() is None
 
 
 def test_a_fixed_host_that_is_another_one() -> None:
@@ -67,11 +66,11 @@ class Poller:
         self.now = 0.0
 
     def poll(self) -> dict[str, int] | None:
-        child = self.script.child()
+        child = self.script._child
         if child is not None and child.code is None:
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if pid:
-                child.code = os.waitstatus_to_exitcode(status)
+                self.script.reaped(pid, os.waitstatus_to_exitcode(status))
         return self.script.poll(self.now)
 
     def next(self) -> dict[str, int]:
@@ -84,7 +83,7 @@ class Poller:
         return hosts
 
     def reap(self) -> None:
-        child = self.script.child()
+        child = self.script._child
         self.script.close()
         if child is not None and child.code is None:
             os.waitpid(child.pid, 0)
@@ -110,7 +109,7 @@ def test_a_script_is_run_again_and_again(script: type[Poller], tmp_path: Path) -
     path.write_text("localhost:2\n")
     assert poller.next() == {"localhost": 2}
     assert poller.poll() is None  # not before a second has passed
-    assert poller.script.child() is None
+    assert poller.script._child is None
     path.write_text("localhost\nother:3\n")
     assert poller.next() == {"localhost": 1, "other": 3}
 

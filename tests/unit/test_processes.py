@@ -1,17 +1,22 @@
-"""The guard of a launcher's workers, and whose descendant a process is."""
+"""What belongs to a job and how it ends, the guard of it, and whose descendant a process is."""
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore_hvd.launcher.processes import Guard, descends_from
+from kvstore_hvd.launcher.belonging import Remains, mark_this_process
+from kvstore_hvd.launcher.guard import Guard
+from kvstore_hvd.launcher.processes import descends_from
 
 SLEEP = [sys.executable, "-c", "import threading; threading.Event().wait(100)"]
 
@@ -23,25 +28,183 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+@pytest.fixture
+def variable() -> bytes:
+    """Of a job without processes."""
+    return f"KVHVD_TEST_NOBODY={uuid.uuid4().hex}".encode()
+
+
+def marked(variable: bytes, command: list[str] = SLEEP, **more: Any) -> subprocess.Popen[bytes]:
+    """Start a process of the job that has cleared its environment and left its session."""
+    mark = lambda: mark_this_process(variable)  # noqa: E731
+    return subprocess.Popen(command, env={}, start_new_session=True, preexec_fn=mark, **more)  # noqa: PLW1509
+
+
 def abandoned(guard: Guard) -> None:
     """End a guard as the launcher's death would."""
     os.close(guard._write)
     os.waitpid(guard.pid, 0)
 
 
-def test_the_guard_kills_what_it_was_told_of(sleeper: subprocess.Popen[bytes]) -> None:
-    guard = Guard(f"KVHVD_TEST_NOBODY={uuid.uuid4().hex}".encode())
-    guard.add(sleeper.pid)
-    abandoned(guard)
-    assert sleeper.wait(60) == -9
-
-
-def test_the_guard_spares_what_took_the_number_of_a_worker_that_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
-    guard = Guard(f"KVHVD_TEST_NOBODY={uuid.uuid4().hex}".encode())
-    guard.add(sleeper.pid)
-    guard.remove(sleeper.pid)
-    abandoned(guard)
+def test_the_guard_ends_what_has_the_mark_or_the_variable(sleeper: subprocess.Popen[bytes], variable: bytes) -> None:
+    name, _, value = variable.decode().partition("=")
+    guard = Guard(variable)
+    with marked(variable) as bare, subprocess.Popen(SLEEP, env={name: value}, start_new_session=True) as named:
+        abandoned(guard)
+        assert (bare.wait(60), named.wait(60)) == (-15, -15)
     assert sleeper.poll() is None
+
+
+def test_a_guard_that_was_told_so_ends_nothing(variable: bytes) -> None:
+    guard = Guard(variable)
+    with marked(variable) as process:
+        guard.close()
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variable: bytes) -> None:
+    left, right = os.pipe()
+    guard = Guard(variable)
+    proc = Path("/proc", str(guard.pid))
+    while not (proc / "cmdline").read_bytes().startswith(b"job-guard"):
+        select.select([], [], [], 0.01)  # it tells nobody that it is ready
+    assert (proc / "comm").read_bytes().startswith(b"job-guard of")
+    assert b"kvh" not in (proc / "cmdline").read_bytes()
+    os.close(right)
+    while os.read(left, 1):
+        pass
+    os.close(left)
+    guard.close()
+
+
+def test_what_is_deaf_to_sigterm_is_killed(variable: bytes) -> None:
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
+    with marked(variable, [sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        Remains(variable, 0.1).finish()
+        assert process.wait(60) == -9
+
+
+def test_what_has_no_mark_is_found_by_its_parent(sleeper: subprocess.Popen[bytes], variable: bytes) -> None:
+    assert sleeper.pid in Remains(variable, 0.1, os.getpid()).find()
+    assert sleeper.pid not in Remains(variable, 0.1, os.getpid(), lambda: [sleeper.pid]).find()
+    assert sleeper.pid not in Remains(variable, 0.1).find()
+
+
+@pytest.mark.parametrize("pidfds", [True, False])
+def test_a_number_that_has_become_a_strangers_gets_no_signal(
+    variable: bytes, monkeypatch: pytest.MonkeyPatch, pidfds: bool
+) -> None:
+    if not pidfds:
+        monkeypatch.delattr(signal, "pidfd_send_signal")
+    with marked(variable) as process, subprocess.Popen(SLEEP, start_new_session=True) as stranger:
+        remains = Remains(variable, 0.1)
+        with monkeypatch.context() as patch:
+            # What was found a moment ago is another process by now, or none.
+            patch.setattr(remains, "find", lambda: [stranger.pid, 1 << 22])
+            patch.setattr("kvstore_hvd.launcher.belonging._KILLED_S", 0.1)
+            remains.finish()
+        assert stranger.poll() is None
+        remains._signal(process.pid, signal.SIGKILL)
+        assert process.wait(60) == -9
+        stranger.kill()
+
+
+# -- Groups of workers --------------------------------------------------------------------------------------------
+
+# For a process of its own: a reaper collects every child of its process.
+REAPER = """
+import os, select, signal, subprocess, sys, time
+from kvstore_hvd.launcher.reaper import Reaper
+reaper = Reaper(0.3)
+def leader(program):
+    process = subprocess.Popen([sys.executable, '-uc', program], start_new_session=True, stdout=subprocess.PIPE)
+    process.returncode = 0  # not to be reaped by it
+    return process.pid, process.stdout
+def collected(count):
+    ended, end = [], time.monotonic() + 60
+    while len(ended) < count or reaper.deadline() is not None:
+        assert time.monotonic() < end
+        ended += reaper.reap()
+        select.select([], [], [], 0.01)  # the launcher has signals that tell it
+    return sorted(ended)
+"""
+
+
+def in_child(program: str) -> str:
+    """Run it with a reaper; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", REAPER + program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# A leader whose child is deaf to SIGTERM, and stays.
+LEAVES_A_DEAF_ONE = """
+import os, subprocess, sys
+deaf = 'import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()'
+subprocess.Popen([sys.executable, '-c', deaf], stdout=subprocess.PIPE).stdout.readline()
+os._exit(7)
+"""
+# A leader whose child cleans up when it gets SIGTERM.
+HAS_A_CLEANER = """
+import subprocess, sys
+cleaner = '''
+import signal, sys
+signal.signal(15, lambda *_: (print('cleaned up', flush=True), sys.exit()))
+print('ready', flush=True)
+signal.pause()
+'''
+subprocess.Popen([sys.executable, '-c', cleaner]).wait()
+"""
+
+
+def test_a_leader_keeps_its_number_until_its_group_is_gone() -> None:
+    program = """
+killpg = os.killpg
+def checked(pid, number):
+    with open(f'/proc/{pid}/stat') as file:
+        print(number, file.read().rpartition(')')[2].split()[0], flush=True)
+    killpg(pid, number)
+os.killpg = checked
+pid, output = leader(LEADER)
+reaper.add(pid)
+assert collected(1) == [(pid, 7)]
+"""
+    # A zombie each time: the kernel has not given the number to anybody else.
+    assert in_child(f"LEADER = {LEAVES_A_DEAF_ONE!r}\n{program}").splitlines() == ["15 Z", "9 Z"]
+
+
+def test_a_leader_that_is_killed_leaves_its_group_time() -> None:
+    program = """
+pid, output = leader(LEADER)
+reaper.add(pid)
+assert output.readline() == b'ready\\n'
+reaper.signal(pid, signal.SIGKILL)
+assert collected(1) == [(pid, -9)]
+print(output.read().decode())
+"""
+    assert in_child(f"LEADER = {HAS_A_CLEANER!r}\n{program}").strip() == "cleaned up"
+
+
+def test_leaders_and_orphans_are_collected() -> None:
+    in_child("""
+first, _ = leader('raise SystemExit(3)')
+second, _ = leader('import os; os.kill(os.getpid(), 9)')
+orphan = subprocess.Popen(['true'])
+orphan.returncode = 0
+reaper.add(first), reaper.add(second)
+assert collected(3) == sorted([(first, 3), (second, -9), (orphan.pid, 0)])
+assert reaper.reap() == []
+""")
 
 
 def test_whose_descendant_a_process_is(sleeper: subprocess.Popen[bytes]) -> None:

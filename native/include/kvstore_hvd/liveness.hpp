@@ -1,5 +1,6 @@
 // Watches the processes of the other ranks, through pidfds: unlike kill(pid, 0) they tell a dead process from a zombie
-// that nobody has reaped, and never mistake another process for it.
+// that nobody has reaped, and never mistake another process for it. A rank counts as dead only when that is proved;
+// what merely cannot be looked at, because no descriptor is left for it, is looked at again.
 #pragma once
 
 #include <chrono>
@@ -50,6 +51,7 @@ class Liveness {
   int rank_;
   bool watch_;
   bool all_joined_ = false;
+  bool all_watched_ = false;  // no pidfd is missing because there was no descriptor for it
   int wake_fd_;
   std::vector<Peer> peers_;
 };
