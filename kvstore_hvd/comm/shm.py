@@ -13,6 +13,7 @@ from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.devices import DeviceThread
 from kvstore_hvd.comm.executors import create_executor
 from kvstore_hvd.config import config
+from kvstore_hvd.descriptors import check_room
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 from kvstore_hvd.rendezvous import share_segment
@@ -37,13 +38,14 @@ class ShmCommunicator(Communicator):
     Raises
     ------
     LaunchError
-        Workers did not appear in time, or run another build of this package.
+        Workers did not appear in time, or run another build of this package, or this one may not open enough files.
     ConfigError
         KVHVD_THRESHOLDS is wrong.
     """
 
     def __init__(self, world: World) -> None:
         topology = world.topology
+        check_room(topology)
         changes = _thresholds()
         core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
         created: list[native.Segment] = []

@@ -23,6 +23,7 @@ LAYERS = (
         "mxnet_compat",
         "gpu",
         "topology",
+        "descriptors",
         "leaving",
         "membership",
         "mpi_calls",
