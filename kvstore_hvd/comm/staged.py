@@ -2,6 +2,9 @@
 
 Each batch is copied into pinned memory, goes through the CPU engine under names of its own, and is copied back. Nothing
 waits: a completion moves its requests on, from copy to operation to copy, whenever it is asked.
+
+A request's name is its place in the batch. The device thread asks one completion after the other, so all workers submit
+their batches in the same order, and the engine matches the n-th request of a name with the n-th of the others.
 """
 
 from __future__ import annotations
@@ -46,7 +49,6 @@ class StagedExecutor(Executor):
         self._communicator, self._rank, self._ordinal = communicator, rank, ordinal
         self._timeout_s = timeout_s
         self._stream = Stream()
-        self._number = 0
         self._free: dict[int, list[PinnedMemory]] = {}
         self._all: list[PinnedMemory] = []
 
@@ -81,10 +83,7 @@ class StagedExecutor(Executor):
 
     def _start(self, collective: str, batch: Batch) -> Completion:
         activate(self._ordinal)
-        stages = []
-        for request in batch:
-            self._number += 1
-            stages.append(self._stage(collective, request, f"gpu/staged/{self._number}"))
+        stages = [self._stage(collective, request, f"gpu/staged/{place}") for place, request in enumerate(batch)]
         return _StagedCompletion(self._communicator, self._stream, stages, self._timeout_s, self._give_back)
 
     def _stage(self, collective: str, request: DeviceOperation, name: str) -> _Stage:

@@ -279,7 +279,8 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
   }
   if (found.empty()) return found;
   // Names are read under the lock: it is held for a short copy only, and not at all where nobody is late.
-  if (!world_.table_lock.try_lock(rank_)) return std::nullopt;
+  const SharedLockGuard guard(world_.table_lock, rank_, std::try_to_lock);
+  if (!guard.owns_lock()) return std::nullopt;
   std::size_t kept = 0;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const Slot& slot = world_.slots[places[i]];
@@ -296,7 +297,6 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
     }
     found[kept++] = std::move(one);
   }
-  world_.table_lock.unlock();
   found.resize(kept);
   return found;
 }

@@ -53,6 +53,11 @@ class Engines:
     def topology(self, rank: int) -> Topology:
         return Topology.of(rank, [Host("here", "here")] * self.size, source="launcher")
 
+    def operations(self) -> list[dict[str, int]]:
+        """How many operations each name has had, on each rank."""
+        reports = [engine.report() for engine in self._engines]
+        return [{name: each.operations for name, each in report.names.items()} for report in reports]
+
     def close(self) -> None:
         on_ranks(self.size, lambda rank: self._engines[rank].shutdown())
 
@@ -388,3 +393,34 @@ def test_an_error_of_the_engine_is_raised(staged: Any) -> None:
             finish(completion)
 
     on_ranks(2, work)
+
+
+def test_staged_operations_have_few_names(engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any) -> None:
+    """However many batches there are, the engine sees as many names as the largest has operations."""
+    settings(KVHVD_GPU_PATH="staged")
+    world = engines(2)
+    made = make_all(world, [0, 1])
+    batches = [1 + number % 3 for number in range(30)]
+
+    def work(rank: int) -> list[list[Any]]:
+        results = []
+        for number, length in enumerate(batches):
+            arrays = [samples(rank, 50 + number, "float32", seed).copy() for seed in range(length)]
+            places = [[array.ctypes.data] for array in arrays]
+            # Lengths, types and collectives change from one operation of a name to the next.
+            batch = [device_operation(place, place, 50 + number, root=number % 2) for place in places]
+            finish(made[rank].broadcast(batch) if number % 4 == 3 else made[rank].allreduce(batch))
+            results.append(arrays)
+        return results
+
+    for result in on_ranks(2, work):
+        for number, arrays in enumerate(result):
+            for seed, array in enumerate(arrays):
+                given = [samples(rank, 50 + number, "float32", seed) for rank in range(2)]
+                expected = given[number % 2] if number % 4 == 3 else combined(given, "float32", "sum")
+                np.testing.assert_array_equal(array, expected)
+    for operations in world.operations():
+        staged = {name: count for name, count in operations.items() if name.startswith("gpu/staged/")}
+        assert len(staged) == max(batches)
+        assert sum(staged.values()) == sum(batches)
+    close_all(made)

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 
 #include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/failure.hpp"
@@ -96,13 +97,19 @@ class alignas(128) SharedLock {
 
 class SharedLockGuard {
  public:
-  SharedLockGuard(SharedLock& lock, Alarm& alarm) : lock_(lock) { lock_.lock(alarm); }
-  ~SharedLockGuard() { lock_.unlock(); }
+  SharedLockGuard(SharedLock& lock, Alarm& alarm) : lock_(&lock) { lock.lock(alarm); }
+  // Only if the lock is free: owns_lock() says whether it was.
+  SharedLockGuard(SharedLock& lock, int rank, std::try_to_lock_t) : lock_(lock.try_lock(rank) ? &lock : nullptr) {}
+  ~SharedLockGuard() {
+    if (owns_lock()) lock_->unlock();
+  }
   SharedLockGuard(const SharedLockGuard&) = delete;
   SharedLockGuard& operator=(const SharedLockGuard&) = delete;
 
+  bool owns_lock() const { return lock_ != nullptr; }
+
  private:
-  SharedLock& lock_;
+  SharedLock* const lock_;
 };
 
 }  // namespace kvstore_hvd

@@ -1,0 +1,73 @@
+// The lock of the tensor table when memory runs out under it.
+#include <cstdlib>
+#include <new>
+#include <string>
+
+#include "check.hpp"
+#include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/tensor_table.hpp"
+#include "kvstore_hvd/world.hpp"
+#include "ranks.hpp"
+
+namespace {
+
+// How many allocations of this thread succeed before one fails; less than 0: all of them do.
+thread_local int allocations_left = -1;
+
+void* allocate(std::size_t bytes) {
+  if (allocations_left == 0) throw std::bad_alloc();
+  if (allocations_left > 0) --allocations_left;
+  void* memory = std::malloc(bytes == 0 ? 1 : bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes); }
+void* operator new[](std::size_t bytes) { return allocate(bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace kvstore_hvd {
+namespace {
+
+using testing::check;
+using testing::check_equal;
+
+const bool released = testing::add("whatever allocation fails, the table's lock is free again", [] {
+  const auto segment = Segment::create(2);
+  World& world = segment->world();
+  Alarm here(world, 0, std::chrono::seconds(1)), there(world, 1, std::chrono::seconds(1));
+  TensorTable table(world, here), other(world, there);
+  std::vector<float> data(6);
+  for (const char* name : {"a name that is too long to lie in a string", "another name that is too long for that"}) {
+    Request request = allreduce(name, data);
+    request.shape = {1, 2, 3};
+    const auto slot = other.find(name);
+    check(slot && other.announce(*slot, request) == TensorTable::Outcome::kWaiting, "the other rank waits");
+  }
+  int failed = 0;
+  for (bool done = false; !done;) {
+    allocations_left = failed;
+    std::optional<std::vector<Missed>> missed;
+    try {
+      missed = table.missed(64, true);
+      done = true;
+    } catch (const std::bad_alloc&) {
+      ++failed;
+    }
+    allocations_left = -1;
+    if (done) check_equal(missed.value_or(std::vector<Missed>{}).size(), std::size_t{2}, "what is missed");
+    if (!check(world.table_lock.try_lock(0), "after allocation " + std::to_string(failed))) return;
+    world.table_lock.unlock();
+  }
+  check(failed > 4, "allocations under the lock: " + std::to_string(failed));
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }
