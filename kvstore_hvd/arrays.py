@@ -7,6 +7,7 @@ opaque one after an inference pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -110,12 +111,14 @@ def copy(source: Any, destination: Any) -> None:
 def local_sum(values: Sequence[Any]) -> Any:
     """The sum of a process's own arrays, in order, as a new array on the first one's device; asynchronous.
 
-    Halves are summed in float32 and rounded once, as the native kernels do it.
+    Halves are summed in float32 and rounded once: on the CPU by the native kernels, elsewhere as they do it.
     """
     import mxnet as mx
 
     first = values[0]
     context = mxnet_compat.context_of(first)
+    if _is_on_cpu(first):
+        return _reduced(values, 1.0, 1.0)
     dtype = mxnet_compat.dtype_name(first)
     with _shapes_of(first), mx.autograd.pause():
 
@@ -136,23 +139,42 @@ def local_sum(values: Sequence[Any]) -> Any:
 
 
 def scaled(array: Any, prescale: float, postscale: float) -> Any:
-    """A new array with the values times both factors; asynchronous. Rounds as the native kernels do.
+    """A new array on the array's device with the values times both factors; asynchronous.
 
-    Integers scale in float64 and are truncated, halves in float32; one rounding at the end.
+    By the native kernels, as where there are several workers: integers scale in float64 and are truncated after each
+    factor, halves scale in float32 and are rounded once.
     """
-    import mxnet as mx
-
-    context = mxnet_compat.context_of(array)
-    dtype = mxnet_compat.dtype_name(array)
-    with _shapes_of(array), mx.autograd.pause():
-        wide = mx.nd.empty(array.shape, context, "float32" if "float" in dtype and dtype != "float64" else "float64")
-        result = buffer_like(array, context=context)
-        copy(array, wide)
-        if 0 not in array.shape:  # the operator refuses these
-            for factor in (prescale, postscale):
-                mx.nd._internal._mul_scalar(wide, scalar=factor, out=wide)
-        copy(wide, result)
+    result = _reduced([array], prescale, postscale)
+    if _is_on_cpu(array):
         return result
+    there = buffer_like(array, context=mxnet_compat.context_of(array))
+    copy(result, there)
+    return there
+
+
+def _is_on_cpu(array: Any) -> bool:
+    return bool(mxnet_compat.context_of(array).device_type.startswith("cpu"))
+
+
+def _reduced(values: Sequence[Any], prescale: float, postscale: float) -> Any:
+    """The sum of arrays of equal dtype and shape, scaled by the native kernels, as a new array on the CPU."""
+    result = buffer_like(values[0])
+    if 0 in result.shape:
+        return result
+    sources = [value if _is_on_cpu(value) else buffer_like(value) for value in values]
+    for value, source in zip(values, sources):
+        if source is not value:
+            copy(value, source)
+    reductions = _local_reductions(mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive())
+    reductions.reduce(
+        [mxnet_compat.handle_of(each) for each in sources], mxnet_compat.handle_of(result), prescale, postscale
+    )
+    return result
+
+
+@functools.cache
+def _local_reductions(libmxnet: str, naive: bool) -> native.LocalReductions:
+    return native.LocalReductions(libmxnet, naive)
 
 
 def _shapes_of(array: Any) -> contextlib.AbstractContextManager[Any]:

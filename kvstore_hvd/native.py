@@ -29,6 +29,7 @@ __all__ = [
     "OPS",
     "Arena",
     "Engine",
+    "LocalReductions",
     "MXNetAdapter",
     "Segment",
     "Work",
@@ -38,6 +39,7 @@ __all__ = [
     "exception_for",
     "has_pidfds",
     "lost_code",
+    "scale",
     "set_simd_target",
     "simd_target",
     "thresholds",
@@ -125,6 +127,20 @@ def simd_target() -> str:
 def set_simd_target(target: str) -> bool:
     """Choose the instruction set; False, and nothing changes, when this CPU or build lacks it."""
     return bool(_native().set_simd_target(target))
+
+
+def scale(dtype: str, source: int, target: int, count: int, prescale: float, postscale: float) -> None:
+    """Multiply `count` elements with both factors, as the reductions of several workers do: with the same kernels.
+
+    Parameters
+    ----------
+    dtype : str
+    source, target : int
+        Addresses; may be equal, and must not overlap otherwise.
+    count : int
+    prescale, postscale : float
+    """
+    _native().scale(DTYPES[dtype], source, target, count, prescale, postscale)
 
 
 def thresholds(changes: str = "") -> dict[str, Threshold]:
@@ -432,6 +448,28 @@ def _announced(collective: int, dtype: int, op: int, *others: Any) -> Announced:
 
 def _name(codes: dict[str, int], code: int) -> str:
     return next(name for name, known in codes.items() if known == code)
+
+
+class LocalReductions:
+    """Reductions of this process's own MXNet arrays, with the kernels that several workers reduce with.
+
+    Parameters
+    ----------
+    library_path : str
+        MXNet's library.
+    naive : bool
+        Whether MXNet runs with NaiveEngine.
+    """
+
+    def __init__(self, library_path: str, naive: bool) -> None:
+        self.impl = _native().LocalReductions(library_path, naive)
+
+    def reduce(self, inputs: list[int], output: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        """Sum arrays of equal dtype and size, given as their handles, times both factors; asynchronous.
+
+        `output` may be one of the inputs. All are dense, and in memory that the CPU reaches.
+        """
+        self.impl.reduce(inputs, output, prescale, postscale)
 
 
 class MXNetAdapter:

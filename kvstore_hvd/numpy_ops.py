@@ -205,9 +205,7 @@ def _alone(array: Array, prescale: float, postscale: float, out: Array) -> None:
         if out is not array:
             np.copyto(out, array)
         return
-    # As the native kernels: integers scale in float64 and truncate, halves in float32; one rounding at the end.
-    wide: Any = np.float64 if array.dtype.kind in "iu" or array.dtype == np.float64 else np.float32
-    out[...] = (array.astype(wide) * wide(prescale) * wide(postscale)).astype(array.dtype)
+    native.scale(_name_of(array.dtype), _address(array), _address(out), array.size, prescale, postscale)
 
 
 def _check_call(operation: str, name: str, op: str = "sum") -> None:

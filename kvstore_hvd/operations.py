@@ -111,7 +111,13 @@ class Operations:
         placement = Placement(self._world, groups)
         # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
         prepared = [self._prepare(call, group, placement, how) for group in groups]
-        _submit_all([partial(self._submit, call, one, priority, how) for one in prepared])
+
+        def submit(one: _Prepared) -> Copies:
+            if one.inputs:
+                self._submit(call, one, priority, how)
+            return one.copies
+
+        _submit_all([partial(submit, one) for one in prepared])
 
     def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int, root: int) -> Copies:
         """Submit one group; returns the copies that have to follow."""
@@ -175,10 +181,7 @@ class Operations:
             outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype, context=home)]
         return _Prepared(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
 
-    def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> Copies:
-        """Submit one group; returns the copies that have to follow."""
-        if not prepared.inputs:
-            return prepared.copies
+    def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> None:
         self._world.mxnet_adapter().pushpull(
             wire_name(self._namespace, prepared.key),
             call.label(prepared.key),
@@ -192,7 +195,6 @@ class Operations:
             how.weight,
             how.group,
         )
-        return prepared.copies
 
 
 @dataclass

@@ -11,12 +11,14 @@
 #include "bind.hpp"
 #include "errors.hpp"
 #include "mxnet/adapter.hpp"
+#include "mxnet/local_reduction.hpp"
 
 namespace py = pybind11;
 
 namespace kvstore_hvd {
 namespace {
 
+using mxnet::LocalReductions;
 using mxnet::MXNetAdapter;
 using mxnet::Step;
 // An NDArrayHandle as Python has it: `array.handle.value`.
@@ -40,6 +42,15 @@ void check(const Status& status) {
 void bind_mxnet(py::module_& module) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Step, std::shared_ptr<Step>>(module, "Step", "The gradients of a Trainer's step.");
+  py::class_<LocalReductions>(module, "LocalReductions", "Reductions of one rank's own MXNet arrays.")
+      .def(py::init<const std::string&, bool>(), py::arg("library_path"), py::arg("naive"))
+      .def(
+          "reduce",
+          [](const LocalReductions& local, const std::vector<Address>& inputs, Address output, double prescale,
+             double postscale) {
+            local.reduce(handles(inputs), handle(output), {DType::kFloat32, ReduceOp::kSum, prescale, postscale});
+          },
+          py::arg("inputs"), py::arg("output"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, WithoutGil());
   py::class_<MXNetAdapter>(module, "MXNetAdapter", "Collective operations on MXNet arrays, through MXNet's engine.")
       .def(py::init<std::shared_ptr<Engine>, const std::string&, bool, std::shared_ptr<Arena>>(), py::arg("engine"),
            py::arg("library_path"), py::arg("naive") = false, py::arg("arena").none(true) = nullptr)

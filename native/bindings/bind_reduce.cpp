@@ -1,5 +1,9 @@
 #include <pybind11/stl.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
 #include "bind.hpp"
 #include "kvstore_hvd/reduce.hpp"
 
@@ -11,6 +15,16 @@ void bind_reduce(py::module_& module) {
   module.def("simd_target", &simd_target, "The instruction set in use: scalar, avx2 or avx512.");
   module.def("set_simd_target", &set_simd_target, py::arg("target"),
              "Choose the instruction set; False, and no change, when the CPU or the build lacks it.");
+  module.def(
+      "scale",
+      [](int dtype, std::uintptr_t input, std::uintptr_t output, std::size_t count, double prescale, double postscale) {
+        if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
+        const void* from = reinterpret_cast<const void*>(input);
+        void* to = reinterpret_cast<void*>(output);
+        reduce({static_cast<DType>(dtype), ReduceOp::kSum, prescale, postscale}, &from, 1, &to, 1, count);
+      },
+      py::arg("dtype"), py::arg("input"), py::arg("output"), py::arg("count"), py::arg("prescale"),
+      py::arg("postscale"), py::call_guard<py::gil_scoped_release>(), "One array times both factors.");
 }
 
 }  // namespace kvstore_hvd

@@ -18,8 +18,9 @@ struct Context {
 constexpr Context kCpu{1, 0};
 constexpr int kGpu = 2;
 
-// FnProperty: kCPUPrioritized has a thread pool of its own; kAsync runs in the caller, or shares the pool of
-// computation.
+// FnProperty: kNormal is computation; kCPUPrioritized has a thread pool of its own; kAsync runs in the caller, or
+// shares the pool of computation.
+constexpr std::int32_t kNormal = 0;
 constexpr std::int32_t kCpuPrioritized = 3;
 constexpr std::int32_t kAsync = 4;
 constexpr int kDefaultStorage = 0;
@@ -93,6 +94,18 @@ void drop(void* parameter) {
   } else if (!pushed.started) {
     pushed.op->skipped();
   }
+}
+
+const std::int32_t& property_of(Place place) {
+  switch (place) {
+    case Place::kHere:
+      return kAsync;
+    case Place::kCommunication:
+      return kCpuPrioritized;
+    case Place::kComputation:
+      break;
+  }
+  return kNormal;
 }
 
 template <typename Function>
@@ -268,9 +281,8 @@ void Api::push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place pl
   void* function = version_ >= kVersion2 ? reinterpret_cast<void*>(&start_2) : reinterpret_cast<void*>(&start_1);
   auto pushed = std::make_shared<Pushed>(std::move(op));
   auto* parameter = new std::shared_ptr<Pushed>(pushed);
-  const int status =
-      push_async_(function, parameter, &drop, &kCpu, nullptr, 0, arrays.data(), static_cast<int>(arrays.size()),
-                  place == Place::kHere ? &kAsync : &kCpuPrioritized, priority, name, false);
+  const int status = push_async_(function, parameter, &drop, &kCpu, nullptr, 0, arrays.data(),
+                                 static_cast<int>(arrays.size()), &property_of(place), priority, name, false);
   pushed->pushing = false;
   if (status == 0) {
     if (pushed->deleted && !pushed->started) pushed->op->skipped();

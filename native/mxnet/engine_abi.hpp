@@ -108,6 +108,7 @@ class View {
 enum class Place {
   kHere,           // inside push() when its arrays are ready; otherwise behind whatever computation is queued then
   kCommunication,  // on a thread that computes nothing
+  kComputation,    // where MXNet computes
 };
 
 // The resolved functions; immutable, so any thread may use it.

@@ -19,7 +19,7 @@ import numpy as np
 
 from fuzz.programs import FLOATS, Operation, Program, Shape
 
-__all__ = ["Model", "checksum", "object_of", "rounded_to_bfloat16", "share", "values"]
+__all__ = ["Model", "checksum", "fold", "object_of", "rounded_to_bfloat16", "share", "values"]
 
 Array = Any  # numpy.ndarray of any dtype
 
@@ -139,7 +139,7 @@ class Model:
 def _sum_of_devices(operation: Operation, arrays: Sequence[Array], as_half: bool) -> Array:
     if len(arrays) == 1:
         return arrays[0]
-    return _fold(operation.dtype, "sum", arrays, 1.0, 1.0, as_half)
+    return fold(operation.dtype, "sum", arrays, 1.0, 1.0, as_half)
 
 
 def _reduce(operation: Operation, arrays: Sequence[Array], as_half: bool) -> Array:
@@ -148,14 +148,15 @@ def _reduce(operation: Operation, arrays: Sequence[Array], as_half: bool) -> Arr
         op, postscale = "sum", postscale / len(arrays)
     if len(arrays) == 1 and prescale == 1.0 and postscale == 1.0:
         return arrays[0]
-    return _fold(operation.dtype, op, arrays, prescale, postscale, as_half)
+    return fold(operation.dtype, op, arrays, prescale, postscale, as_half)
 
 
-def _fold(dtype: str, op: str, arrays: Sequence[Array], prescale: float, postscale: float, as_half: bool) -> Array:
+def fold(dtype: str, op: str, arrays: Sequence[Array], prescale: float, postscale: float, as_half: bool) -> Array:
+    """What becomes of arrays, one after the other, and of the factors, where an average is a sum."""
     if as_half and dtype in ("float32", "float64"):
         with np.errstate(all="ignore"):
             halves = [array.astype(np.float32).astype(np.float16) for array in arrays]
-            return _fold("float16", op, halves, prescale, postscale, False).astype(dtype)
+            return fold("float16", op, halves, prescale, postscale, False).astype(dtype)
     with np.errstate(all="ignore"):
         if dtype in FLOATS:
             wide: Any = np.float64 if dtype == "float64" else np.float32
