@@ -13,6 +13,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvstore_hvd import divergence, engine, log, mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.compression import parse_compression
@@ -362,6 +364,13 @@ class StoreMethods:
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
         """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
         divergence.compare(parameters, self._namespace, when, self._engine)
+
+    def _is_true_anywhere(self, fact: bool) -> bool:
+        """Whether it is on any worker; waits for all. Called by the hook of Trainers whose optimizer exchanges."""
+        with self._engine.submitting():
+            row = np.array([fact], np.int64)
+            name = f"{self._namespace}/overflow"
+            return bool(self._engine.all_rows("Trainer.step", name, "AMP's overflow", row).any())
 
     def _gradient_memory(self) -> native.MXNetAdapter | None:
         """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""

@@ -88,7 +88,7 @@ class TrainerHandler(ArraysHandler):
 
     def receive(self) -> None:
         """See `StagedHandler.receive`; afterwards the Trainers of all workers agree what they have to broadcast."""
-        is_ours = _has_our_store(self.value)
+        is_ours = _has_our_store(self.value) or mxnet_compat.broadcasts_parameters(self.value)
         super().receive()
         if is_ours:
             # A Trainer broadcasts its parameters in its first step, which is another one for workers that come later.

@@ -165,7 +165,7 @@ class OptimizerMethods:
         As `DistributedTrainer`.
     """
 
-    #: For the hooks: a Module with this optimizer needs no store.
+    #: For the hooks, see mxnet_compat/exchanging.py.
     _kvstore_hvd_synchronised = True
 
     def __init__(
@@ -186,6 +186,15 @@ class OptimizerMethods:
     def unwrap(self) -> Any:
         """The optimizer inside, which divides by no number of workers."""
         return vars(self)["_optimizer"]
+
+    @property
+    def _kvstore_hvd_store(self) -> Any:
+        """What it exchanges gradients with. For the hooks."""
+        return vars(self)["_store"]
+
+    def _kvstore_hvd_adopt(self, optimizer: Any) -> None:
+        """Take another optimizer inside, which was loaded from a file. For the hooks."""
+        vars(self)["_optimizer"] = optimizer
 
     # MXNet sets and reads attributes of an optimizer (its learning rate, its counts): they are the inner one's.
 

@@ -22,6 +22,7 @@ from kvstore_hvd.mxnet_compat.arrays import (
 )
 from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
+from kvstore_hvd.mxnet_compat.exchanging import broadcasts_parameters
 from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
 from kvstore_hvd.mxnet_compat.parameters import (
     after_initialization,
@@ -55,6 +56,7 @@ __all__ = [
     "arrays_of",
     "awaited_names",
     "bfloat16",
+    "broadcasts_parameters",
     "bytes_in",
     "context_of",
     "devices_of",

@@ -5,6 +5,7 @@
 - A trainer that would train alone although there are several workers raises UnsynchronisedTrainerError.
 - With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
   of its parameters.
+- Beside an optimizer that exchanges gradients itself there is no store that does so, too (see exchanging.py).
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
@@ -26,8 +27,9 @@ from typing import Any, NoReturn, Optional
 from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
-from kvstore_hvd.mxnet_compat import engine_errors, gradients, numpy_shim, trainer_steps
+from kvstore_hvd.mxnet_compat import engine_errors, exchanging, gradients, numpy_shim, trainer_steps
 from kvstore_hvd.mxnet_compat.trainers import joinable_of, key_of, labels_of
+from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, mark, wrap
 
 __all__ = ["ALIAS", "NAME", "install_hooks", "install_hooks_on_import", "register_store"]
 
@@ -40,9 +42,6 @@ WorldSize = Callable[[], Optional[int]]
 Arena = Callable[[], Any]
 
 _TAG = "kvstore_hvd.hooks"
-_WRAPPED = "_kvstore_hvd_wraps"
-# Of a Trainer or an optimizer: whether it exchanges gradients by itself.
-_SYNCHRONISED = "_kvstore_hvd_synchronised"
 # Of a Trainer: why which of its gradients are staged, as its store and the log were told.
 _TOLD = "_kvstore_hvd_told"
 # Of a Trainer: what it exchanges in each step.
@@ -51,8 +50,6 @@ _COLLECTED = "_kvstore_hvd_collected"
 _world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None
 _arena: Arena = lambda: None  # noqa: E731
-# Whether a Module is being given an optimizer that exchanges gradients itself.
-_optimizer_exchanges = False
 
 
 def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:
@@ -77,6 +74,7 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
     _store = store_factory()
     register_store(mxnet, _store)
     engine_errors.register_errors(mxnet)
+    exchanging.patch(mxnet, _is_ours_or_named_so)
     _patch_model(mxnet)
     _patch_trainer(mxnet)
     _patch_gradients(mxnet)
@@ -121,18 +119,12 @@ def register_store(mxnet: Any, store: type) -> None:
 # -- Wrappers -----------------------------------------------------------------------------------------------------
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function `name` of a module or class by ``make(original)``, unless that was done before."""
-    original = owner.__dict__.get(name)
-    if original is None or hasattr(original, _WRAPPED):
-        return
-    wrapper = functools.wraps(original)(make(original))
-    setattr(wrapper, _WRAPPED, original)
-    setattr(owner, name, wrapper)
-
-
 def _is_ours(kv: object) -> bool:
     return _store is not None and isinstance(kv, _store)
+
+
+def _is_ours_or_named_so(kv: object) -> bool:
+    return _is_ours(kv) or (isinstance(kv, str) and kv.lower() in (NAME, ALIAS))
 
 
 def _is_local(mxnet: Any, kv: Any) -> bool:
@@ -142,7 +134,7 @@ def _is_local(mxnet: Any, kv: Any) -> bool:
 
 def _check_synchronised(mxnet: Any, asked: Any, kv: Any, who: str) -> None:
     """Raise when `who`, who asked for the store `asked` and got `kv`, would train alone beside other workers."""
-    if not _is_local(mxnet, kv) or _optimizer_exchanges or config().allow_local_trainer:
+    if not _is_local(mxnet, kv) or exchanging.present() is not None or config().allow_local_trainer:
         return
     size = _world_size()
     if size is None or size <= 1:
@@ -177,22 +169,27 @@ def _patch_model(mxnet: Any) -> None:
     def creating(check: Optional[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def create_kvstore(kvstore: Any, num_device: int, arg_params: Any) -> Any:
-                # The original creates nothing for one device unless the name has 'dist' in it.
-                if isinstance(kvstore, str) and kvstore.lower() in (NAME, ALIAS):
-                    kvstore = mxnet.kvstore.create(kvstore)
-                created = original(kvstore, num_device, arg_params)
+                optimizer = exchanging.present()
+                if _is_ours_or_named_so(kvstore):
+                    if optimizer is not None:
+                        exchanging.broadcast_parameters(optimizer, arg_params)
+                        kvstore = exchanging.set_store_aside(optimizer, kvstore, num_device)
+                    elif isinstance(kvstore, str):
+                        # The original creates nothing for one device unless the name has 'dist' in it.
+                        kvstore = mxnet.kvstore.create(kvstore)
+                created, update_on_kvstore = original(kvstore, num_device, arg_params)
                 if check:
-                    _check_synchronised(mxnet, kvstore, created[0], check)
-                return created
+                    _check_synchronised(mxnet, kvstore, created, check)
+                return created, update_on_kvstore and optimizer is None
 
             return create_kvstore
 
         return make
 
-    _wrap(model, "_create_kvstore", creating("FeedForward"))
-    _wrap(trainer, "_create_kvstore", creating(None))  # the Trainer itself is asked, see _patch_trainer
+    wrap(model, "_create_kvstore", creating("FeedForward"))
+    wrap(trainer, "_create_kvstore", creating(None))  # the Trainer itself is asked, see _patch_trainer
     if module is not None:
-        _wrap(module, "_create_kvstore", creating("Module"))
+        wrap(module, "_create_kvstore", creating("Module"))
 
     def initializing(original: Callable[..., Any]) -> Callable[..., Any]:
         def initialize_kvstore(
@@ -208,21 +205,9 @@ def _patch_model(mxnet: Any) -> None:
 
         return initialize_kvstore
 
-    def optimizing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init_optimizer(self: Any, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kw: Any) -> None:
-            global _optimizer_exchanges
-            _optimizer_exchanges = getattr(optimizer, _SYNCHRONISED, False)
-            try:
-                original(self, kvstore, optimizer, *args, **kw)
-            finally:
-                _optimizer_exchanges = False
-
-        return init_optimizer
-
-    _wrap(model, "_initialize_kvstore", initializing)
+    wrap(model, "_initialize_kvstore", initializing)
     if module is not None:
-        _wrap(module, "_initialize_kvstore", initializing)
-        _wrap(module.Module, "init_optimizer", optimizing)
+        wrap(module, "_initialize_kvstore", initializing)
 
 
 # -- mxnet.gluon.Trainer ------------------------------------------------------------------------------------------
@@ -255,7 +240,7 @@ def _patch_trainer(mxnet: Any) -> None:
                     _verify_updates(self, config().verify_every)
                 return
             gradients.look_at(self._params)
-            if not any(getattr(each, _SYNCHRONISED, False) for each in (self, self._optimizer)):
+            if not getattr(self, exchanging.SYNCHRONISED, False) and exchanging.optimizer_in(self._optimizer) is None:
                 try:
                     _check_synchronised(mxnet, self._kvstore_params["kvstore"], kv, type(self).__name__)
                 except UnsynchronisedTrainerError:
@@ -293,17 +278,17 @@ def _patch_trainer(mxnet: Any) -> None:
 
         return update
 
-    _wrap(mxnet.gluon.Trainer, "step", stepping)
-    _wrap(mxnet.gluon.Trainer, "update", updating)
-    _wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)
-    _wrap(mxnet.gluon.Trainer, "__init__", constructing)
-    _wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)
+    wrap(mxnet.gluon.Trainer, "step", stepping)
+    wrap(mxnet.gluon.Trainer, "update", updating)
+    wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)
+    wrap(mxnet.gluon.Trainer, "__init__", constructing)
+    wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)
 
 
 def _verify_updates(trainer: Any, every: int) -> None:
     """Have a Trainer's store compare the parameters after every so many updates; once for a Trainer."""
     original = trainer._update  # what `step` and `update` call
-    if hasattr(original, _WRAPPED):
+    if is_wrapped(original):
         return
     epoch, number = None, 0
 
@@ -321,7 +306,7 @@ def _verify_updates(trainer: Any, every: int) -> None:
                 [(f"'{labels[key]}' (key {key})", param) for key, param in keys], f"after {number} updates"
             )
 
-    setattr(update, _WRAPPED, original)
+    mark(update, original)
     trainer._update = update
 
 
@@ -359,16 +344,16 @@ def _patch_gradients(mxnet: Any) -> None:
 
         return allreduce_grads
 
-    _wrap(mxnet.gluon.Parameter, "_init_grad", allocating)
-    _wrap(mxnet.gluon.Parameter, "cast", casting)
+    wrap(mxnet.gluon.Parameter, "_init_grad", allocating)
+    wrap(mxnet.gluon.Parameter, "cast", casting)
     cached_op = mxnet.ndarray.CachedOp
-    if not hasattr(cached_op.__init__, _WRAPPED) and any(type(each) is cached_op for each in gc.get_objects()):
+    if not is_wrapped(cached_op.__init__) and any(type(each) is cached_op for each in gc.get_objects()):
         gradients.note_early_graphs()
     try:
-        _wrap(cached_op, "__init__", compiling)
+        wrap(cached_op, "__init__", compiling)
     except TypeError:  # a class of Cython's
         gradients.note_early_graphs()
-    _wrap(mxnet.gluon.Trainer, "_allreduce_grads", exchanging)
+    wrap(mxnet.gluon.Trainer, "_allreduce_grads", exchanging)
 
 
 def _arena_of(store: Any) -> Any:

@@ -145,7 +145,7 @@ def test_a_commit_of_another_world(rank, meet, before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), ONE_UP_ONE_DOWN)
-@pytest.mark.parametrize("kind", ["DistributedTrainer"])
+@pytest.mark.parametrize("kind", ["DistributedTrainer", "DistributedOptimizer"])
 def test_states_that_are_broadcast(rank, meet, kind, before, after):
     """`broadcast_trainer_states` takes no number of workers along."""
     net, replay = mlp(seed=5), Replay()
@@ -189,7 +189,7 @@ def test_a_join_in_another_world(rank, meet, before, after):
 
 
 @pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
-@pytest.mark.parametrize(("before", "after", "devices"), [(3, 2, 1), (2, 4, 1), (1, 4, 1)])
+@pytest.mark.parametrize(("before", "after", "devices"), [(3, 2, 1), (2, 4, 2), (1, 4, 1)])
 def test_module(rank, meet, before, after, devices):
     """`Module` with a `DistributedOptimizer`: gradients are workers' ranks, so the parameter says what they were
     divided by."""

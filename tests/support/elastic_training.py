@@ -67,7 +67,7 @@ class Training:
             self.trainer = hvd.DistributedTrainer(params, "sgd", settings)
         elif kind == "DistributedOptimizer":
             optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **settings))
-            self.trainer = gluon.Trainer(params, optimizer, kvstore=None)
+            self.trainer = gluon.Trainer(params, optimizer, kvstore="horovod")  # which exchanges no gradients here
         else:
             self.trainer = gluon.Trainer(params, "sgd", settings, kvstore="horovod" if kind else None)
         self._loss = gluon.loss.SoftmaxCrossEntropyLoss()

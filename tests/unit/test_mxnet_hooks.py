@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_hvd.mxnet_compat import hooks
+from kvstore_hvd.mxnet_compat import hooks, wrapping
 from support.fake_store import V2, Fake, World, mx, network, step, store_class, trainer_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,14 +53,18 @@ def test_installing_twice_wraps_once(world: type[World]) -> None:
         (sys.modules["mxnet.gluon.trainer"], "_create_kvstore"),
         (mx.gluon.Trainer, "_init_kvstore"),
         (mx.gluon.Trainer, "__init__"),
+        (mx.gluon.Trainer, "_reset_kvstore"),
+        (mx.optimizer.Updater, "get_states"),
     ]
     if not V2:
         places += [(mx.module.module, "_create_kvstore"), (mx.module.module, "_initialize_kvstore")]
+        places += [(mx.mod.Module, "init_optimizer"), (mx.model.FeedForward, "fit")]
     first = [getattr(owner, name) for owner, name in places]
     hooks.install_hooks(store_class, lambda: None)
     for function, (owner, name) in zip(first, places):
         assert getattr(owner, name) is function, name
-        assert not hasattr(getattr(function, hooks._WRAPPED), hooks._WRAPPED), name
+        assert wrapping.is_wrapped(function), name
+        assert not wrapping.is_wrapped(getattr(function, wrapping._WRAPPED)), name
 
 
 # -- The string trap ----------------------------------------------------------------------------------------------
