@@ -27,8 +27,11 @@ bool throws(const std::function<void()>& body) {
 Thresholds all_scheduled() { return parse_thresholds("inlined=0,inlined_direct=0"); }
 
 // Announces `name` on every rank of the world and makes it ready; `direct`: as if it lay in the ranks' arenas.
-std::uint32_t make_ready(World& world, const std::string& name, std::size_t count, int priority, bool direct = false) {
+std::uint32_t make_ready(World& world, const std::string& name, std::size_t count, int priority, bool direct = false,
+                         bool on_device = false) {
   std::vector<float> data(count);
+  Request request = allreduce(name, data);
+  request.on_device = on_device;
   std::uint32_t slot = kNoSlot;
   for (int r = 0; r < static_cast<int>(world.size); ++r) {
     Alarm alarm(world, r, std::chrono::seconds(10));
@@ -36,7 +39,7 @@ std::uint32_t make_ready(World& world, const std::string& name, std::size_t coun
     const auto handle = table.find(name);
     check(handle.has_value(), "a slot");
     slot = handle->slot;
-    const auto outcome = table.announce(*handle, allreduce(name, data));
+    const auto outcome = table.announce(*handle, request);
     const bool last = r + 1 == static_cast<int>(world.size);
     check(outcome == (last ? TensorTable::Outcome::kLast : TensorTable::Outcome::kWaiting), "outcome");
   }
@@ -177,6 +180,28 @@ const bool fusion =
               "piece");
       }
       check(!schedule.fetch(1, entry), "nothing is left");
+    });
+
+const bool devices =
+    testing::add("devices get the next batch once all have begun the last, and in order of priority", [] {
+      const auto segment = Segment::create(3, 0, all_scheduled());
+      World& world = segment->world();
+      Alarm alarm(world, 0, std::chrono::seconds(10));
+      Schedule schedule(world, alarm);
+      const std::uint32_t low = make_ready(world, "low", 64, -1, false, true);
+      const std::uint32_t here = make_ready(world, "here", 64, 0);
+      Entry entry;
+      check(schedule.fetch(0, entry) && entry.pieces[0].slot == here, "the host's goes first, if it has the priority");
+      const std::uint32_t last = make_ready(world, "last", 64, -2);
+      check(schedule.fetch(1, entry) && entry.pieces[0].slot == low, "and the devices', if theirs is higher");
+      check(entry.algorithm == Algorithm::kDevice && entry.n_pieces == 1, "a batch");
+      const std::uint32_t next = make_ready(world, "next", 64, 5, false, true);
+      check(schedule.fetch(2, entry) && entry.pieces[0].slot == last, "no device has begun: the host goes on");
+      for (int r = 0; r < 3; ++r) {
+        check(!schedule.available(3) && !schedule.fetch(3, entry), "not all devices have begun the batch");
+        world.rank(r).batches_begun.store(1);
+      }
+      check(schedule.available(3) && schedule.fetch(3, entry) && entry.pieces[0].slot == next, "now all have");
     });
 
 const bool versions = testing::add("a slot that changed hands tells those who remember it", [] {

@@ -156,6 +156,17 @@ def test_a_set_survives_a_reset(dynamic, rank, size):
         assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
 
 
+def test_a_set_that_a_running_job_does_not_have_is_refused_once(dynamic, rank, size):
+    """As when a newcomer's `init` names one: it learns so as it is taken in, and not again in later worlds."""
+    few = hvd.add_process_set([0]) if size > 1 else None
+    process_sets._registry().wanted.append(hvd.ProcessSet(range(size)))
+    with pytest.raises(kvstore_hvd.InvalidRequestError, match="not one of the process sets of the running job"):
+        process_sets.rejoin()
+    kvstore_hvd.reset()
+    process_sets.rejoin()
+    assert process_sets.process_sets() == [hvd.global_process_set, *([few] if few else [])]
+
+
 def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monkeypatch):
     """All workers raise the same error, and the set can be added afterwards."""
     if size < 2:

@@ -217,6 +217,21 @@ def test_deferred_parameters_go_back_to_their_first_values(hybridize):
     assert values(net) == trained
 
 
+def test_a_network_that_was_replaced_leaves_no_first_values():
+    """GluonState: the places of its parameters are those of another network by now."""
+    replaced, net = (network(nn.Dense(3), seed=seed) for seed in (1, 2))
+    state = GluonState(replaced)
+    state.net = net
+    data, _ = samples(4)
+    net(array(data))
+    first = values(net)
+    for parameter in net.collect_params().values():
+        parameter.set_data(parameter.data() + 1)
+    replaced(array(data))  # only now it gets its shape, and its first values
+    state.restore()
+    assert values(net) == first
+
+
 def test_gradients_that_add_up_begin_anew():
     """GluonState.restore: gradients of grad_req 'add' are zero, those of a step that was lost do not count twice."""
     net = network(nn.Dense(3, in_units=8))
