@@ -40,6 +40,8 @@ _DAEMON_ENDS_S = 3.0
 _KILL_TAKES_S = 2.0
 # Once all processes are gone, how long a pipe may stay open (held by a process of another user).
 _DRAIN_S = 2.0
+# And how long whoever reads our output has at least, for the last words of workers that have taken all of their grace.
+_LAST_WORDS_S = 1.0
 
 
 class ElasticDriver:
@@ -60,6 +62,7 @@ class ElasticDriver:
         self._end: End | None = None
         self._stop_at: float | None = None  # workers that still run are ended then
         self._give_up_at: float | None = None  # daemons that still run are killed then
+        self._drop_at: float | None = None  # when a signal that ended the job no longer waits for who reads our output
         self._gone_at: float | None = None  # when the last daemon was gone
         self._inbox: SignalInbox
         self._listener: Listener
@@ -175,6 +178,8 @@ class ElasticDriver:
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = now + _KILL_TAKES_S
             self._daemons.give_up()
+        if self._asked is not None and self._drop_at is None:
+            self._drop_at = now + self._settings.kill_grace_s
 
     def _done(self) -> bool:
         if self._end is None or self._stop_at is not None or self._daemons:
@@ -189,6 +194,8 @@ class ElasticDriver:
             return False
         self._relay.flush()
         self._status.erase()
+        if self._drop_at is not None and now >= max(self._drop_at, self._gone_at + _LAST_WORDS_S):
+            self._relay.drop()
         return not self._relay.pending
 
     def _discover(self, now: float) -> None:

@@ -27,6 +27,8 @@ _EXIT_LOST_OUTPUT = 1
 _EXIT_NOT_STARTED = 126
 # Once all processes are gone, how long a pipe may stay open (held by a process of another user).
 _DRAIN_S = 2.0
+# And how long whoever reads our output has at least, for the last words of workers that have taken all of their grace.
+_LAST_WORDS_S = 1.0
 
 
 class Supervisor:
@@ -45,6 +47,7 @@ class Supervisor:
         self._ending = False  # all workers have been told to end
         self._stop_at: float | None = None
         self._kill_at: float | None = None
+        self._drop_at: float | None = None  # when a signal that ended the job no longer waits for who reads our output
         self._gone_at: float | None = None  # when the last process of the job was gone
 
     def run(self) -> int:
@@ -145,6 +148,8 @@ class Supervisor:
         times = [t for t in known if t is not None]
         if self._gone_at is not None and self._relay.reading:
             times.append(self._gone_at + _DRAIN_S)
+        if self._gone_at is not None and self._drop_at is not None:
+            times.append(self._drop_at)
         return max(0.0, min(times) - now) if times else None
 
     def _act_on_time(self, now: float) -> None:
@@ -153,6 +158,12 @@ class Supervisor:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._workers.signal(signal.SIGKILL, by_us=True)
+        if self._asked is not None and self._drop_at is None:
+            self._drop_at = now + self._plan.limits.kill_grace_s
+        if self._drop_at is not None and self._gone_at is not None:
+            self._drop_at = max(self._drop_at, self._gone_at + _LAST_WORDS_S)
+            if now >= self._drop_at:
+                self._relay.drop()
 
     # -- What happens ---------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 from support.jobs import LIMIT_S, end_by, run, start, variables_of, wait_for
+from support.launchers import kvhvdrun
 
 # Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -142,3 +144,45 @@ def test_an_ignored_hangup_stays_ignored(marker: str) -> None:
     process.send_signal(signal.SIGHUP)
     process.communicate(b"", timeout=LIMIT_S)
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_signal_ends_the_job_although_nobody_reads_its_output(
+    marker: str, number: signal.Signals, elastic: bool
+) -> None:
+    options = ["--min-np", "2"] if elastic else ["-np", "2"]
+    # The signal's own action: without a handler, Python would end with the write that it is in.
+    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\nwhile True: print('x' * 1000, flush=True)"
+    process = subprocess.Popen(
+        [*kvhvdrun().prefix, *options, sys.executable, "-c", program],
+        env={**variables_of(marker), "KVHVD_KILL_GRACE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        select.select([], [], [], 2)  # until what lies between is full: nothing tells of that
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) == 128 + number
+    finally:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+def test_a_reader_that_is_slow_gets_all_that_is_written_within_the_grace(marker: str) -> None:
+    program = r"""
+def handler(*_):
+    say('last words ' * 20000 + '\n'); sys.exit(0)
+signal.signal(signal.SIGTERM, handler)
+say('ready\n')
+while True: signal.pause()
+"""
+    process = start(marker, 2, program, variables={"KVHVD_KILL_GRACE": "100"})
+    wait_for(process, 2)
+    process.send_signal(signal.SIGTERM)
+    select.select([], [], [], 3)
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out.count(b"last words ")) == (128 + signal.SIGTERM, 40000)
