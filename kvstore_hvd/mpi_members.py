@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvstore_hvd.errors import rank_list
-from kvstore_hvd.mpi_world import Introduction
+from kvstore_hvd.mpi_world import Introduction, start_time
 from kvstore_hvd.topology import Host
 
 __all__ = ["Members"]
@@ -48,7 +48,7 @@ class Members:
         here = Host.here().identity
         for rank, each in enumerate(self.introductions):
             if rank != self.own and each.host.identity == here:
-                self._watch(rank, each.process)
+                self._watch(rank, each)
 
     def __del__(self) -> None:
         for fd in self._watches.values():
@@ -150,9 +150,14 @@ class Members:
 
     # -- Below it -----------------------------------------------------------------------------------------------------
 
-    def _watch(self, rank: int, process: int) -> None:
+    def _watch(self, rank: int, introduction: Introduction) -> None:
         try:
-            watch = os.pidfd_open(process)
+            watch = os.pidfd_open(introduction.process)
+            # The number may be that of another process, if this one died after it had introduced itself.
+            began = start_time(introduction.process)
+            if began and introduction.started not in (0, began):
+                os.close(watch)
+                raise ProcessLookupError
         except ProcessLookupError:
             self._dead.add(rank)
         except (OSError, AttributeError):

@@ -20,7 +20,7 @@ from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.mpi_calls import call_within
 from kvstore_hvd.topology import Host, Topology, World
 
-__all__ = ["Introduction", "initialised_mpi", "introduce", "library", "mpi_world", "world_of"]
+__all__ = ["Introduction", "initialised_mpi", "introduce", "library", "mpi_world", "start_time", "world_of"]
 
 Result = TypeVar("Result")
 
@@ -111,6 +111,7 @@ class Introduction:
 
     host: Host
     process: int
+    started: int  # see `start_time`: tells the process from another one that gets its number later
     user: int
     epoch: int  # of its last world, -1: none
     is_leaving: bool  # it takes no part in the next one
@@ -118,10 +119,21 @@ class Introduction:
     secret: bytes = field(repr=False)
 
 
+def start_time(process: int) -> int:
+    """When a process of this host began, in clock ticks since the machine did; 0 when that cannot be found out."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
+
+
 def introduce(communicator: Any, epoch: int = -1, is_leaving: bool = False) -> list[Introduction]:
     """Tell the other ranks of this one, and hear of them; collective. Raises ``MPI.Exception``."""
     token, secret = secrets.token_hex(8), secrets.token_bytes(32)
-    own = Introduction(Host.here(), os.getpid(), os.geteuid(), epoch, is_leaving, token, secret)
+    own = Introduction(
+        Host.here(), os.getpid(), start_time(os.getpid()), os.geteuid(), epoch, is_leaving, token, secret
+    )
     return list(communicator.allgather(own))
 
 

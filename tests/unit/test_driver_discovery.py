@@ -144,7 +144,7 @@ def test_what_was_too_much_stays_so_until_the_end(script: type[Poller]) -> None:
     """However little the last look finds."""
     poller = script("yes | head -c 100000; exec >&-; sleep 1000")
     assert poller.poll() is None
-    child = poller.script.child()
+    child = poller.script._child
     assert child is not None
     end = time.monotonic() + LIMIT_S
     while not child.overflown:
@@ -153,7 +153,7 @@ def test_what_was_too_much_stays_so_until_the_end(script: type[Poller]) -> None:
     child.read()
     assert child.overflown
     child.signal(9)
-    with pytest.raises(DiscoveryError, match="killed by SIGKILL|more than 65536 bytes"):
+    with pytest.raises(DiscoveryError, match=r"killed by SIGKILL|more than 65536 bytes"):
         poller.next()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import types
 from typing import Any
@@ -11,6 +13,9 @@ import pytest
 from kvstore_hvd import mpi_recovery
 from kvstore_hvd.config import MPILaunch
 from kvstore_hvd.mpi_calls import Clock, call_within
+from kvstore_hvd.mpi_members import Members
+from kvstore_hvd.mpi_world import Introduction, start_time
+from kvstore_hvd.topology import Host
 
 SURVIVES = MPILaunch("Open MPI", 0, 4, "OMPI_COMM_WORLD_SIZE", "5.0.11", recovers=True)
 PLAIN = MPILaunch("Open MPI", 0, 4, "OMPI_COMM_WORLD_SIZE", "5.0.11")
@@ -78,3 +83,20 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: pyte
     assert clock.elapsed() == pytest.approx(0.1)
     now[0] += 1000.0
     assert clock.elapsed() < 1.0
+
+
+def test_a_number_that_is_another_process_by_now_is_neither_watched_nor_killed() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        began = start_time(process.pid)
+
+        def introduction(started: int) -> Introduction:
+            return Introduction(Host.here(), process.pid, started, os.geteuid(), 0, False, "", b"")
+
+        communicator = types.SimpleNamespace(rank=0, Iprobe=lambda *_: False)
+        mpi = types.SimpleNamespace(BYTE=None, Exception=RuntimeError)
+        members = Members(mpi, communicator, [introduction(0), introduction(began), introduction(began - 1)])
+        assert members.living() == [1]
+        assert members.kill(2)
+        assert process.poll() is None
+        assert not members.kill(1)
+        assert process.wait(60) == -9
