@@ -2,9 +2,7 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/ioctl.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,9 +11,9 @@
 #include <cstdio>
 #include <cstring>
 #include <system_error>
-#include <thread>
 
 #include "kvstore_hvd/describe.hpp"
+#include "kvstore_hvd/process_end.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -67,65 +65,11 @@ bool has_ended(const RankState& state) {
   return kill(state.pid, 0) != 0 && errno == ESRCH;
 }
 
-// How a process that is gone ended, as waitpid(2) reports it: from PIDFD_GET_INFO (Linux 6.15, once the process is
-// reaped), else from its zombie.
-std::optional<int> wait_status_of(int pidfd, int pid) {
-  struct {
-    std::uint64_t mask, cgroup;
-    std::uint32_t ids[11];
-    std::int32_t exit_code;
-  } info{};
-  static_assert(sizeof(info) == 64);
-  constexpr std::uint64_t kExit = 1 << 3;
-  constexpr unsigned long kGetInfo = _IOC(_IOC_READ | _IOC_WRITE, 0xff, 11, sizeof(info));
-  // The parent reaps it any moment now, or a little later on a busy machine.
-  for (int attempt = 0; attempt < 300; ++attempt) {
-    info.mask = kExit;
-    if (pidfd >= 0 && ioctl(pidfd, kGetInfo, &info) == 0 && (info.mask & kExit) != 0) return info.exit_code;
-    const auto stat = read_stat(pid);
-    if (stat && stat->state == 'Z' && stat->exit_code != 0) return stat->exit_code;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return std::nullopt;
-}
-
-const char* signal_name(int number) {
-  switch (number) {
-    case SIGABRT:
-      return "SIGABRT";
-    case SIGBUS:
-      return "SIGBUS";
-    case SIGFPE:
-      return "SIGFPE";
-    case SIGHUP:
-      return "SIGHUP";
-    case SIGILL:
-      return "SIGILL";
-    case SIGINT:
-      return "SIGINT";
-    case SIGKILL:
-      return "SIGKILL";
-    case SIGPIPE:
-      return "SIGPIPE";
-    case SIGQUIT:
-      return "SIGQUIT";
-    case SIGSEGV:
-      return "SIGSEGV";
-    case SIGTERM:
-      return "SIGTERM";
-    default:
-      return nullptr;
-  }
-}
-
-std::string describe_end(int pidfd, int pid) {
-  const auto status = wait_status_of(pidfd, pid);
-  if (!status) return "died";
-  if (WIFSIGNALED(*status)) {
-    const char* name = signal_name(WTERMSIG(*status));
-    return std::string("died (") + (name != nullptr ? name : "signal " + std::to_string(WTERMSIG(*status))) + ")";
-  }
-  return "exited with code " + std::to_string(WEXITSTATUS(*status));
+// As describe_end() asks for it.
+std::optional<int> zombie_status(const RankState& state) {
+  const auto stat = read_stat(state.pid);
+  if (!stat || !is_of(*stat, state) || stat->state != 'Z') return std::nullopt;
+  return stat->exit_code;
 }
 
 }  // namespace
@@ -200,7 +144,7 @@ std::optional<Liveness::Death> Liveness::find_death() {
     peer.settled = true;
     // A rank that left in good order may have done so after the look above.
     if (state.presence.load(std::memory_order_acquire) == Presence::kLeft) continue;
-    return Death{r, describe_end(peer.pidfd, state.pid)};
+    return Death{r, describe_end([&] { return ask_kernel(peer.pidfd); }, [&] { return zombie_status(state); })};
   }
   return std::nullopt;
 }

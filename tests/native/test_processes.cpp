@@ -1,15 +1,18 @@
 // The engine with ranks as processes: those that die, and those that fork.
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
+#include <optional>
 #include <string>
 #include <thread>
 
 #include "check.hpp"
 #include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/process_end.hpp"
 #include "kvstore_hvd/world.hpp"
 #include "ranks.hpp"
 
@@ -17,6 +20,7 @@ namespace kvstore_hvd {
 namespace {
 
 using testing::check;
+using testing::check_equal;
 
 // Runs `body` in a child process as one rank; it must return 0.
 pid_t spawn(const Segment& segment, int rank, const std::function<int(Engine&)>& body,
@@ -65,6 +69,57 @@ const bool killed = testing::add("a killed rank is named, with the signal, while
   }
   // Last: it may have died before the others watched it, and then only what waits to be reaped tells how.
   check(WIFSIGNALED(wait_for(victim)), "killed");
+});
+
+const bool end_unknown = testing::add("a kernel that cannot tell how a process ended is asked once", [] {
+  int asked = 0;
+  const auto cannot = [&] {
+    ++asked;
+    return ExitAnswer{};
+  };
+  const auto gone = [] { return std::optional<int>(); };
+  check_equal(describe_end(cannot, gone), std::string("died"), "reaped");
+  check_equal(asked, 1, "questions about a process that is reaped");
+  check_equal(describe_end(cannot, [] { return std::optional<int>(SIGKILL); }), std::string("died (SIGKILL)"),
+              "zombie");
+  check_equal(describe_end(cannot, [] { return std::optional<int>(0); }), std::string("died"),
+              "a zombie, not readable");
+  check_equal(asked, 3, "one question for each");
+});
+
+const bool end_later = testing::add("a kernel that can tell is asked until the process is reaped", [] {
+  int asked = 0;
+  const auto later = [&] {
+    return ++asked < 5 ? ExitAnswer{ExitAnswer::kNotYet, 0} : ExitAnswer{ExitAnswer::kKnown, 0};
+  };
+  check_equal(describe_end(later, [] { return std::optional<int>(0); }), std::string("exited with code 0"), "its code");
+  check_equal(asked, 5, "questions");
+  asked = 0;
+  const auto never = [&] {
+    ++asked;
+    return ExitAnswer{ExitAnswer::kNotYet, 0};
+  };
+  check_equal(describe_end(never, [] { return std::optional<int>(3 << 8); }), std::string("exited with code 3"),
+              "zombie");
+  check_equal(asked, 1, "its zombie tells at once");
+  check_equal(describe_end(never, [] { return std::optional<int>(); }), std::string("died"), "nobody reaps it");
+});
+
+const bool end_asked = testing::add("this kernel is asked about a process that is there, and one that is reaped", [] {
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
+  if (pidfd >= 0) check(ask_kernel(pidfd).kind != ExitAnswer::kKnown, "it runs");
+  kill(child, SIGTERM);
+  wait_for(child);
+  const ExitAnswer answer = ask_kernel(pidfd);
+  check(answer.kind != ExitAnswer::kNotYet, "there is nothing to wait for any more");
+  if (answer.kind == ExitAnswer::kKnown) check_equal(answer.status, SIGTERM, "how it ended");
+  check(ask_kernel(-1).kind == ExitAnswer::kNever, "no pidfd");
+  close(pidfd);
 });
 
 const bool stopped = testing::add("a stopped rank is named at the deadline", [] {
