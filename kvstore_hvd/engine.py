@@ -333,6 +333,13 @@ class Engine(Member):
         fact, fix = f"process set {number} could not be made.", "see the first error; the workers are as before."
         return message(fact, **self.topology.speaker, details=details, fix=fix)
 
+    def worlds_within(self, world: Member) -> list[Member]:
+        """A world that this worker is in, and those of some of its workers and no others; without worlds of one."""
+        members = set(world.topology.all_ranks)
+        return [
+            each for each in (self, *self._inner) if members.issuperset(each.topology.all_ranks) and not each.is_alone
+        ]
+
     def leave_inner(self, inner: InnerMember) -> None:
         """Leave a world that `join_inner` made. Raises as `shutdown`."""
         with self._lock:

@@ -32,12 +32,15 @@ class Member:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        # Not that one: whoever leaves the world holds it, and waits for operators of MXNet that may ask for the adapter.
+        self._adapter_lock = threading.Lock()
         self._world: World | None = None
         self._communicator: Communicator | None = None
         self._leaving: Communicator | None = None
         self._adapter: native.MXNetAdapter | None = None
         self._inspector: StallInspector | None = None
         self._deferred: Exception | None = None  # an error that no read has raised, for the next call
+        self._holds_unread = 0  # who has such errors wait
         self._closed = ""  # why there is no world any more
         self._remedy = ""
         self._forked = False
@@ -91,7 +94,8 @@ class Member:
             return None
         self._closed = f"this worker left the world{': ' + reason if reason else ''}."
         self._remedy = "call kvstore_hvd.reset() on every worker to meet again."
-        self._leaving, self._communicator = self._communicator, None
+        with self._adapter_lock:  # from here on there is no new adapter
+            self._leaving, self._communicator = self._communicator, None
         if self._leaving is None:
             return None
         try:
@@ -141,6 +145,7 @@ class Member:
     def after_fork_in_child(self) -> None:
         """Let go of the world; the child may not talk to the other workers."""
         self._lock = threading.RLock()
+        self._adapter_lock = threading.Lock()
         self._inspector = None
         if self._communicator is not None:
             if self._adapter is not None:
@@ -162,6 +167,28 @@ class Member:
     def defer(self, error: Exception | None) -> None:
         """Have the next call raise `error`, unless one waits for that already."""
         self._deferred = self._deferred or error
+
+    def hold_unread(self, change: int) -> None:
+        """Leave errors that nobody has read alone, while this was called with 1 more often than with -1.
+
+        To ask MXNet for such an error makes MXNet forget it: operations on what it should have computed, and that are
+        still to run, then take what is there. So nobody asks as long as an error may be one to forget, see `Join`.
+        """
+        self._holds_unread += change
+
+    def raise_unread(self) -> None:
+        """Raise an error that nobody has read, held or not."""
+        unread = self._take_unread()
+        if unread is not None:
+            raise unread
+
+    def forget_unread(self, is_meant: Callable[[Exception], bool]) -> bool:
+        """Forget an error that nobody has read, if `is_meant` says so of it; returns whether it did."""
+        unread = self._take_unread()
+        if unread is None or is_meant(unread):
+            return unread is not None
+        self.defer(unread)
+        return False
 
     def _inspect(self, communicator: Communicator, topology: Topology) -> None:
         check_s, shutdown_s = config().stall_check_s, config().stall_shutdown_s
@@ -239,14 +266,14 @@ class Member:
 
     def mxnet_adapter(self) -> native.MXNetAdapter:
         """The adapter for arrays of the MXNet in this process. Raises as `communicator`."""
-        if self._adapter is None:
-            with self._lock:
-                communicator = self.communicator()
-                if self._adapter is None:
-                    self._adapter = communicator.mxnet_adapter(
-                        mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive()
-                    )
-        return self._adapter
+        adapter = self._adapter
+        if adapter is None:
+            with self._adapter_lock:
+                communicator, adapter = self.communicator(), self._adapter
+                if adapter is None:
+                    naive = mxnet_compat.engine_is_naive()
+                    adapter = self._adapter = communicator.mxnet_adapter(mxnet_compat.libmxnet_path(), naive)
+        return adapter
 
     @property
     def used_adapter(self) -> native.MXNetAdapter | None:
@@ -297,7 +324,7 @@ class Member:
             on that, or the others would wait for what it left out.
         """
         failure = None if self.is_alone else self.communicator().health()
-        unread = self._take_unread()
+        unread = None if self._holds_unread and failure is None else self._take_unread()
         if failure is not None:
             # An unread error came first, and may be why the others have left.
             raise unread if unread is not None else failure

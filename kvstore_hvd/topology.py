@@ -109,6 +109,11 @@ class Topology:
         return rank if self.inside is None else self.inside.ranks[rank]
 
     @property
+    def all_ranks(self) -> Sequence[int]:
+        """Those of this world among all workers, in order."""
+        return range(self.size) if self.inside is None else self.inside.ranks
+
+    @property
     def rank_in_all(self) -> int:
         """This worker's rank among all workers."""
         return self.rank_of_all(self.rank)

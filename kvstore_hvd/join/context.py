@@ -11,40 +11,44 @@ PyTorch, "Distributed Training with Uneven Inputs Using the Join Context Manager
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import warnings
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, NamedTuple, NoReturn, Optional
 
 import numpy as np
 
 from kvstore_hvd import engine, native
-from kvstore_hvd.comm.base import PATIENT, Request
+from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
 from kvstore_hvd.join import tokens
 from kvstore_hvd.join.joinable import Joinable, _JoinConfig
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
+from kvstore_hvd.join.withdrawal import Withdrawal, is_withdrawn
 from kvstore_hvd.join.zeros import LEFT, explained
 from kvstore_hvd.member import Member
+from kvstore_hvd.numbering import next_number
 
 __all__ = ["Join", "is_uneven"]
 
 # Iterations that a worker follows the others before it is told that this is a lot.
 _WARN_AFTER = 1000
-# The n-th enabled context of a world is the same one on all its workers. Workers may have entered different numbers of
-# them when a world is lost: each world, told by its epoch, starts anew.
-_contexts: weakref.WeakKeyDictionary[Member, tuple[int, Iterator[int]]] = weakref.WeakKeyDictionary()
 # The contexts that this process is in, the outermost first.
 _entered: list[Join] = []
 
 
 class _Exhausted(RuntimeError):
     """What `throw_on_early_termination` raises, on every worker."""
+
+
+class _Presence(NamedTuple):
+    """An operation that sums how many workers begin an iteration, under way, and its memory."""
+
+    work: native.Work
+    token: Any
 
 
 class Join:
@@ -124,9 +128,10 @@ class Join:
         if len(self._trainers) == len(self._hooks) and unknown:  # other joinables may know more
             raise TypeError(f"Join of Trainers has no argument {sorted(unknown)[0]!r}")
         self._followed = 0  # iterations
-        self._number = -1  # among those of the world
+        self._number = 0  # from 1: among those of the world, the same one on all its workers
         self._thread = 0
         self._before: list[_JoinConfig] = []
+        self._held: list[Member] = []  # worlds whose unread errors may be those of what is withdrawn
 
     def __enter__(self) -> Join:
         if self._enable and any(isinstance(each, TrainerHook) and each.is_in_a_context for each in self._hooks):
@@ -134,12 +139,15 @@ class Join:
         if self._enable and any(each._enable and each._thread != threading.get_ident() for each in _entered):
             raise RuntimeError("another thread is in a Join")
         if self._enable:
-            self._number = _next_number(self._world)
+            self._number = next_number(self._world, "Join")
         self._before = [joinable._join_config for joinable in self._joinables]
         for place, joinable in enumerate(self._joinables):
             joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
         self._followed = 0
         self._thread = threading.get_ident()
+        self._held = engine.current().worlds_within(self._world) if self._enable and self._throws else []
+        for world in self._held:
+            world.hold_unread(1)
         _entered.append(self)
         return self
 
@@ -150,9 +158,14 @@ class Join:
         traceback: Optional[TracebackType],
     ) -> None:
         try:
+            if self._was_declined(error):
+                # As it would have learnt from its next joinable.
+                self._begin_or_throw()
             if error is None and self._enable:
                 self._followed = 0  # not those that it followed as it left a context within this one
-                if self._follows_steps:
+                if self._throws:
+                    self._end_all()
+                elif self._follows_steps:
                     self._follow_steps()
                 else:
                     self._follow()
@@ -165,6 +178,8 @@ class Join:
             if error is not None:
                 self._tell_of(error)
             _entered.remove(self)
+            for world in self._held:
+                world.hold_unread(-1)
             # A later use outside of the context must not wait for workers that are not in it.
             for joinable, config in zip(self._joinables, self._before):
                 joinable._join_config = config
@@ -193,22 +208,63 @@ class Join:
         context: Join = config.context
         if context._follows_steps:
             return None
-        work = context._tell_presence(1)
-        if config.throw_on_early_termination and context._sum("early", 0) > 0:
-            raise _Exhausted("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
-        return work
+        if context._throws:
+            return context._begin_or_throw()
+        return context._tell_presence(1)
 
     # -- The protocol -----------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Run the hooks until no worker has input any more, as the others tell."""
-        while self._sum("presence", 0) > 0:
-            if self._throws:
-                self._sum("early", 1)
-                raise _Exhausted(f"Rank {self._world.topology.rank_in_all} exhausted all inputs.")
+        while self._others_present():
             for hook in self._hooks:
                 hook.main_hook()
             self._count()
+
+    def _begin_or_throw(self) -> Optional[native.Work]:
+        """Where contexts throw, what an iteration begins with, if no worker has ended."""
+        if self._world.is_alone:
+            return None
+        presence = self._submit(1)
+        if self._wait_for_early(0):
+            self._throw("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        for world in self._held:
+            world.raise_unread()
+        return presence.work
+
+    def _end_all(self) -> None:
+        """Where contexts throw, the end of the body: the end of all, if another worker has begun an iteration."""
+        if self._world.is_alone:
+            return
+        withdrawal = self._withdrawal()
+        if withdrawal.drain():  # of what this worker has begun
+            self._begin_or_throw()
+        presence = self._submit(0)
+        withdrawal.decline_until(presence.work)
+        if presence.token[0] > 0:
+            self._wait_for_early(1)
+            self._throw(f"Rank {self._world.topology.rank_in_all} exhausted all inputs.", withdrawal)
+
+    def _throw(self, text: str, withdrawal: Optional[Withdrawal] = None) -> NoReturn:
+        """Raise on all workers, when what only some of them have submitted is gone."""
+        withdrawal = withdrawal or self._withdrawal()
+        withdrawal.drain()
+        token = np.zeros(1, np.int64)
+        request = self._request(self._wire_name("withdrawn"), token)
+        withdrawal.decline_until(tokens.submit(self._world, request, token))
+        withdrawal.drain()
+        withdrawal.agree()
+        raise _Exhausted(text)
+
+    def _was_declined(self, error: Optional[BaseException]) -> bool:
+        """Whether an operation failed because a worker has no more input, and this context is to throw then."""
+        if not self._enable or not self._throws or isinstance(error, _Exhausted):
+            return False
+        return is_withdrawn(error, self._world, self._number)
+
+    def _withdrawal(self) -> Withdrawal:
+        own = {self._wire_name("early"), self._wire_name("withdrawn")}
+        return Withdrawal(self._world, self._number, own.__contains__)
 
     def _follow_steps(self) -> None:
         """Take the others' steps until no worker has input any more.
@@ -281,46 +337,49 @@ class Join:
         of_all = (_Exhausted, DivergedError, MismatchError, InputFailedError, HorovodInternalError)
         if not self._enable or current.is_alone or isinstance(error, of_all):
             return
+        if any(each._was_declined(error) for each in _entered):  # of one around this one, perhaps
+            return
         rank = current.topology.rank_in_all
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": .")
             current.abort(f"rank {rank} left a Join context with {reason}")
 
     def _tell_presence(self, present: int) -> Optional[native.Work]:
-        current = self._world
-        if current.is_alone:
+        if self._world.is_alone:
             return None
-        token = np.array([present], np.int64)
         # Nobody reads its error: the operations that training waits for have the same one.
-        with current.submitting():
-            return tokens.submit(current, self._request(self._wire_name("presence"), token), token)
+        with self._world.submitting():
+            return self._submit(present).work
 
-    def _sum(self, what: str, number: int) -> int:
-        """Sum a number over all workers, and wait for it."""
-        current = self._world
-        if current.is_alone:
-            return number
-        token = np.array([number], np.int64)
-        with current.submitting():
-            current.communicator().run(self._request(self._wire_name(what), token))
-        return int(token[0])
+    def _others_present(self) -> bool:
+        """How a worker without input begins an iteration: waits for the others to begin theirs, or to have none."""
+        if self._world.is_alone:
+            return False
+        with self._world.submitting():
+            presence = self._submit(0)
+            try:
+                self._world.communicator().wait(presence.work)
+            except MismatchError as error:
+                raise explained(error, self._world) from None
+        return bool(presence.token[0] > 0)
+
+    def _submit(self, present: int) -> _Presence:
+        token = np.array([present], np.int64)
+        return _Presence(tokens.submit(self._world, self._request(LEFT, token), token), token)
+
+    def _wait_for_early(self, early: int) -> bool:
+        """Whether a worker has ended early; waits for all."""
+        token = np.array([early], np.int64)
+        self._world.communicator().run(self._request(self._wire_name("early"), token))
+        return bool(token[0] > 0)
 
     def _wire_name(self, what: str) -> str:
-        # Until the others begin an iteration or leave the body, too, any time may pass.
-        return f"{PATIENT if what == 'presence' else ''}join/{self._number}/{what}"
+        return f"join/{self._number}/{what}"
 
     def _request(self, name: str, token: Any) -> Request:
         place = [token.ctypes.data]
         # The group tells contexts apart that are under one name.
-        return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64", group=self._number + 1)
-
-
-def _next_number(world: Member) -> int:
-    epoch = world.topology.epoch
-    known = _contexts.get(world)
-    if known is None or known[0] != epoch:
-        known = _contexts[world] = epoch, itertools.count()
-    return next(known[1])
+        return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64", group=self._number)
 
 
 def is_uneven() -> bool:

@@ -20,8 +20,9 @@ from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.keys import Call, Group
 from kvstore_hvd.member import Member
-from kvstore_hvd.mxnet.calls import make_call, next_number, operations
+from kvstore_hvd.mxnet.calls import make_call, operations
 from kvstore_hvd.mxnet.process_sets import ProcessSet
+from kvstore_hvd.numbering import next_number
 from kvstore_hvd.operations import SUM
 
 __all__ = ["Exchange", "Statistics", "StatisticsExchange", "by_channel", "find_exchange"]

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import Any, Optional
-
-import numpy as np
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.keys import Call, reject_array
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.process_sets import ProcessSet
+from kvstore_hvd.numbering import next_number
 from kvstore_hvd.operations import Operations
 
 __all__ = [
     "NAMESPACE",
-    "agree_on_numbers",
     "check_array",
     "check_list",
     "check_name",
     "make_call",
     "names_for",
-    "next_number",
     "operations",
     "root_in",
     "unnamed",
@@ -31,20 +26,6 @@ __all__ = [
 
 #: What the names of all operations here begin with; stores have others.
 NAMESPACE = "hvd"
-
-
-class _Unnamed:
-    """Counts the calls without a name in one world, for each kind of call."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.counts: dict[str, int] = {}
-        self.before = 0  # the largest number of any kind that there may have been, when `counts` was empty
-
-
-# The n-th calls meet. Workers may have made different numbers of them when a world is lost: each world starts anew.
-_unnamed_lock = threading.Lock()
-_unnamed: weakref.WeakKeyDictionary[Member, _Unnamed] = weakref.WeakKeyDictionary()
 
 
 def make_call(world: Member, operation: str) -> Call:
@@ -92,35 +73,6 @@ def names_for(call: Call, world: Member, name: Optional[str], count: int = 0) ->
 def unnamed(world: Member, kind: str) -> str:
     """A name that no call had in this world."""
     return f"{kind}.noname.{next_number(world, kind)}"
-
-
-def next_number(world: Member, kind: str) -> int:
-    """A number that no call of this kind had in this world; the n-th calls of all workers have the same one."""
-    with _unnamed_lock:
-        known = _unnamed_in(world)
-        known.counts[kind] = known.counts.get(kind, 0) + 1
-        return known.before + known.counts[kind]
-
-
-def agree_on_numbers(world: Member) -> None:
-    """Go on with the same numbers everywhere, after workers have made different numbers of calls; waits for all.
-
-    To be called inside ``world.submitting()``.
-    """
-    with _unnamed_lock:
-        known = _unnamed_in(world)
-        row = np.array([known.before + max(known.counts.values(), default=0)], np.int64)
-    table = world.all_rows("join", f"{NAMESPACE}/numbers", "join", row)
-    with _unnamed_lock:
-        known.before, known.counts = int(table.max()), {}
-
-
-def _unnamed_in(world: Member) -> _Unnamed:
-    epoch = world.topology.epoch
-    known = _unnamed.get(world)
-    if known is None or known.epoch != epoch:
-        known = _unnamed[world] = _Unnamed(epoch)
-    return known
 
 
 def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:

@@ -14,6 +14,7 @@ __all__ = [
     "arrays_of",
     "awaited_names",
     "initialize",
+    "initialize_awaiting",
     "is_block",
     "is_deferred",
     "is_parameters",
@@ -27,6 +28,8 @@ __all__ = [
 _MAKES = "_init_impl"
 # Under what names it is going to be broadcast then.
 _AWAITED = "_kvstore_hvd_awaited"
+# Those parameters by such a name: two networks in two process sets may use the same one.
+_awaiting: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
 
 
 def is_block(thing: object) -> bool:
@@ -107,17 +110,36 @@ def initialize(parameter: Any, shape: Sequence[int]) -> None:
     parameter._finish_deferred_init()
 
 
+def initialize_awaiting(name: str, shape: Sequence[int]) -> bool:
+    """Finish the initialisation of parameters that are going to be broadcast under this name then, see `initialize`.
+
+    Returns whether there were any that can have the shape.
+    """
+    awaiting = [each for (awaited, _), each in list(_awaiting.items()) if awaited == name]
+    fitting = [each for each in awaiting if is_deferred(each) and not _misfit_of_shape(each, shape)]
+    for parameter in fitting:
+        initialize(parameter, shape)
+    return bool(fitting)
+
+
 def misfit(parameter: Any, shape: Sequence[int], dtype: str) -> str:
     """What keeps a parameter from having this shape and dtype, as a few words; '' if nothing does."""
     import numpy as np
 
+    wrong = _misfit_of_shape(parameter, shape)
+    if wrong:
+        return wrong
+    own_dtype = np.dtype([("bfloat16", np.uint16)]) if parameter.dtype == "bfloat16" else np.dtype(parameter.dtype)
+    own_name = own_dtype.names[0] if own_dtype.names else own_dtype.name
+    return "" if own_name == dtype else f"dtype {own_name} instead of {dtype}"
+
+
+def _misfit_of_shape(parameter: Any, shape: Sequence[int]) -> str:
     own = parameter.shape
     unknown = (0, -1) if is_deferred(parameter) else ()
     if own is not None and (len(own) != len(shape) or any(a != b for a, b in zip(own, shape) if a not in unknown)):
         return f"shape {tuple(own)} instead of {tuple(shape)}"
-    own_dtype = np.dtype([("bfloat16", np.uint16)]) if parameter.dtype == "bfloat16" else np.dtype(parameter.dtype)
-    own_name = own_dtype.names[0] if own_dtype.names else own_dtype.name
-    return "" if own_name == dtype else f"dtype {own_name} instead of {dtype}"
+    return ""
 
 
 def zero_added_gradients(parameter: Any) -> None:
@@ -146,4 +168,5 @@ def after_initialization(parameter: Any, name: str, then: Callable[[], None]) ->
 
     if name:
         setattr(parameter, _AWAITED, (*awaited_names(parameter), name))
+        _awaiting[name, id(parameter)] = parameter
     setattr(parameter, _MAKES, make_and_tell)

@@ -45,6 +45,7 @@ LAYERS = (
     ("recording",),
     ("stall", "member", "inner_worlds", "engine"),
     (
+        "numbering",
         "gpu_ops",
         "numpy_ops",
         "timeline",

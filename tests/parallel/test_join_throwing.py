@@ -1,0 +1,300 @@
+"""Contexts that throw as soon as one worker has no more input: nothing of the others' last iteration stays behind."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import engine
+from kvstore_hvd.errors import HorovodInternalError
+from kvstore_hvd.join import Join, Joinable, JoinHook
+from kvstore_hvd.mxnet_compat import engine_is_naive
+from support.arrays import assert_equal_on_all_ranks
+from support.gluon import array, parameters, weights
+
+mx = pytest.importorskip("mxnet")
+nn = mx.gluon.nn
+
+HYBRID = [None, {}, {"static_alloc": True, "static_shape": True}]
+IDS = ["eager", "hybrid", "static"]
+EPOCHS = 3
+
+
+class Nothing(Joinable):
+    """Takes part, and exchanges nothing of its own."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.group = group
+
+    def join_hook(self, **kwargs):
+        return JoinHook()
+
+    @property
+    def join_device(self):
+        return None
+
+    @property
+    def join_process_group(self):
+        return self.group
+
+    def step(self):
+        Join.notify_join_context(self)
+
+
+def network(hybridize=None, first=None, seed=3, **options):
+    """Several layers that exchange statistics, one behind the other, and of the same bits on all workers."""
+    mx.random.seed(seed)
+    net = nn.HybridSequential()
+    for layer in (first, nn.Dense(6, in_units=5), hvd.SyncBatchNorm(in_channels=6, **options), nn.Dense(4, in_units=6)):
+        if layer is not None:
+            net.add(layer)
+    net.add(hvd.SyncBatchNorm(in_channels=4, **options), nn.Dense(2, in_units=4))
+    net.initialize(mx.init.Uniform(0.5))
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    return net
+
+
+def count_of(rank, size, epoch):
+    """Another worker has the least in each epoch, and some have one batch more than others."""
+    return 2 + ((rank + epoch) % size > 0) + ((rank + epoch) % size > 1)
+
+
+def batch_of(rank, epoch, step):
+    return np.random.default_rng([rank, epoch, step]).standard_normal((4 + rank, 5)).astype("float32")
+
+
+def forward(net, x):
+    with mx.autograd.record():
+        loss = (net(array(x)) ** 2).mean()
+    loss.backward()
+    return loss
+
+
+def run_epoch(step, counts, rank, epoch, joinables):
+    """One epoch in a context, and what it ends with."""
+    least = min(counts)
+    done = 0
+
+    def run():
+        nonlocal done
+        with Join(joinables, throw_on_early_termination=True):
+            for number in range(counts[rank]):
+                step(batch_of(rank, epoch, number))
+                done += 1
+
+    if max(counts) == least:
+        run()
+    else:
+        text = f"^Rank {hvd.rank()} exhausted all inputs" if counts[rank] == least else "^Detected at least one rank"
+        with pytest.raises(RuntimeError, match=text) as caught:
+            run()
+        assert type(caught.value).__name__ == "_Exhausted"
+    assert done == least
+
+
+def assert_same(net, replayed, name):
+    """The bits of a training that has made the steps that all workers could make, and no others."""
+    mx.nd.waitall()  # in static graphs of MXNet, a read does not wait for what operators written in Python change
+    mine, theirs = ([each.data().asnumpy() for each in parameters(one)] for one in (net, replayed))
+    assert len(mine) == len(theirs)
+    for place, (one, other) in enumerate(zip(mine, theirs)):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one, other)
+        assert_equal_on_all_ranks(one, f"{name}/{place}")
+
+
+def assert_nothing_is_left(size, name):
+    """Collectives of all kinds of names meet those of the same call."""
+    for place in range(3):
+        assert hvd.allreduce(array(np.full(3, place + 1.0, "float32")), op=hvd.Sum).asnumpy()[0] == size * (place + 1)
+    assert hvd.allgather_object((name, hvd.rank())) == [(name, rank) for rank in range(size)]
+    kvstore_hvd.barrier()
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
+@pytest.mark.parametrize("reads", ["none", "one", "all"])
+@pytest.mark.parametrize("hybridize", HYBRID, ids=IDS)
+def test_sync_batch_norm(rank, size, hybridize, reads):
+    """The forward pass comes before the step that throws; workers may read the loss in between."""
+    nets = [network(hybridize) for _ in range(2)]
+    trainers = [hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}) for net in nets]
+
+    def step(x, place=0):
+        loss = forward(nets[place], x)
+        if reads == "all" or (reads == "one" and rank == size - 1):
+            assert np.isfinite(loss.asnumpy()).all()
+        trainers[place].step(len(x))
+
+    for epoch in range(EPOCHS):
+        counts = [count_of(each, size, epoch) for each in range(size)]
+        run_epoch(step, counts, rank, epoch, [trainers[0]])
+        run_epoch(lambda x: step(x, 1), [min(counts)] * size, rank, epoch, [trainers[1]])
+        assert_same(*nets, f"sync_batch_norm/{hybridize}/{reads}/{epoch}")
+        forward(nets[0], batch_of(rank, epoch, 9))  # outside of contexts, and of a backward pass
+        forward(nets[1], batch_of(rank, epoch, 9))
+    assert_same(*nets, f"sync_batch_norm/{hybridize}/{reads}/end")
+    assert_nothing_is_left(size, "sync_batch_norm")
+
+
+@pytest.mark.parametrize("notifies", ["first", "last"])
+def test_what_the_body_exchanges(rank, size, notifies):
+    """Whatever it is, and in whatever order it comes with what begins an iteration."""
+    sums, joinable = [], Nothing()
+
+    def step(x):
+        if notifies == "first":
+            joinable.step()
+        found = [hvd.allreduce(array(x[0]), op=hvd.Sum) for _ in range(2)]
+        found.append(hvd.allreduce(array(x[0]), op=hvd.Sum, name="named"))
+        found.append(hvd.allreduce(array(x[0]), op=hvd.Sum, name="named"))
+        gathered = hvd.allgather(array(np.full((1 + rank, 2), rank, "float32")), name="gathered")
+        sums.append([each.asnumpy() for each in found])
+        assert len(gathered) == size * (size + 1) // 2
+        assert kvstore_hvd.allreduce(np.ones(2), "NumPy")[0] == size
+        if notifies == "last":
+            joinable.step()
+
+    for epoch in range(EPOCHS):
+        counts = [count_of(each, size, epoch) for each in range(size)]
+        run_epoch(step, counts, rank, epoch, [joinable])
+        assert len(sums) == min(counts)
+        for number, found in enumerate(sums):
+            batches = [batch_of(each, epoch, number)[0] for each in range(size)]
+            for one in found:
+                np.testing.assert_allclose(one, np.sum(batches, 0), rtol=1e-5, atol=1e-5)
+        sums.clear()
+        assert_nothing_is_left(size, f"body/{notifies}/{epoch}")
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
+@pytest.mark.parametrize("order", ["trainers", "own first", "own last"])
+def test_several_joinables(rank, size, order):
+    """Forward passes before and between those that begin an iteration and those that do not."""
+    nets = [network(seed=seed) for seed in (1, 2, 1, 2)]
+    trainers = [hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}) for net in nets]
+    own = Nothing()
+
+    def step(x, place=0):
+        if order == "own first":
+            own.step()
+        for at in (place, place + 1):
+            forward(nets[at], x)
+            trainers[at].step(len(x))
+        if order == "own last":
+            own.step()
+
+    for epoch in range(EPOCHS):
+        counts = [count_of(each, size, epoch) for each in range(size)]
+        for place, numbers in ((0, counts), (2, [min(counts)] * size)):
+            mine = trainers[place : place + 2]
+            joinables = {"trainers": mine, "own first": [own, *mine], "own last": [*mine, own]}[order]
+            run_epoch(lambda x, place=place: step(x, place), numbers, rank, epoch, joinables)
+        for place in (0, 1):
+            assert_same(nets[place], nets[place + 2], f"several/{order}/{epoch}/{place}")
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
+@pytest.mark.parametrize("root", ["first", "last"])
+@pytest.mark.parametrize("absent", ["first", "last"])
+@pytest.mark.parametrize("joins", ["trainer", "own"])
+def test_deferred_parameters(rank, size, root, absent, joins):
+    """A worker without a batch takes part when the others broadcast what they have just got the shapes of."""
+    mx.random.seed(rank)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(3, 2, in_channels=2), nn.Conv2D(2, 2), nn.Dense(4), hvd.SyncBatchNorm(), nn.Dense(2))
+    net.initialize(mx.init.Uniform(0.5))
+    places = {"first": 0, "last": size - 1}
+    hvd.broadcast_parameters(net.collect_params(), root_rank=places[root])
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    own = Nothing()
+
+    def step(x):
+        forward(net, np.resize(x, (len(x), 2, 4, 4)))
+        if joins == "own":
+            own.step()
+        trainer.step(4)
+
+    counts = [0 if each == places[absent] and size > 1 else 2 for each in range(size)]
+    name = f"deferred/{root}/{absent}/{joins}"
+    for epoch, numbers in enumerate((counts, [2] * size, counts[::-1])):
+        run_epoch(step, numbers, rank, epoch, [own if joins == "own" else trainer])
+        for place, parameter in enumerate(parameters(net)):
+            assert_equal_on_all_ranks(parameter.data().asnumpy(), f"{name}/{epoch}/{place}")
+    assert_nothing_is_left(size, name)
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
+@pytest.mark.parametrize("of", ["set", "all"])
+def test_process_sets(rank, size, dynamic, of):
+    """A context of a set's workers, and layers of a set in a context of all."""
+    if size < 2:
+        return
+    members = [0, size - 1]
+    chosen = hvd.add_process_set(members) if size > 2 else hvd.global_process_set
+    nets = [network(process_set=chosen) for _ in range(2)]  # on all: MXNet 1 names parameters by counters
+    group = None if of == "all" or size == 2 else chosen
+    joinables = [Nothing(group) for _ in range(2)]
+
+    def step(x, place=0):
+        if rank in members:
+            forward(nets[place], x)
+        joinables[place].step()
+
+    least = [each in members for each in range(size)]
+    for epoch in range(EPOCHS):
+        # In a set, either has less; among all, either the one member.
+        counts = [2 + (not is_member or (each == members[epoch % 2])) for each, is_member in enumerate(least)]
+        if of == "set" and rank not in members:
+            continue
+        run_epoch(step, counts, rank, epoch, [joinables[0]])
+        run_epoch(lambda x: step(x, 1), [2] * size, rank, epoch, [joinables[1]])
+        mx.nd.waitall()
+        if rank in members:
+            for mine, theirs in zip(weights(nets[0]), weights(nets[1])):
+                np.testing.assert_array_equal(mine, theirs)
+    assert_nothing_is_left(size, f"sets/{of}")
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
+def test_an_exception_in_an_iteration_that_is_not_to_be(rank, size):
+    """It leaves the body as any other: the others are told, and meet again."""
+    if size == 1:
+        return
+    net, own, last = network(), Nothing(), size - 1
+
+    def run():
+        with Join([own], throw_on_early_termination=True):
+            for number in range(1 + (rank > 0)):
+                forward(net, batch_of(rank, 0, number))
+                if rank == last and number == 1:
+                    raise ValueError("no such file")
+                own.step()
+
+    expected = (ValueError, "no such file") if rank == last else (HorovodInternalError, "Join context with ValueError")
+    with pytest.raises(expected[0], match=expected[1]):
+        run()
+    kvstore_hvd.reset()
+    assert_nothing_is_left(size, "exception")
+    with pytest.raises(RuntimeError, match="exhausted"), Join([own], throw_on_early_termination=True):
+        for number in range(1 + (rank > 0)):
+            forward(net, batch_of(rank, 0, number))
+            own.step()
+    assert_nothing_is_left(size, "after a reset")
+
+
+def test_operators_need_no_lock_of_who_leaves(rank, size):
+    """Those of layers ask for the adapter, while a worker that meets the others again waits for them."""
+    kvstore_hvd.reset()  # there is none yet
+    world = engine.current()
+    asks = threading.Thread(target=lambda: size == 1 or world.mxnet_adapter())
+    with world._lock:
+        asks.start()
+        asks.join(60)
+        assert not asks.is_alive()
+    assert_nothing_is_left(size, "adapter")
