@@ -23,6 +23,7 @@ from kvstore_hvd.inner_worlds import InnerMember, InnerWorlds
 from kvstore_hvd.leaving import ExitWatchdog, early_end
 from kvstore_hvd.member import Member, first_unread, log_unread
 from kvstore_hvd.membership import Membership
+from kvstore_hvd.mpi_notice import look_for_mpi
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.topology import Topology, World
 from kvstore_hvd.worker_line import WorkerLine
@@ -205,6 +206,7 @@ class Engine(Member):
                 text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
         super().join(world)
+        look_for_mpi(topology)
         if topology.size > 1:
             register_exit_handler()
         self._recorder.joined(self._communicator, topology)

@@ -32,7 +32,7 @@ class Member:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        # Not that one: whoever leaves the world holds it, and waits for operators of MXNet that may ask for the adapter.
+        # Another one: who leaves the world holds that, and waits for operators of MXNet that may ask for the adapter.
         self._adapter_lock = threading.Lock()
         self._world: World | None = None
         self._communicator: Communicator | None = None

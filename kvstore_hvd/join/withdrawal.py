@@ -96,7 +96,8 @@ class Withdrawal:
             missed = [(world, self._missed_in(world)) for world in self._worlds]
             if communicator.is_met(work):  # then what is missed comes after it
                 break
-            pauses.after(found=any([self._decline(world, one) for world, found in missed for one in found]))
+            done = [self._decline(world, one) for world, found in missed for one in found]
+            pauses.after(found=any(done))
         try:
             communicator.wait(work)
         except MismatchError as error:

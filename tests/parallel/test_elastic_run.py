@@ -190,6 +190,76 @@ def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
     assert state.calls.count("on_reset") == 1
 
 
+class Late(Told):
+    """It tells of an update while the next world forms: the state forgets that when it is reset."""
+
+    update = None
+
+    def next_world(self, cause, text):
+        world = super().next_world(cause, text)
+        if cause == "lost":
+            self.update = (2, int(elastic.HostUpdateResult.added))
+            notification_manager.handle_hosts_updated(*self.update)
+        return world
+
+
+def test_an_update_that_comes_while_a_world_forms_counts(rank, size, monkeypatch):
+    """The first commit in that world acts on it, also where only one worker was told."""
+    monkeypatch.setattr(engine.current(), "_line", Late() if rank == size - 1 else Told())
+    engine.current()._line.update = None
+    state = Traced(step=0, steps=[])
+
+    @elastic.run
+    def train(state):
+        while state.step < 3:
+            state.step += 1
+            if state.step == 2 and state.calls.count("on_reset") == 0:
+                if size == 1:
+                    raise HorovodInternalError("lost on purpose")
+                lose_the_world(rank, size)
+            state.steps.append((state.step, state.calls.count("on_reset")))
+            state.commit()
+
+    train(state)
+    # After the loss step 2 again, whose commit ends that world; then the rest.
+    assert state.steps == [(1, 0), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("lost", ["in training", "between worlds"])
+def test_a_loss_after_an_update_that_skips_the_sync(rank, size, lost):
+    """Only that update skips it: what a loss has brought apart, a sync brings together."""
+    state = Traced(step=0, of=rank)
+    kinds = []
+
+    def lose():
+        if lost == "between worlds" and len(kinds) == 1:
+            kinds.append("between")
+            lose_once(rank, size)
+
+    state.register_reset_callbacks([lose])
+
+    @elastic.run
+    def train(state):
+        kinds.append("training")
+        if len(kinds) == 1:
+            state.of = rank  # differs until there is a sync
+            raise HostsUpdatedInterrupt(skip_sync=True)
+        if lost == "in training" and len(kinds) == 2:
+            assert state.calls.count("sync") == 1
+            lose_once(rank, size)
+
+    train(state)
+    assert kinds == ["training", "between" if lost == "between worlds" else "training", "training"]
+    assert state.calls.count("sync") == 2
+    assert state.of == 0
+
+
+def lose_once(rank, size):
+    if size == 1:
+        raise HorovodInternalError("lost on purpose")
+    lose_the_world(rank, size)
+
+
 @pytest.mark.parametrize(
     ("error", "has_given_up", "cause"),
     [(TransportError, False, "lost"), (TimeoutError, False, "timeout"), (TransportError, True, "timeout")],

@@ -290,6 +290,7 @@ def test_an_exception_in_an_iteration_that_is_not_to_be(rank, size):
 
 def test_operators_need_no_lock_of_who_leaves(rank, size):
     """Those of layers ask for the adapter, while a worker that meets the others again waits for them."""
+    kvstore_hvd.barrier()  # all are in this test
     kvstore_hvd.reset()  # there is none yet
     world = engine.current()
     asks = threading.Thread(target=lambda: size == 1 or world.mxnet_adapter())

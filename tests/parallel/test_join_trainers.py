@@ -10,7 +10,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import engine
 from kvstore_hvd.errors import DivergedError
-from kvstore_hvd.join import Join
+from kvstore_hvd.join import Join, Joinable, JoinHook
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 from support.uneven import (
@@ -104,6 +104,37 @@ def test_no_batch_and_no_shape(rank, size, empty, follows):
     assert parameters(net)[0].shape == (5, 8)
     # Running statistics, too: those of one that joined last.
     assert_same_everywhere(net, trainer, f"shapes/{empty}/{follows}")
+
+
+@pytest.mark.parametrize("last", ["lowest", "highest", "two", "all"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_statistics_are_those_of_who_joined_last(rank, size, last, beside):
+    """Of several the one with the highest rank: the same on all workers."""
+    nn = mx.gluon.nn
+    net = network(nn.Dense(5, in_units=8), nn.BatchNorm(in_channels=5), nn.Dense(3, in_units=5))
+    trainer = trainer_of("DistributedTrainer", net)
+    longest = {"lowest": [0], "highest": [size - 1], "two": [0, size // 2], "all": list(range(size))}[last]
+    data, label = samples(BATCH, seed=20 + rank)
+    with Join([trainer, Nothing()] if beside else [trainer]):
+        train(net, trainer, data, label, [range(BATCH)] * (3 if rank in longest else 1))
+        own = running_statistics(net)
+    everybody = hvd.allgather_object(own)
+    assert len({each.tobytes() for each in everybody}) == size
+    np.testing.assert_array_equal(running_statistics(net), everybody[max(longest)])
+    assert_same_everywhere(net, trainer, f"last/{last}/{beside}")
+
+
+class Nothing(Joinable):
+    """Another joinable: then each iteration tells that this worker is there."""
+
+    join_device = join_process_group = None
+
+    def join_hook(self, **kwargs):
+        return JoinHook()
+
+
+def running_statistics(net):
+    return np.concatenate([each.data().asnumpy() for each in parameters(net) if "running" in each.name])
 
 
 def test_steps_take_no_additional_operations(rank, size):

@@ -28,6 +28,7 @@ LAYERS = (
         "membership",
         "mpi_calls",
         "mpi_world",
+        "mpi_notice",
         "mpi_exit",
         "mpi_members",
         "mpi_recovery",
