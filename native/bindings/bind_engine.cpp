@@ -5,6 +5,7 @@
 
 #include "bind.hpp"
 #include "errors.hpp"
+#include "kvstore_hvd/blocking.hpp"
 #include "kvstore_hvd/engine.hpp"
 #include "kvstore_hvd/liveness.hpp"
 #include "kvstore_hvd/process.hpp"
@@ -16,8 +17,7 @@ namespace {
 
 // A wait that is longer is cut, to let Python handle its signals.
 constexpr std::chrono::milliseconds kSignalCheck{100};
-// Of all ranks together. So little is over before the GIL could be given up and taken back. (Unless a rank is stopped
-// where it holds a lock of the world: then Python stands still until the deadline.)
+// Of all ranks together. So little is over before the GIL could be given up and taken back.
 constexpr std::size_t kQuickBytes = 256 << 10;
 
 using Address = std::uintptr_t;
@@ -93,6 +93,17 @@ void wait(Engine& engine, Work& work, bool done = false) {
   if (!work.status().ok()) raise(work.status());
 }
 
+// Keeps the GIL until something waits: another thread of this rank, or another rank, may be stopped with a lock.
+class GilUntilBlocked final : public BlockingObserver {
+ public:
+  void about_to_block() noexcept override {
+    if (!released_) released_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
+
 // `work` is null, or was run before and is over.
 void run(Engine& engine, const std::shared_ptr<Request>& request, std::shared_ptr<Work>& work) {
   const auto submit = [&] {
@@ -105,6 +116,7 @@ void run(Engine& engine, const std::shared_ptr<Request>& request, std::shared_pt
   const bool quick = !request->on_device && bytes_of(*request) * static_cast<std::size_t>(engine.size()) <= kQuickBytes;
   bool done = false;
   if (quick) {
+    const GilUntilBlocked gil;
     submit();
     done = engine.wait_briefly(*work);
   }

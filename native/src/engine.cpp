@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/blocking.hpp"
 #include "kvstore_hvd/describe.hpp"
 #include "kvstore_hvd/inline_reduction.hpp"
 #include "kvstore_hvd/lingering.hpp"
@@ -23,7 +24,11 @@ namespace kvstore_hvd {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Lock = std::unique_lock<std::mutex>;
 
+// How often a thread tries to get the engine's mutex, which is held for less than a microsecond as a rule, before it
+// says that it waits; as SharedLock.
+constexpr int kTries = 64;
 // How often the watcher looks at deadlines: while something is pending, and otherwise.
 constexpr std::chrono::milliseconds kBusyTick{100};
 constexpr std::chrono::milliseconds kIdleTick{500};
@@ -99,7 +104,7 @@ class Engine::Impl {
       const std::string limits = "a name has 1 to " + std::to_string(kMaxName) + " bytes, not ";
       return work->finish(messages_.invalid(request, limits + std::to_string(request.name.size())));
     }
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock = locked();
     if (left_ || world_.failure.is_set()) {
       Status status = left_ ? messages_.left(request) : messages_.lost(request);
       lock.unlock();
@@ -127,12 +132,12 @@ class Engine::Impl {
   }
 
   // Completes what was carried out inline, on the thread that learns of it. `lock` is that of mutex_, and given up.
-  void take(std::unique_lock<std::mutex>& lock, Work& work, std::uint32_t slot, Clock::time_point when) {
+  void take(Lock& lock, Work& work, std::uint32_t slot, Clock::time_point when) {
     pipeline_.take(slot);
     Pending::Completed completed = pending_.complete(slot, when);
     if (work.request().on_done) lock.unlock();
     work.finish(std::move(completed.status));
-    if (!lock.owns_lock()) lock.lock();
+    if (!lock.owns_lock()) acquire(lock);
     pending_.settle(1);
     const bool driven = driven_, waited_for = waiters_ > 0;
     lock.unlock();
@@ -144,7 +149,7 @@ class Engine::Impl {
   // another rank has claimed. Returns false when another thread is at it.
   bool drive_inline(const Work& work) {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock = locked();
       if (driven_) return false;
       driven_ = true;
     }
@@ -153,7 +158,7 @@ class Engine::Impl {
     impatient.sleeps = false;
     while (!work.done() && drive(impatient) && Clock::now() < end) {
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock = locked();
     stop_driving();
     return true;
   }
@@ -183,7 +188,7 @@ class Engine::Impl {
     const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
     const Flag& bell = world_.rank(rank_).bell;
     poll(policy, [&] { return InlineReduction::is_done(world_, rank_, slot) || bell.value() != work.bell_before; });
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock = locked();
     // Once the world is lost, another thread may have failed the work already. And the driver completes what was
     // scheduled: the mark may by now be that of the next operation on the slot.
     if (world_.failure.is_set() || !pending_.is_in_flight(slot, work)) return false;
@@ -194,7 +199,7 @@ class Engine::Impl {
 
   bool is_met(const Work& work) {
     if (work.done() || forked()) return true;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock = locked();
     return pending_.is_met(work);
   }
 
@@ -244,25 +249,25 @@ class Engine::Impl {
 
   EngineStatistics report() {
     if (forked()) return {};
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock = locked();
     return pending_.report();
   }
 
   void start_timeline(std::size_t capacity) {
     if (forked()) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock = locked();
     pending_.start_timeline(capacity);
   }
 
   void stop_timeline() {
     if (forked()) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock = locked();
     pending_.timeline().stop();
   }
 
   TimelineEvents take_timeline() {
     if (forked()) return {};
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock = locked();
     return pending_.timeline().take();
   }
 
@@ -290,7 +295,7 @@ class Engine::Impl {
   bool shutdown(const std::string& reason) {
     if (forked()) return true;
     {
-      std::unique_lock<std::mutex> lock(mutex_);
+      Lock lock = locked();
       if (leaving_) {
         changed_.wait(lock, [this] { return gone_; });  // bounded by what the first caller does
         return true;
@@ -303,7 +308,7 @@ class Engine::Impl {
     drive_until([this] { return idle(); }, options_.timeout + kBusyTick, policy_);
     bool is_pending = false;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock = locked();
       left_ = true;  // nothing is accepted any more
       is_pending = !idle();
     }
@@ -319,7 +324,7 @@ class Engine::Impl {
     ring_all(world_);
     stop_threads();
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock = locked();
       gone_ = true;
     }
     changed_.notify_all();
@@ -328,6 +333,22 @@ class Engine::Impl {
 
  private:
   friend class Engine;
+
+  // mutex_. Whoever has it may wait in a critical section of the world, for a rank that is stopped there.
+  Lock locked() {
+    Lock lock(mutex_, std::defer_lock);
+    acquire(lock);
+    return lock;
+  }
+
+  static void acquire(Lock& lock) {
+    for (int i = 0; i < kTries; ++i) {
+      if (lock.try_lock()) return;
+      pause_core();
+    }
+    about_to_block();
+    lock.lock();
+  }
 
   // Whoever calls shutdown() gives the devices' memory back next, which other ranks may still read.
   bool await_devices() {
@@ -343,7 +364,7 @@ class Engine::Impl {
   void check_left() {
     // Acquire: pairs with the release in shutdown().
     if (world_.left.load(std::memory_order_acquire) == 0) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock = locked();
     pending_.check_left();
   }
 
@@ -352,7 +373,7 @@ class Engine::Impl {
   void complete(std::uint32_t slot) {
     Pending::Completed completed;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock = locked();
       completed = pending_.complete(slot, Clock::now());
     }
     completed.work->finish(std::move(completed.status));
@@ -363,7 +384,7 @@ class Engine::Impl {
   void settle(std::size_t count) {
     {
       // Under the lock, or a waiter that has just looked would miss the notification.
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock = locked();
       pending_.settle(count);
       if (waiters_ == 0) return;
     }
@@ -382,7 +403,7 @@ class Engine::Impl {
     for (;;) {
       Pending::CarriedOut found;
       {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const Lock lock = locked();
         found = pending_.carried_out();
       }
       for (const std::uint32_t slot : found.slots) {
@@ -391,6 +412,7 @@ class Engine::Impl {
       }
       // Whoever carries it out tells one rank after the other, and may have told the one that lost the world.
       if (!found.may_come || Clock::now() >= end) return;
+      about_to_block();
       std::this_thread::sleep_for(kLook);
     }
   }
@@ -399,7 +421,7 @@ class Engine::Impl {
   void fail_pending() {
     std::deque<std::shared_ptr<Work>> lost;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock = locked();
       lost = pending_.take_all([this](std::uint32_t slot) { return devices_.holds(slot); });
     }
     for (const auto& work : lost) {
@@ -433,15 +455,17 @@ class Engine::Impl {
   template <class Done>
   bool drive_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
     const auto end = Clock::now() + limit;
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock = locked();
     ++waiters_;
     for (bool waited = false;; waited = true) {
       lock.unlock();
       if (done()) break;
       if (waited && Clock::now() >= end) break;
-      lock.lock();
+      acquire(lock);
       if (driven_) {
-        if (!done()) changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
+        if (done()) continue;
+        about_to_block();
+        changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
         continue;
       }
       driven_ = true;
@@ -452,10 +476,10 @@ class Engine::Impl {
         const std::uint32_t seen = bell.value();
         if (!drive(policy) && !done()) bell.wait_change(seen, policy, longest, world_.failure);
       }
-      lock.lock();
+      acquire(lock);
       stop_driving();
     }
-    lock.lock();
+    acquire(lock);
     --waiters_;
     lock.unlock();
     return done();
@@ -469,7 +493,7 @@ class Engine::Impl {
     for (;;) {
       const std::uint32_t seen = bell.value();
       {
-        std::unique_lock<std::mutex> lock(mutex_);
+        Lock lock = locked();
         // After a failure there is nothing to listen for; and as long as callers do the driving, the bell shall not
         // wake this thread as well.
         if (driven_ || world_.failure.is_set() || (callers_drive_ && idle())) {
@@ -485,7 +509,7 @@ class Engine::Impl {
       while (drive(policy_)) {
       }
       {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const Lock lock = locked();
         stop_driving();
       }
       // Without spinning: it would take the core from whoever submits the next operation.
@@ -526,7 +550,7 @@ class Engine::Impl {
 
   void stop_communicating() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock = locked();
       stopping_ = true;
     }
     parked_changed_.notify_all();

@@ -7,6 +7,8 @@
 #include <climits>
 #include <ctime>
 
+#include "kvstore_hvd/blocking.hpp"
+
 namespace kvstore_hvd {
 namespace {
 
@@ -18,6 +20,7 @@ long futex(const std::atomic<std::uint32_t>& word, int operation, std::uint32_t 
 }  // namespace
 
 void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
+  about_to_block();
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
   timespec time{};
   time.tv_sec = seconds.count();

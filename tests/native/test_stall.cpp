@@ -7,6 +7,7 @@
 
 #include "check.hpp"
 #include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/blocking.hpp"
 #include "kvstore_hvd/schedule.hpp"
 #include "kvstore_hvd/tensor_table.hpp"
 #include "kvstore_hvd/world.hpp"
@@ -245,6 +246,55 @@ const bool held_lock = testing::add("a peer that is stopped with the table's loc
   check_equal(missed_names(engine).size(), std::size_t{1}, "missed, again");
   check_equal(waiting(engine).size(), std::size_t{1}, "y waits");
   engine.abort("the test is over");
+});
+
+struct Observer final : BlockingObserver {
+  void about_to_block() noexcept override { called.fetch_add(1); }
+  std::atomic<int> called{0};
+};
+
+const bool observed = testing::add("who may wait for a stopped peer is told before, also behind another thread", [] {
+  const auto segment = Segment::create(2);
+  Engine engine(segment, 0, thread_options());
+  Ghost ghost(*segment, 1);
+  auto known = values_of(0, 10), first = values_of(0, 10), second = values_of(0, 10);
+  static_cast<void>(engine.submit(allreduce("known", known)));
+  SharedLock& lock = segment->world().table_lock;
+  check(lock.try_lock(1), "free");
+  std::atomic<Observer*> at_the_table{nullptr}, at_the_engine{nullptr};
+  const auto submit = [&](std::atomic<Observer*>& seen, const char* name, std::vector<float>& data) {
+    Observer observer;
+    seen.store(&observer);
+    auto work = engine.submit_to_wait(std::make_shared<Request>(allreduce(name, data)));
+    static_cast<void>(engine.wait_briefly(*work));
+    seen.store(nullptr);
+  };
+  const auto is_called = [](const std::atomic<Observer*>& seen) {
+    return [&seen] { return seen.load() != nullptr && seen.load()->called.load() > 0; };
+  };
+  std::thread one([&] { submit(at_the_table, "new", first); });
+  check(until(is_called(at_the_table)), "told at the lock of the table");
+  check(until([&] { return !engine.waiting({}).has_value(); }), "the engine's lock is taken");
+  // Its name is known: it needs only the lock of the engine, which the other thread has.
+  std::thread two([&] { submit(at_the_engine, "known", second); });
+  check(until(is_called(at_the_engine)), "told at the lock of the engine");
+  lock.unlock();
+  one.join();
+  two.join();
+  engine.abort("the test is over");
+});
+
+const bool nested = testing::add("observers are called from the innermost outwards, on their own thread only", [] {
+  about_to_block();  // nobody is there
+  Observer outer;
+  {
+    Observer inner;
+    about_to_block();
+    std::thread(about_to_block).join();
+    check_equal(inner.called.load(), 1, "inner");
+  }
+  about_to_block();
+  check_equal(outer.called.load(), 2, "outer");
 });
 
 const bool reuse = testing::add("slots that have changed hands tell the name they have now", [] {
