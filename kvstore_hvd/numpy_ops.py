@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore_hvd import engine, gpu_ops, native
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
+from kvstore_hvd.errors import InvalidRequestError, ShutdownError, UnsupportedDtypeError, message
 from kvstore_hvd.gpu.arrays import is_on_gpu
 
 __all__ = ["allreduce", "allreduce_init", "barrier", "broadcast"]
@@ -101,8 +101,12 @@ def allreduce_init(
     scale = (float(prescale), float(postscale))
     world = engine.current()
     if world.is_alone:
+        epoch = world.topology.epoch
 
         def run_alone() -> Array:
+            if not world.is_alone or world.topology.epoch != epoch:
+                fact = "it was prepared in a world that is over: it has to be prepared anew."
+                raise ShutdownError(_text("allreduce", name, fact, "call allreduce_init() again."))
             _alone(array, *scale, out)
             return out
 

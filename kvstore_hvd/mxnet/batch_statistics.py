@@ -9,7 +9,6 @@ same bits in the same order, so that they have the same result.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import weakref
@@ -109,7 +108,8 @@ class StatisticsExchange:
     def __init__(self, process_set: ProcessSet, parameter: Any) -> None:
         self._process_set = process_set
         self._parameter = parameter
-        self._number = next(_layers[process_set])
+        # Kept by the set itself: which sets are equal depends on the world, since the global one's ranks do.
+        self._number = next(vars(process_set).setdefault("_layers", itertools.count()))
         self.key = next(_keys)
         _exchanges[self.key] = self
 
@@ -141,8 +141,7 @@ class StatisticsExchange:
         return Exchange(dataclasses.replace(call, names=shown), world, name)
 
 
-# What tells the layers of a process set from each other on the wire, and what an operator knows its layer by.
-_layers: collections.defaultdict[ProcessSet, itertools.count[int]] = collections.defaultdict(itertools.count)
+# What an operator knows its layer by.
 _keys = itertools.count()
 _exchanges: weakref.WeakValueDictionary[int, StatisticsExchange] = weakref.WeakValueDictionary()
 

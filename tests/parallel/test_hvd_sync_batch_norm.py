@@ -8,6 +8,7 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.join import Join, Joinable, JoinHook
+from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, is_mxnet_2
@@ -285,3 +286,14 @@ def test_within_join(rank, size):
     with Join([Nothing()], throw_on_early_termination=True, enable=size == 1):
         train(block, data, data)
     train(block, data, data)
+
+
+def test_layers_of_equal_sets(rank, size):
+    """Each set counts its layers itself: whether a set equals the global one depends on how many workers there are,
+    which may have been others when another worker made its layers."""
+    parameter = mx.gluon.nn.BatchNorm(in_channels=2).gamma
+    some = hvd.ProcessSet(range(size))
+    assert some == hvd.global_process_set
+    before = StatisticsExchange(hvd.global_process_set, parameter)._number
+    assert [StatisticsExchange(some, parameter)._number for _ in range(2)] == [0, 1]
+    assert StatisticsExchange(hvd.global_process_set, parameter)._number == before + 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, ShutdownError, UnsupportedDtypeError
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum
 from support.zero_copy import meet_again
@@ -106,8 +107,22 @@ def test_reset_ends_it(rank, size):
     run = kvstore_hvd.allreduce_init(x, "x")
     run()
     meet_again()
-    if size > 1:
-        for _ in range(2):
-            with pytest.raises(ShutdownError, match="has to be prepared anew"):
-                run()
+    for _ in range(2):
+        with pytest.raises(ShutdownError, match="has to be prepared anew"):
+            run()
+    assert kvstore_hvd.allreduce_init(x, "x")().tolist() == [size] * 2
+
+
+def test_one_of_a_single_worker_ends_with_its_world(rank, size):
+    """Among several it would hand out this worker's own values as their sum."""
+    hvd.shutdown()
+    hvd.init(comm=[0])
+    x = np.ones(2)
+    run = kvstore_hvd.allreduce_init(x, "x")
+    alone = run().tolist()
+    hvd.shutdown()
+    hvd.init(comm=list(range(size)))
+    assert alone == [1, 1]
+    with pytest.raises(ShutdownError, match="has to be prepared anew"):
+        run()
     assert kvstore_hvd.allreduce_init(x, "x")().tolist() == [size] * 2
