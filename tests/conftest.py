@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.launched import launched
+from support.patience import patient
 
 
 def pytest_report_header() -> list[str]:
@@ -26,6 +27,16 @@ def pytest_report_header() -> list[str]:
         f"kvstore_hvd: {package.origin if package else 'not found'}",
         f"launcher: {launcher or 'none'}, rank {rank} of {size}",
     ]
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Lengthen the time that a test may take, as all limits are."""
+    usual = float(config.getini("timeout") or 0)
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limit = float(marker.args[0]) if marker is not None and marker.args else usual
+        if limit > 0:
+            item.add_marker(pytest.mark.timeout(patient(limit)), append=False)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

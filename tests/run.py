@@ -24,6 +24,7 @@ from typing import NamedTuple
 import psutil
 
 from support.launchers import Launcher, environment, kvhvdrun, mpirun
+from support.patience import patient
 from support.results import Results, read
 
 TESTS = Path(__file__).resolve().parent
@@ -33,8 +34,17 @@ STEPS = ("unit", "parallel", "integration")
 RANKS = {"kvhvdrun": (1, 2, 4), "mpirun": (3,)}
 QUICK_RANKS = {"kvhvdrun": (2,), "mpirun": (2,)}
 # An operation that waits this long for another rank fails, so that a test that failed on one rank ends on the others.
-OPERATION_TIMEOUT_S = 60
+OPERATION_TIMEOUT_S = patient(60)
 LOG_LINES = 60
+# What the kernels of ours, of oneDNN and of OpenBLAS (both within MXNet) take for the processor's instruction set.
+ISAS = {
+    isa: {
+        "KVHVD_SIMD": isa,
+        **dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKLDNN_MAX_CPU_ISA"), onednn),
+        "OPENBLAS_CORETYPE": openblas,
+    }
+    for isa, onednn, openblas in (("scalar", "SSE41", "Prescott"), ("avx2", "AVX2", "Haswell"))
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,8 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "rank_main.py"), str(folder)]
     program += [str(TESTS / step.folder), "-v", "--durations=30", "-m", selection(options), *options.pytest]
     command = step.launcher.command(step.ranks, program) if step.launcher else program
-    variables = {"KVHVD_TIMEOUT": str(OPERATION_TIMEOUT_S), "PYTHONUNBUFFERED": "1"} if step.launcher else {}
+    variables = {"KVHVD_TIMEOUT": f"{OPERATION_TIMEOUT_S:g}", "PYTHONUNBUFFERED": "1"} if step.launcher else {}
+    chosen = {**ISAS.get(options.isa, {}), **({"OMP_NUM_THREADS": options.threads} if options.threads else {})}
     start = time.monotonic()
     with (folder / "launcher.log").open("wb") as log:
         process = subprocess.Popen(
@@ -121,7 +132,7 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,  # not the root of the sources: the installed package is tested
-            env={**variables, **environment(step.launcher)},
+            env={**variables, **environment(step.launcher), **chosen},
             start_new_session=True,
         )
         try:
@@ -202,7 +213,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"no slow tests, fewer ranks: {_text(QUICK_RANKS)}")
     parser.add_argument("--ranks", type=_numbers, metavar="N,N", help=f"numbers of ranks (default: {_text(RANKS)})")
     parser.add_argument("--launchers", type=_launchers, metavar="NAME,NAME", default=tuple(RANKS), help=launchers)
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds for each step (default: 1200)")
+    parser.add_argument("--isa", choices=ISAS, help="as on a processor that has no more than this (default: this one)")
+    parser.add_argument("--threads", help="threads of OpenMP in each process (default: as many as there are cores)")
+    text = "seconds for each step (default: %(default)g)"
+    parser.add_argument("--timeout", type=float, default=patient(1200), help=text)
     parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:cut])

@@ -16,6 +16,7 @@ from typing import Any, Optional
 from support.elastic import ElasticJob
 from support.elastic_kinds import KINDS
 from support.elastic_schedule import assert_all_right
+from support.patience import of_the_product
 
 __all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
 
@@ -131,7 +132,7 @@ def run(seed: int, folder: Path, marker: str) -> str:
         options=["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"],
         arguments=["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size), "--kind", plan.kind],
         points=plan.points,
-        variables={"KVHVD_TIMEOUT": str(TIMEOUT_S)},
+        variables={"KVHVD_TIMEOUT": str(of_the_product(TIMEOUT_S))},
     )
     try:
         _disturb(job, plan)

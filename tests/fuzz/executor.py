@@ -18,11 +18,12 @@ from fuzz.model import Model, checksum
 from fuzz.ordering import order_of
 from fuzz.programs import Operation, Program
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError, MismatchError
+from support.patience import patient
 
 __all__ = ["Executor", "Outcome"]
 
 MOST_SETS = 5
-LIMIT_S = 10.0
+LIMIT_S = patient(10.0)
 
 
 class Outcome:

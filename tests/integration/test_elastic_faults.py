@@ -17,6 +17,7 @@ import pytest
 
 from support.elastic import ElasticJob
 from support.elastic_schedule import assert_all_right
+from support.patience import of_the_product, patient
 
 SAMPLES = 240
 # A slot whose workers crash again and again has to wait; not for long in tests.
@@ -79,7 +80,7 @@ def test_killed_workers(start: Start) -> None:
 @pytest.mark.slow
 def test_stopped_workers(start: Start) -> None:
     """They are killed as soon as the others have waited for as long as an operation may take."""
-    job = start(workers=3, variables={"KVHVD_TIMEOUT": "3"})
+    job = start(workers=3, variables={"KVHVD_TIMEOUT": str(of_the_product(3))})
     world = job.until_step(size=3)
     for rank in (2, 0):
         stopped = job.members()[rank]
@@ -99,7 +100,7 @@ def test_without_daemon_or_launcher_all_end(start: Start, who: str) -> None:
     (daemon,) = job.daemons()
     job.note_sockets()
     os.kill(daemon if who == "daemon" else job.process.pid, signal.SIGKILL)
-    code = job.process.wait(timeout=30)
+    code = job.process.wait(timeout=patient(30))
     job.assert_nothing_left(limit_s=30)
     assert code != 0
     assert who in job.text()
@@ -212,7 +213,7 @@ def test_when_nobody_is_left_the_job_ends(start: Start) -> None:
 def test_a_newcomer_does_not_go_on_alone(start: Start, number: int) -> None:
     """The last one that has the state is lost before a newcomer has got it: that one must not begin anew."""
     points = [{"worker": 0, "point": "sync", "count": 2, "delay_s": 0.0, "signal": int(number)}]
-    job = start(workers=2, min_np=1, points=points, variables={"KVHVD_TIMEOUT": "3"})
+    job = start(workers=2, min_np=1, points=points, variables={"KVHVD_TIMEOUT": str(of_the_product(3))})
     job.until_step(size=2)
     job.send(1)
     assert job.end() == 128 + signal.SIGKILL

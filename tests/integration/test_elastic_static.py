@@ -11,14 +11,15 @@ import pytest
 
 from support.jobs import variables_of
 from support.launchers import Launcher, kvhvdrun, mpirun, with_tests
+from support.patience import patient
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "recovering_worker.py"
-LIMIT_S = 90
+LIMIT_S = patient(90)
 STEPS = 100
 TOTAL = float(sum(range(STEPS)))
 LAUNCHERS = {launcher.name: launcher for launcher in (kvhvdrun(), mpirun()) if launcher is not None}
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = pytest.mark.timeout(240)
 
 
 def run(launcher: Launcher, marker: str, plan: dict[str, object], **variables: str) -> tuple[int, str]:

@@ -12,9 +12,10 @@ import pytest
 
 import kvstore_hvd
 from support.launchers import environment, mpirun
+from support.patience import patient
 
 PACKAGES = Path(kvstore_hvd.__file__).resolve().parents[1]
-LIMIT_S = 90
+LIMIT_S = patient(90)
 
 pytestmark = [
     pytest.mark.timeout(120),

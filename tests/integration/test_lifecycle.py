@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from support.launchers import environment, kvhvdrun
+from support.patience import patient
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "lifecycle_worker.py"
-LIMIT_S = 90
+LIMIT_S = patient(90)
 
 
 def run(program: str, ranks: int, *arguments: str, code: int = 0, **variables: str) -> str:

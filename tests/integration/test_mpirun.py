@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from support.launchers import Launcher, environment, mpirun
+from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60
+LIMIT_S = patient(60)
 
 pytestmark = [
     pytest.mark.timeout(120),

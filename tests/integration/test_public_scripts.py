@@ -18,12 +18,13 @@ import pytest
 
 from support.jobs import variables_of
 from support.launchers import environment, kvhvdrun, mpirun
+from support.patience import patient
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 pytest.importorskip("sklearn")
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-LIMIT_S = 180
+LIMIT_S = patient(180)
 MODULE_API = pytest.param(
     "digits_module.py",
     marks=pytest.mark.skipif(importlib.metadata.version("mxnet").startswith("2"), reason="MXNet 2 has no Module"),

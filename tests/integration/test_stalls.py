@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import patient
 from support.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,7 @@ def start(tmp_path: Path, marker: str) -> Iterator[object]:
     for run in runs:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
-            run.process.wait(timeout=30)
+            run.process.wait(timeout=patient(30))
 
 
 def lines_of(output: str, rank: int) -> list[str]:

@@ -12,13 +12,14 @@ import pytest
 
 from support.jobs import PACKAGES
 from support.launchers import environment, kvhvdrun
+from support.patience import patient
 from support.timeline import Trace, parts_of
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).resolve().parents[1]
 WORKER = TESTS / "support" / "timeline_worker.py"
-LIMIT_S = 90
+LIMIT_S = patient(90)
 PARAMETERS = 6  # of the network
 STEPS = 5
 

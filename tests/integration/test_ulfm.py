@@ -21,9 +21,10 @@ from support.elastic import ElasticJob
 from support.elastic_schedule import assert_all_right
 from support.jobs import processes, variables_of
 from support.launchers import Launcher, mpirun, with_tests
+from support.patience import patient
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "recovering_worker.py"
-LIMIT_S = 120
+LIMIT_S = patient(120)
 RANKS = 4
 STEPS = 300
 TOTAL = float(sum(range(STEPS)))
@@ -40,7 +41,7 @@ def ulfm() -> Launcher | None:
 
 
 pytestmark = [
-    pytest.mark.timeout(2 * LIMIT_S),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(ulfm() is None, reason="no mpirun of Open MPI 5 beside this interpreter"),
 ]
 

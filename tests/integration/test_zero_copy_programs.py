@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from support.launchers import environment, kvhvdrun, with_tests
+from support.patience import patient
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mxnet") is None, reason="there is no MXNet")
 
 TESTS = Path(__file__).resolve().parents[1]
-LIMIT_S = 90
+LIMIT_S = patient(90)
 
 
 def run(program: str, ranks: int, *, limit: str = "", code: int = 0, **variables: str) -> str:

@@ -113,7 +113,7 @@ const bool patient = testing::add("for a patient operation a rank may wait for a
         auto token = values_of(rank, 1), after = values_of(rank, 1);
         if (rank == 0) {
           const auto work = engine.submit(allreduce("~left", token));
-          std::this_thread::sleep_for(std::chrono::milliseconds(900));
+          std::this_thread::sleep_for(std::chrono::milliseconds(2500));
           check(!work->done() && engine.health().ok(), "no timeout");
           const auto all = waiting(engine);
           check(all.size() == 1 && all[0].name == "~left", "who asks is told");
@@ -121,14 +121,14 @@ const bool patient = testing::add("for a patient operation a rank may wait for a
           check(engine.wait(*work).ok(), "it is over");
         } else {
           check(until([&] { return missed_names(engine).empty(); }), "nor is it missed");
-          std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+          std::this_thread::sleep_for(std::chrono::milliseconds(2700));
           const auto work = engine.submit(allreduce("~left", token));
           check(engine.is_met(*work), "this rank was the last");
           check(engine.wait(*work).ok(), "it is over");
         }
         check(engine.run(allreduce("after", after)).ok(), "the world goes on");
       },
-      std::chrono::milliseconds(400));
+      std::chrono::milliseconds(2000));
 });
 
 const bool met = testing::add("what a rank does after an operation is not missed before that one is met", [] {

@@ -15,6 +15,7 @@ from kvstore_hvd.kvstore import StoreMethods
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_same_bits, contribution, expected_sum, ordered_sum
 from support.gluon import array, is_mxnet_2
+from support.patience import patient
 from support.steps import SHAPES, assert_summed, check_step, fill, make_parameters, make_trainer
 from support.zero_copy import zero_copy
 
@@ -348,7 +349,7 @@ def test_a_lost_world_raises_before_anything_is_submitted(rank, size):
     kvstore_hvd.barrier()
     if rank == 0:
         engine.current().abort("this is a test")
-    end = time.monotonic() + 60
+    end = time.monotonic() + patient(60)
     while engine.current().communicator().health() is None:
         assert time.monotonic() < end, "the abort never arrived"
         time.sleep(0.01)

@@ -11,6 +11,7 @@ from kvstore_hvd import log
 from support.arrays import assert_same_bits
 from support.gluon import gradients, parameters, weights
 from support.networks import BATCH, MODES, backward, batch, built, sequential, step, trainer_of
+from support.patience import patient
 from support.zero_copy import (
     are_in_arena,
     arena,
@@ -59,7 +60,7 @@ def test_no_net_leaves_anything_behind(rank, size):
     for number in range(NETS):
         one(number)
     # An operation may let go of its arrays a moment after everyone who waits for it has gone on.
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patient(20)
     while used() > before:
         assert time.monotonic() < deadline
         time.sleep(0.01)

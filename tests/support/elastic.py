@@ -19,12 +19,13 @@ import psutil
 
 from support.jobs import PACKAGES, processes
 from support.launchers import environment, kvhvdrun, with_tests
+from support.patience import patient
 
 __all__ = ["LIMIT_S", "ElasticJob", "Line", "shared_files"]
 
 WORKER = Path(__file__).resolve().with_name("elastic_trainee.py")
 # Of the run as a whole, start-up of the workers included: far above what any of them takes.
-LIMIT_S = 150
+LIMIT_S = patient(150)
 # Between two looks at a file: no event tells of its growth.
 GLANCE_S = 0.002
 DAEMON = "kvstore_hvd.driver.daemon"

@@ -14,10 +14,11 @@ import numpy as np
 import kvstore_hvd
 from support.elastic import ElasticJob, Line
 from support.launchers import environment, with_tests
+from support.patience import patient
 
 __all__ = ["Step", "assert_all_right", "steps_that_count"]
 
-REPLAY_LIMIT_S = 120
+REPLAY_LIMIT_S = patient(120)
 
 
 class Step(NamedTuple):

@@ -16,6 +16,7 @@ from kvstore_hvd import native
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.errors import TransportError
 from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
+from support.patience import patient
 
 __all__ = ["STAGING", "ExecutorCases", "Make", "New", "Ranks", "empty"]
 
@@ -297,13 +298,13 @@ class ExecutorCases:
 
         def work(rank: int, executor: Executor) -> Any:
             if rank == 2:
-                are_waiting.wait(30)
+                are_waiting.wait(patient(30))
                 executor.abort()
                 return None
             array = new(samples(rank, 100_000, "float32"))
             completion = executor.allreduce([device_operation([array.address], [array.address], 100_000)])
             assert not completion.done()
-            are_waiting.wait(30)
+            are_waiting.wait(patient(30))
             # Every worker aborts when it hears that the world is lost.
             executor.abort()
             with pytest.raises(TransportError):

@@ -14,6 +14,7 @@ from kvstore_hvd.gpu.nccl import DTYPES, OPS
 from kvstore_hvd.gpu.nccl_library import IN_PROGRESS, SUCCESS
 from support.fake_cuda import FakeCuda
 from support.fake_kernels import raw_of, values_of
+from support.patience import patient
 
 __all__ = ["FakeNccl"]
 
@@ -185,7 +186,7 @@ class FakeNccl:
         with world.condition:
             world.given[number, rank.rank] = given
             world.condition.notify_all()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patient(60)
             while any((number, other) not in world.given for other in range(world.size)):
                 if world.is_aborted or time.monotonic() > deadline:
                     return

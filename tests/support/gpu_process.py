@@ -13,6 +13,7 @@ from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.gpu.devices import Device, activate
 from support.gpu_memory import Arena, DeviceArray
 from support.gpu_ranks import combined, device_operation, finish, samples
+from support.patience import patient
 
 COUNTS = (1, 5000, 600_000)
 
@@ -28,7 +29,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         written.write_text(text)
         written.rename(folder / f"{number}-{rank}")
         paths = [folder / f"{number}-{other}" for other in range(size)]
-        end = time.monotonic() + 60
+        end = time.monotonic() + patient(60)
         while not all(path.exists() for path in paths):
             if time.monotonic() > end:
                 raise SystemExit("the other processes do not come")

@@ -15,6 +15,7 @@ from kvstore_hvd import native
 from kvstore_hvd.comm.executor import Completion
 from kvstore_hvd.records import DeviceOperation
 from support.fake_kernels import raw_of, values_of
+from support.patience import patient
 
 __all__ = [
     "PATIENCE_S",
@@ -116,7 +117,7 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=100)
+        thread.join(timeout=patient(100))
         if thread.is_alive():
             raise RuntimeError("a rank hangs")
     for error in errors:

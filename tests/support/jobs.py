@@ -10,10 +10,11 @@ from pathlib import Path
 
 import kvstore_hvd
 from support.launchers import environment, kvhvdrun
+from support.patience import patient
 
 #: Where the package that is tested is imported from: the installed one has its extension, a source tree may not.
 PACKAGES = Path(kvstore_hvd.__file__).resolve().parents[1]
-LIMIT_S = 60
+LIMIT_S = patient(60)
 
 # What every worker's program begins with.
 PRELUDE = """

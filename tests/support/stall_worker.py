@@ -16,6 +16,7 @@ import numpy as np
 
 import kvstore_hvd
 from kvstore_hvd import engine
+from support.patience import patient
 from support.small_training import SmallTraining
 
 LATE_RANK = 1
@@ -83,7 +84,7 @@ def inspectors() -> int:
 
 def until_inspectors(number: int) -> None:
     """A thread that was told to end does so soon."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + patient(30)
     while inspectors() != number:
         assert time.monotonic() < end, f"{inspectors()} inspectors instead of {number}"
         time.sleep(0.005)

@@ -11,6 +11,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, weights
+from support.rounding import apart, sgd_roundings
 
 mx = pytest.importorskip("mxnet")
 
@@ -101,6 +102,7 @@ def train_alone(
 
 
 def assert_close(net: Any, alone: Any) -> None:
-    """The parameters are equal to 1e-6."""
+    """The parameters are equal, but for rounding: the largest of the networks here, four workers, their most steps."""
+    near = apart(sgd_roundings([8, 16, 16, 3], 4 * BATCH, 14))
     for mine, theirs in zip(weights(net), weights(alone)):
-        assert np.linalg.norm(mine - theirs) <= 1e-6 * np.linalg.norm(theirs)
+        assert np.linalg.norm(mine - theirs) <= near * np.linalg.norm(theirs)

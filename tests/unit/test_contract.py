@@ -17,6 +17,7 @@ import run as suite
 import kvstore_hvd.elastic
 import kvstore_hvd.join
 import kvstore_hvd.mxnet
+from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "contract.md"
@@ -147,9 +148,10 @@ def test_ci_runs_what_the_page_says(tmp_path: Path) -> None:
     shutil.copy(ROOT / ".ci" / "run", script)
     programs = tmp_path / "programs"
     programs.mkdir()
-    # Of what the script would install, were it missing, nothing is needed here.
+    # Chains of calls run beside each other: each is written down in one piece. What the script would install, were it
+    # missing, is not needed here.
     for name, text in {
-        "make": f"printf '%q ' \"$@\" >>{tmp_path}/calls; echo >>{tmp_path}/calls",
+        "make": f'echo "$(printf \'%q \' "$@")" >>{tmp_path}/calls',
         "apt-get": ":",
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -160,7 +162,7 @@ def test_ci_runs_what_the_page_says(tmp_path: Path) -> None:
         env={"PATH": f"{programs}:/usr/bin:/bin", "PYTHON": shutil.which("python3") or "python3"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(100),
     )
     assert done.returncode == 0, done.stderr
     calls = [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore_hvd.comm.devices import DeviceThread
 from kvstore_hvd.errors import TransportError
+from support.patience import patient
 
 
 class Engine:
@@ -46,7 +47,7 @@ class Device:
         self.seen.append("enqueued")
         self.begun.set()
         if self.waits:
-            assert self.aborted.wait(30), "nobody has aborted it"
+            assert self.aborted.wait(patient(30)), "nobody has aborted it"
         raise TransportError("failed on the way")
 
     def abort(self) -> None:
@@ -79,7 +80,7 @@ def test_whatever_fails_nobody_waits_for_it(error: BaseException) -> None:
     made: Any = Engine(seen)
     thread = DeviceThread(made, lambda ordinal: Broken(seen, False))  # type: ignore[arg-type,return-value]
     thread.start(0)
-    assert made.ended.wait(10)
+    assert made.ended.wait(patient(10))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda args: seen.append(f"escaped: {args.exc_value}"))
         thread.stop()
@@ -93,10 +94,10 @@ def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits: bool) -> 
     made: Any = engine
     thread = DeviceThread(made, lambda ordinal: device)  # type: ignore[arg-type,return-value]
     thread.start(0)
-    assert device.begun.wait(10)
+    assert device.begun.wait(patient(10))
     if waits:
         engine.lost = True  # another worker died: the thread, which waits, does not see it
-    assert engine.ended.wait(20)
+    assert engine.ended.wait(patient(20))
     thread.stop()
     assert seen == ["enqueued", "device ended", "ended: failed on the way", "closed"]
 
@@ -107,7 +108,7 @@ def test_a_thread_that_waits_is_ended_by_stop_too() -> None:
     made: Any = engine
     thread = DeviceThread(made, lambda ordinal: device)  # type: ignore[arg-type,return-value]
     thread.start(0)
-    assert device.begun.wait(10)
+    assert device.begun.wait(patient(10))
     engine.lost = True
     thread.stop()
     assert seen[-1] == "closed"

@@ -12,8 +12,9 @@ import pytest
 from kvstore_hvd.driver import discovery
 from kvstore_hvd.driver.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript, hosts_of_script
 from kvstore_hvd.errors import LaunchError
+from support.patience import patient
 
-LIMIT_S = 30
+LIMIT_S = patient(30)
 
 
 def test_fixed_hosts_are_told_once() -> None:

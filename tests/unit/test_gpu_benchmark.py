@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -19,7 +21,7 @@ def test_all_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu/device.py", "--quick", "--ranks", "2", "--nccl-ranks", "--json", file]
     path = os.pathsep.join(str(ROOT / each) for each in ("", "tests", "benchmarks"))
     environment = {**os.environ, "PYTHONPATH": path, "KVHVD_TEST_FAKE_GPU": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(100))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "Error" not in ended.stdout, ended.stdout + ended.stderr
     found = json.loads(file.read_text())["results"]

@@ -19,6 +19,7 @@ from support.executor_cases import STAGING, ExecutorCases, Ranks, empty
 from support.fake_cuda import FakeCuda, fake_cuda
 from support.fake_nccl import FakeNccl
 from support.gpu_ranks import Exchange, HostArray, combined, device_operation, finish, memory_of, on_ranks, samples
+from support.patience import patient
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(worlds: Callable[..., FakeRanks]
     completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])
     with pytest.raises(errors.TimeoutError) as error:
         finish(completion)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < patient(20)
     if kind == "kernels":
         assert "rank 0 waited 0.3 s for rank 1's GPU" in str(error.value)
     for executor in world.executors:

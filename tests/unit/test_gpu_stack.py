@@ -17,6 +17,7 @@ from kvstore_hvd.comm.shm import _native_request
 from kvstore_hvd.gpu.devices import Device
 from support.fake_cuda import FakeCuda, fake_cuda
 from support.gpu_ranks import Exchange, HostArray, combined, on_ranks, samples
+from support.patience import patient
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_mismatch_changes_nothing_and_a_lost_kernel_ends_the_world(cuda: FakeC
             engine.wait(engine.submit(on_device(wrong, "wrong", "float32")))
         engine.wait(engine.submit(on_device(array, "x", "float32")))
         assert (array.content != before).any()
-        together.wait(20)
+        together.wait(patient(20))
         if rank == 0:
             cuda.status_of_events = 700
         with pytest.raises(errors.HorovodInternalError):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60
+LIMIT_S = patient(60)
 
 PROGRAM = """
 import __main__, atexit, os, sys, threading

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore_hvd.mxnet_compat import hooks, wrapping
 from support.fake_store import V2, Fake, World, mx, network, step, store_class, trainer_of
+from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,6 +161,6 @@ def test_either_may_be_imported_first(mxnet_first: bool) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(100),
     )
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.mxnet_compat import numpy_shim
 from kvstore_hvd.mxnet_compat.numpy_shim import ImportHook
+from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {*numpy_shim._NAMES, *numpy_shim._FINANCIAL}
@@ -39,7 +40,7 @@ def python(script: str, *, cwd: Path = ROOT, **variables: str) -> str:
         env={**clean, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(100),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -141,7 +142,7 @@ def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
     )
     folder = Path(numpy_shim.__file__).parent
     command = [sys.executable, "-S", "-W", "ignore", "-c", script, str(folder)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr
 
 

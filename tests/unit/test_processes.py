@@ -17,6 +17,7 @@ import pytest
 from kvstore_hvd.launcher.belonging import Remains, mark_this_process
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.processes import descends_from
+from support.patience import patient
 
 SLEEP = [sys.executable, "-c", "import threading; threading.Event().wait(100)"]
 
@@ -51,7 +52,7 @@ def test_the_guard_ends_what_has_the_mark_or_the_variable(sleeper: subprocess.Po
     guard = Guard(variable)
     with marked(variable) as bare, subprocess.Popen(SLEEP, env={name: value}, start_new_session=True) as named:
         abandoned(guard)
-        assert (bare.wait(60), named.wait(60)) == (-15, -15)
+        assert (bare.wait(patient(60)), named.wait(patient(60))) == (-15, -15)
     assert sleeper.poll() is None
 
 
@@ -84,7 +85,7 @@ def test_what_is_deaf_to_sigterm_is_killed(variable: bytes) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         Remains(variable, 0.1).finish()
-        assert process.wait(60) == -9
+        assert process.wait(patient(60)) == -9
 
 
 def test_what_has_no_mark_is_found_by_its_parent(sleeper: subprocess.Popen[bytes], variable: bytes) -> None:
@@ -108,7 +109,7 @@ def test_a_number_that_has_become_a_strangers_gets_no_signal(
             remains.finish()
         assert stranger.poll() is None
         remains._signal(process.pid, signal.SIGKILL)
-        assert process.wait(60) == -9
+        assert process.wait(patient(60)) == -9
         stranger.kill()
 
 

@@ -19,8 +19,9 @@ from kvstore_hvd.authentication import mac
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.rendezvous import share_segment, socket_name
 from kvstore_hvd.topology import Host, Topology, World
+from support.patience import patient
 
-LONG_S = 60.0
+LONG_S = patient(60.0)
 JOBS = iter(range(1_000_000))
 
 pytestmark = pytest.mark.timeout(90)

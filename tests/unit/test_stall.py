@@ -21,6 +21,7 @@ from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stall import StallInspector
 from kvstore_hvd.topology import Host, Inside, Topology
 from support.fake_native import FakeAdapter, FakeCommunicator
+from support.patience import patient
 
 
 class World(FakeCommunicator):
@@ -320,7 +321,7 @@ def threads() -> list[str]:
 
 
 def until(condition) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + patient(30)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

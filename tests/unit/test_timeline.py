@@ -20,6 +20,7 @@ from kvstore_hvd.records import TimelineEvent
 from kvstore_hvd.timeline.__main__ import main
 from kvstore_hvd.topology import Host, Topology
 from support.launchers import environment
+from support.patience import patient
 from support.timeline import Trace, parts_of
 
 ALONE = Topology.of(0, [Host.here()], source="single")
@@ -245,7 +246,9 @@ class TestMerge:
         write_part(target, header(0), event(), end=False)
         write_part(target, header(1), event())
         command = [sys.executable, "-W", "error", "-m", "kvstore_hvd.timeline", "merge", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=patient(60), env=environment(), check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")
         assert "2 operations of ranks 0-1" in done.stdout
         assert "did not end in good order: rank 0" in done.stdout

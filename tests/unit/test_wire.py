@@ -18,6 +18,7 @@ import pytest
 
 from kvstore_hvd import log
 from kvstore_hvd.wire import MAX_MESSAGE, Connection, Listener, WireError, connect
+from support.patience import patient
 
 SECRET = b"s" * 32
 SERVER, CLIENT = {"role": "launcher"}, {"role": "daemon", "host": "localhost"}
@@ -520,7 +521,7 @@ def test_what_follows_the_handshake_at_once_is_not_lost(listening: Any) -> None:
         while not accepted and readable(listener):
             accepted = listener.accept()
         accepted[0].send({"t": "at once"})
-        arrived.wait(30)
+        arrived.wait(patient(30))
         accepted[0].close()
 
     thread = threading.Thread(target=serve)

@@ -17,10 +17,11 @@ import pytest
 from kvstore_hvd import wire
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.worker_line import WorkerLine
+from support.patience import patient
 
 SECRET = b"s" * 32
 HOSTS = [["node", "this one"]] * 3
-LONG_S = 30.0
+LONG_S = patient(30.0)
 
 
 class Daemon:
