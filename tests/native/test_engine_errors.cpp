@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <string>
+#include <thread>
 
 #include "check.hpp"
 #include "kvstore_hvd/arena.hpp"
@@ -110,6 +111,14 @@ const bool abortion = testing::add("an abort fails what is pending and all that 
     check(later.code() == ErrorCode::kTransport, later.text());
     check(engine.health().code() == ErrorCode::kTransport, "latched");
   });
+});
+
+const bool first_failure = testing::add("what failed a world first stays its failure, whoever finds what later", [] {
+  const auto segment = Segment::create(2);
+  Failure& failure = segment->world().failure;
+  check(failure.set(1, ErrorCode::kTimeout, "the first") && failure.is_set(), "set");
+  for (const int rank : {0, 1}) check(!failure.set(rank, ErrorCode::kPeerLost, "a later one"), "too late");
+  check(failure.code() == ErrorCode::kTimeout && failure.fact() == "the first", "as it was: " + failure.fact());
 });
 
 const bool leaving = testing::add("a rank that left is named by those who still need it, and by nobody else", [] {
@@ -275,6 +284,21 @@ const bool many_dimensions = testing::add("shapes are compared beyond the dimens
     request.shape[12] = rank == 0 ? 2 : 3;
     request.shape[13] = rank == 0 ? 3 : 2;
     check(engine.run(std::move(request)).code() == ErrorCode::kMismatch, "different shapes");
+  });
+});
+
+const bool leaving_twice = testing::add("who leaves while another thread does is back when all is over", [] {
+  with_world(2, [](Engine& engine, int rank) {
+    auto data = values_of(rank, 10);
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 waits for it as it leaves
+    const auto work = engine.submit(allreduce("x", data));
+    const auto leave = [&] {
+      engine.shutdown();
+      check(work->done() && work->status().ok(), "its operation is over");
+    };
+    std::thread other(leave);
+    leave();
+    other.join();
   });
 });
 

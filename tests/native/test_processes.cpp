@@ -1,5 +1,6 @@
 // The engine with ranks as processes: those that die, and those that fork.
 #include <fcntl.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -129,6 +130,7 @@ const bool stopped = testing::add("a stopped rank is named at the deadline", [] 
       *segment, 1,
       [](Engine& engine) {
         if (!barrier(engine).ok()) return 1;
+        prctl(PR_SET_NAME, "x) R (y");  // a name may hold what /proc/[pid]/stat puts around it
         kill(getpid(), SIGSTOP);
         return 0;
       },

@@ -57,6 +57,15 @@ def test_keys_that_are_used_once_are_counted_together(monkeypatch: pytest.Monkey
     assert report["keys"][OTHER_KEYS] == {"operations": {"pushpull": 98}, "bytes": 98 * 8, **NOTHING}
 
 
+def test_batches_that_are_used_once_are_not_kept() -> None:
+    counted = Usage()
+    batches = [Batch("pushpull", [("weight", 4)]) for _ in range(1000)]
+    for batch in batches:
+        counted.add_batch(batch)
+    assert sum(batch.times for batch in batches) <= usage._MOST_BATCHES  # the others are settled
+    assert counted.report({}, unknown)["operations"] == {"pushpull": 1000}
+
+
 def test_batches_count_like_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "_MOST_BATCHES", 2)
     batched, single = Usage(), Usage()

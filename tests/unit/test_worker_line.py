@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -198,8 +199,12 @@ def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon: Daemon, line: 
         if child == 0:
             line.finished()
             os._exit(0)
-    until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
-    assert os.waitpid(child, 0)[1] == 0
+    try:
+        until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
     line.finished()
     assert daemon.take() == {"t": "finished"}
 
