@@ -150,6 +150,30 @@ line.send({'t': 'finished'})
         assert not launcher.ended
 
 
+def test_last_words_of_any_length_come_before_the_end(marker: str) -> None:
+    """More than a daemon reads at once, from a worker that ends as soon as its socket has taken them."""
+    program = """
+line = open_line()
+for number in range(12):
+    line.send({'t': 'ready', 'epoch': -1, 'cause': 'reset', 'text': str(number) + 30_000 * 'x'})
+while line.wants_to_write:
+    select.select([], [line], [])
+    line.flush()
+os._exit(0)
+"""
+    with FakeLauncher(marker) as launcher:
+        workers = range(8)  # what the daemon finds of each when it ends is chance
+        for worker in workers:
+            launcher.start(worker, program)
+        for worker in workers:
+            launcher._taken = 0
+            launcher.next("exited", worker)
+            said = [
+                m["message"]["text"].rstrip("x") for m in launcher.heard if (m["t"], m["worker"]) == ("from", worker)
+            ]
+            assert said == [str(number) for number in range(12)]
+
+
 def test_signals_reach_one_worker_or_all(marker: str) -> None:
     program = """
 signal.signal(signal.SIGUSR1, lambda *_: print('USR1'))
