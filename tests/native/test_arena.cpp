@@ -1,4 +1,7 @@
 // Arenas, and collectives on arrays that lie in them, with ranks as threads.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -194,6 +197,28 @@ const bool every_type = testing::add("every dtype and op in arenas equals one re
         },
         std::chrono::seconds(60), kArena);
   }
+});
+
+const bool forked = testing::add("a forked child has a copy of all that was allocated, however much came last", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(1, std::size_t{8} << 20);
+  Arena arena(segment, 0);
+  std::vector<char*> blocks;
+  for (const std::size_t bytes : {std::size_t{1} << 20, std::size_t{1} << 20, std::size_t{64}}) {
+    blocks.push_back(static_cast<char*>(arena.allocate(bytes)));
+    blocks.back()[bytes - 1] = static_cast<char>(blocks.size());
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    arena.after_fork_in_child();
+    const bool same = blocks[0][(1 << 20) - 1] == 1 && blocks[1][(1 << 20) - 1] == 2 && blocks[2][63] == 3;
+    blocks[2][63] = 7;
+    _exit(same ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child reads what there was");
+  check(blocks[2][63] == 3, "the parent does not see what it writes");
 });
 
 }  // namespace
