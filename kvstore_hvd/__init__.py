@@ -23,6 +23,7 @@ from kvstore_hvd.errors import (
     HostsUpdatedInterrupt,
     InputFailedError,
     InvalidRequestError,
+    InvalidTypeError,
     KVHvdError,
     LaunchError,
     MismatchError,
@@ -32,6 +33,7 @@ from kvstore_hvd.errors import (
     TimeoutError,  # noqa: A004 - Horovod's and PyTorch's word for it
     TransportError,
     UnsupportedDtypeError,
+    UnsupportedMethodError,
     UnsynchronisedTrainerError,
 )
 from kvstore_hvd.join import Join, Joinable, JoinHook
@@ -50,6 +52,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "InputFailedError",
     "InvalidRequestError",
+    "InvalidTypeError",
     "Join",
     "JoinHook",
     "Joinable",
@@ -63,6 +66,7 @@ __all__ = [
     "Topology",
     "TransportError",
     "UnsupportedDtypeError",
+    "UnsupportedMethodError",
     "UnsynchronisedTrainerError",
     "allreduce",
     "allreduce_init",

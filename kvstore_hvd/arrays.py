@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError
 from kvstore_hvd.keys import Call, Group
 
 __all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_array", "scaled", "unique"]
@@ -28,7 +28,7 @@ def check_group(call: Call, group: Group) -> None:
     ------
     UnsupportedDtypeError
         An array is sparse, or a value's dtype cannot travel.
-    TypeError
+    InvalidTypeError
         The values of one key differ in dtype.
     InvalidRequestError
         The arrays of one key differ in shape.
@@ -55,7 +55,7 @@ def check_group(call: Call, group: Group) -> None:
                 )
             )
     if len(dtypes) > 1:
-        raise TypeError(
+        raise InvalidTypeError(
             call.message(group.key, f"the values differ in dtype: {', '.join(dtypes)}.", "cast them to one dtype.")
         )
     shape = group.values[0].shape

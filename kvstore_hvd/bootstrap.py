@@ -173,7 +173,7 @@ def _refuse_several_hosts(world: World) -> None:
                 f"{host}: {rank_list(r for r, other in enumerate(topology.hosts) if other == host)}"
                 for host in dict.fromkeys(topology.hosts)
             ],
-            fix="start all workers on one host. Containers count as one host when they share network and PID "
+            fix="start all workers on one host. Containers count as one host when they share network, PID and time "
             "namespaces.",
         )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 
 __all__ = ["parse_compression"]
 
@@ -20,7 +20,7 @@ def parse_compression(params: Any) -> bool:
 
     Raises
     ------
-    TypeError
+    InvalidTypeError
         `params` is not a mapping.
     InvalidRequestError
         The type is missing or unknown, or there are other parameters.
@@ -28,7 +28,7 @@ def parse_compression(params: Any) -> bool:
     fix = "use {'type': 'fp16'}, which rounds float32 to float16, or {'type': 'none'}."
     operation = "set_gradient_compression"
     if not isinstance(params, Mapping):
-        raise TypeError(
+        raise InvalidTypeError(
             message(f"the parameters are a {type(params).__name__}, not a dict.", operation=operation, fix=fix)
         )
     given = dict(params)

@@ -1,4 +1,4 @@
-"""Whether this process may open as many files as its part in a world takes: one for every other worker's process."""
+"""Limits of this process, and whether it may open as many files as its part in a world takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import resource
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.topology import Topology
 
-__all__ = ["check_room"]
+__all__ = ["check_room", "limit_of"]
 
 # While workers join: the socket of each, the listener and its selector, or what watches them afterwards, whichever is
 # more; the shared memory, and a bell.
@@ -26,7 +26,7 @@ def check_room(topology: Topology) -> None:
     LaunchError
         There are too few.
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = limit_of(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
     needed = topology.size + _OWN + _SPARE
@@ -53,3 +53,14 @@ def _open_below(limit: int) -> int:
     except OSError as error:
         return limit if error.errno in (errno.EMFILE, errno.ENFILE) else 0
     return sum(int(entry) < limit for entry in entries) - 1  # one is that of the listing
+
+
+def limit_of(kind: int) -> int:
+    """The soft limit of this process, see `resource.getrlimit`; unlimited where the system does not tell.
+
+    Whoever goes beyond a limit that was not told is refused by the system itself, which is told then.
+    """
+    try:
+        return resource.getrlimit(kind)[0]
+    except OSError:
+        return resource.RLIM_INFINITY

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import DivergedError, HorovodInternalError, message
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidTypeError, message
 from kvstore_hvd.member import Member
 
 __all__ = ["compare", "verify"]
@@ -39,7 +39,7 @@ def verify(params: Any) -> None:
         They differ; on every worker, with the first one that differs, and who has what. The world stays usable.
     MismatchError
         The workers passed different numbers of parameters.
-    TypeError
+    InvalidTypeError
         Something else was passed; nothing was communicated.
     HorovodInternalError
         The world is lost.
@@ -140,10 +140,10 @@ def _labelled(params: Any) -> list[tuple[str, Any]]:
         # In MXNet 2 many parameters have the same name.
         named = [(f"'{getattr(each, 'name', 'array')}' (index {place})", each) for place, each in enumerate(params)]
     else:
-        raise TypeError(_wrong(f"params is a {type(params).__name__}."))
+        raise InvalidTypeError(_wrong(f"params is a {type(params).__name__}."))
     for label, each in named:
         if not mxnet_compat.is_parameter(each) and not mxnet_compat.is_ndarray(each):
-            raise TypeError(_wrong(f"{label} is a {type(each).__name__}."))
+            raise InvalidTypeError(_wrong(f"{label} is a {type(each).__name__}."))
     return named
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "InputFailedError",
     "InvalidRequestError",
+    "InvalidTypeError",
     "KVHvdError",
     "LaunchError",
     "MismatchError",
@@ -34,7 +35,9 @@ __all__ = [
     "TimeoutError",
     "TransportError",
     "UnsupportedDtypeError",
+    "UnsupportedMethodError",
     "UnsynchronisedTrainerError",
+    "fault_of_text",
     "message",
     "rank_list",
 ]
@@ -76,6 +79,14 @@ class InputFailedError(KVHvdError):
 
 class InvalidRequestError(KVHvdError, ValueError):
     """A request that is wrong on its own, whatever the other workers do."""
+
+
+class InvalidTypeError(KVHvdError, TypeError):
+    """An argument is of a type that cannot be used, whatever the other workers do."""
+
+
+class UnsupportedMethodError(KVHvdError, NotImplementedError):
+    """A method of MXNet's other stores, which this store does not have."""
 
 
 class UnsupportedDtypeError(KVHvdError, TypeError):
@@ -129,6 +140,15 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 # -- Texts --------------------------------------------------------------------------------------------------------
+
+
+def fault_of_text(text: str) -> str:
+    """Why a name cannot travel to the other workers, or empty: names travel as UTF-8, which has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"cannot be written down: {error}."
+    return ""
 
 
 def rank_list(ranks: Iterable[int]) -> str:

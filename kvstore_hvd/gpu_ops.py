@@ -10,7 +10,7 @@ from kvstore_hvd import engine
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.comm.executors import create_executor
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, is_on_gpu, synchronize
 from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.records import DeviceOperation
@@ -49,7 +49,7 @@ def _run(
             out = empty_like(source, **speaker)
         elif not is_on_gpu(out):
             fact = f"out is a {type(out).__name__} that is not on a GPU, but array is on GPU {source.device}."
-            raise TypeError(message(fact, **speaker, fix="pass an out on the same GPU."))
+            raise InvalidTypeError(message(fact, **speaker, fix="pass an out on the same GPU."))
         target = source if out is array else device_array(out, **speaker)
         _check(source, target, speaker)
         # Whoever reads or writes the arrays now is through with it before the others get them.

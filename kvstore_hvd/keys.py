@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Union
 
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.topology import Topology
 
 __all__ = ["MAX_KEYS", "Call", "Group", "Key", "group_arguments", "priority_of", "reject_array", "wire_name"]
@@ -98,7 +98,7 @@ def priority_of(call: Call, priority: Any) -> int:
 
     Raises
     ------
-    TypeError, InvalidRequestError
+    InvalidTypeError, InvalidRequestError
         It is not an integer, or does not fit into 32 bits.
     """
     fix = "pass an int, such as -index; higher ones run first."
@@ -106,7 +106,7 @@ def priority_of(call: Call, priority: Any) -> int:
         number = operator.index(priority)
     except TypeError:
         fact = f"priority is {priority!r} ({_type_name(priority)})."
-        raise TypeError(call.message(None, fact, fix)) from None
+        raise InvalidTypeError(call.message(None, fact, fix)) from None
     if not -(2**31) <= number < 2**31:
         raise InvalidRequestError(call.message(None, f"priority {number} does not fit into 32 bits.", fix))
     return number
@@ -135,7 +135,7 @@ def group_arguments(call: Call, key: Any, value: Any, out: Any = None, role: str
 
     Raises
     ------
-    TypeError
+    InvalidTypeError
         A key is neither int nor str, int and str are mixed, or something that should be an array is not.
     InvalidRequestError
         Lengths do not fit, or a list of arrays is empty.
@@ -157,7 +157,9 @@ def _per_key(call: Call, key: Any, value: Any, out: Any, role: str) -> list[tupl
         _check_key(call, one_key)
     kinds = {isinstance(one_key, str) for one_key in key}
     if len(kinds) > 1:
-        raise TypeError(call.message(None, f"int and str keys are mixed: {list(key)!r}.", "use one kind of key."))
+        raise InvalidTypeError(
+            call.message(None, f"int and str keys are mixed: {list(key)!r}.", "use one kind of key.")
+        )
     values = _list_for_keys(call, key, value, role)
     outs = [None] * len(key) if out is None else _list_for_keys(call, key, out, "out")
     return list(zip(key, values, outs))
@@ -177,12 +179,12 @@ def _check_key(call: Call, key: Any) -> None:
         fix = f"use {int(key)} or '{int(key)}'."
     elif type(key).__module__ == "numpy":
         fix = "use int(key)."
-    raise TypeError(call.message(None, f"{key!r} ({_type_name(key)}) is no key: keys are int or str.", fix))
+    raise InvalidTypeError(call.message(None, f"{key!r} ({_type_name(key)}) is no key: keys are int or str.", fix))
 
 
 def _list_for_keys(call: Call, keys: Any, given: Any, role: str) -> list[Any]:
     if not isinstance(given, (list, tuple)):
-        raise TypeError(
+        raise InvalidTypeError(
             call.message(
                 None,
                 f"there is a list of {len(keys)} keys, but {role} is a {_type_name(given)}.",
@@ -211,7 +213,7 @@ def _arrays(call: Call, key: Key, given: Any, role: str) -> list[Any]:
 
 
 def reject_array(call: Call, key: Key | None, given: Any, role: str) -> NoReturn:
-    """Raise TypeError: `given` is not an array, and what to do about it."""
+    """Raise InvalidTypeError: `given` is not an array, and what to do about it."""
     if isinstance(given, (bool, int, float, complex)):
         fix = "put the number into an array: mx.nd.array([x])."
     elif type(given).__module__.partition(".")[0] == "numpy":
@@ -220,7 +222,7 @@ def reject_array(call: Call, key: Key | None, given: Any, role: str) -> NoReturn
         fix = "nest lists at most once for each key."
     else:
         fix = "pass an mx.nd.NDArray or mx.np.ndarray."
-    raise TypeError(
+    raise InvalidTypeError(
         call.message(key, f"{role} is a {_type_name(given)}, which is not an array of MXNet.", fix),
     )
 

@@ -19,7 +19,7 @@ from kvstore_hvd import divergence, engine, log, mxnet_compat, native
 from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.compression import parse_compression
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
 from kvstore_hvd.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.operations import SUM, Operations, Reduction
@@ -33,7 +33,7 @@ __all__ = ["StoreMethods", "make_store_class"]
 @functools.cache
 def make_store_class() -> type:
     """The class ``Horovod``, to be registered with MXNet; imports MXNet, and is always the same class."""
-    import mxnet as mx
+    mx = mxnet_compat.require_mxnet()
 
     # Importing MXNet registered its exit handler; ours has to come after it.
     engine.register_exit_handler()
@@ -138,7 +138,7 @@ class StoreMethods:
 
         Raises
         ------
-        TypeError, InvalidRequestError, UnsupportedDtypeError
+        InvalidTypeError, InvalidRequestError, UnsupportedDtypeError
             The arguments are wrong; nothing was submitted.
         InputFailedError
             MXNet refused an operation, which failed on all workers; those of other keys were submitted.
@@ -165,7 +165,7 @@ class StoreMethods:
 
         Raises
         ------
-        TypeError, InvalidRequestError, UnsupportedDtypeError
+        InvalidTypeError, InvalidRequestError, UnsupportedDtypeError
             The arguments are wrong; nothing was submitted.
         InputFailedError
             MXNet refused an operation, which failed on all workers; those of other keys were submitted.
@@ -229,7 +229,7 @@ class StoreMethods:
         ------
         InvalidRequestError
             Nothing was pushed under a key, or shapes differ.
-        TypeError, UnsupportedDtypeError, HorovodInternalError
+        InvalidTypeError, UnsupportedDtypeError, HorovodInternalError
             As `pushpull`.
         """
         call = self._call("pull")
@@ -270,12 +270,12 @@ class StoreMethods:
 
         Raises
         ------
-        NotImplementedError
+        UnsupportedMethodError
             Always.
         """
         call = self._call("row_sparse_pull")
         fact, fix = "sparse arrays are not supported.", "create the layer with sparse_grad=False."
-        raise NotImplementedError(call.message(None, fact, fix))
+        raise UnsupportedMethodError(call.message(None, fact, fix))
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Choose how gradients are summed from now on; all workers must choose the same.
@@ -290,7 +290,7 @@ class StoreMethods:
 
         Raises
         ------
-        TypeError, InvalidRequestError
+        InvalidTypeError, InvalidRequestError
             The parameters are wrong.
         """
         self._reduction = dataclasses.replace(self._reduction, as_half=parse_compression(compression_params))

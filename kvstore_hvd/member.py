@@ -16,6 +16,7 @@ import numpy as np
 
 from kvstore_hvd import gpu, log, mxnet_compat, native
 from kvstore_hvd.comm.base import Communicator, Request
+from kvstore_hvd.comm.refusals import refusals_explained
 from kvstore_hvd.comm.shm import ShmCommunicator
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, ShutdownError, message
@@ -68,7 +69,8 @@ class Member:
             self._arenas = [arena for arena in self._arenas if arena.used]
             if self._communicator.arena is not None:
                 self._arenas.append(self._communicator.arena)
-            self._inspect(self._communicator, topology)
+            with refusals_explained(topology):
+                self._inspect(self._communicator, topology)
         self._world = world
         self._closed = self._remedy = ""
         log.logger.debug("joined a world: %s", topology)

@@ -86,6 +86,10 @@ _EXCEPTIONS: dict[int, type[errors.KVHvdError]] = {
 _module: ModuleType | None = None
 
 
+class NotBuiltError(errors.KVHvdError, ImportError):
+    """The native extension is not there."""
+
+
 def _native() -> Any:
     """The extension module, loaded at the first use so that importing this package never fails for want of it."""
     global _module
@@ -95,10 +99,9 @@ def _native() -> Any:
         except ModuleNotFoundError as error:
             if error.name != "kvstore_hvd._native":
                 raise
-            raise ImportError(
-                "the native extension of kvstore_hvd is missing: this is a source tree that was not built."
-                "\n  Fix: run `pip install .` (or `pip install -e .`) in the source tree."
-            ) from None
+            fact = "the native extension of kvstore_hvd is missing: this is a source tree that was not built."
+            fix = "run `pip install .` (or `pip install -e .`) in the source tree."
+            raise NotBuiltError(errors.message(fact, fix=fix)) from None
         _module.set_error_factory(exception_for)
     return _module
 

@@ -12,7 +12,14 @@ import numpy as np
 
 from kvstore_hvd import engine, gpu_ops, native
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import InvalidRequestError, ShutdownError, UnsupportedDtypeError, message
+from kvstore_hvd.errors import (
+    InvalidRequestError,
+    InvalidTypeError,
+    ShutdownError,
+    UnsupportedDtypeError,
+    fault_of_text,
+    message,
+)
 from kvstore_hvd.gpu.arrays import is_on_gpu
 
 __all__ = ["allreduce", "allreduce_init", "barrier", "broadcast"]
@@ -54,7 +61,7 @@ def allreduce(
     ------
     MismatchError
         The workers disagree; nothing was changed.
-    InvalidRequestError, UnsupportedDtypeError, TypeError
+    InvalidRequestError, UnsupportedDtypeError, InvalidTypeError
         The arguments are wrong.
     HorovodInternalError
         The world is lost.
@@ -93,7 +100,7 @@ def allreduce_init(
 
     Raises
     ------
-    InvalidRequestError, UnsupportedDtypeError, TypeError
+    InvalidRequestError, UnsupportedDtypeError, InvalidTypeError
         The arguments are wrong.
     """
     _check_call("allreduce", name, op)
@@ -137,7 +144,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
 
     Raises
     ------
-    KVHvdError, TypeError
+    KVHvdError, InvalidTypeError
         As `allreduce`.
     """
     size = engine.current().topology.size
@@ -214,7 +221,11 @@ def _alone(array: Array, prescale: float, postscale: float, out: Array) -> None:
 
 def _check_call(operation: str, name: str, op: str = "sum") -> None:
     if not isinstance(name, str):
-        raise TypeError(_text(operation, repr(name), f"name is a {type(name).__name__}.", "pass a str."))
+        raise InvalidTypeError(_text(operation, repr(name), f"name is a {type(name).__name__}.", "pass a str."))
+    fault = fault_of_text(name)
+    if fault:
+        fix = "use a name that can be written as UTF-8 text."
+        raise InvalidRequestError(_text(operation, ascii(name), f"the name {fault}", fix))
     if op not in native.OPS:
         fix = f"use one of {', '.join(native.OPS)}."
         raise InvalidRequestError(_text(operation, name, f"there is no op {op!r}.", fix))
@@ -247,7 +258,7 @@ def _check_array(operation: str, name: str, array: Array, role: str) -> None:
         if is_on_gpu(array):  # CuPy's class has the same name
             fact = f"{role} is on a GPU."
             fix = "pass array and out both on the GPU, to allreduce or broadcast; what is prepared is on the CPU."
-        raise TypeError(_text(operation, name, fact, fix))
+        raise InvalidTypeError(_text(operation, name, fact, fix))
     if not _name_of(array.dtype):
         shown = array.dtype.name if array.dtype.isnative else f"{array.dtype.str} (foreign byte order)"
         details = (f"Supported: {' '.join(native.DTYPES)}",)

@@ -84,7 +84,7 @@ class Operations:
         ------
         InvalidRequestError
             A group has several values, or the priority is out of range; nothing was submitted.
-        TypeError
+        InvalidTypeError
             The priority is no integer; nothing was submitted.
         InputFailedError
             MXNet refused an operation, which failed on all workers; those of other groups were submitted.
@@ -102,7 +102,7 @@ class Operations:
 
         Raises
         ------
-        TypeError, InvalidRequestError
+        InvalidTypeError, InvalidRequestError
             The priority is no integer, or out of range; nothing was submitted.
         InputFailedError
             As `broadcast`.

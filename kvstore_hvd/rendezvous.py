@@ -28,7 +28,7 @@ from kvstore_hvd import log
 from kvstore_hvd.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.topology import Topology, World
+from kvstore_hvd.topology import Topology, World, watching_namespaces
 
 __all__ = ["share_segment", "socket_name"]
 
@@ -44,6 +44,7 @@ _PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
 
 _HELLO = struct.Struct("!II")  # local rank, process id
 _OK, _FAILED = b"\x01", b"\x00"
+_FIX_OF_SOCKETS = "a sandbox (seccomp, SELinux, AppArmor) forbids Unix sockets here: allow them, or run outside of it."
 
 
 def share_segment(world: World, create: Callable[[], int], *, version: str = "", timeout_s: float | None = None) -> int:
@@ -69,7 +70,7 @@ def share_segment(world: World, create: Callable[[], int], *, version: str = "",
     ------
     LaunchError
         Workers are missing at the deadline (the text names them), one ended meanwhile, the world is lost, versions
-        differ, or the socket cannot be used.
+        differ, workers cannot watch each other, or the socket cannot be used.
     Exception
         On local rank 0, whatever `create` raised; the others get it as LaunchError.
     """
@@ -95,7 +96,8 @@ def _socket() -> socket.socket:
 def _check_wanted(world: World) -> None:
     why = world.lost()
     if why:
-        raise _error(world.topology, f"the workers need not meet any more: {why}")
+        fix = "kvstore_hvd.elastic.run meets the next world by itself; outside of it, start the job again."
+        raise _error(world.topology, f"the workers need not meet any more: {why}", fix=fix)
 
 
 def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: str = "") -> LaunchError:
@@ -113,6 +115,7 @@ class _Connection:
     rank: int | None = None  # local rank, once proved
     pid: int = 0
     version: str = ""
+    namespaces: tuple[str, ...] = ()
 
 
 class _Server:
@@ -132,6 +135,7 @@ class _Server:
             try:
                 self._gather(listener, deadline)
                 self._compare_versions()
+                self._compare_namespaces()
                 fd = create()
             except BaseException as error:
                 self._send_all(_FAILED, str(error) or type(error).__name__)
@@ -158,7 +162,9 @@ class _Server:
                     fix="create the store in one process per worker only; a process started by a worker must not "
                     "inherit its KVHVD_ variables.",
                 ) from None
-            raise _error(self._topology, f"cannot open a Unix socket to meet the other workers: {error}.") from error
+            raise _error(
+                self._topology, f"cannot open a Unix socket to meet the other workers: {error}.", fix=_FIX_OF_SOCKETS
+            ) from error
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         return listener
@@ -239,7 +245,8 @@ class _Server:
             return None
         connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES]
         rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + NONCE_BYTES)
-        connection.version = body[head:].decode("utf-8", "replace")
+        connection.version, *namespaces = body[head:].decode("utf-8", "replace").split("\0")
+        connection.namespaces = tuple(namespaces)
         return int(rank)
 
     def _name(self, local_rank: int) -> int:
@@ -268,6 +275,24 @@ class _Server:
                 ),
                 fix="install the same version for every worker.",
             )
+
+    def _compare_namespaces(self) -> None:
+        """Refuse workers that could not tell whether the others are alive: each would take them for dead."""
+        of_all: dict[int, tuple[str, ...]] = {0: watching_namespaces()}
+        of_all.update((local_rank, connection.namespaces) for local_rank, connection in self._peers.items())
+        for place, kind in enumerate(("PID", "time")):
+            groups: dict[str, list[int]] = {}
+            for local_rank in sorted(of_all):
+                name = "".join(of_all[local_rank][place : place + 1])
+                groups.setdefault(name, []).append(self._name(local_rank))
+            if len(groups) > 1:
+                raise _error(
+                    self._topology,
+                    f"the workers are in different {kind} namespaces, and cannot see whether the others are alive.",
+                    tuple(f"{name or 'unknown'}: {self._topology.rank_list(ranks)}" for name, ranks in groups.items()),
+                    fix=f"start all of them in one container, or in containers with one {kind} namespace"
+                    + (" (docker run --pid=container:NAME)." if kind == "PID" else "."),
+                )
 
     def _missing(self) -> LaunchError:
         absent = [r for i, r in enumerate(self._topology.local_ranks) if i > 0 and i not in self._peers]
@@ -327,7 +352,8 @@ def _fetch(world: World, version: str, timeout_s: float) -> int:
                 impostor = True
             except OSError as error:
                 if error.errno in (errno.EPERM, errno.EACCES):
-                    raise _error(topology, f"cannot connect to the other workers: {error}.") from error
+                    fact = f"cannot connect to the other workers: {error}."
+                    raise _error(topology, fact, fix=_FIX_OF_SOCKETS) from error
         # No server yet, or one that is gone again. An abstract name gives no event to wait for.
         time.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
         attempt += 1
@@ -361,7 +387,8 @@ def _ask(connection: socket.socket, world: World, version: str, deadline: float)
     if len(challenge) != len(_MAGIC) + NONCE_BYTES or not challenge.startswith(_MAGIC):
         raise _NotTheServer
     server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-    body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + version.encode()
+    about = "\0".join((version, *watching_namespaces())).encode()
+    body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + about
     connection.send(body + mac(world.secret, b"client", server_nonce, body))
     while True:
         wait_at_most(_LOOK_S)
@@ -379,10 +406,13 @@ def _ask(connection: socket.socket, world: World, version: str, deadline: float)
                 raise ConnectionResetError(errno.ECONNRESET, "the server ended")
             raise _NotTheServer
         if body[:1] != _OK or len(fds) != 1:
+            *details, last = body[1:].decode("utf-8", "replace").splitlines() or [""]
+            told, _, fix = last.partition("Fix: ")
             raise _error(
                 topology,
                 "the start failed on the worker that leads this host.",
-                tuple(body[1:].decode("utf-8", "replace").splitlines()),
+                tuple(line for line in (*details, told if fix else last) if line.strip()),
+                fix=fix or "see what that worker says.",
             )
         return fds.pop()
     finally:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from kvstore_hvd import errors
 
-__all__ = ["Host", "Inside", "Speaker", "Topology", "World"]
+__all__ = ["Host", "Inside", "Speaker", "Topology", "World", "watching_namespaces"]
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,33 @@ class Host:
     def here(cls) -> Host:
         """The host of this process.
 
-        The boot id tells machines apart whose hostnames are equal. Abstract sockets live in the network namespace and
-        process ids in the PID namespace: containers that do not share both count as different hosts.
+        The boot id tells machines apart whose hostnames are equal. Abstract sockets live in the network namespace:
+        containers that do not share it count as different hosts, and so do those whose processes cannot watch each
+        other, see `watching_namespaces`.
         """
-        parts = []
-        for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
-            try:
-                if path.startswith("/proc/self/ns/"):
-                    parts.append(os.readlink(path))
-                else:
-                    with open(path, encoding="ascii") as file:
-                        parts.append(file.read().strip())
-            except OSError:
-                parts.append(socket.gethostname())
-        return cls(socket.gethostname(), " ".join(parts))
+        name = socket.gethostname()
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                boot = file.read().strip()
+        except OSError:
+            boot = name
+        return cls(name, " ".join((boot, _namespace("net") or name, *watching_namespaces())))
+
+
+def watching_namespaces() -> tuple[str, str]:
+    """The PID and the time namespace of this process, ``('pid:[4026531836]', 'time:[4026531834]')``.
+
+    Workers watch each other by their process ids and the times at which they started: both mean something else in
+    another such namespace. Empty where the system has none, or does not tell.
+    """
+    return _namespace("pid"), _namespace("time")
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
 
 
 class Speaker(TypedDict, total=False):

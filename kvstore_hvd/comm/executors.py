@@ -172,7 +172,9 @@ class _Talk:
                 same = [rank for rank, each in faults.items() if each == text]
                 details += [f"{self._topology.rank_list(same)}:", *text.splitlines()]
             ranks = self._topology.rank_list(faults)
-            raise LaunchError(message(f"{ranks} {fault}.", details=details, **self._topology.speaker)) from cause
+            fix = "see what each of them says; KVHVD_GPU_PATH=staged asks nothing of the GPUs."
+            text = message(f"{ranks} {fault}.", details=details, fix=fix, **self._topology.speaker)
+            raise LaunchError(text) from cause
         return [each["answer"] for each in texts]
 
 

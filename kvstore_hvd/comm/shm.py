@@ -12,8 +12,9 @@ from kvstore_hvd import affinity, log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.devices import DeviceThread
 from kvstore_hvd.comm.executors import create_executor
+from kvstore_hvd.comm.refusals import refusals_explained
 from kvstore_hvd.config import config
-from kvstore_hvd.descriptors import check_room
+from kvstore_hvd.descriptors import check_room, limit_of
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
 from kvstore_hvd.rendezvous import share_segment
@@ -38,7 +39,8 @@ class ShmCommunicator(Communicator):
     Raises
     ------
     LaunchError
-        Workers did not appear in time, or run another build of this package, or this one may not open enough files.
+        Workers did not appear in time, run another build of this package, or cannot watch each other; this one may not
+        open enough files; or the system refuses what a world needs.
     ConfigError
         KVHVD_THRESHOLDS is wrong.
     """
@@ -48,37 +50,20 @@ class ShmCommunicator(Communicator):
         check_room(topology)
         changes = _thresholds()
         core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
-        created: list[native.Segment] = []
-
-        def create() -> int:
-            inside = topology.inside or Inside(0, (), 0)
-            created.append(
-                native.Segment.create(
-                    topology.size, _arena_bytes(topology), changes, inside.number, inside.size, inside.ranks
+        with refusals_explained(topology):
+            self._segment = _shared_segment(world, changes)
+            with affinity.threads_on(core):
+                self._engine = native.Engine(
+                    self._segment,
+                    topology.rank,
+                    config().timeout_s,
+                    True,
+                    topology.host,
                 )
+            self._arena = native.Arena(self._segment, topology.rank)
+            self._device = DeviceThread(
+                self._engine, lambda device: create_executor(self, topology, device), topology.speaker
             )
-            return created[0].fd
-
-        fd = share_segment(world, create, version=native.abi())
-        if created:
-            self._segment = created[0]
-        else:
-            try:
-                self._segment = native.Segment.attach(fd)
-            finally:
-                os.close(fd)
-        with affinity.threads_on(core):
-            self._engine = native.Engine(
-                self._segment,
-                topology.rank,
-                config().timeout_s,
-                True,
-                topology.host,
-            )
-        self._arena = native.Arena(self._segment, topology.rank)
-        self._device = DeviceThread(
-            self._engine, lambda device: create_executor(self, topology, device), topology.speaker
-        )
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
             log.once("pidfds", logging.WARNING, text)
@@ -167,6 +152,30 @@ class ShmCommunicator(Communicator):
         return self._engine.bytes_in_place
 
 
+def _shared_segment(world: World, changes: str) -> native.Segment:
+    """The segment of this world, which one of its workers creates."""
+    topology = world.topology
+    created: list[native.Segment] = []
+
+    def create() -> int:
+        inside = topology.inside or Inside(0, (), 0)
+        with refusals_explained(topology):  # the others are told the same
+            created.append(
+                native.Segment.create(
+                    topology.size, _arena_bytes(topology), changes, inside.number, inside.size, inside.ranks
+                )
+            )
+        return created[0].fd
+
+    fd = share_segment(world, create, version=native.abi())
+    if created:
+        return created[0]
+    try:
+        return native.Segment.attach(fd)
+    finally:
+        os.close(fd)
+
+
 def _thresholds() -> str:
     """The user's, checked on every worker although those of the one that creates the segment count."""
     changes = config().thresholds
@@ -189,7 +198,7 @@ def _arena_bytes(topology: Topology) -> int:
     available = _ADDRESS_SPACE
     # The arenas are mapped, and count as a file.
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
-        limit, _ = resource.getrlimit(kind)
+        limit = limit_of(kind)
         if limit != resource.RLIM_INFINITY:
             available = min(available, limit // 4)
     if topology.inside is not None:

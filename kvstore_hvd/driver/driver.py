@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import signal
+import socket
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -25,7 +26,7 @@ from kvstore_hvd.driver.status import StatusLine
 from kvstore_hvd.launcher import console, processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.hosts import is_here
-from kvstore_hvd.launcher.plan import StartError
+from kvstore_hvd.launcher.plan import EXIT_NOT_STARTED, not_started
 from kvstore_hvd.launcher.reaper import reap
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
@@ -34,7 +35,6 @@ from kvstore_hvd.wire import Connection, Listener
 __all__ = ["ElasticDriver"]
 
 _EXIT_FAILED = 1
-_EXIT_NOT_STARTED = 126
 # A daemon may take this much longer to end than its workers.
 _DAEMON_ENDS_S = 3.0
 _KILL_TAKES_S = 2.0
@@ -100,8 +100,9 @@ class ElasticDriver:
                 self._plan.discovery.start()
                 self._inbox = stack.enter_context(SignalInbox())
                 self._listener = Listener(("127.0.0.1", 0), secret, {"role": "launcher"})
+                _check_route(self._listener.address)
             except OSError as error:
-                raise StartError(f"the launcher could not be started: {error}.", _EXIT_NOT_STARTED) from None
+                raise not_started("the launcher", error) from None
             stack.callback(self._listener.close)
             self._connections = Connections(self._inbox, self._listener)
             stack.callback(self._connections.close_all)
@@ -288,7 +289,7 @@ class ElasticDriver:
         if kind == "started":
             self._job.started(message["worker"], message["pid"], now)
         elif kind == "not_started":
-            self._job.exited(message["worker"], _EXIT_NOT_STARTED, [message["text"]], now)
+            self._job.exited(message["worker"], EXIT_NOT_STARTED, [message["text"]], now)
         elif kind == "exited":
             self._job.exited(message["worker"], message["code"], message["lines"], now)
         elif kind == "from":
@@ -387,3 +388,9 @@ class ElasticDriver:
 
     def _say(self, text: str) -> None:
         self._relay.say(text)
+
+
+def _check_route(address: Any) -> None:
+    """Raise OSError where daemons could not reach this address; one can listen on a loopback that is down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: looks for a route only

@@ -22,7 +22,15 @@ import numpy as np
 
 from kvstore_hvd import engine, native
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import DivergedError, HorovodInternalError, InputFailedError, MismatchError
+from kvstore_hvd.errors import (
+    DivergedError,
+    HorovodInternalError,
+    InputFailedError,
+    InvalidRequestError,
+    InvalidTypeError,
+    MismatchError,
+    message,
+)
 from kvstore_hvd.join import tokens
 from kvstore_hvd.join.joinable import Joinable, _JoinConfig
 from kvstore_hvd.join.pauses import Pauses
@@ -108,17 +116,19 @@ class Join:
         **kwargs: Any,
     ) -> None:
         if len(joinables) == 0:
-            raise ValueError("The join context manager requires at least one joinable")
+            fact, fix = "The join context manager requires at least one joinable", "pass the Trainer: Join([trainer])."
+            raise InvalidRequestError(message(fact, fix=fix))
         self._joinables = [joinable_for(each) for each in joinables]
         self._enable = enable
         self._throws = throw_on_early_termination
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         if len({id(joinable) for joinable in self._joinables}) < len(joinables):
-            raise ValueError("a joinable was given twice")
+            raise InvalidRequestError(message("a joinable was given twice.", fix="pass each of them once."))
         check_stores(self._joinables)
         groups = [joinable.join_process_group for joinable in self._joinables]
         if any(group is not groups[0] for group in groups):
-            raise ValueError("Using join context manager with multiple process groups")
+            fact = "Using join context manager with multiple process groups"
+            raise InvalidRequestError(message(fact, fix="nest one Join for each process set."))
         # That of a process set, if the joinables have one.
         self._world = engine.current() if groups[0] is None else groups[0].world("Join")
         # Whether who has no input sees what the others submit; else they tell in each iteration that they are there.
@@ -126,7 +136,8 @@ class Join:
         self._follows_steps = not self._throws and len(self._trainers) == len(self._hooks)
         unknown = set(kwargs) - {"divide_by_initial_world_size"}
         if len(self._trainers) == len(self._hooks) and unknown:  # other joinables may know more
-            raise TypeError(f"Join of Trainers has no argument {sorted(unknown)[0]!r}")
+            fact = f"Join of Trainers has no argument {sorted(unknown)[0]!r}."
+            raise InvalidTypeError(message(fact, fix="leave it out; divide_by_initial_world_size is the only one."))
         self._followed = 0  # iterations
         self._number = 0  # from 1: among those of the world, the same one on all its workers
         self._thread = 0
@@ -135,9 +146,10 @@ class Join:
 
     def __enter__(self) -> Join:
         if self._enable and any(isinstance(each, TrainerHook) and each.is_in_a_context for each in self._hooks):
-            raise RuntimeError("a Trainer is in a Join already")
+            fix = "leave the first one, or nest contexts of other Trainers."
+            raise InvalidRequestError(message("a Trainer is in a Join already.", fix=fix))
         if self._enable and any(each._enable and each._thread != threading.get_ident() for each in _entered):
-            raise RuntimeError("another thread is in a Join")
+            raise InvalidRequestError(message("another thread is in a Join.", fix="use one thread for all of them."))
         if self._enable:
             self._number = next_number(self._world, "Join")
         self._before = [joinable._join_config for joinable in self._joinables]

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat, native
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import InvalidRequestError, TimeoutError, message  # noqa: A004 - not the builtin
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutError, message  # noqa: A004 - not the builtin
 from kvstore_hvd.join.joinable import Joinable, JoinHook
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.keys import wire_name
@@ -36,7 +36,7 @@ def joinable_for(thing: Any) -> Joinable:
 
     Raises
     ------
-    TypeError
+    InvalidTypeError
         It is neither.
     InvalidRequestError
         It is a Trainer that does not exchange its gradients through a store of ours.
@@ -48,7 +48,8 @@ def joinable_for(thing: Any) -> Joinable:
             mxnet_compat.note_joinable(thing, joinable)
         return joinable
     if not isinstance(thing, Joinable):
-        raise TypeError(f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}.")
+        fact = f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}."
+        raise InvalidTypeError(message(fact, fix="pass the Trainer itself: Join([trainer])."))
     return thing
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 
+from kvstore_hvd.descriptors import limit_of
 from kvstore_hvd.errors import LaunchError, message
 
 __all__ = ["MAX_WORKERS", "check_count"]
@@ -42,7 +43,7 @@ def check_count(count: int, streams: int = 2) -> None:
                     fix="start fewer workers, or raise the limit.",
                 )
             )
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = limit_of(resource.RLIMIT_NOFILE)
     needed = streams * count + _OWN_FILES if count > 1 else 0  # one worker may have ours
     if files != resource.RLIM_INFINITY and needed > files:
         raise LaunchError(
@@ -54,7 +55,7 @@ def check_count(count: int, streams: int = 2) -> None:
 
 
 def _process_limits() -> Iterator[tuple[int, str]]:
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    processes = limit_of(resource.RLIMIT_NPROC)
     if processes != resource.RLIM_INFINITY and os.geteuid() != 0:  # the kernel does not hold root to it
         yield processes, "ulimit -u"
     for path in _PIDS_MAX:

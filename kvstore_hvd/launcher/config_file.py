@@ -10,6 +10,8 @@ from kvstore_hvd.errors import LaunchError, message
 
 __all__ = ["read_options"]
 
+_FIX = "give the path of a YAML file with lines such as num-proc: 4"
+
 
 def read_options(
     path: str, valued: Collection[str], flags: Collection[str], lists: Collection[str] = ()
@@ -41,9 +43,9 @@ def read_options(
             # Not load: the texts are wanted as they stand there, and where they stand.
             root = yaml.compose(file, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(message(f"the configuration file cannot be read: {error}.")) from None
+        raise LaunchError(message(f"the configuration file cannot be read: {error}.", fix=_FIX)) from None
     except yaml.YAMLError as error:
-        raise LaunchError(message(f"the configuration file '{path}' is not YAML: {error}.")) from None
+        raise LaunchError(message(f"the configuration file '{path}' is not YAML: {error}.", fix=_FIX)) from None
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
@@ -68,7 +70,9 @@ def read_options(
         elif not isinstance(value, yaml.ScalarNode) or not value.value:
             raise LaunchError(message(f"{where}: '{name}' has no value.", fix=f"one line: {name}: VALUE"))
         if name in flags and value.tag != "tag:yaml.org,2002:bool":
-            raise LaunchError(message(f"{where}: {name}: '{value.value}' is not true or false."))
+            raise LaunchError(
+                message(f"{where}: {name}: '{value.value}' is not true or false.", fix=f"one line: {name}: true")
+            )
         options[name] = value.value if name in valued else yaml.safe_load(value.value)
     return options
 

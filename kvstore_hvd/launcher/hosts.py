@@ -33,7 +33,9 @@ def hosts_of_file(path: str) -> list[str]:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(message(f"the host file cannot be read: {error}.")) from None
+        raise LaunchError(
+            message(f"the host file cannot be read: {error}.", fix="give the path of a text file.")
+        ) from None
     entries = [line for line in lines if line]
     if not entries:
         raise LaunchError(message(f"the host file '{path}' names no host.", fix="one line: localhost slots=4"))

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.errors import LaunchError, message
 
-__all__ = ["Limits", "Plan", "StartError", "WorkerPlan"]
+__all__ = ["EXIT_NOT_STARTED", "Limits", "Plan", "StartError", "WorkerPlan", "not_started"]
+
+EXIT_NOT_STARTED = 126
+_FIXES = {
+    **dict.fromkeys(
+        (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE), "see ulimit -u, ulimit -n and free memory."
+    ),
+    **dict.fromkeys(
+        (errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT),
+        "an elastic job needs the network of this host itself: ip link set lo up",
+    ),
+    errno.ENOEXEC: "a script's first line names its interpreter, such as #!/bin/sh.",
+}
 
 
 class StartError(LaunchError):
@@ -16,6 +29,12 @@ class StartError(LaunchError):
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
         self.code = code
+
+
+def not_started(what: str, error: OSError) -> StartError:
+    """The error that `what` (``'a worker'``) could not be started because the system refused something."""
+    fix = _FIXES.get(error.errno or 0, "see the reason; a sandbox may forbid it.")
+    return StartError(message(f"{what} could not be started: {error}.", fix=fix), EXIT_NOT_STARTED)
 
 
 @dataclass(frozen=True)

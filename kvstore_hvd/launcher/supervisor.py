@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvstore_hvd.errors import message
 from kvstore_hvd.launcher import console, processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.output_files import OutputFiles
-from kvstore_hvd.launcher.plan import Plan, StartError, WorkerPlan
+from kvstore_hvd.launcher.plan import Plan, WorkerPlan, not_started
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
 from kvstore_hvd.launcher.workers import Worker, Workers
@@ -24,7 +23,6 @@ from kvstore_hvd.launcher.workers import Worker, Workers
 __all__ = ["Supervisor"]
 
 _EXIT_LOST_OUTPUT = 1
-_EXIT_NOT_STARTED = 126
 # Once all processes are gone, how long a pipe may stay open (held by a process of another user).
 _DRAIN_S = 2.0
 # And how long whoever reads our output has at least, for the last words of workers that have taken all of their grace.
@@ -77,7 +75,7 @@ class Supervisor:
                 guard = Guard(self._plan.variable, grace_s)
                 stack.callback(guard.close)
             except OSError as error:
-                raise _not_started(error) from None
+                raise not_started("a worker", error) from None
             self._workers = Workers(guard, grace_s)
             self._relay = Relay(self._inbox.fileno())
             stack.callback(self._relay.close)
@@ -133,7 +131,7 @@ class Supervisor:
                     plan.command, plan.environment, stdin, stdout, stderr, self._plan.variable, plan.cores
                 )
         except OSError as error:
-            raise _not_started(error) from None
+            raise not_started("a worker", error) from None
         self._workers.add(worker)
         if self._plan.verbose:
             self._say(f"rank {rank} is process {worker.pid}")
@@ -243,12 +241,3 @@ class Supervisor:
             self._relay.say(text)
         else:
             console.say(text)
-
-
-def _not_started(error: OSError) -> StartError:
-    fix = ""
-    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-        fix = "see ulimit -u, ulimit -n and free memory."
-    elif error.errno == errno.ENOEXEC:
-        fix = "a script's first line names its interpreter, such as #!/bin/sh."
-    return StartError(message(f"a worker could not be started: {error}.", fix=fix), _EXIT_NOT_STARTED)

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
 from kvstore_hvd.keys import Call, priority_of
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet import gradients
@@ -46,7 +46,7 @@ def alltoall(
 
     Raises
     ------
-    KVHvdError, TypeError
+    KVHvdError, InvalidTypeError
         As `allgather`.
     """
     world = process_set.world("alltoall")
@@ -109,14 +109,14 @@ def _rows_to_send(call: Call, name: Optional[str], tensor: Any, splits: Any, siz
             raise InvalidRequestError(call.message(shown, f"splits has dtype {splits.dtype.name}.", fix))
         splits = splits.tolist() if splits.ndim == 1 else [splits.tolist()]
     if not isinstance(splits, (list, tuple)) or not all(type(each) is int for each in splits):
-        raise TypeError(call.message(shown, f"splits is {splits!r}.", fix))
+        raise InvalidTypeError(call.message(shown, f"splits is {splits!r}.", fix))
     if len(splits) != size or any(each < 0 for each in splits) or sum(splits) != length:
         raise InvalidRequestError(call.message(shown, f"splits is {list(splits)}, for {length} rows.", fix))
     return list(splits)
 
 
 def _int32_like(array: Any, numbers: Sequence[int]) -> Any:
-    import mxnet as mx
+    mx = mxnet_compat.require_mxnet()
 
     kind = mx.np if mxnet_compat.is_np_ndarray(array) else mx.nd
     return kind.array(np.array(numbers, np.int32), dtype="int32")

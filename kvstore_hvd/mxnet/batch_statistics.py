@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.keys import Call, Group
 from kvstore_hvd.member import Member
@@ -156,7 +156,8 @@ def find_exchange(key: int) -> StatisticsExchange:
     """
     found = _exchanges.get(key)
     if found is None:
-        raise InvalidRequestError(f"{_OPERATION}: the layer of this graph does not exist any more.")
+        fact, fix = "the layer of this graph does not exist any more.", "keep the layer as long as its graph."
+        raise InvalidRequestError(message(fact, operation=_OPERATION, fix=fix))
     return found
 
 

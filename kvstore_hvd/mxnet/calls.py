@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, fault_of_text
 from kvstore_hvd.keys import Call, reject_array
 from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.process_sets import ProcessSet
@@ -39,20 +39,24 @@ def operations(world: Member, namespace: str = NAMESPACE) -> Operations:
 
 
 def check_name(call: Call, name: Optional[str]) -> None:
-    """Raise TypeError unless it is a str or None."""
+    """Raise InvalidTypeError unless it is a str or None, InvalidRequestError if it cannot be written down."""
     if name is not None and not isinstance(name, str):
-        raise TypeError(call.message(None, f"name is {name!r} ({type(name).__name__}).", "pass a str."))
+        raise InvalidTypeError(call.message(None, f"name is {name!r} ({type(name).__name__}).", "pass a str."))
+    fault = fault_of_text(name or "")
+    if fault:
+        fix = "use a name that can be written as UTF-8 text."
+        raise InvalidRequestError(call.message(None, f"the name {fault}", fix))
 
 
 def check_list(call: Call, tensors: Any) -> None:
-    """Raise TypeError unless it is a list or tuple."""
+    """Raise InvalidTypeError unless it is a list or tuple."""
     if not isinstance(tensors, (list, tuple)):
         fact = f"tensors is a {type(tensors).__name__}, not a list."
-        raise TypeError(call.message(None, fact, "pass a list of arrays."))
+        raise InvalidTypeError(call.message(None, fact, "pass a list of arrays."))
 
 
 def check_array(call: Call, tensor: Any, name: Optional[str]) -> None:
-    """Raise unless it is an array of MXNet (TypeError) with values (InvalidRequestError)."""
+    """Raise unless it is an array of MXNet (InvalidTypeError) with values (InvalidRequestError)."""
     if not mxnet_compat.is_ndarray(tensor):
         reject_array(call, name, tensor, "tensor")
     if mxnet_compat.is_tracing():

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import copy
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.kvstore import make_store_class
 from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
@@ -88,7 +89,7 @@ class TrainerMethods:
 
     Raises
     ------
-    InvalidRequestError, TypeError, NotInitializedError
+    InvalidRequestError, InvalidTypeError, NotInitializedError
         An argument is wrong, this worker is not a member of the set, or there is no world.
     """
 
@@ -161,7 +162,7 @@ class OptimizerMethods:
 
     Raises
     ------
-    InvalidRequestError, TypeError, NotInitializedError
+    InvalidRequestError, InvalidTypeError, NotInitializedError
         As `DistributedTrainer`.
     """
 
@@ -175,7 +176,7 @@ class OptimizerMethods:
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        import mxnet as mx
+        mx = mxnet_compat.require_mxnet()
 
         if isinstance(optimizer, OptimizerMethods) or not isinstance(optimizer, mx.optimizer.Optimizer):
             fact, fix = f"the optimizer is a {type(optimizer).__name__}.", "pass one of mx.optimizer."
@@ -209,7 +210,7 @@ class OptimizerMethods:
     def __reduce__(self) -> Any:
         """A copy elsewhere would not exchange anything."""
         fact, fix = "it cannot be pickled: a copy would train alone.", "pickle the optimizer inside it."
-        raise TypeError(message(fact, operation="DistributedOptimizer", fix=fix))
+        raise InvalidTypeError(message(fact, operation="DistributedOptimizer", fix=fix))
 
     def create_state(self, index: Any, weight: Any) -> Any:
         """As the inner optimizer."""
@@ -263,7 +264,7 @@ def _refuse(who: str, fact: str, fix: str) -> NoReturn:
 
 @functools.cache
 def _make(name: str) -> type:
-    import mxnet as mx
+    mx = mxnet_compat.require_mxnet()
 
     methods, base = {
         "DistributedTrainer": (TrainerMethods, mx.gluon.Trainer),

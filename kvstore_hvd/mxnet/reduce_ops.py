@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
 from kvstore_hvd.keys import Call
 from kvstore_hvd.operations import Reduction
 
@@ -44,7 +44,7 @@ def reduction(
     ------
     InvalidRequestError
         The op is not one of those allowed.
-    TypeError
+    InvalidTypeError
         A factor is not a number.
     """
     shown = ", ".join(f"hvd.{each.name.capitalize()}" for each in allowed)
@@ -60,5 +60,5 @@ def reduction(
         try:
             factors.append(float(factor))
         except (TypeError, ValueError):
-            raise TypeError(call.message(None, f"{role} is {factor!r}.", "pass a number.")) from None
+            raise InvalidTypeError(call.message(None, f"{role} is {factor!r}.", "pass a number.")) from None
     return Reduction(chosen.name.lower(), prescale=factors[0], postscale=factors[1])

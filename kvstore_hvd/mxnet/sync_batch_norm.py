@@ -92,7 +92,7 @@ class SyncBatchNormMethods:
 
     def _synchronizes(self, values: Any) -> bool:
         """Whether a forward pass over arrays needs the other workers; checks what can be checked beforehand."""
-        import mxnet as mx
+        mx = mxnet_compat.require_mxnet()
 
         if not mx.autograd.is_training() or self._kwargs["use_global_stats"]:
             return False
@@ -109,7 +109,7 @@ class SyncBatchNormMethods:
 
     def _normalized(self, values: Any, *parameters: Any) -> Any:
         """The operator, of arrays or in a graph."""
-        import mxnet as mx
+        mx = mxnet_compat.require_mxnet()
 
         kind = mx.sym if isinstance(values, mx.sym.Symbol) else mx.nd
         classic = [each.as_nd_ndarray() for each in (values, *parameters)]
@@ -119,7 +119,7 @@ class SyncBatchNormMethods:
 
 @functools.cache
 def _make() -> type:
-    import mxnet as mx
+    mx = mxnet_compat.require_mxnet()
 
     base = mx.gluon.nn.BatchNorm
 

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd.mxnet_compat.arrays import context_of
+from kvstore_hvd.mxnet_compat.versions import is_imported
 
 __all__ = ["differentiable", "is_in_graph", "is_recording", "is_tracing"]
 
 
 def is_recording() -> bool:
     """Whether this thread is inside ``autograd.record()``."""
+    if not is_imported():
+        return False
     import mxnet as mx
 
     return bool(mx.autograd.is_recording())
@@ -20,6 +23,8 @@ def is_recording() -> bool:
 
 def is_tracing() -> bool:
     """Whether a block is being hybridized in this thread, in MXNet 2: arrays have no values then."""
+    if not is_imported():
+        return False
     import mxnet as mx
 
     traces = getattr(mx, "_deferred_compute", None)

@@ -269,7 +269,11 @@ def _absolute(file_path: Any) -> tuple[str, str]:
     if not path or "\0" in path:
         return "", "file_path is empty." if not path else "file_path has a null character."
     path = os.path.abspath(path)
-    return (path, "") if len(os.fsencode(path)) < _LONGEST_PATH else ("", "file_path is too long.")
+    try:
+        length = len(os.fsencode(path))
+    except UnicodeEncodeError as error:
+        return "", f"file_path cannot be written down: {error}."
+    return (path, "") if length < _LONGEST_PATH else ("", "file_path is too long.")
 
 
 def _fault_of(target: str) -> str:

@@ -1,3 +1,5 @@
+#include <system_error>
+
 #include "bind.hpp"
 #include "errors.hpp"
 
@@ -31,6 +33,10 @@ void bind_errors(py::module_& module) {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const NativeError& error) {
       set_python_error(error.status);
+    } catch (const std::system_error& error) {
+      // An OSError, whose number tells what helps: the caller in Python explains it to the user.
+      const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, arguments.ptr());
     }
   });
 }

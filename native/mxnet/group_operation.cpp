@@ -48,9 +48,7 @@ void GroupOperation::start(const Completion& completion) noexcept {
 void GroupOperation::skipped() noexcept {
   // As in Operation::skipped(). Which of the gradients failed, MXNet does not say.
   const Gradient& first = group_->front();
-  links_.unread->add(links_.api->copy(first.array.get()),
-                     Status(ErrorCode::kInputFailed,
-                            prefix_of(0) + "an operation that should have produced an input" + others() + " failed."));
+  links_.unread->add(links_.api->copy(first.array.get()), failed_input(prefix_of(0), others()));
   announce_failed([this](Request request) {
     request.input_failure =
         "an operation that should have produced its input" + others() + " failed; that rank raises the error of it.";

@@ -57,8 +57,7 @@ void Operation::start(const Completion& completion) noexcept {
 void Operation::skipped() noexcept {
   // MXNet has completed the operation with the error of the one that failed. What is left is to tell the other ranks,
   // and our own caller, should nobody read the arrays.
-  unread_->add(std::move(outputs_.front()),
-               Status(ErrorCode::kInputFailed, prefix_ + "an operation that should have produced an input failed."));
+  unread_->add(std::move(outputs_.front()), failed_input(prefix_));
   Request request = request_;
   request.input_failure = "an operation that should have produced its input failed; that rank raises the error of it.";
   announce_failed(std::move(request));

@@ -21,4 +21,10 @@ Status refusal(const std::string& prefix, const std::string& why, std::size_t ot
   return Status(ErrorCode::kInputFailed, text);
 }
 
+Status failed_input(const std::string& prefix, const std::string& whose) {
+  return Status(ErrorCode::kInputFailed,
+                prefix + "an operation that should have produced an input" + whose +
+                    " failed.\n  Fix: see that operation's own error, which MXNet raises where its result is read.");
+}
+
 }  // namespace kvstore_hvd::mxnet

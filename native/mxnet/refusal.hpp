@@ -18,4 +18,7 @@ Request as_refused(Request request, const std::string& why);
 // besides.
 Status refusal(const std::string& prefix, const std::string& why, std::size_t others = 0);
 
+// What this rank is told when the computation of an input failed here; `whose` names whose input that may be.
+Status failed_input(const std::string& prefix, const std::string& whose = "");
+
 }  // namespace kvstore_hvd::mxnet

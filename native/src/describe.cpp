@@ -48,6 +48,18 @@ std::string describe_rank(World& world, int rank) {
   return text + "pid " + std::to_string(state.pid) + ")";
 }
 
+std::string describe_each(World& world, const std::vector<int>& ranks) {
+  constexpr std::size_t kMost = 8;
+  const std::size_t shown = std::min(ranks.size(), kMost);
+  std::string text;
+  for (std::size_t i = 0; i < shown; ++i) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += describe_rank(world, ranks[i]);
+  }
+  if (shown == ranks.size()) return text;
+  return text + " and " + describe_ranks(world, {ranks.begin() + kMost, ranks.end()});
+}
+
 std::string describe_speaker(World& world, int rank) {
   std::string text = "[" + rank_name(world, rank) + "/" + std::to_string(world.size_of_all);
   if (world.set_number != 0) {

@@ -544,7 +544,11 @@ class Engine::Impl {
     }
     if (fact.empty()) return;
     // Whom this rank waits for may itself wait for one that is stopped.
-    for (const int r : liveness_.stopped()) fact += "\n  " + describe_rank(world_, r) + " is stopped.";
+    for (const int r : liveness_.stopped()) {
+      const std::string whole = describe_rank(world_, r);  // host and process are told once
+      const bool is_told = fact.find(whole) != std::string::npos;
+      fact += ".\n  " + (is_told ? rank_name(world_, r) : whole) + " is stopped";
+    }
     alarm_.raise(ErrorCode::kTimeout, fact);
   }
 

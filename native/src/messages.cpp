@@ -17,6 +17,12 @@ std::string advice(ErrorCode code) {
   }
 }
 
+// The text without the first `part`, if it ends there at a word's end.
+std::string without(std::string text, const std::string& part) {
+  const std::size_t place = text.find(part + " ");
+  return place == std::string::npos ? text : text.erase(place, part.size());
+}
+
 }  // namespace
 
 std::string describe_operation(const Request& request) {
@@ -28,7 +34,8 @@ std::string Messages::prefix() const { return describe_speaker(world_, rank_); }
 std::string Messages::prefix(const Request& request) const { return prefix() + describe_operation(request) + ": "; }
 
 Status Messages::invalid(const Request& request, const std::string& fact) const {
-  return Status(ErrorCode::kInvalid, prefix(request) + fact + ".");
+  return Status(ErrorCode::kInvalid,
+                prefix(request) + fact + ".\n  Fix: correct the arguments; nothing was submitted.");
 }
 
 Status Messages::disagreement(const Request& request, const Slot& slot) const {
@@ -37,13 +44,17 @@ Status Messages::disagreement(const Request& request, const Slot& slot) const {
 }
 
 Status Messages::lost(const Request& request) const {
-  const Status status = lost();
-  return Status(status.code(), prefix(request) + status.text().substr(prefix().size()));
+  return lost(prefix(request), without(world_.failure.fact(), " in " + describe_operation(request)));
 }
 
-Status Messages::lost() const {
+Status Messages::lost() const { return lost(prefix(), world_.failure.fact()); }
+
+// A fact about the rank that speaks need not name it again: "[rank 0/2] rank 0 waited" is "[rank 0/2] waited".
+Status Messages::lost(const std::string& prefix, std::string fact) const {
+  const std::string own = rank_name(world_, rank_) + " waited ";
+  if (fact.rfind(own, 0) == 0) fact.erase(0, own.size() - std::string("waited ").size());
   const ErrorCode code = world_.failure.code();
-  return Status(code, prefix() + world_.failure.fact() + ".\n  This step's buffers are undefined." + advice(code));
+  return Status(code, prefix + fact + ".\n  This step's buffers are undefined." + advice(code));
 }
 
 Status Messages::left(const Request& request) const { return left(prefix(request)); }

@@ -32,7 +32,8 @@ const std::vector<Aspect>& aspects() {
        [](World&, const Signature& s) { return std::string(name_of(s.dtype)); }},
       {"the kind of memory", "keep the array on the same kind of device on every rank.",
        [](World&, const Signature& s) { return std::string(s.on_device != 0 ? "GPU" : "CPU"); }},
-      {"shape", "build the same network on every rank.", [](World&, const Signature& s) { return describe_shape(s); }},
+      {"shape", "pass an array of the same shape on every rank.",
+       [](World&, const Signature& s) { return describe_shape(s); }},
       {"reduce op", "pass the same op on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.op)); }},
       {"gradient compression", "call set_gradient_compression with the same type on every rank.",
@@ -49,9 +50,17 @@ const std::vector<Aspect>& aspects() {
   return kAspects;
 }
 
+// A tensor that has a name and a key, as in "'dense0_weight' (key 3)", is a parameter of a network, or its gradient.
+bool is_parameter(const std::string& label) { return label.find("' (key ") != std::string::npos; }
+
+std::string fix_of(const Aspect& aspect, const std::string& label) {
+  const bool is_shape = std::string_view(aspect.name) == "shape";
+  return is_shape && is_parameter(label) ? "build the same network on every rank." : aspect.fix;
+}
+
 }  // namespace
 
-std::string describe_mismatch(World& world, std::uint32_t slot) {
+std::string describe_mismatch(World& world, std::uint32_t slot, const std::string& label) {
   for (const Aspect& aspect : aspects()) {
     std::vector<std::pair<std::string, std::vector<int>>> groups;  // in order of the first rank
     for (int r = 0; r < static_cast<int>(world.size); ++r) {
@@ -68,9 +77,9 @@ std::string describe_mismatch(World& world, std::uint32_t slot) {
     std::string text = std::string("ranks disagree on ") + aspect.name + ".\n ";
     for (const auto& [value, ranks] : groups) text += " " + value + ": " + describe_ranks(world, ranks) + "   ";
     while (text.back() == ' ') text.pop_back();
-    return text + "\n  Nothing was changed. Fix: " + aspect.fix;
+    return text + "\n  Nothing was changed. Fix: " + fix_of(aspect, label);
   }
-  return "ranks disagree.";
+  return "ranks disagree.\n  Nothing was changed. Fix: pass the same arguments on every rank.";
 }
 
 }  // namespace kvstore_hvd

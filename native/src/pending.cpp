@@ -250,10 +250,8 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
   if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
   const Blamed blamed = blamed_for(name.slot.slot);
   if (blamed.ranks.empty()) return text + "the other ranks, none of which moves";
-  text += describe_ranks(world_, blamed.ranks) + ", which " +
-          (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");
-  for (const int r : blamed.ranks) text += "\n  " + describe_rank(world_, r);
-  return text;
+  return text + describe_each(world_, blamed.ranks) + ", which " +
+         (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");
 }
 
 Blamed Pending::blamed_for(std::uint32_t slot) {

@@ -82,7 +82,12 @@ std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (memory == MAP_FAILED) fail("mapping the shared segment");
   // A forked child (a DataLoader's worker) must not be able to write into the world of its parent.
-  madvise(memory, bytes, MADV_DONTFORK);
+  if (madvise(memory, bytes, MADV_DONTFORK) != 0) {
+    const int error = errno;
+    munmap(memory, bytes);
+    errno = error;
+    fail("keeping the shared segment from forked children");
+  }
   return std::shared_ptr<Segment>(new Segment(fd, static_cast<World*>(memory), bytes));
 }
 

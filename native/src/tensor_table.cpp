@@ -189,7 +189,7 @@ TensorTable::Outcome TensorTable::decide(std::uint32_t index, const Request& req
   // That of the operation before, before anybody learns that this one is done; otherwise the line stays in all caches.
   if (slot.error != 0) slot.error = 0;
   if (all_announced_the_same(index) && inline_.carry_out(index, request)) return Outcome::kDone;
-  agree(index);
+  agree(index, request);
   return Outcome::kLast;
 }
 
@@ -202,7 +202,7 @@ bool TensorTable::all_announced_the_same(std::uint32_t slot) const {
   return true;
 }
 
-void TensorTable::agree(std::uint32_t index) {
+void TensorTable::agree(std::uint32_t index, const Request& request) {
   Slot& slot = world_.slots[index];
   slot.agreed = world_.announcement(index, rank_).signature;
   slot.bytes = slot.agreed.count * size_of(slot.agreed.dtype);
@@ -226,7 +226,7 @@ void TensorTable::agree(std::uint32_t index) {
   if (code == ErrorCode::kInputFailed) {
     text += "\n  Nothing was changed on the other ranks. Fix: see the error of that rank.";
   } else {
-    text = describe_mismatch(world_, index);
+    text = describe_mismatch(world_, index, request.label);
   }
   slot.error = static_cast<std::uint32_t>(code);
   const std::string_view shown = utf8_prefix(text, sizeof(slot.error_text));

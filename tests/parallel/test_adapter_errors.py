@@ -24,7 +24,7 @@ def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair: 
     assert str(caught.value) == (
         "[rank 0/2] allreduce 'w': ranks disagree on shape.\n"
         "  (4,): rank 0    (5,): rank 1\n"
-        "  Nothing was changed. Fix: build the same network on every rank."
+        "  Nothing was changed. Fix: pass an array of the same shape on every rank."
     )
     with pytest.raises(errors.MismatchError, match="rank 1/2"):
         pair.other.wait(work)

@@ -158,9 +158,9 @@ def test_a_large_skew_is_told_of(rank, size, monkeypatch):
 
 def test_wrong_arguments(rank, size):
     """Nothing is submitted."""
-    with pytest.raises(ValueError, match=r"^The join context manager requires at least one joinable$"):
+    with pytest.raises(ValueError, match=r"^The join context manager requires at least one joinable\n  Fix: "):
         Join([])
-    with pytest.raises(ValueError, match=r"^Using join context manager with multiple process groups$"):
+    with pytest.raises(ValueError, match=r"^Using join context manager with multiple process groups\n  Fix: "):
         Join([Counter(group=None), Counter(group=object())])
     with pytest.raises(TypeError):
         Joinable()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, UnsupportedDtypeError
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError, MismatchError, UnsupportedDtypeError
 from support.arrays import DTYPES, assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum
 
 SHAPES = [(), (0,), (1,), (17, 5), (1023,), (600_001,)]
@@ -69,8 +69,10 @@ def test_ranks_disagree(rank, size):
         (lambda: kvstore_hvd.allreduce(x, "x", postscale=1.0 + rank, out=x), "postscale"),
         (lambda: kvstore_hvd.broadcast(x, rank % 2, "x", out=x), "root"),
     ):
-        with pytest.raises(MismatchError, match=rf"\[rank {rank}/{size}\] .*'x': ranks disagree on .*{about}"):
+        with pytest.raises(MismatchError, match=rf"\[rank {rank}/{size}\] .*'x': ranks disagree on .*{about}") as error:
             call()
+        assert "Fix: " in str(error.value)
+        assert "network" not in str(error.value)  # there is none
         assert x.tolist() == [rank] * 4
     assert kvstore_hvd.allreduce(np.ones(2), "x").tolist() == [size] * 2
 
@@ -80,6 +82,9 @@ def test_ranks_disagree(rank, size):
     [
         (lambda: kvstore_hvd.allreduce([1, 2], "x"), TypeError),
         (lambda: kvstore_hvd.allreduce(np.ones(2), 3), TypeError),
+        (lambda: kvstore_hvd.allreduce(np.ones(2), "\ud800"), InvalidRequestError),
+        (lambda: kvstore_hvd.allreduce_init(np.ones(2), "\ud800"), InvalidRequestError),
+        (lambda: kvstore_hvd.broadcast(np.ones(2), 0, "\ud800"), InvalidRequestError),
         (lambda: kvstore_hvd.allreduce(np.ones(2, bool), "x"), UnsupportedDtypeError),
         (lambda: kvstore_hvd.allreduce(np.ones(2, ">f4"), "x"), UnsupportedDtypeError),
         (lambda: kvstore_hvd.allreduce(np.ones((4, 4))[:, ::2], "x"), InvalidRequestError),
@@ -93,8 +98,9 @@ def test_ranks_disagree(rank, size):
     ],
 )
 def test_wrong_calls(world, call, error):
-    with pytest.raises(error, match="Fix: "):
+    with pytest.raises(error, match="Fix: ") as caught:
         call()
+    assert isinstance(caught.value, KVHvdError)
 
 
 def test_overlap(world):

@@ -26,6 +26,9 @@ std::string describe_ranks(World& world, const std::vector<int>& ranks);
 // "rank 2 (node1, pid 8123)".
 std::string describe_rank(World& world, int rank);
 
+// "rank 2 (node1, pid 8123) and rank 5 (node1, pid 8126)"; the first eight, and "and ranks 9-12". As describe_ranks().
+std::string describe_each(World& world, const std::vector<int>& ranks);
+
 // Who speaks: "[rank 2/8] ", "[rank 5/8, rank 1/2 in process set 3] ".
 std::string describe_speaker(World& world, int rank);
 

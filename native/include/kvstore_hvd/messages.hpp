@@ -34,6 +34,8 @@ class Messages {
   static Status forked();
 
  private:
+  // The world has failed by `fact`; `prefix` says who speaks, and of what.
+  Status lost(const std::string& prefix, std::string fact) const;
   std::string prefix() const;
   std::string prefix(const Request& request) const;
 

@@ -64,7 +64,7 @@ class TensorTable {
   void unlink(std::uint32_t slot);
   Outcome decide(std::uint32_t slot, const Request& request);
   bool all_announced_the_same(std::uint32_t slot) const;
-  void agree(std::uint32_t slot);
+  void agree(std::uint32_t slot, const Request& request);
   // See Mark::place.
   std::uint64_t place_of(const Request& request) const;
 
@@ -78,7 +78,7 @@ class TensorTable {
 Signature signature_of(const Request& request);
 
 // The text of a mismatch between the announcements of a slot, in the form of docs/errors.md, without the prefix that
-// names the reading rank. The announcements differ.
-std::string describe_mismatch(World& world, std::uint32_t slot);
+// names the reading rank. The announcements differ; `label` is one rank's, see Request.
+std::string describe_mismatch(World& world, std::uint32_t slot, const std::string& label);
 
 }  // namespace kvstore_hvd

@@ -1,0 +1,18 @@
+"""The command kvhvdrun: the launcher of kvstore_hvd, or in one line why the environment does not let it be imported.
+
+Beside the package, not in it: the package reads its settings when it is imported, and a misspelt one raises.
+"""
+
+import sys
+
+
+def main():
+    """Run the launcher and return its exit code; 2 for settings that cannot be used."""
+    try:
+        from kvstore_hvd.launch import main as launch
+    except ValueError as error:
+        if type(error).__name__ != "ConfigError":
+            raise
+        print("kvhvdrun:", " ".join(line.strip() for line in str(error).splitlines()), file=sys.stderr)
+        return 2
+    return launch()
