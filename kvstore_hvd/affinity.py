@@ -19,20 +19,31 @@ def chosen_core(cores: Sequence[int], local_rank: int, local_size: int) -> int |
     Raises
     ------
     ConfigError
-        There is not a core for every worker of this host, or a core that this host does not have.
+        There is not a core for every worker of this host, or one that this process may not use.
     """
     if not cores:
         return None
-    present = os.cpu_count() or 1
-    if len(cores) < local_size or max(cores) >= present:
+    refused = [core for core in cores if not _may_use(core)]
+    if len(cores) < local_size or refused:
+        why = f", of which it may not use {', '.join(map(str, refused))}" if refused else ""
         raise ConfigError(
             message(
                 f"KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY) names the cores {', '.join(map(str, cores))} for "
-                f"{local_size} workers on this host, which has the cores 0 to {present - 1}.",
-                fix="name one core for each worker of the host, with commas between them.",
+                f"{local_size} workers on this host{why}.",
+                fix="name one core for each worker of the host, which it may use, with commas between them.",
             )
         )
     return cores[local_rank]
+
+
+def _may_use(core: int) -> bool:
+    # Tried, on this thread: numbers of cores may have gaps, and neither how many there are nor the affinity that this
+    # process happens to have says which ones its control group allows.
+    try:
+        with _pinned(core):
+            return True
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -47,16 +58,20 @@ def threads_on(core: int | None) -> Iterator[None]:
     if core is None:
         yield
         return
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_pinned(core))
+        except OSError as error:
+            fact = f"KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY): core {core} cannot be used: {error.strerror}."
+            fix = "name cores that this container may use, or unset it."
+            raise ConfigError(message(fact, fix=fix)) from None
+        yield
+
+
+@contextlib.contextmanager
+def _pinned(core: int) -> Iterator[None]:
     before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {core})
-    except OSError as error:
-        raise ConfigError(
-            message(
-                f"KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY): core {core} cannot be used: {error.strerror}.",
-                fix="name cores that this container may use, or unset it.",
-            )
-        ) from None
+    os.sched_setaffinity(0, {core})
     try:
         yield
     finally:

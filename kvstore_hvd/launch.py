@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd.config import Config, config, environment, option_value
+from kvstore_hvd.cores import usable_cores
 from kvstore_hvd.driver.driver import ElasticDriver
 from kvstore_hvd.driver.options import add_elastic_options, elastic_plan, is_elastic
 from kvstore_hvd.errors import ConfigError, LaunchError, message
@@ -23,7 +24,7 @@ from kvstore_hvd.launcher.config_file import read_options
 from kvstore_hvd.launcher.console import check_streams, say, write_all
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
 from kvstore_hvd.launcher.plan import Limits, Plan, StartError, WorkerPlan
-from kvstore_hvd.launcher.processes import share_of_cores, usable_cores
+from kvstore_hvd.launcher.processes import share_of_cores
 from kvstore_hvd.launcher.supervisor import Supervisor
 
 __all__ = ["main"]

@@ -91,6 +91,8 @@ class Member:
         ------
         HorovodInternalError
             The world was lost while this worker waited for its operations.
+        BaseException
+            Whatever interrupts the wait, like Ctrl-C. The world is left all the same, with that for a reason.
         """
         if self._world is None or self._closed:
             return None
@@ -101,14 +103,22 @@ class Member:
         if self._leaving is None:
             return None
         try:
-            if not reason:
+            early = reason
+            # Before MXNet's own wait, which hears no Ctrl-C. What may wait for any time is not waited for.
+            if not early and not self._leaving.wait_for_all():
+                early = "it left while its operations were pending"
+            if not early:
                 self._drain()
-            self._leaving.shutdown(reason)
+            self._leaving.shutdown(early)
             # Every operation is complete now; MXNet has to hand the results or errors on before the adapter goes. Not
             # if this worker ends early: something may be wrong with MXNet itself.
             if not reason:
                 self._drain()
-        finally:  # Ctrl-C may interrupt the waits
+        except BaseException as error:  # Ctrl-C, above all: the others do not wait for this worker until the deadline
+            self._leaving.shutdown(f"it was interrupted while it left: {type(error).__name__}")
+            raise
+        finally:
+            self._arenas = [arena for arena in self._arenas if arena.used]
             if self._inspector is not None:
                 self._inspector.stop()
             self._inspector = self._adapter = None

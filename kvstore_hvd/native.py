@@ -195,6 +195,7 @@ class Segment:
         set_number: int = 0,
         size_of_all: int = 0,
         ranks: Sequence[int] = (),
+        has_core_for_each: bool | None = None,
     ) -> Segment:
         """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
 
@@ -205,6 +206,9 @@ class Segment:
             What differs from the defaults, see `thresholds`; decides for all workers.
         set_number, size_of_all, ranks
             Of a world of some of the workers, as in `topology.Inside`: what messages name.
+        has_core_for_each : bool, optional
+            Whether the workers may use as many cores as they are, so that one that waits may spin. By default as this
+            thread may.
 
         Raises
         ------
@@ -213,12 +217,18 @@ class Segment:
         ValueError
             As `thresholds`.
         """
-        return cls(_native().Segment.create(size, arena_bytes, thresholds, set_number, size_of_all, list(ranks)))
+        arguments = size, arena_bytes, thresholds, set_number, size_of_all, list(ranks), has_core_for_each
+        return cls(_native().Segment.create(*arguments))
 
     @classmethod
     def attach(cls, fd: int) -> Segment:
         """The memory behind `fd`, which is duplicated and stays the caller's."""
         return cls(_native().Segment.attach(fd))
+
+    @property
+    def has_core_for_each(self) -> bool:
+        """What `create` was told."""
+        return bool(self.impl.has_core_for_each)
 
     @property
     def fd(self) -> int:
@@ -245,6 +255,10 @@ class Arena:
     def contains(self, address: int) -> bool:
         """Whether the address lies in it."""
         return bool(self.impl.contains(address))
+
+    def retire(self) -> None:
+        """Take no new arrays; the memory goes with the last one that lies in it, at once if there is none."""
+        self.impl.retire()
 
     def after_fork_in_child(self) -> None:
         """Give a forked child memory of its own, with the parent's content; once.
@@ -350,6 +364,13 @@ class Engine:
         """Until `work` is done, bounded by the engine's timeout. Raises what went wrong."""
         self.impl.wait(work.impl)
 
+    def wait_for_all(self, limit_s: float) -> bool:
+        """Wait until nothing of this worker is pending; False when something still is after `limit_s` seconds.
+
+        A signal's exception, like Ctrl-C's, fails the world first.
+        """
+        return bool(self.impl.wait_for_all(limit_s))
+
     def is_met(self, work: Work) -> bool:
         """Whether all workers have submitted `work`; so if `missed` shows what another one submitted after it."""
         return bool(self.impl.is_met(work.impl))
@@ -437,6 +458,8 @@ class Engine:
 
     def shutdown(self, reason: str = "") -> bool:
         """Leave the world: after the pending requests, or at once and with a reason that the others read.
+
+        Afterwards nothing of the world is held any more, whoever keeps this object.
 
         Returns False when the devices of others may still use this worker's memory.
         """

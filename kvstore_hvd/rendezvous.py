@@ -21,7 +21,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore_hvd import log
@@ -43,11 +43,20 @@ _LOOK_S = 0.02
 _PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
 
 _HELLO = struct.Struct("!II")  # local rank, process id
+# In a hello, between the version, what the worker tells, and its namespaces.
+_BEHIND_VERSION = "\0"
 _OK, _FAILED = b"\x01", b"\x00"
 _FIX_OF_SOCKETS = "a sandbox (seccomp, SELinux, AppArmor) forbids Unix sockets here: allow them, or run outside of it."
 
 
-def share_segment(world: World, create: Callable[[], int], *, version: str = "", timeout_s: float | None = None) -> int:
+def share_segment(
+    world: World,
+    create: Callable[[Sequence[str]], int],
+    *,
+    version: str = "",
+    tell: str = "",
+    timeout_s: float | None = None,
+) -> int:
     """Share one segment among the workers of this host. Collective over them; a barrier.
 
     Parameters
@@ -55,9 +64,12 @@ def share_segment(world: World, create: Callable[[], int], *, version: str = "",
     world : World
         Its job, epoch and secret name and protect the meeting: call once per epoch.
     create : callable
-        Makes the segment and returns its file descriptor. Called on local rank 0 only, after all peers have come.
+        Makes the segment from what all workers tell, and returns its file descriptor. Called on local rank 0 only,
+        after all peers have come.
     version : str
         Version of the package and of the layout of the segment; must be equal on all workers.
+    tell : str
+        What `create` is to know of this worker.
     timeout_s : float, optional
         Seconds to wait for the others; default ``config().start_timeout_s``.
 
@@ -75,11 +87,11 @@ def share_segment(world: World, create: Callable[[], int], *, version: str = "",
         On local rank 0, whatever `create` raised; the others get it as LaunchError.
     """
     if world.topology.local_size == 1:
-        return create()
+        return create([tell])
     timeout = config().start_timeout_s if timeout_s is None else timeout_s
     if world.topology.local_rank == 0:
-        return _Server(world, version, timeout).run(create)
-    return _fetch(world, version, timeout)
+        return _Server(world, version, tell, timeout).run(create)
+    return _fetch(world, version + _BEHIND_VERSION + tell, timeout)
 
 
 def socket_name(world: World) -> bytes:
@@ -116,19 +128,20 @@ class _Connection:
     pid: int = 0
     version: str = ""
     namespaces: tuple[str, ...] = ()
+    told: str = ""
 
 
 class _Server:
-    def __init__(self, world: World, version: str, timeout_s: float) -> None:
+    def __init__(self, world: World, version: str, tell: str, timeout_s: float) -> None:
         self._world = world
         self._topology = world.topology
-        self._version = version
+        self._version, self._tell = version, tell
         self._timeout_s = timeout_s
         self._peers: dict[int, _Connection] = {}
         self._strangers: dict[socket.socket, _Connection] = {}
         self._selector = selectors.DefaultSelector()
 
-    def run(self, create: Callable[[], int]) -> int:
+    def run(self, create: Callable[[Sequence[str]], int]) -> int:
         deadline = time.monotonic() + self._timeout_s
         listener = self._listen()
         try:
@@ -136,7 +149,7 @@ class _Server:
                 self._gather(listener, deadline)
                 self._compare_versions()
                 self._compare_namespaces()
-                fd = create()
+                fd = create([self._tell, *(connection.told for connection in self._peers.values())])
             except BaseException as error:
                 self._send_all(_FAILED, str(error) or type(error).__name__)
                 raise
@@ -245,8 +258,8 @@ class _Server:
             return None
         connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES]
         rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + NONCE_BYTES)
-        connection.version, *namespaces = body[head:].decode("utf-8", "replace").split("\0")
-        connection.namespaces = tuple(namespaces)
+        connection.version, *others = body[head:].decode("utf-8", "replace").split(_BEHIND_VERSION)
+        connection.told, connection.namespaces = "".join(others[:1]), tuple(others[1:])
         return int(rank)
 
     def _name(self, local_rank: int) -> int:
@@ -324,7 +337,7 @@ class _Server:
 # -- The others ---------------------------------------------------------------------------------------------------
 
 
-def _fetch(world: World, version: str, timeout_s: float) -> int:
+def _fetch(world: World, hello: str, timeout_s: float) -> int:
     """Find the server, prove ourselves, and wait for its answer."""
     topology = world.topology
     name = socket_name(world)
@@ -347,7 +360,7 @@ def _fetch(world: World, version: str, timeout_s: float) -> int:
                 connection.connect(name)
                 if peer_process(connection)[1] != os.geteuid():
                     raise _NotTheServer
-                return _ask(connection, world, version, start + timeout_s + _CLIENT_EXTRA_S)
+                return _ask(connection, world, hello, start + timeout_s + _CLIENT_EXTRA_S)
             except _NotTheServer:
                 impostor = True
             except OSError as error:
@@ -375,7 +388,7 @@ class _NotTheServer(Exception):
     """Whoever answered does not know the secret."""
 
 
-def _ask(connection: socket.socket, world: World, version: str, deadline: float) -> int:
+def _ask(connection: socket.socket, world: World, hello: str, deadline: float) -> int:
     topology = world.topology
 
     def wait_at_most(seconds: float) -> None:
@@ -387,7 +400,7 @@ def _ask(connection: socket.socket, world: World, version: str, deadline: float)
     if len(challenge) != len(_MAGIC) + NONCE_BYTES or not challenge.startswith(_MAGIC):
         raise _NotTheServer
     server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-    about = "\0".join((version, *watching_namespaces())).encode()
+    about = _BEHIND_VERSION.join((hello, *watching_namespaces())).encode()
     body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + about
     connection.send(body + mac(world.secret, b"client", server_nonce, body))
     while True:

@@ -124,6 +124,13 @@ class Communicator(ABC):
         """Wait for `work`, bounded by the configured timeout; raises as `run`."""
 
     @abstractmethod
+    def wait_for_all(self) -> bool:
+        """Wait until nothing of this worker is pending; False when something still is after the configured timeout.
+
+        A signal's exception, like Ctrl-C's, fails the world first.
+        """
+
+    @abstractmethod
     def health(self) -> HorovodInternalError | KVHvdError | None:
         """The failure that every later operation will raise, or None."""
 
@@ -133,7 +140,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def shutdown(self, reason: str = "") -> None:
-        """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
+        """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given.
+
+        Its descriptors and its memory are given back at once; of the arena when no array lies in it any more.
+        """
 
     def start_device(self, device: int) -> None:
         """Be ready for operations on arrays of a GPU, before the first one is submitted.

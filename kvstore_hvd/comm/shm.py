@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstore_hvd import affinity, log, native
+from kvstore_hvd import affinity, cores, log, native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.devices import DeviceThread
 from kvstore_hvd.comm.executors import create_executor
@@ -26,6 +26,8 @@ __all__ = ["ShmCommunicator"]
 # the world of all takes, so that a worker can be in many.
 _ADDRESS_SPACE = 32 << 40
 _SHIFT_INSIDE = 5
+# What passes its deadline the engine fails by itself, and a little later: its error says more than that time is over.
+_PATIENCE_S = 5.0
 
 
 class ShmCommunicator(Communicator):
@@ -51,17 +53,22 @@ class ShmCommunicator(Communicator):
         changes = _thresholds()
         core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
         with refusals_explained(topology):
-            self._segment = _shared_segment(world, changes)
-            with affinity.threads_on(core):
-                self._engine = native.Engine(
-                    self._segment,
-                    topology.rank,
-                    config().timeout_s,
-                    True,
-                    topology.host,
-                )
-            self._arena = native.Arena(self._segment, topology.rank)
-            self._device = DeviceThread(
+            segment = _shared_segment(world, changes)
+            if not segment.has_core_for_each:
+                text = "the workers%s may use fewer cores than they are: who waits for others does not spin"
+                log.once(f"cores{topology.group}", logging.INFO, text, topology.group)
+            # Not kept: the engine holds the segment until this worker leaves, the arena as long as arrays lie in it.
+            try:
+                with affinity.threads_on(core):
+                    self._engine = native.Engine(segment, topology.rank, config().timeout_s, True, topology.host)
+                try:
+                    self._arena = native.Arena(segment, topology.rank)
+                except BaseException:
+                    self._engine.shutdown("it has no room for its arena")
+                    raise
+            finally:
+                del segment  # or an error's traceback would keep it
+            self._device: DeviceThread | None = DeviceThread(
                 self._engine, lambda device: create_executor(self, topology, device), topology.speaker
             )
         if not native.has_pidfds():
@@ -70,7 +77,8 @@ class ShmCommunicator(Communicator):
 
     def start_device(self, device: int) -> None:
         """See `Communicator.start_device`."""
-        self._device.start(device)
+        if self._device is not None:  # after `shutdown` the next request fails
+            self._device.start(device)
 
     def submit(self, request: Request) -> native.Work:
         """See `Communicator.submit`."""
@@ -87,6 +95,10 @@ class ShmCommunicator(Communicator):
     def wait(self, work: native.Work) -> None:
         """See `Communicator.wait`."""
         self._engine.wait(work)
+
+    def wait_for_all(self) -> bool:
+        """See `Communicator.wait_for_all`."""
+        return self._engine.wait_for_all(config().timeout_s + _PATIENCE_S)
 
     def is_met(self, work: native.Work) -> bool:
         """See `Communicator.is_met`."""
@@ -107,7 +119,11 @@ class ShmCommunicator(Communicator):
                 text = "another worker's GPU is not through with the last operations: its results may be wrong"
                 log.logger.warning(text)
         finally:
-            self._device.stop()
+            # The thread makes its executor by way of this object: a cycle, which nobody has to look for.
+            device, self._device = self._device, None
+            if device is not None:
+                device.stop()
+            self._arena.retire()
 
     def report(self) -> EngineStatistics:
         """See `Communicator.report`."""
@@ -157,19 +173,25 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
     topology = world.topology
     created: list[native.Segment] = []
 
-    def create() -> int:
+    def create(told: Sequence[str]) -> int:
         inside = topology.inside or Inside(0, (), 0)
         with refusals_explained(topology):  # the others are told the same
             created.append(
                 native.Segment.create(
-                    topology.size, _arena_bytes(topology), changes, inside.number, inside.size, inside.ranks
+                    topology.size,
+                    _arena_bytes(topology),
+                    changes,
+                    inside.number,
+                    inside.size,
+                    inside.ranks,
+                    cores.suffice(told),
                 )
             )
         return created[0].fd
 
-    fd = share_segment(world, create, version=native.abi())
+    fd = share_segment(world, create, version=native.abi(), tell=cores.describe())
     if created:
-        return created[0]
+        return created.pop()
     try:
         return native.Segment.attach(fd)
     finally:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvstore_hvd.cores import usable_cores
 from kvstore_hvd.driver.slots import Slot, Slots
-from kvstore_hvd.launcher.processes import share_of_cores, usable_cores
+from kvstore_hvd.launcher.processes import share_of_cores
 
 __all__ = ["Shares"]
 

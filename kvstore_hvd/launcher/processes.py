@@ -24,7 +24,6 @@ __all__ = [
     "share_of_cores",
     "signals_blocked",
     "spawn",
-    "usable_cores",
 ]
 
 _PR_SET_PDEATHSIG = 1
@@ -118,19 +117,6 @@ def descends_from(pid: int, worker: int) -> bool:
     except OSError:
         return False  # it has ended
     return pid == worker
-
-
-def usable_cores() -> list[int]:
-    """The cores that this process may run on, not more than the control group's share of CPU time."""
-    cores = sorted(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = cores[: max(1, -(-int(quota) // int(period)))]
-    except (OSError, ValueError):
-        pass  # no limit, or another version of control groups
-    return cores
 
 
 def share_of_cores(cores: Sequence[int], place: int, count: int) -> tuple[int, ...]:

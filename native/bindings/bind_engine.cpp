@@ -65,6 +65,14 @@ std::shared_ptr<Request> make_request(int collective, std::string name, std::str
   return made;
 }
 
+// The last owner may be the garbage collector, and an engine that nobody has shut down waits for the other ranks when
+// it goes: not with the GIL. (It may also be a thread of MXNet's, which has none.)
+void delete_without_gil(Engine* engine) {
+  std::optional<py::gil_scoped_release> release;
+  if (PyGILState_Check() != 0) release.emplace();
+  delete engine;
+}
+
 using Outcome = std::optional<std::pair<int, std::string>>;
 
 Outcome outcome(const Status& status) {
@@ -103,6 +111,28 @@ class GilUntilBlocked final : public BlockingObserver {
  private:
   std::optional<py::gil_scoped_release> released_;
 };
+
+// Until nothing of this rank is pending, or the time is over; returns whether nothing is. A signal's exception ends the
+// world as above.
+bool wait_for_all(Engine& engine, double limit_s) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  bool done = false;
+  while (!done && std::chrono::steady_clock::now() < end) {
+    {
+      const py::gil_scoped_release release;
+      done = engine.wait_for_all(kSignalCheck);
+    }
+    if (!done && PyErr_CheckSignals() != 0) {
+      py::error_already_set interruption;
+      {
+        const py::gil_scoped_release release;
+        engine.abort(engine.process(engine.rank()).text + " was interrupted");
+      }
+      throw interruption;
+    }
+  }
+  return done;
+}
 
 // `work` is null, or was run before and is over.
 void run(Engine& engine, const std::shared_ptr<Request>& request, std::shared_ptr<Work>& work) {
@@ -330,7 +360,8 @@ void bind_engine(py::module_& module) {
                  options.watch_peers = watch_peers;
                  options.host = std::move(host);
                  if (rank < 0 || rank >= segment->size()) throw py::value_error("no such rank in the segment");
-                 return std::make_shared<Engine>(std::move(segment), rank, std::move(options));
+                 return std::shared_ptr<Engine>(new Engine(std::move(segment), rank, std::move(options)),
+                                                &delete_without_gil);
                }),
            py::arg("segment"), py::arg("rank"), py::arg("timeout_s"), py::arg("watch_peers") = true,
            py::arg("host") = "")
@@ -351,6 +382,7 @@ void bind_engine(py::module_& module) {
            "A function without arguments that runs the request and returns the result.")
       .def(
           "wait", [](Engine& engine, Work& work) { wait(engine, work); }, py::arg("work"))
+      .def("wait_for_all", &wait_for_all, py::arg("limit_s"))
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("is_met", &Engine::is_met, py::arg("work"), py::call_guard<py::gil_scoped_release>())
       .def("health", [](const Engine& engine) { return outcome(engine.health()); })

@@ -1,11 +1,13 @@
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "bind.hpp"
 #include "kvstore_hvd/arena.hpp"
 #include "kvstore_hvd/segment.hpp"
+#include "kvstore_hvd/world.hpp"
 
 namespace py = pybind11;
 
@@ -16,20 +18,24 @@ void bind_segment(py::module_& module) {
       .def_static(
           "create",
           [](int size, std::size_t arena_bytes, const std::string& thresholds, std::uint32_t set_number,
-             int size_of_all, std::vector<int> ranks) {
+             int size_of_all, std::vector<int> ranks, std::optional<bool> has_core_for_each) {
             return Segment::create(size, arena_bytes, parse_thresholds(thresholds),
-                                   Inside{set_number, size_of_all, std::move(ranks)});
+                                   Inside{set_number, size_of_all, std::move(ranks)}, has_core_for_each);
           },
           py::arg("size"), py::arg("arena_bytes") = 0, py::arg("thresholds") = "", py::arg("set_number") = 0,
-          py::arg("size_of_all") = 0, py::arg("ranks") = std::vector<int>{})
+          py::arg("size_of_all") = 0, py::arg("ranks") = std::vector<int>{},
+          py::arg("has_core_for_each").none(true) = py::none())
       .def_static("attach", &Segment::attach, py::arg("fd"))
       .def_property_readonly("fd", &Segment::fd)
-      .def_property_readonly("size", &Segment::size);
+      .def_property_readonly("size", &Segment::size)
+      .def_property_readonly("has_core_for_each",
+                             [](const Segment& segment) { return segment.world().has_core_for_each != 0; });
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena", "Memory for arrays that other ranks use in place.")
       .def(py::init<std::shared_ptr<Segment>, int>(), py::arg("segment"), py::arg("rank"))
       .def("allocate",
            [](Arena& arena, std::size_t bytes) { return reinterpret_cast<std::uintptr_t>(arena.allocate(bytes)); })
       .def("free", [](Arena& arena, std::uintptr_t memory) { arena.free(reinterpret_cast<void*>(memory)); })
+      .def("retire", &Arena::retire, py::call_guard<py::gil_scoped_release>())
       .def("contains", [](const Arena& arena,
                           std::uintptr_t memory) { return arena.contains(reinterpret_cast<const void*>(memory)); })
       .def_property_readonly("capacity", &Arena::capacity)

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <new>
 #include <system_error>
+#include <utility>
 
 #include "kvstore_hvd/process.hpp"
 #include "kvstore_hvd/world.hpp"
@@ -32,6 +33,7 @@ void* Arena::allocate(std::size_t bytes) {
   if (process_id() != owner_) return nullptr;
   const std::size_t size = (std::max<std::size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_retired_) return nullptr;
   // The lowest place that fits, so that the pages that were touched are used again.
   const auto found = std::find_if(free_.begin(), free_.end(), [size](const auto& hole) { return hole.second >= size; });
   if (found == free_.end()) return nullptr;
@@ -49,12 +51,14 @@ void* Arena::allocate(std::size_t bytes) {
 void Arena::free(void* memory) {
   // Another thread of the parent may have held the mutex; and what the child has is not used again.
   if (process_id() != owner_) return;
+  std::shared_ptr<Segment> unused;  // outlives the lock
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = allocated_.find(static_cast<std::size_t>(static_cast<char*>(memory) - base_));
   if (found == allocated_.end()) return;
   auto [offset, size] = *found;
   allocated_.erase(found);
   used_ -= size;
+  unused = take_unused();
   auto next = free_.lower_bound(offset);
   if (next != free_.end() && next->first == offset + size) {
     size += next->second;
@@ -70,7 +74,22 @@ void Arena::free(void* memory) {
   free_.emplace(offset, size);
 }
 
+void Arena::retire() {
+  if (process_id() != owner_) return;
+  std::shared_ptr<Segment> unused;  // outlives the lock
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_retired_ = true;
+  unused = take_unused();
+}
+
+std::shared_ptr<Segment> Arena::take_unused() {
+  if (!is_retired_ || !allocated_.empty()) return nullptr;
+  is_gone_.store(true, std::memory_order_relaxed);
+  return std::exchange(segment_, nullptr);
+}
+
 bool Arena::contains(const void* memory) const {
+  if (is_gone_.load(std::memory_order_relaxed)) return false;  // another mapping may have taken the place
   const auto* address = static_cast<const char*>(memory);
   return address >= base_ && address < base_ + capacity_;
 }
@@ -81,7 +100,8 @@ std::size_t Arena::used() const {
 }
 
 void Arena::after_fork_in_child() {
-  if (capacity_ == 0) return;
+  // What is gone may have become the place of another mapping.
+  if (capacity_ == 0 || is_gone_.load(std::memory_order_relaxed)) return;
   // Memory of its own for what was ever in use only: where the system does not overcommit, all of it would be charged.
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t extent = (extent_.load(std::memory_order_relaxed) + page - 1) / page * page;

@@ -57,9 +57,8 @@ class Engine::Impl {
         size_(segment_->size()),
         options_(std::move(options)),
         owner_(process_id()),
-        policy_(WaitPolicy::for_ranks(size_)),
-        callers_policy_(WaitPolicy::for_callers(size_)),
-        speaker_(describe_speaker(world_, rank)),
+        policy_(WaitPolicy::for_engine(world_.has_core_for_each != 0)),
+        callers_policy_(WaitPolicy::for_callers(world_.has_core_for_each != 0)),
         messages_(world_, rank),
         alarm_(world_, rank, options_.timeout),
         devices_(world_, rank),
@@ -78,8 +77,6 @@ class Engine::Impl {
       throw;
     }
   }
-
-  ~Impl() { shutdown(""); }
 
   bool forked() const { return process_id() != owner_; }
 
@@ -195,6 +192,11 @@ class Engine::Impl {
     if (InlineReduction::give_up(world_, rank_, slot)) return false;
     take(lock, work, slot, Clock::now());
     return true;
+  }
+
+  // Until nothing of this rank is pending, or `limit` has passed.
+  bool wait_for_all(std::chrono::nanoseconds limit) {
+    return forked() || drive_until([this] { return idle(); }, limit, policy_);
   }
 
   bool is_met(const Work& work) {
@@ -576,7 +578,6 @@ class Engine::Impl {
   const EngineOptions options_;
   const pid_t owner_;
   const WaitPolicy policy_, callers_policy_;
-  const std::string speaker_;
   const Messages messages_;
   Alarm alarm_;
 
@@ -599,55 +600,182 @@ class Engine::Impl {
   std::thread communication_, watcher_;
 };
 
+// A call into the world. The last one out of a world that was left gives back what it held: memory, descriptors, and
+// the threads' stacks, however long the Engine itself is kept.
+class Engine::Visit {
+ public:
+  explicit Visit(const Engine& engine) : engine_(engine), inside_(engine.gate_.enter()) {}
+  ~Visit() {
+    if (!inside_ || !engine_.gate_.leave()) return;
+    // In a forked child there is nothing to give back, as in ~Engine.
+    if (engine_.forked()) return;
+    engine_.impl_.reset();
+  }
+  Visit(const Visit&) = delete;
+  Visit& operator=(const Visit&) = delete;
+
+  explicit operator bool() const { return inside_; }
+  Impl* operator->() const { return engine_.impl_.get(); }
+
+ private:
+  const Engine& engine_;
+  const bool inside_;
+};
+
 Engine::Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options)
-    : impl_(std::make_unique<Impl>(std::move(segment), rank, std::move(options))) {}
+    : rank_(rank),
+      size_(segment->size()),
+      owner_(process_id()),
+      speaker_(describe_speaker(segment->world(), rank)),
+      impl_(std::make_unique<Impl>(std::move(segment), rank, std::move(options))) {}
 
 Engine::~Engine() {
   // The threads and the memory of the parent do not exist in a forked child: there is nothing to release.
-  if (impl_->forked()) static_cast<void>(impl_.release());
+  if (forked()) {
+    static_cast<void>(impl_.release());
+  } else {
+    shutdown("");
+  }
 }
 
-int Engine::rank() const { return impl_->rank_; }
-int Engine::size() const { return impl_->size_; }
-const std::shared_ptr<Segment>& Engine::segment() const { return impl_->segment_; }
-const std::string& Engine::speaker() const { return impl_->speaker_; }
+bool Engine::forked() const { return process_id() != owner_; }
+
+Status Engine::why_outside(const Request& request) const {
+  return forked() ? Messages::forked() : Messages::left(speaker_ + describe_operation(request) + ": ");
+}
+
+std::shared_ptr<Segment> Engine::segment() const {
+  const Visit visit(*this);
+  return visit ? visit->segment_ : nullptr;
+}
+
 std::shared_ptr<Work> Engine::submit(std::shared_ptr<const Request> request) {
-  return impl_->submit(std::move(request), false);
+  if (const Visit visit(*this); visit) return visit->submit(std::move(request), false);
+  return refuse(std::move(request));
 }
+
 std::shared_ptr<Work> Engine::submit_and_linger(std::shared_ptr<const Request> request) {
-  return impl_->submit_and_linger(std::move(request));
+  if (const Visit visit(*this); visit) return visit->submit_and_linger(std::move(request));
+  return refuse(std::move(request));
 }
+
 std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> request) {
-  return impl_->submit(std::move(request), true);
+  if (const Visit visit(*this); visit) return visit->submit(std::move(request), true);
+  return refuse(std::move(request));
 }
+
 void Engine::submit_to_wait(const std::shared_ptr<Work>& work) {
   work->renew();
-  impl_->submit(work, true);
+  if (const Visit visit(*this); visit) return visit->submit(work, true);
+  work->finish(why_outside(work->request()));
 }
+
+std::shared_ptr<Work> Engine::refuse(std::shared_ptr<const Request> request) const {
+  auto work = std::make_shared<Work>(std::move(request));
+  work->finish(why_outside(work->request()));
+  return work;
+}
+
+// Whoever leaves completes all works first, so outside there is nothing to wait for.
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
-  return impl_->wait(work, limit, impl_->callers_policy_);
+  if (work.done()) return true;
+  const Visit visit(*this);
+  return !visit || visit->wait(work, limit, visit->callers_policy_);
 }
-bool Engine::is_met(const Work& work) const { return impl_->is_met(work); }
-bool Engine::wait_briefly(Work& work) { return impl_->wait_briefly(work); }
+
+bool Engine::wait_briefly(Work& work) {
+  if (work.done()) return true;
+  const Visit visit(*this);
+  return !visit || visit->wait_briefly(work);
+}
+
+bool Engine::is_met(const Work& work) const {
+  const Visit visit(*this);
+  return !visit || visit->is_met(work);
+}
+
 const Status& Engine::wait(Work& work) {
   while (!wait(work, std::chrono::seconds(1))) {
   }
   return work.status();
 }
-void Engine::abort(const std::string& text) { impl_->abort(text); }
-EngineStatistics Engine::report() const { return impl_->report(); }
-void Engine::start_timeline(std::size_t capacity) { impl_->start_timeline(capacity); }
-void Engine::stop_timeline() { impl_->stop_timeline(); }
-TimelineEvents Engine::take_timeline() { return impl_->take_timeline(); }
-std::optional<std::vector<Waiting>> Engine::waiting(std::chrono::nanoseconds age) const { return impl_->waiting(age); }
-std::optional<std::vector<Missed>> Engine::missed(std::size_t most, bool described) const {
-  return impl_->missed(most, described);
+
+bool Engine::wait_for_all(std::chrono::nanoseconds limit) {
+  const Visit visit(*this);
+  return !visit || visit->wait_for_all(limit);
 }
-Engine::Process Engine::process(int rank) const { return impl_->process(rank); }
-Status Engine::health() const { return impl_->health(); }
-std::optional<DeviceBatch> Engine::take_batch(std::chrono::nanoseconds limit) { return impl_->take_batch(limit); }
-bool Engine::end_batch(std::uint64_t number, const Status& status) { return impl_->end_batch(number, status); }
-std::uint64_t Engine::bytes_in_place() const { return impl_->pipeline_.bytes_in_place(); }
-bool Engine::shutdown(const std::string& reason) { return impl_->shutdown(reason); }
+
+void Engine::abort(const std::string& text) {
+  if (const Visit visit(*this); visit) visit->abort(text);
+}
+
+EngineStatistics Engine::report() const {
+  const Visit visit(*this);
+  return visit ? visit->report() : EngineStatistics();
+}
+
+void Engine::start_timeline(std::size_t capacity) {
+  if (const Visit visit(*this); visit) visit->start_timeline(capacity);
+}
+
+void Engine::stop_timeline() {
+  if (const Visit visit(*this); visit) visit->stop_timeline();
+}
+
+TimelineEvents Engine::take_timeline() {
+  if (const Visit visit(*this); visit) return visit->take_timeline();
+  if (forked()) return {};
+  const std::lock_guard<std::mutex> lock(remains_mutex_);
+  return std::exchange(remains_.timeline, {});
+}
+
+std::optional<std::vector<Waiting>> Engine::waiting(std::chrono::nanoseconds age) const {
+  const Visit visit(*this);
+  return visit ? visit->waiting(age) : std::vector<Waiting>{};
+}
+
+std::optional<std::vector<Missed>> Engine::missed(std::size_t most, bool described) const {
+  const Visit visit(*this);
+  return visit ? visit->missed(most, described) : std::vector<Missed>{};
+}
+
+Engine::Process Engine::process(int rank) const {
+  const Visit visit(*this);
+  return visit ? visit->process(rank) : Process();
+}
+
+Status Engine::health() const {
+  if (const Visit visit(*this); visit) return visit->health();
+  if (forked()) return Messages::forked();
+  return remains_.health;
+}
+
+std::optional<DeviceBatch> Engine::take_batch(std::chrono::nanoseconds limit) {
+  const Visit visit(*this);
+  return visit ? visit->take_batch(limit) : std::nullopt;
+}
+
+bool Engine::end_batch(std::uint64_t number, const Status& status) {
+  const Visit visit(*this);
+  return visit && visit->end_batch(number, status);
+}
+
+std::uint64_t Engine::bytes_in_place() const {
+  const Visit visit(*this);
+  return visit ? visit->pipeline_.bytes_in_place() : remains_.bytes_in_place;
+}
+
+bool Engine::shutdown(const std::string& reason) {
+  const Visit visit(*this);
+  if (!visit || forked()) return true;
+  const bool are_through = visit->shutdown(reason);
+  const std::lock_guard<std::mutex> lock(remains_mutex_);
+  if (!is_left_) {
+    remains_ = {visit->health(), visit->pipeline_.bytes_in_place(), visit->take_timeline()};
+    is_left_ = true;
+    gate_.close();
+  }
+  return are_through;
+}
 
 }  // namespace kvstore_hvd

@@ -1,6 +1,7 @@
 #include "kvstore_hvd/segment.hpp"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -17,7 +18,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303038;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303039;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -29,6 +30,12 @@ constexpr std::size_t kMaxPayloads = std::size_t{64} << 10;
 
 // Of this machine, which ranks that share memory have in common.
 std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
+// That the calling thread may run on; as many as it likes where nobody can tell.
+int usable_cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : kMaxRanks;
+}
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -92,7 +99,7 @@ std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
 }
 
 std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, const Thresholds& thresholds,
-                                         const Inside& inside) {
+                                         const Inside& inside, std::optional<bool> has_core_for_each) {
   if (size < 1 || size > kMaxRanks) {
     throw std::invalid_argument("a world has 1 to " + std::to_string(kMaxRanks) + " ranks on a host, not " +
                                 std::to_string(size));
@@ -128,6 +135,7 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.thresholds.inlined = std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(world.size)));
   world.set_number = inside.number;
   world.size_of_all = inside.number == 0 ? world.size : static_cast<std::uint32_t>(inside.size);
+  world.has_core_for_each = has_core_for_each.value_or(size <= usable_cores()) ? 1 : 0;
   for (int r = 0; r < size; ++r) world.rank(r).rank_of_all = inside.number == 0 ? r : inside.ranks[r];
   world.magic = kMagic;
   return segment;

@@ -46,14 +46,12 @@ bool yield_once() {
   return yielded <= kLongYield;
 }
 
-WaitPolicy WaitPolicy::for_ranks(int ranks) {
-  // Not the cores of this process's affinity: ranks that are pinned to one core each have one each.
-  const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  return ranks <= cores ? WaitPolicy{kSpin, 0} : WaitPolicy{std::chrono::nanoseconds(0), kYields};
+WaitPolicy WaitPolicy::for_engine(bool has_core_for_each) {
+  return has_core_for_each ? WaitPolicy{kSpin, 0} : WaitPolicy{std::chrono::nanoseconds(0), kYields};
 }
 
-WaitPolicy WaitPolicy::for_callers(int ranks) {
-  WaitPolicy policy = for_ranks(ranks);
+WaitPolicy WaitPolicy::for_callers(bool has_core_for_each) {
+  WaitPolicy policy = for_engine(has_core_for_each);
   if (policy.spin.count() > 0) {
     policy.spin = kCallersSpin;
   } else {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_hvd.cores import describe, suffice
 from support.jobs import LIMIT_S, run, variables_of
 from support.launchers import kvhvdrun
 
@@ -19,7 +20,7 @@ def test_workers_share_memory(marker: str) -> None:
     program = """
 from kvstore_hvd.bootstrap import discover
 from kvstore_hvd.rendezvous import share_segment
-fd = share_segment(discover(), lambda: os.memfd_create('x'))
+fd = share_segment(discover(), lambda told: os.memfd_create('x'))
 os.pwrite(fd, b'x', rank)
 say(f'{os.fstat(fd).st_ino}\\n')
 """
@@ -33,7 +34,7 @@ def test_a_worker_that_never_comes_is_named_by_all_others(marker: str) -> None:
 from kvstore_hvd.bootstrap import discover
 from kvstore_hvd.rendezvous import share_segment
 if rank == 1: forever()
-share_segment(discover(), lambda: os.memfd_create('x'))
+share_segment(discover(), lambda told: os.memfd_create('x'))
 """
     code, _, err = run(marker, 3, program, "--start-timeout", "2")
     assert code == 1
@@ -74,3 +75,22 @@ def test_a_script_without_an_interpreter_is_named(tmp_path: Path) -> None:
     assert done.returncode == 126
     assert str(script).encode() in done.stderr
     assert b"#!" in done.stderr
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_waits_spins_only_if_there_is_a_core_for_each(marker: str, together: bool) -> None:
+    """Those that the workers may use count, not those of the machine; pinned to one each they have one each."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not together and len(cores) < 2:
+        pytest.skip("needs two cores")
+    program = f"""
+import kvstore_hvd
+os.sched_setaffinity(0, {{{cores[:1] * 2 if together else cores[:2]}[rank]}})
+kvstore_hvd.init()
+kvstore_hvd.barrier()
+"""
+    code, _, err = run(marker, 2, program, variables={"KVHVD_LOG_LEVEL": "info"})
+    assert code == 0, err
+    # A control group may allow less than that, too.
+    allowed = suffice([describe()] * 2)
+    assert err.count(b"who waits for others does not spin") == (0 if allowed and not together else 2), err

@@ -47,6 +47,14 @@ def test_a_forked_child_can_neither_join_nor_reset(ranks: int) -> None:
         assert f"rank {rank} refused 3 total {ranks}" in output, output
 
 
+def test_ctrl_c_ends_the_wait_of_a_worker_that_leaves() -> None:
+    """It is heard long before the deadline of ten minutes, and the others are told why nobody comes any more."""
+    output = run("interrupted", 2)
+    assert "rank 0 was interrupted" in output, output
+    assert "rank 1 got: [rank 1/2] allreduce" in output, output
+    assert "interrupted" in output.partition("rank 1 got: ")[2].partition("\n")[0], output
+
+
 @pytest.mark.parametrize(("own_code", "code"), [("0", 1), ("7", 7)])
 def test_a_worker_whose_last_operation_failed_does_not_end_in_good_order(own_code: str, code: int) -> None:
     """The error that nobody has read is logged at exit, and the exit code tells of it unless the program's own does."""

@@ -126,7 +126,7 @@ import os
 from kvstore_hvd.bootstrap import discover
 from kvstore_hvd.rendezvous import share_segment
 world = discover()
-fds = [share_segment(w, lambda: os.memfd_create('x')) for w in (world, world.next_epoch())]
+fds = [share_segment(w, lambda told: os.memfd_create('x')) for w in (world, world.next_epoch())]
 report(inodes=[os.fstat(fd).st_ino for fd in fds])
 """
     reports = launch(own, 4, program)

@@ -102,6 +102,8 @@ class FakeCommunicator(Communicator):
     requests: list[Request] = field(default_factory=list)
     failure: KVHvdError | None = None
     left: list[str] = field(default_factory=list)
+    interrupted: BaseException | None = None
+    is_pending: bool = False
 
     def submit(self, request: Request) -> native.Work:
         """Not needed by stores."""
@@ -118,6 +120,12 @@ class FakeCommunicator(Communicator):
     def wait(self, work: native.Work) -> None:
         """Not needed by stores."""
         raise NotImplementedError
+
+    def wait_for_all(self) -> bool:
+        """Nothing is pending, unless the test says so; raises what it has set."""
+        if self.interrupted is not None:
+            raise self.interrupted
+        return not self.is_pending
 
     def health(self) -> KVHvdError | None:
         """The failure that the test has set."""

@@ -1,14 +1,17 @@
-"""One rank of a short program, ``late_reset``, ``forked_child`` or ``pending_at_exit``; prints what it saw."""
+"""One rank of a short program, which its first argument names; prints what it saw."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 
 import numpy as np
 
 import kvstore_hvd
+from kvstore_hvd import engine
 
 
 def late_reset() -> None:
@@ -60,6 +63,34 @@ def pending_at_exit() -> None:
         sys.exit(int(sys.argv[2]))
 
 
+def interrupted() -> None:
+    """Rank 0 leaves with an operation that the others have not submitted, and gets Ctrl-C as it waits for it."""
+    import mxnet as mx
+
+    store = mx.kv.create("horovod")
+    store.barrier()
+    if store.rank == 0:
+        array = mx.nd.ones((3,))
+        store.pushpull("alone", array)
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            engine.current().shutdown()
+        except KeyboardInterrupt:
+            print("rank 0 was interrupted", flush=True)
+        else:
+            print("rank 0 left in good order", flush=True)
+    else:
+        try:
+            kvstore_hvd.allreduce(np.ones(1), "other")
+        except kvstore_hvd.HorovodInternalError as error:
+            print(f"rank {store.rank} got: {error}", flush=True)
+
+
 if __name__ == "__main__":
-    programs = {"late_reset": late_reset, "forked_child": forked_child, "pending_at_exit": pending_at_exit}
+    programs = {
+        "late_reset": late_reset,
+        "forked_child": forked_child,
+        "pending_at_exit": pending_at_exit,
+        "interrupted": interrupted,
+    }
     programs[sys.argv[1]]()

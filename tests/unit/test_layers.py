@@ -39,6 +39,7 @@ LAYERS = (
         "messages",
         "worker_line",
         "affinity",
+        "cores",
         "stacks",
         "namespaces",
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_hvd import engine
+from kvstore_hvd import engine, mxnet_compat
 from kvstore_hvd.errors import InputFailedError, KVHvdError, MismatchError
 from kvstore_hvd.topology import Host, Topology, World
 from support.fake_native import FakeCommunicator, fake_world
@@ -62,6 +62,37 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:
     mine.leave()
     mine.join(_world_of_one(1))
     mine.check()
+
+
+def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake: FakeCommunicator) -> None:
+    """Longer than that there are only those that may wait for others for any time."""
+    fake.is_pending = True
+    assert engine.current().leave() is None
+    assert fake.left == ["it left while its operations were pending"]
+
+
+@pytest.mark.parametrize("where", ["operations", "mxnet", "afterwards"])
+def test_who_is_interrupted_as_it_leaves_has_left(
+    fake: FakeCommunicator, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The others are told at once: nothing is left to the garbage collector, which would wait for them."""
+    interruption = KeyboardInterrupt()
+
+    def waitall() -> None:
+        if where == "mxnet" or fake.left:
+            raise interruption
+
+    monkeypatch.setattr(mxnet_compat, "waitall", waitall)
+    if where == "operations":
+        fake.interrupted = interruption
+    mine = engine.current()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mine.leave()
+    assert caught.value is interruption
+    reason = "it was interrupted while it left: KeyboardInterrupt"
+    assert fake.left == (["", reason] if where == "afterwards" else [reason])
+    assert not mine.is_initialized
+    assert mine.leave() is None
 
 
 @pytest.mark.parametrize(("voided", "is_aborted"), [(4, False), (5, True), (6, True)])

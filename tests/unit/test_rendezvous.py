@@ -9,7 +9,7 @@ import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -34,7 +34,7 @@ def worlds(size: int, secret: bytes = b"s" * 32) -> list[World]:
     return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in range(size)]
 
 
-def memory() -> int:
+def memory(told: Sequence[str] = ()) -> int:
     return os.memfd_create("test", os.MFD_CLOEXEC)
 
 
@@ -47,11 +47,12 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def start(
     pool: ThreadPoolExecutor,
     world: World,
-    create: Callable[[], int] = memory,
+    create: Callable[[Sequence[str]], int] = memory,
     timeout_s: float = LONG_S,
     version: str = "",
+    tell: str = "",
 ) -> Future[int]:
-    return pool.submit(share_segment, world, create, version=version, timeout_s=timeout_s)
+    return pool.submit(share_segment, world, create, version=version, tell=tell, timeout_s=timeout_s)
 
 
 def connect(name: bytes, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
@@ -85,14 +86,16 @@ def test_alone_nobody_is_met() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8, 33])
 def test_all_ranks_get_the_same_memory(pool: ThreadPoolExecutor, size: int) -> None:
-    calls: list[int] = []
+    calls: list[Sequence[str]] = []
 
-    def create() -> int:
-        calls.append(1)
+    def create(told: Sequence[str]) -> int:
+        calls.append(told)
         return memory()
 
-    descriptors = [future.result(LONG_S) for future in [start(pool, world, create) for world in worlds(size)]]
-    assert len(calls) == 1
+    futures = [start(pool, world, create, tell=f"of {rank} é") for rank, world in enumerate(worlds(size))]
+    descriptors = [future.result(LONG_S) for future in futures]
+    (told,) = calls
+    assert sorted(told) == sorted(f"of {rank} é" for rank in range(size)), "one is made, of what all tell"
     assert len(set(descriptors)) == size
     assert not any(os.get_inheritable(fd) for fd in descriptors)
     assert same_file(descriptors)
@@ -305,7 +308,7 @@ def test_versions_that_differ_are_named_on_every_rank(pool: ThreadPoolExecutor) 
 
 
 def test_a_failing_create_is_told_to_everybody(pool: ThreadPoolExecutor) -> None:
-    def create() -> int:
+    def create(told: Sequence[str]) -> int:
         raise MemoryError("no memory for the segment")
 
     first, second = worlds(2)

@@ -364,4 +364,4 @@ class _Silent(Communicator):
     def stop_timeline(self) -> None:
         self.recording = False
 
-    submit = run = prepare = wait = health = abort = shutdown = mxnet_adapter = None  # type: ignore[assignment]
+    submit = run = prepare = wait = wait_for_all = health = abort = shutdown = mxnet_adapter = None  # type: ignore[assignment]

@@ -31,6 +31,10 @@ class Arena {
   // `memory` came from allocate().
   void free(void* memory);
 
+  // The world is left: there is no memory for new arrays, and the segment goes with the last one that lies here; at
+  // once if there is none.
+  void retire();
+
   bool contains(const void* memory) const;
   std::size_t capacity() const { return capacity_; }
   std::size_t used() const;
@@ -43,12 +47,18 @@ class Arena {
   static constexpr std::size_t kAlignment = 128;
 
  private:
-  const std::shared_ptr<Segment> segment_;
+  // With the mutex held. What to let go of, once it is released: a segment is unmapped with its last owner.
+  std::shared_ptr<Segment> take_unused();
+
+  std::shared_ptr<Segment> segment_;  // under mutex_; null when it is gone
   char* const base_;
   const std::size_t capacity_;
   const std::ptrdiff_t place_in_segment_;
   const pid_t owner_;
   mutable std::mutex mutex_;
+  bool is_retired_ = false;
+  // Whether the memory is gone. Relaxed, as extent_; and who asks for what is in it has an array there, or has none.
+  std::atomic<bool> is_gone_{false};
   std::size_t used_ = 0;
   // No array ever reached beyond. Relaxed: a child has what its parent's thread saw before the fork.
   std::atomic<std::size_t> extent_{0};

@@ -2,15 +2,19 @@
 // them out on a communication thread, highest priority first.
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "kvstore_hvd/device_queue.hpp"
+#include "kvstore_hvd/gate.hpp"
 #include "kvstore_hvd/request.hpp"
 #include "kvstore_hvd/segment.hpp"
 #include "kvstore_hvd/stall.hpp"
@@ -39,11 +43,12 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  int rank() const;
-  int size() const;
-  const std::shared_ptr<Segment>& segment() const;
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // Null once the world is left.
+  std::shared_ptr<Segment> segment() const;
   // How what this rank says begins, see describe_speaker(); in a forked child, too.
-  const std::string& speaker() const;
+  const std::string& speaker() const { return speaker_; }
 
   // Never sleeps for another rank. When this rank is the last, and the request is small or all arrays lie in arenas, it
   // may take about 0.2 ms to carry the request out. A request that is wrong, or submitted after a failure, is completed
@@ -70,6 +75,9 @@ class Engine {
   bool is_met(const Work& work) const;
   // Bounded by the engine's timeout.
   const Status& wait(Work& work);
+
+  // Until nothing of this rank is pending, or `limit` has passed; returns whether nothing is.
+  bool wait_for_all(std::chrono::nanoseconds limit);
 
   // Like submit, for a caller that waits at once: the communication thread is left asleep, which is the fastest way.
   std::shared_ptr<Work> submit_to_wait(std::shared_ptr<const Request> request);
@@ -122,11 +130,34 @@ class Engine {
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and
   // the others read the reason. Idempotent. Returns false when the devices of other ranks may still use this one's
   // memory, for which it waits two seconds.
+  //
+  // Afterwards this engine holds nothing of the world, as soon as the last other call has returned. Requests fail with
+  // kShutdown, health() and bytes_in_place() are what they were, the timeline can be taken, and all else is empty.
   bool shutdown(const std::string& reason = "");
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  class Visit;
+
+  // What can still be asked for when the world is left.
+  struct Remains {
+    Status health;
+    std::uint64_t bytes_in_place = 0;
+    TimelineEvents timeline;
+  };
+
+  bool forked() const;
+  Status why_outside(const Request& request) const;
+  std::shared_ptr<Work> refuse(std::shared_ptr<const Request> request) const;
+
+  const int rank_, size_;
+  const pid_t owner_;
+  const std::string speaker_;
+  mutable Gate gate_;                   // of impl_
+  mutable std::unique_ptr<Impl> impl_;  // gone when the gate is closed and nobody is inside
+  std::mutex remains_mutex_;
+  bool is_left_ = false;
+  Remains remains_;  // written once, before the gate is closed; the timeline's: under the mutex
 };
 
 }  // namespace kvstore_hvd

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,9 +24,11 @@ struct Inside {
 class Segment {
  public:
   // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp), each with an arena of `arena_bytes` of
-  // address space; memory is taken when it is first written to. Throws std::invalid_argument, std::system_error.
+  // address space; memory is taken when it is first written to. `has_core_for_each`: whether the ranks may use as many
+  // cores as there are ranks; by default as this thread may. Throws std::invalid_argument, std::system_error.
   static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0, const Thresholds& thresholds = {},
-                                         const Inside& inside = {});
+                                         const Inside& inside = {},
+                                         std::optional<bool> has_core_for_each = std::nullopt);
 
   // The segment behind `fd`, which is duplicated. Throws std::invalid_argument when it is not one of this build.
   static std::shared_ptr<Segment> attach(int fd);

@@ -20,12 +20,12 @@ struct WaitPolicy {
   int yields = 0;                    // sched_yield() calls after that; given up early when one costs a time slice
   bool sleeps = true;                // false: gives up then, for a thread that has other things to do
 
-  // The policy of a thread of the engine, for `ranks` ranks on this machine's cores: it shares a core with
-  // computations.
-  static WaitPolicy for_ranks(int ranks);
+  // The policy of a thread of the engine, which shares a core with computations. `has_core_for_each`: whether the ranks
+  // may use as many cores as there are ranks.
+  static WaitPolicy for_engine(bool has_core_for_each);
   // The policy of a caller that would wait anyway: it spins for longer than waking a sleeper takes. Otherwise a rank
   // that was woken late would find the next one asleep, and every operation would cost a wake-up.
-  static WaitPolicy for_callers(int ranks);
+  static WaitPolicy for_callers(bool has_core_for_each);
 };
 
 // Asks the scheduler for a short time slice for the calling thread, so that a woken rank runs soon between busy compute

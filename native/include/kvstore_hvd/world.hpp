@@ -165,6 +165,7 @@ struct World {
   std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
   std::uint64_t payload_stride;
   std::uint32_t set_number, size_of_all;  // see Inside
+  std::uint32_t has_core_for_each;        // whether the ranks may use as many cores as there are ranks
   Thresholds thresholds;
 
   Failure failure;

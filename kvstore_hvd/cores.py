@@ -1,0 +1,100 @@
+"""The cores that processes may use: those of their affinity, as far as control groups give them time on these."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["describe", "suffice", "usable_cores"]
+
+_ROOT = Path("/")
+
+
+def usable_cores(root: Path = _ROOT) -> list[int]:
+    """The cores that this process may run on, not more than its control groups' share of CPU time.
+
+    `root` is the folder in which ``/proc`` and the control groups are looked for.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    shares = _limits(root).values()
+    return cores[: max(1, -int(-min(shares) // 1))] if shares else cores
+
+
+def describe(root: Path = _ROOT) -> str:
+    """What `suffice` needs to know of this process."""
+    mask = sum(1 << core for core in os.sched_getaffinity(0))
+    return json.dumps({"cores": f"{mask:x}", "limits": _limits(root)})
+
+
+def suffice(descriptions: Sequence[str]) -> bool:
+    """Whether there is a core for each of these processes of one host.
+
+    All their affinities together have one for each, and so has every control group for those that are in it. So two
+    workers that are pinned to one core each have one each, and four in a container with two and a half do not.
+    """
+    told = [json.loads(text) for text in descriptions]
+    cores, sizes, limits = 0, dict[str, int](), dict[str, float]()
+    for one in told:
+        cores |= int(one["cores"], 16)
+        for group, limit in one["limits"].items():
+            sizes[group] = sizes.get(group, 0) + 1
+            limits[group] = limit
+    return len(told) <= bin(cores).count("1") and all(sizes[group] <= limit for group, limit in limits.items())
+
+
+def _limits(root: Path) -> dict[str, float]:
+    """The cores' worth of time of each control group that limits this process, by what tells groups apart."""
+    found = {}
+    for folder in _groups(root):
+        limit = _limit(folder)
+        if limit is not None:
+            status = folder.stat()
+            found[f"{status.st_dev}:{status.st_ino}"] = limit
+    return found
+
+
+def _limit(folder: Path) -> float | None:
+    """That of one group; None when it has none."""
+    try:
+        if (folder / "cpu.max").exists():  # version 2
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None  # the root of all groups, or one that another namespace hides
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of the groups that may limit this process's time: its own and all above."""
+    try:
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        places = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    paths = dict[str, str]()  # by version
+    for line in places:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            paths["cgroup2"] = path
+        elif "cpu" in controllers.split(","):
+            paths["cgroup"] = path
+    for line in mounts:
+        # proc(5): ... root, mount point, options ... - type, source, options
+        before, _, behind = line.partition(" - ")
+        _, _, _, top, point, *_ = map(_decoded, before.split())
+        kind, _, options = behind.split(" ", 2)
+        if kind not in paths or (kind == "cgroup" and "cpu" not in options.split(",")):
+            continue
+        # A path that does not begin with the mount's root is seen from another namespace: only that root can be seen.
+        path, top = paths[kind].rstrip("/") + "/", top.rstrip("/") + "/"
+        inside = Path(path[len(top) :] if path.startswith(top) and ".." not in path.split("/") else "")
+        mount = root / point.lstrip("/")
+        yield from (mount / each for each in (inside, *inside.parents))
+
+
+def _decoded(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

@@ -1,0 +1,226 @@
+"""Worlds that were left hold nothing: no descriptor, no memory, no thread, whoever keeps what of them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd import engine
+from kvstore_hvd.errors import HorovodInternalError, ShutdownError
+from support.gluon import gradients, parameters
+from support.networks import built, step, trainer_of
+from support.zero_copy import lies_in_arena, meet_again
+
+mx = pytest.importorskip("mxnet")
+
+pytestmark = pytest.mark.usefixtures("no_static_graphs")
+
+# What Python's and MXNet's allocators take by themselves. One world's memory that is kept is more than 60 KiB.
+DRIFT_KIB = 24 << 10
+
+
+@pytest.fixture
+def no_collector(world) -> Iterator[None]:
+    """Without the garbage collector, and without what earlier tests have left to it."""
+    gc.collect()
+    mx.nd.waitall()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def mapped() -> int:
+    """How many segments this process has mapped."""
+    return len({line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "kvstore_hvd" in line})
+
+
+def links() -> list[str]:
+    """What this process's descriptors are of."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            found.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return found
+
+
+def held() -> tuple[int, int, int]:
+    """Descriptors, segments and threads of this process; without those by which others are watched (`watched`)."""
+    return sum("pidfd" not in link for link in links()), mapped(), len(os.listdir("/proc/self/task"))
+
+
+def watched() -> int:
+    """How many processes this one watches: of each world all others, once it has seen that they have come."""
+    return sum("pidfd" in link for link in links())
+
+
+def assert_held(before: tuple[int, int, int], size: int) -> None:
+    """As much is held as before, or will be once threads that have nothing more to do have ended."""
+    wait_until(lambda: held() == before)
+    assert watched() <= before[1] * (size - 1)
+
+
+def wait_until(condition) -> None:
+    """An operation of MXNet may let go of its arrays a moment after everyone who waits for it has gone on."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, held()
+        time.sleep(0.01)
+
+
+def memory_kib() -> int:
+    """What this process has in memory, its own and shared."""
+    status = Path("/proc/self/status").read_text()
+    return sum(int(status.partition(f"{name}:")[2].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+def resets(number: int, rank: int, size: int) -> None:
+    """As many, each after some operations; then as much is held as after the first ones."""
+    net = built("dense")
+    trainer = trainer_of(net)
+
+    def one(seed: int) -> None:
+        array = np.full(50_000, rank + 1.0)
+        assert (kvstore_hvd.allreduce(array, "array") == size * (size + 1) / 2).all()
+        if seed % 10 == 0:
+            step(net, trainer, "dense", seed, rank)
+            mx.nd.waitall()
+        meet_again()
+
+    for seed in range(10):
+        one(seed)
+    before, kib = held(), memory_kib()
+    for seed in range(number):
+        one(seed)
+    assert_held(before, size)
+    assert memory_kib() < kib + DRIFT_KIB
+
+
+def test_resets_leave_nothing_behind(rank, size, no_collector):
+    """Not even until the garbage collector comes."""
+    resets(60, rank, size)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_thousand_resets_leave_nothing_behind(rank, size, no_collector):
+    """The same for longer than any table of descriptors lasts."""
+    resets(1000, rank, size)
+
+
+def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_collector):
+    """Stores, prepared operations, errors with their tracebacks, and the communicator itself; all still answer."""
+    meet_again()
+    before = held()
+    kept, errors = [], []
+    for number in range(5):
+        array = np.full(3, rank + 1.0)
+        prepared = kvstore_hvd.allreduce_init(array, "prepared")
+        assert (prepared() == size * (size + 1) / 2).all()
+        store = mx.kv.create("horovod")
+        value = mx.nd.ones((4,))
+        store.pushpull("key", value)
+        assert (value.asnumpy() == size).all()
+        kept += [prepared, store, value]
+        if size > 1:
+            communicator = engine.current().communicator()
+            kept += [communicator, communicator.arena, engine.current().used_adapter]
+            if number % 2:  # a lost world
+                kvstore_hvd.barrier()
+                communicator.abort("the test says so")
+                with pytest.raises(HorovodInternalError) as lost:
+                    kvstore_hvd.allreduce(array, "lost")
+                errors.append(lost.value)
+                kvstore_hvd.reset()
+                continue
+        meet_again()
+    assert_held(before, size)
+    for each in kept:
+        if isinstance(each, mx.kv.KVStoreBase):
+            each.pushpull("key", mx.nd.ones((4,)))
+    if size > 1:
+        with pytest.raises(ShutdownError, match="this rank has shut down"):
+            kept[0]()
+        left = kept[3]
+        assert isinstance(left.health(), HorovodInternalError)  # it was left early
+        assert "the test says so" in str(kept[9].health())
+        assert left.waiting(0.0) == left.missed(10) == []
+        assert left.take_timeline() == ([], 0)
+        left.abort("nobody hears it")
+        left.shutdown("nor this")
+        assert kept[4].used == 0
+    kvstore_hvd.barrier()
+    assert_held(before, size)
+
+
+def test_arrays_keep_their_world_and_no_other(rank, size, no_collector):
+    """Gradients that lie in the memory of a world: its segment goes with the last of them, at once."""
+    meet_again()
+    before = held()
+    net = built("dense")
+    arrays = [param.grad() for param in parameters(net)]
+    assert all(lies_in_arena(array) for array in arrays) == (size > 1)
+    for array in arrays:
+        array[:] = rank
+    mx.nd.waitall()
+    for _ in range(3):
+        meet_again()
+    wait_until(lambda: mapped() == before[1] + (size > 1))
+    assert all((array == rank).all() for array in gradients(net))
+    del net, array
+    gc.collect()  # a net has cycles of its own
+    mx.nd.waitall()
+    wait_until(lambda: mapped() == before[1] + (size > 1))
+    arrays.clear()
+    wait_until(lambda: mapped() == before[1])
+    assert_held(before, size)
+
+
+def test_process_sets_hold_nothing_either(rank, size, dynamic, no_collector):
+    """Those of a world that is left, and one that is removed."""
+    if size == 1:
+        pytest.skip("there is no other set than that of all")
+    from kvstore_hvd.mxnet import process_sets
+
+    meet_again()
+    before = held()
+    evens = process_sets.add_process_set(range(0, size, 2))
+    inside = held()
+    is_shared = rank % 2 == 0 and size > 2
+    assert inside[1] == before[1] + is_shared
+    for _ in range(5):
+        meet_again()
+    assert_held(inside, size)
+    process_sets.remove_process_set(evens)
+    assert_held(before, size)
+
+
+def test_a_world_that_could_not_be_joined_holds_nothing(rank, size, no_collector, monkeypatch):
+    """There was no memory for the arena: nothing is kept of that world, whoever keeps the error."""
+    if size == 1:
+        pytest.skip("a world of one has no memory")
+    from kvstore_hvd import native
+
+    meet_again()
+    before = held()
+
+    def refuse(segment, own):
+        del segment  # the error keeps this frame
+        raise MemoryError("the test says so")
+
+    errors = []
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "Arena", refuse)
+            with pytest.raises(MemoryError, match="the test says so") as error:
+                kvstore_hvd.reset()
+            errors.append(error.value)
+        kvstore_hvd.reset()
+    assert_held(before, size)
