@@ -84,7 +84,7 @@ test-mpich:
 # For ten minutes, or as many seconds as KVHVD_TEST_SOAK_S says. From another folder: the package is the installed one.
 soak: $(STAMP)
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py parallel/test_resets.py
-	cd tests && $(abspath $(BIN))/python -m pytest -q -m soak integration/test_elastic_faults.py integration/test_ulfm.py
+	cd tests && $(abspath $(BIN))/python -m pytest -q -m soak integration/test_elastic_faults.py integration/test_pauses.py integration/test_ulfm.py
 
 # Random programs at four ranks, jobs that lose a worker, elastic jobs that are disturbed at random, and attacks on the
 # sockets of such jobs. The files say how to choose them.

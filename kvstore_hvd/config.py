@@ -64,6 +64,16 @@ def _seconds(text: str) -> float:
 _seconds.expected = "a number of seconds above 0, at most 1e8"  # type: ignore[attr-defined]
 
 
+def _lease(text: str) -> float:
+    value = _seconds(text)
+    if value < 2:
+        raise ValueError
+    return value
+
+
+_lease.expected = "a number of seconds, 2 to 1e8"  # type: ignore[attr-defined]
+
+
 def _seconds_or_off(text: str) -> float:
     return 0.0 if float(text) == 0 else _seconds(text)
 
@@ -335,6 +345,12 @@ class Config:
     )
     kill_grace_s: float = _knob(
         _seconds, 5.0, "KVHVD_KILL_GRACE", doc="kvhvdrun: seconds between SIGTERM and SIGKILL when it ends workers."
+    )
+    lease_s: float = _knob(
+        _lease,
+        60.0,
+        "KVHVD_LEASE",
+        doc="kvhvdrun: seconds for which launcher and daemons of an elastic job may hear nothing of each other.",
     )
     elastic_timeout_s: float = _knob(
         _seconds,

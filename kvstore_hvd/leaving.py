@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from kvstore_hvd import log
+from kvstore_hvd.clocks import Deadline
 
 __all__ = ["ExitWatchdog", "early_end"]
 
@@ -57,10 +58,17 @@ class ExitWatchdog:
 
     def _watch(self) -> None:
         self._leaving.wait()
-        if self._left.wait(self._limit_s):
+        if self._has_left_within(self._limit_s):
             return
         self._on_expiry()
-        if not self._left.wait(_LAST_RESORT_S):
+        if not self._has_left_within(_LAST_RESORT_S):
             log.logger.error("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
             sys.stdout.flush()
             os._exit(1)
+
+    def _has_left_within(self, limit_s: float) -> bool:
+        deadline = Deadline(limit_s)
+        while not self._left.wait(deadline.wait_s()):
+            if deadline.left() <= 0:
+                return False
+        return True

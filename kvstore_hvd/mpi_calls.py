@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Clock", "call_within"]
+from kvstore_hvd.clocks import RunningClock
+
+__all__ = ["call_within"]
 
 Result = TypeVar("Result")
 
 _LOOK_S = 0.05
-
-
-class Clock:
-    """Seconds in which this process itself has run: if it was stopped, nobody else has kept it waiting."""
-
-    _LONGEST_GAP_S = 0.25
-
-    def __init__(self) -> None:
-        self._elapsed, self._last = 0.0, time.monotonic()
-
-    def elapsed(self) -> float:
-        """To be asked often."""
-        now = time.monotonic()
-        self._elapsed += min(now - self._last, self._LONGEST_GAP_S)
-        self._last = now
-        return self._elapsed
 
 
 def call_within(limit_s: float, function: Callable[[], Result], look: Callable[[], None] = lambda: None) -> Result:
@@ -54,7 +39,7 @@ def call_within(limit_s: float, function: Callable[[], Result], look: Callable[[
         finally:
             done.set()
 
-    clock = Clock()
+    clock = RunningClock()
     threading.Thread(target=call, name="kvstore_hvd-mpi", daemon=True).start()
     while not done.wait(_LOOK_S):
         look()

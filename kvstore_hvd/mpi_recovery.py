@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import log, native
+from kvstore_hvd.clocks import RunningClock
 from kvstore_hvd.config import MPILaunch, config
 from kvstore_hvd.errors import LaunchError, message, rank_list
 from kvstore_hvd.leaving import early_end
 from kvstore_hvd.membership import Membership
-from kvstore_hvd.mpi_calls import Clock, call_within
+from kvstore_hvd.mpi_calls import call_within
 from kvstore_hvd.mpi_exit import finalize_without_waiting
 from kvstore_hvd.mpi_members import Members
 from kvstore_hvd.mpi_world import initialised_mpi, introduce, world_of
@@ -164,7 +165,7 @@ class UlfmMembership(Membership):
 
     def _gather(self, cause: str) -> None:
         """Return once everyone has come, has finished, or is dead."""
-        members, clock, limit_s = self._members, Clock(), config().timeout_s
+        members, clock, limit_s = self._members, RunningClock(), config().timeout_s
         stopped = _Stopped(members)
         while True:
             absent = members.absent()
@@ -185,7 +186,7 @@ class UlfmMembership(Membership):
     def _form_within(self, limit_s: float) -> World:
         """Form the world, and kill members that are stopped meanwhile."""
         members = self._members
-        stopped, clock = _Stopped(members), Clock()
+        stopped, clock = _Stopped(members), RunningClock()
 
         def look() -> None:
             for rank in stopped.ranks(members.living()):
@@ -304,7 +305,7 @@ class UlfmMembership(Membership):
         if is_expected or self._pid != os.getpid() or self._mpi.Is_finalized() or not early_end():
             return
         members.tell_failed()
-        clock = Clock()
+        clock = RunningClock()
         while not members.have_all_failed():  # then there is nobody to tell, and the exit code is worth more
             if members.somebody_came() or clock.elapsed() > _ALL_FAIL_S:
                 log.logger.warning("this worker ends by SIGKILL: mpirun tells the others of ends by a signal only")
@@ -324,7 +325,7 @@ class _Stopped:
     """Which workers stay stopped."""
 
     def __init__(self, members: Members) -> None:
-        self._members, self._clock = members, Clock()
+        self._members, self._clock = members, RunningClock()
         self._since: dict[int, float] = {}
 
     def ranks(self, among: list[int]) -> list[int]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from kvstore_hvd import log
 from kvstore_hvd.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.topology import Topology, World, watching_namespaces
@@ -71,7 +72,7 @@ def share_segment(
     tell : str
         What `create` is to know of this worker.
     timeout_s : float, optional
-        Seconds to wait for the others; default ``config().start_timeout_s``.
+        Seconds, in which this process runs, to wait for the others; default ``config().start_timeout_s``.
 
     Returns
     -------
@@ -142,7 +143,7 @@ class _Server:
         self._selector = selectors.DefaultSelector()
 
     def run(self, create: Callable[[Sequence[str]], int]) -> int:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = Deadline(self._timeout_s)
         listener = self._listen()
         try:
             try:
@@ -182,14 +183,13 @@ class _Server:
         self._selector.register(listener, selectors.EVENT_READ)
         return listener
 
-    def _gather(self, listener: socket.socket, deadline: float) -> None:
+    def _gather(self, listener: socket.socket, deadline: Deadline) -> None:
         """Answer connections until all peers have proved themselves."""
         while len(self._peers) < self._topology.local_size - 1:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if deadline.left() <= 0:
                 raise self._missing()
             _check_wanted(self._world)
-            for key, _ in self._selector.select(min(left, _LOOK_S)):
+            for key, _ in self._selector.select(deadline.wait_s(_LOOK_S)):
                 if key.fileobj is listener:
                     self._accept(listener)
                 else:
@@ -341,13 +341,12 @@ def _fetch(world: World, hello: str, timeout_s: float) -> int:
     """Find the server, prove ourselves, and wait for its answer."""
     topology = world.topology
     name = socket_name(world)
-    start = time.monotonic()
+    deadline, longer = Deadline(timeout_s), Deadline(timeout_s + _CLIENT_EXTRA_S)
     impostor = False
     attempt = 0
     while True:
-        left = start + timeout_s - time.monotonic()
         _check_wanted(world)
-        if left <= 0:
+        if deadline.left() <= 0:
             what = "another process answers in its place" if impostor else "it never opened its socket"
             raise _error(
                 topology,
@@ -355,12 +354,12 @@ def _fetch(world: World, hello: str, timeout_s: float) -> int:
                 fix="see whether it failed or creates no store; KVHVD_START_TIMEOUT (seconds) gives it more time.",
             )
         with _socket() as connection:
-            connection.settimeout(left)
+            connection.settimeout(max(0.001, deadline.wait_s()))
             try:
                 connection.connect(name)
                 if peer_process(connection)[1] != os.geteuid():
                     raise _NotTheServer
-                return _ask(connection, world, hello, start + timeout_s + _CLIENT_EXTRA_S)
+                return _ask(connection, world, hello, longer)
             except _NotTheServer:
                 impostor = True
             except OSError as error:
@@ -388,11 +387,11 @@ class _NotTheServer(Exception):
     """Whoever answered does not know the secret."""
 
 
-def _ask(connection: socket.socket, world: World, hello: str, deadline: float) -> int:
+def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline) -> int:
     topology = world.topology
 
     def wait_at_most(seconds: float) -> None:
-        connection.settimeout(max(0.001, min(seconds, deadline - time.monotonic())))
+        connection.settimeout(max(0.001, deadline.wait_s(seconds)))
 
     # A server speaks first and at once; who does not is none.
     wait_at_most(2.0)
@@ -410,7 +409,7 @@ def _ask(connection: socket.socket, world: World, hello: str, deadline: float) -
             break
         except socket.timeout:
             _check_wanted(world)
-            if time.monotonic() >= deadline:
+            if deadline.left() <= 0:
                 raise
     try:
         body, proof = answer[:-MAC_BYTES], answer[-MAC_BYTES:]

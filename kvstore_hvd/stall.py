@@ -1,6 +1,6 @@
 """The stall report: who waits for whom, and where a late worker is.
 
-Every worker looks at its own world, about once a second, on a thread of its own. One that waits (the lowest rank of
+Every worker looks at its own world, about twice a second, on a thread of its own. One that waits (the lowest rank of
 those that wait for an operation) says for what and for whom; one that others wait for says so, with its Python stack.
 Nothing is exchanged for it: what a worker needs to know lies in the memory that they share.
 """
@@ -8,12 +8,12 @@ Nothing is exchanged for it: what a worker needs to know lies in the memory that
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore_hvd import log
+from kvstore_hvd.clocks import LOOK_S, RunningClock
 from kvstore_hvd.comm.base import PATIENT, Communicator
 from kvstore_hvd.records import Missed, Waiting
 from kvstore_hvd.stacks import OWN_THREADS, python_stacks
@@ -21,7 +21,7 @@ from kvstore_hvd.topology import Topology
 
 __all__ = ["StallInspector"]
 
-_TICK_S = 1.0
+_STOP_S = 1.0
 _LOOKS = 4  # at least so many before the first report
 _SHOWN = 6  # operations
 _SHOWN_RANKS = 8
@@ -86,7 +86,7 @@ class StallInspector:
         """Look no more. Waits for a look that is under way, for a second at most."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_TICK_S)
+            self._thread.join(_STOP_S)
 
     def look(self, now: float) -> bool:
         """Look once, and log what there is to report.
@@ -94,7 +94,7 @@ class StallInspector:
         Parameters
         ----------
         now : float
-            ``time.monotonic()``.
+            Of a `RunningClock`.
 
         Returns
         -------
@@ -108,10 +108,11 @@ class StallInspector:
         return True
 
     def _run(self) -> None:
-        tick_s = min(_TICK_S, self._check_s / _LOOKS)
+        tick_s = min(LOOK_S, self._check_s / _LOOKS)
+        clock = RunningClock()
         while not self._ended.wait(tick_s):
             try:
-                if not self.look(time.monotonic()):
+                if not self.look(clock.now()):
                     return
             except Exception as error:  # noqa: BLE001 - a report must not be what ends a training
                 log.logger.warning("there will be no more stall reports: %s: %s", type(error).__name__, error)

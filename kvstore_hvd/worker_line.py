@@ -22,6 +22,7 @@ from kvstore_hvd.topology import Host, Topology, World
 
 __all__ = ["WorkerLine", "current"]
 
+# Or as long as the job's processes may be silent, where that is longer.
 _CONNECT_S = 10.0
 _EXIT_LINE_LOST = 1
 
@@ -50,7 +51,7 @@ class WorkerLine(Membership):
         self._pid = os.getpid()
         identity = {"role": "worker", "worker": worker, "pid": self._pid}
         try:
-            self._connection = wire.connect(daemon, secret, identity, _CONNECT_S)
+            self._connection = wire.connect(daemon, secret, identity, max(_CONNECT_S, config().lease_s))
         except (OSError, wire.WireError) as error:
             fix = "start with kvhvdrun; a process that a worker started cannot take its place."
             raise LaunchError(message(f"the daemon of the job does not answer: {error}.", fix=fix)) from None

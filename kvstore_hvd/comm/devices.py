@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstore_hvd import log, native
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.comm.executor import END_S, Completion, Executor
 from kvstore_hvd.errors import InvalidRequestError, TransportError, message
 from kvstore_hvd.records import DeviceOperation
@@ -142,11 +143,11 @@ class DeviceThread:
         """The world is lost: nothing may write to arrays any more once the callers have learnt of it."""
         if self._executor is not None:
             self._abort(self._executor)
-        end = time.monotonic() + END_S  # of all of them: the engine waits no longer, either
+        end = Deadline(END_S)  # of all of them: the engine waits no longer, either
         while self._under_way:
             number, completion = self._under_way.popleft()
             with contextlib.suppress(Exception):  # that it has ended is what counts; the reason is an older one
-                while not completion.done() and time.monotonic() < end:
+                while not completion.done() and end.left() > 0:
                     time.sleep(_LOOK_S)
             self._engine.end_batch(number, TransportError("its batch was ended"))
         self._stop.wait()

@@ -6,11 +6,11 @@ batches in the same order. One thread of a worker, the device's, calls its execu
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from kvstore_hvd import errors
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, message
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
@@ -94,7 +94,7 @@ class EventCompletion(Completion):
     def __init__(self, stream: Stream, check: Callable[[], None], abort: Callable[[], None], timeout_s: float) -> None:
         self._event = Event().record(stream)
         self._check, self._abort, self._timeout_s = check, abort, timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = Deadline(timeout_s)
         self._failure: HorovodInternalError | None = None
         self._is_done = False
 
@@ -110,10 +110,10 @@ class EventCompletion(Completion):
                 self._check_time(has_ended)
             except HorovodInternalError as error:
                 self._failure = error
-                self._deadline = time.monotonic() + END_S
+                self._deadline = Deadline(END_S)
                 self._abort()
         if self._failure is not None:
-            if not has_ended and time.monotonic() < self._deadline:
+            if not has_ended and self._deadline.left() > 0:
                 return False
             close_all(self._event.close)
             raise self._failure
@@ -123,7 +123,7 @@ class EventCompletion(Completion):
         return self._is_done
 
     def _check_time(self, has_ended: bool) -> None:
-        if not has_ended and time.monotonic() > self._deadline:
+        if not has_ended and self._deadline.left() < 0:
             raise errors.TimeoutError(
                 message(
                     f"operations on the GPUs have not ended within {self._timeout_s:g} s.",

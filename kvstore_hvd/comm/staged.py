@@ -9,12 +9,12 @@ their batches in the same order, and the engine matches the n-th request of a na
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_hvd import errors
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.executor import END_S, Batch, Completion, Executor, input_of
 from kvstore_hvd.errors import message
@@ -197,14 +197,14 @@ class _StagedCompletion(Completion):
         return True
 
     def _mark(self) -> Event:
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = Deadline(self._timeout_s)
         return Event().record(self._stream)
 
     def _passed(self) -> bool:
         if self._copied.done():
             self._copied.close()
             return True
-        if time.monotonic() > self._deadline:
+        if self._deadline.left() < 0:
             raise errors.TimeoutError(
                 message(
                     f"a copy between the GPU and the host has not ended within {self._timeout_s:g} s.",

@@ -1,25 +1,24 @@
 """The daemon of an elastic job on one host.
 
 Starts and reaps the workers of its host as the launcher tells it, carries what they write, and passes messages on
-between them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing for two
-seconds, it ends its workers and itself.
+between them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing while this
+daemon ran for the length of its lease, it ends its workers and itself.
 
 The launcher must not start it so that it dies with the launcher: it has to end the workers, and to say why.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
-import select
 import signal
 import sys
 import time
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore_hvd.clocks import Deadline, RunningClock
 from kvstore_hvd.config import config
 from kvstore_hvd.driver.connections import Connections
 from kvstore_hvd.driver.daemon_settings import DaemonSettings
@@ -27,8 +26,9 @@ from kvstore_hvd.driver.local_workers import LocalWorker, LocalWorkers, NotStart
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.guard import Guard
-from kvstore_hvd.launcher.relay import Relay
+from kvstore_hvd.launcher.relay import Relay, RelayHandler
 from kvstore_hvd.launcher.signals import ENDING, SignalInbox
+from kvstore_hvd.launcher.writer import write_within
 from kvstore_hvd.log import logger
 from kvstore_hvd.messages import IDENTITIES, LAUNCHER_TO_DAEMON, LAUNCHER_TO_WORKER, WORKER, check
 from kvstore_hvd.wire import Connection, Listener, WireError, connect
@@ -36,14 +36,14 @@ from kvstore_hvd.wire import Connection, Listener, WireError, connect
 __all__ = ["BEAT_S", "Daemon", "main"]
 
 BEAT_S = 0.5
-# Less than what the launcher grants us: when it counts this host as lost, nothing runs here any more.
-_LEASE_S = 2.0
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
-_START_S = 10.0
+# Or the lease, where that is longer.
+_START_S = 60.0
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
 _GOODBYE_S = 1.0
+_LAST_WORDS_S = 0.5
 
 
 class Daemon:
@@ -54,6 +54,7 @@ class Daemon:
         # Every process of this daemon carries it in its environment, and no other does.
         self._name = f"kvstore_hvd-{secrets.token_hex(16)}"
         self._code = 0
+        self._clock = RunningClock()
         self._launcher: Connection
         self._listener: Listener
         self._inbox: SignalInbox
@@ -101,11 +102,11 @@ class Daemon:
             check(self._launcher.identity or {}, {"launcher": IDENTITIES["launcher"]}, "role")
             self._relay = Relay(self._connections.fileno())
             stack.callback(self._relay.close)
-            logging.getLogger().addHandler(_RelayHandler(self._relay))
+            logging.getLogger().addHandler(RelayHandler(self._relay, "daemon: "))
             self._workers = LocalWorkers(self._relay, guard, variable, left_grace_s, self._settings.prefix)
             self._remains = Remains(variable, left_grace_s, os.getpid(), lambda: [guard.pid])
             stack.callback(self._remains.finish)
-            self._heard_at = time.monotonic()
+            self._heard_at = self._clock.now()
             while not self._done():
                 self._connections.arm()
                 self._relay.wait(self._next_event())
@@ -115,7 +116,9 @@ class Daemon:
 
     def _connect(self, identity: dict[str, Any]) -> Connection:
         try:
-            return connect(self._settings.address, self._settings.secret, identity, _START_S)
+            return connect(
+                self._settings.address, self._settings.secret, identity, max(_START_S, self._settings.lease_s)
+            )
         except WireError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):  # it listened before it started us
                 self._speak_for_launcher(f"the launcher ended before the daemon on {self._settings.host} found it.")
@@ -141,10 +144,10 @@ class Daemon:
         self._on_ends(self._workers.reap())
         for fd, error in self._relay.take_lost():
             self._lose(f"descriptor {fd}, which leads to the launcher, cannot be written: {error.strerror}")
-        self._act_on_time(time.monotonic())
+        self._act_on_time(self._clock.now())
 
     def _done(self) -> bool:
-        now = time.monotonic()
+        now = self._clock.now()
         if not self._why or (self._workers and now < self._give_up_at):
             return False
         if not self._remains.step(now):
@@ -158,18 +161,17 @@ class Daemon:
         if not self._suspended:
             times.append(self._beat_at)
         times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
-        times.append(self._workers.deadline())
         if self._remains.look_at is not None:
             times.append(self._remains.look_at)
-        return min(max(0.0, min(times) - time.monotonic()), BEAT_S)
+        return min(max(0.0, min(times) - self._clock.now()), self._workers.wait_s(), BEAT_S)
 
     def _act_on_time(self, now: float) -> None:
         if now >= self._beat_at and not self._suspended:
             self._beat_at = now + BEAT_S
             self._tell({"t": "beat"})
-        # What has arrived meanwhile has been read by now, however long this process was kept from running.
-        if now > self._heard_at + _LEASE_S and not self._suspended:
-            self._lose(f"the launcher has said nothing for {_LEASE_S:g} s")
+        # What has arrived meanwhile has been read by now, and while this process stood still its clock did, too.
+        if now > self._heard_at + self._settings.lease_s and not self._suspended:
+            self._lose(f"the launcher has said nothing for {self._settings.lease_s:g} s (KVHVD_LEASE)")
         for worker in self._workers:
             if worker.kill_at is not None and now >= worker.kill_at:
                 worker.kill_at = None
@@ -191,7 +193,7 @@ class Daemon:
             self._lose(f"the line to the launcher is lost: {str(error).rstrip('.')}")
             return
         if messages:
-            self._heard_at = time.monotonic()
+            self._heard_at = self._clock.now()
 
     def _obey(self, message: dict[str, Any]) -> None:
         kind = check(message, LAUNCHER_TO_DAEMON)
@@ -243,7 +245,7 @@ class Daemon:
                 continue  # it has just ended
             self._workers.signal(worker, message["signal"])
             if message["ended"] and worker.kill_at is None:
-                worker.kill_at = time.monotonic() + self._settings.kill_grace_s
+                worker.kill_at = self._clock.now() + self._settings.kill_grace_s
         if everyone and message["signal"] in (signal.SIGSTOP, signal.SIGCONT):
             # Ctrl-Z: next it stops itself, and cannot say anything until it goes on.
             self._suspended = message["signal"] == signal.SIGSTOP
@@ -312,14 +314,15 @@ class Daemon:
     def _lose(self, why: str) -> None:
         """The launcher is gone, or as good as that."""
         self._connections.close(self._launcher)
-        if not self._why:
+        is_news = not self._why
+        self._end(why, min(_ORPHAN_GRACE_S, self._settings.kill_grace_s), code=1)
+        if is_news:
             self._relay.drop()
             self._speak_for_launcher(f"{why}. The workers on {self._settings.host} are being ended.")
-        self._end(why, min(_ORPHAN_GRACE_S, self._settings.kill_grace_s), code=1)
 
     def _end(self, why: str, grace_s: float, code: int) -> None:
         """Ask all workers to end, and start no more of them; who still runs after the grace is killed."""
-        now = time.monotonic()
+        now = self._clock.now()
         if not self._why:
             self._why, self._code, self._kill_at = why, code, now + grace_s
             for worker in self._workers:
@@ -332,18 +335,15 @@ class Daemon:
         fd = self._settings.last_words_fd
         if fd is None:
             return
-        with contextlib.suppress(OSError):
-            poll = select.poll()
-            poll.register(fd, select.POLLOUT)
-            if poll.poll(0):  # a terminal that is held, or a full pipe, must not keep us
-                os.write(fd, f"kvhvdrun: {text}\n".encode()[: select.PIPE_BUF])
+        # A terminal that is held, a full pipe or a disk that stalls must not keep us.
+        write_within(fd, f"kvhvdrun: {text}\n".encode(), _LAST_WORDS_S)
 
     def _say_goodbye(self) -> None:
         """Let the launcher have all that was said and written, as long as it takes it."""
-        deadline = time.monotonic() + _GOODBYE_S
+        deadline = Deadline(_GOODBYE_S)
         self._relay.flush()
         finished = False
-        while time.monotonic() < deadline and (self._launcher.fileno() >= 0 or self._relay.pending):
+        while deadline.left() > 0 and (self._launcher.fileno() >= 0 or self._relay.pending):
             if self._launcher.fileno() >= 0:
                 self._launcher.flush()
                 if not self._launcher.wants_to_write and not finished:
@@ -354,17 +354,6 @@ class Daemon:
                 except WireError:  # it has heard everything
                     self._connections.close(self._launcher)
             self._relay.wait(0.01)
-
-
-class _RelayHandler(logging.Handler):
-    """Puts diagnostics in order with what the workers write; a full pipe does not hold them up."""
-
-    def __init__(self, relay: Relay) -> None:
-        super().__init__()
-        self._relay = relay
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._relay.say(f"daemon: {record.getMessage()}")
 
 
 def main() -> int:

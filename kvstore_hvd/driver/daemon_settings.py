@@ -9,12 +9,12 @@ import json
 import os
 import select
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.messages import check
 from kvstore_hvd.wire import WireError
 
@@ -37,6 +37,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         "host": str,
         "last_words_fd": {None, int},
         "kill_grace_s": float,
+        "lease_s": float,
         "prefix": bool,
     }
 }
@@ -52,6 +53,7 @@ class DaemonSettings:
     host: str  # its name, as the user wrote it
     last_words_fd: int | None  # the launcher's standard error, for the case that the launcher is gone
     kill_grace_s: float  # seconds between SIGTERM and SIGKILL
+    lease_s: float  # seconds for which the launcher may be silent
     prefix: bool  # put '[id] ' before lines of output
 
     def line(self) -> bytes:
@@ -81,12 +83,13 @@ def daemon_command() -> list[str]:
 
 
 def _first_line(timeout_s: float) -> bytes:
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     line = b""
     while not line.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or len(line) > _LONGEST or not select.select([0], [], [], left)[0]:
+        if deadline.left() <= 0 or len(line) > _LONGEST:
             raise WireError("its settings did not come.")
+        if not select.select([0], [], [], deadline.wait_s())[0]:
+            continue
         data = os.read(0, _LONGEST)
         if not data:
             raise WireError("standard input ended before its settings had come.")

@@ -22,9 +22,12 @@ from kvstore_hvd.wire import Connection, WireError
 __all__ = ["Daemons"]
 
 _BEAT_S = 0.5
-# More than a daemon waits before it ends everything on its host because it hears nothing of us.
-_LEASE_S = 3.0
-_START_S = 20.0
+# Whoever has missed so many beats may have something to say that has not come.
+_SILENT_S = 3 * _BEAT_S
+# By so much longer than a daemon waits for us: when we count its host as lost, it has ended everything there.
+_LEASE_EXTRA_S = 1.0
+# Or the lease, where that is longer.
+_START_S = 60.0
 # A line that ends because its daemon died is followed by the news of that.
 _NEWS_S = 0.5
 
@@ -152,11 +155,6 @@ class Daemons:
             daemon.given_up = True
             _kill(daemon)
 
-    def forgive(self, now: float) -> None:
-        """We were stopped: what was not heard meanwhile does not count."""
-        for daemon in self._running.values():
-            daemon.heard_at = now
-
     # -- What happens ---------------------------------------------------------------------------------------------
 
     def hear(self, line: Connection, now: float) -> tuple[str, list[dict[str, Any]]]:
@@ -193,7 +191,7 @@ class Daemons:
                 if daemon.line is not None:
                     daemon.line.send({"t": "beat"})
         for host, daemon in list(self._running.items()):
-            why = _fate(daemon, now)
+            why = _fate(daemon, now, self._settings.lease_s)
             if not why:
                 continue
             _kill(daemon)
@@ -202,12 +200,17 @@ class Daemons:
             del self._running[host]
             lost(host, why)
 
+    def are_silent(self, now: float) -> bool:
+        """Whether one of them has missed beats, and with it what its workers may have said."""
+        running = [daemon for daemon in self._running.values() if daemon.line is not None and daemon.code is None]
+        return any(now - daemon.heard_at > _SILENT_S for daemon in running)
+
     def deadline(self) -> float:
         """When `act_on_time` has something to do."""
         return self._beat_at
 
 
-def _fate(daemon: _Daemon, now: float) -> str:
+def _fate(daemon: _Daemon, now: float, lease_s: float) -> str:
     """What happened to a daemon that is lost; empty while it is not."""
     silent = now - daemon.heard_at
     if daemon.code is not None:
@@ -217,8 +220,10 @@ def _fate(daemon: _Daemon, now: float) -> str:
     if daemon.fault:
         return f"the line to its daemon was lost: {daemon.fault}" if silent >= _NEWS_S and not daemon.ending else ""
     if daemon.line is None:
-        return f"its daemon did not come within {_START_S:g} s" if silent >= _START_S else ""
-    return f"its daemon has said nothing for {_LEASE_S:g} s" if silent >= _LEASE_S else ""
+        limit_s = max(_START_S, lease_s)
+        return f"its daemon did not come within {limit_s:g} s" if silent >= limit_s else ""
+    limit_s = lease_s + _LEASE_EXTRA_S
+    return f"its daemon has said nothing for {limit_s:g} s (KVHVD_LEASE)" if silent >= limit_s else ""
 
 
 def _kill(daemon: _Daemon) -> None:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import logging
 import os
 import secrets
 import signal
 import socket
-import time
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore_hvd.clocks import LOOK_S, RunningClock
 from kvstore_hvd.driver.actions import End, Kill, Note, Start, Tell
 from kvstore_hvd.driver.connections import Connections
 from kvstore_hvd.driver.daemon_settings import DaemonSettings
 from kvstore_hvd.driver.daemons import Daemons
 from kvstore_hvd.driver.discovery import DiscoveryError
 from kvstore_hvd.driver.events import EventLog
+from kvstore_hvd.driver.job_clock import JobClock
 from kvstore_hvd.driver.jobs import Job
 from kvstore_hvd.driver.news import event_text, news_text
 from kvstore_hvd.driver.plan import ElasticPlan
 from kvstore_hvd.driver.shares import Shares
 from kvstore_hvd.driver.status import StatusLine
-from kvstore_hvd.launcher import console, processes
+from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.hosts import is_here
 from kvstore_hvd.launcher.plan import EXIT_NOT_STARTED, not_started
 from kvstore_hvd.launcher.reaper import reap
-from kvstore_hvd.launcher.relay import Relay
+from kvstore_hvd.launcher.relay import Relay, RelayHandler
 from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
 from kvstore_hvd.wire import Connection, Listener
 
@@ -42,6 +43,10 @@ _KILL_TAKES_S = 2.0
 _DRAIN_S = 2.0
 # And how long whoever reads our output has at least, for the last words of workers that have taken all of their grace.
 _LAST_WORDS_S = 1.0
+# How long the event log may take to be written then.
+_LOG_S = 30.0
+# Between two looks whether it is.
+_GLANCE_S = 0.02
 
 
 class ElasticDriver:
@@ -50,8 +55,9 @@ class ElasticDriver:
     def __init__(self, plan: ElasticPlan) -> None:
         self._plan = plan
         self._settings = plan.settings
-        self._stopped_s = 0.0  # for how long the job has been stopped by Ctrl-Z
-        self._job = Job(plan.settings, self._clock())
+        self._clock = RunningClock()
+        self._job_clock = JobClock(self._clock.now())
+        self._job = Job(plan.settings, self._job_clock.now)
         self._shares = Shares(plan.bind_cores, plan.environment, plan.settings.max_np)
         self._discovery_fails_since: float | None = None
         self._discovered = False
@@ -64,6 +70,7 @@ class ElasticDriver:
         self._give_up_at: float | None = None  # daemons that still run are killed then
         self._drop_at: float | None = None  # when a signal that ended the job no longer waits for who reads our output
         self._gone_at: float | None = None  # when the last daemon was gone
+        self._code: int | None = None  # of the job, once its end has been told
         self._inbox: SignalInbox
         self._listener: Listener
         self._connections: Connections
@@ -108,6 +115,9 @@ class ElasticDriver:
             stack.callback(self._connections.close_all)
             self._relay = Relay(self._connections.fileno())
             stack.callback(self._relay.close)
+            handler = RelayHandler(self._relay)
+            logging.getLogger().addHandler(handler)
+            stack.callback(logging.getLogger().removeHandler, handler)
             self._status = StatusLine(self._relay)
             settings = DaemonSettings(
                 self._listener.address,  # type: ignore[arg-type]
@@ -116,6 +126,7 @@ class ElasticDriver:
                 "",
                 None,
                 self._settings.kill_grace_s,
+                self._settings.lease_s,
                 self._plan.prefix,
             )
             environment = {**self._plan.environment, "KVHVD_JOB": self._settings.job}
@@ -126,15 +137,17 @@ class ElasticDriver:
             stack.callback(self._plan.discovery.close)  # first: it has a guard of its own
             while not self._done():
                 self._turn()
-            return self._farewell()
+            return self._code or self._lost_code
 
     # -- The loop -------------------------------------------------------------------------------------------------
 
-    def _clock(self) -> float:
-        return time.monotonic() - self._stopped_s
+    def _look_at_clock(self) -> float:
+        now = self._clock.now()
+        self._job_clock.advance(now, are_heard=not self._daemons.are_silent(now))
+        return now
 
     def _turn(self) -> None:
-        self._act_on_time(self._clock())
+        self._act_on_time(self._look_at_clock())
         self._act()
         workers = len(self._job.workers.running)
         epoch = self._job.epoch
@@ -144,35 +157,38 @@ class ElasticDriver:
             else f"kvhvdrun: {workers} workers start; {self._last_event}"
         )
         self._connections.arm()
-        self._relay.wait(self._next_event(self._clock()))
+        self._relay.wait(self._next_event(self._look_at_clock()))
         self._on_signals(self._inbox.take())
-        now = self._clock()
+        now = self._look_at_clock()
         for line in self._connections.ready():
             self._hear(line, now)
-        for line in self._listener.accept():
+        for line in self._listener.accept(now):
             self._daemons.admit(line, now)
         self._reap()
         for fd, error in self._relay.take_lost():
             self._on_lost_output(fd, error)
+        self._tell_lost_events()
 
     def _next_event(self, now: float) -> float:
         """Seconds until something must be done even if nothing happens."""
         times = [
             self._daemons.deadline(),
-            self._job.deadline(now),
             self._plan.discovery.deadline() if self._end is None else None,
             self._stop_at,
             self._give_up_at,
             self._remains.look_at,
             None if self._gone_at is None else self._gone_at + _DRAIN_S,
+            None if self._code is None else now + _GLANCE_S,
         ]
-        return max(0.0, min(time for time in times if time is not None) - now)
+        deadline, job_now = self._job.deadline(self._job_clock.now), self._job_clock.now
+        waits = [LOOK_S, *(time - now for time in times if time is not None)]
+        return max(0.0, min(waits if deadline is None else [*waits, deadline - job_now]))
 
     def _act_on_time(self, now: float) -> None:
-        self._daemons.act_on_time(now, lambda host, why: self._job.host_lost(host, why, now))
+        self._daemons.act_on_time(now, lambda host, why: self._job.host_lost(host, why, self._job_clock.now))
         if self._end is None:
             self._discover(now)
-            self._job.tick(now)
+            self._job.tick(self._job_clock.now)
         elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
             self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
             self._daemons.end(self._end.reason)
@@ -185,7 +201,7 @@ class ElasticDriver:
     def _done(self) -> bool:
         if self._end is None or self._stop_at is not None or self._daemons:
             return False
-        now = self._clock()
+        now = self._look_at_clock()
         if self._gone_at is None:
             self._plan.discovery.close()
             if not self._remains.step(now):
@@ -195,8 +211,15 @@ class ElasticDriver:
             return False
         self._relay.flush()
         self._status.erase()
+        if self._code is None:
+            self._code = self._farewell()
         if self._drop_at is not None and now >= max(self._drop_at, self._gone_at + _LAST_WORDS_S):
             self._relay.drop()
+        limit_s = _LOG_S if self._asked is None else self._settings.kill_grace_s
+        if self._log.pending and now <= self._gone_at + limit_s:
+            return False
+        self._log.finish()
+        self._tell_lost_events()
         return not self._relay.pending
 
     def _discover(self, now: float) -> None:
@@ -221,7 +244,9 @@ class ElasticDriver:
             if not is_here(host):
                 self._strange_hosts.add(host)
                 self._say(f"'{host}' is another host, and several hosts are not supported yet; it is not used.")
-        self._job.hosts({host: count for host, count in hosts.items() if host not in self._strange_hosts}, now)
+        self._job.hosts(
+            {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_clock.now
+        )
 
     # -- What the job decides -------------------------------------------------------------------------------------
 
@@ -243,12 +268,11 @@ class ElasticDriver:
                     self._begin_end(action, self._settings.survivor_time_s if action.reason else 0.0)
 
     def _start(self, action: Start) -> None:
-        now = self._clock()
         host = action.slot.host
         try:
-            self._daemons.start(host, now)
+            self._daemons.start(host, self._look_at_clock())
         except OSError as error:
-            self._job.host_lost(host, f"its daemon could not be started: {error}", now)
+            self._job.host_lost(host, f"its daemon could not be started: {error}", self._job_clock.now)
             return
         environment, cores = self._shares.of(action.slot, self._job.slots)
         start = {
@@ -268,7 +292,7 @@ class ElasticDriver:
     def _begin_end(self, end: End, grace_s: float) -> None:
         """No more decisions: what still runs after the grace is ended, and then the daemons."""
         self._end = end
-        self._stop_at = self._clock() + grace_s
+        self._stop_at = self._look_at_clock() + grace_s
 
     # -- What happens ---------------------------------------------------------------------------------------------
 
@@ -279,13 +303,13 @@ class ElasticDriver:
             try:
                 if message["t"] != "beat" and (worker is None or worker.slot.host != host):
                     raise ValueError(f"it speaks of worker {message['worker']}, which is none of its own")
-                self._take(message, now)
+                self._take(message)
             except ValueError as error:
                 self._daemons.refuse(host, str(error), now)
                 return
 
-    def _take(self, message: dict[str, Any], now: float) -> None:
-        kind = message["t"]
+    def _take(self, message: dict[str, Any]) -> None:
+        kind, now = message["t"], self._job_clock.now
         if kind == "started":
             self._job.started(message["worker"], message["pid"], now)
         elif kind == "not_started":
@@ -326,10 +350,7 @@ class ElasticDriver:
         self._signal_all(signal.SIGSTOP)
         self._status.erase()
         self._relay.wait(0)
-        before = time.monotonic()
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._stopped_s += time.monotonic() - before
-        self._daemons.forgive(self._clock())
 
     def _end_by(self, number: int) -> None:
         """A signal ends the job: the workers get it too."""
@@ -362,20 +383,13 @@ class ElasticDriver:
         reason = f"signal {signal.Signals(self._asked).name}" if self._asked is not None else end.reason
         self._note("job_end", {"code": code, "reason": reason})
         if end.reason and self._asked is None:
-            block = [f"kvhvdrun: {end.reason}", *(f"    {line}" for line in end.details)]
-            start = "\n" if self._relay.within_line(2) else ""
-            with contextlib.suppress(OSError):
-                console.write_all(2, (start + "\n".join(block) + "\n").encode())
+            self._relay.say("\n    ".join((end.reason, *end.details)))
         return code
 
     # -- Saying ---------------------------------------------------------------------------------------------------
 
     def _note(self, event: str, fields: dict[str, Any], *, is_news: bool = True) -> None:
         self._log.write(event, fields)
-        if self._log.lost:
-            self._lost_code = self._lost_code or _EXIT_FAILED
-            self._say(self._log.lost)
-            self._log.lost = ""
         self._last_event = event_text(event, fields)
         if event == "job_end":
             return  # has its own words
@@ -385,6 +399,11 @@ class ElasticDriver:
             text = news_text(event, fields, self._job)
             if text:
                 self._say(text)
+
+    def _tell_lost_events(self) -> None:
+        for text in self._log.take_lost():
+            self._lost_code = self._lost_code or _EXIT_FAILED
+            self._say(text)
 
     def _say(self, text: str) -> None:
         self._relay.say(text)

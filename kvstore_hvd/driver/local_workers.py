@@ -136,7 +136,7 @@ class LocalWorkers:
             ended.append(worker)
         return ended
 
-    def deadline(self) -> float:
-        """When `reap` has something to do even if nobody ends."""
-        deadline = self._reaper.deadline()
-        return float("inf") if deadline is None else deadline
+    def wait_s(self) -> float:
+        """Seconds until `reap` has something to do even if nobody ends."""
+        wait_s = self._reaper.wait_s()
+        return float("inf") if wait_s is None else wait_s

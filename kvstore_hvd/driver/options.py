@@ -118,6 +118,7 @@ def elastic_plan(options: argparse.Namespace, command: Sequence[str], environmen
         survivor_time_s=cfg.survivor_time_s,
         exit_timeout_s=cfg.exit_timeout_s,
         kill_grace_s=cfg.kill_grace_s,
+        lease_s=cfg.lease_s,
         cooldown=_cooldown(options.blacklist_cooldown_range),
         **seconds,
     )

@@ -25,4 +25,5 @@ class Settings:
     survivor_time_s: float = 2.0
     exit_timeout_s: float = 30.0  # for a worker that has trained, from being told to leave to its end
     kill_grace_s: float = 5.0
+    lease_s: float = 60.0
     cooldown: Cooldown = field(default_factory=Cooldown)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_hvd import errors, native
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
@@ -251,12 +252,12 @@ class Launcher:
         TimeoutError, TransportError
             As `check`, or it is never done.
         """
-        deadline = time.monotonic() + self._timeout_s + GRACE_S
+        deadline = Deadline(self._timeout_s + GRACE_S)
         while not event.done():
             self.check()
             if check is not None:
                 check()
-            if time.monotonic() > deadline:
+            if deadline.left() < 0:
                 raise errors.TimeoutError(
                     message(
                         f"the GPU has not finished its operations within {self._timeout_s:g} s.",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstore_hvd import errors
+from kvstore_hvd.clocks import RunningClock
 from kvstore_hvd.errors import KVHvdError, LaunchError, TransportError, message
 from kvstore_hvd.gpu.nccl_library import IN_PROGRESS, SUCCESS, Config, NcclLibrary, UniqueId
 
@@ -237,14 +238,14 @@ class NcclCommunicator:
 
     def _settle(self, what: str) -> None:
         """Until NCCL takes the next call; no call may be made before."""
-        start = time.monotonic()
+        clock = RunningClock()
         while True:
             state = self._state()
             if state == SUCCESS:
                 return
             if state != IN_PROGRESS:
                 raise self._failure(f"{what} failed", state)
-            waited = time.monotonic() - start
+            waited = clock.elapsed()
             if waited > self.timeout_s:
                 self.abort()
                 raise errors.TimeoutError(

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from kvstore_hvd import log
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu.runtime import checked, cupy
 
@@ -90,11 +91,11 @@ class Stream:
 
     def drain(self, limit_s: float) -> bool:
         """Wait until all that was enqueued is done, or has failed; False when it is not so after `limit_s` seconds."""
-        end = time.monotonic() + limit_s
+        end = Deadline(limit_s)
         try:
             event = Event().record(self)
             while not event.done():
-                if time.monotonic() > end:
+                if end.left() < 0:
                     log.logger.warning("a GPU has not ended what it was given within %g s after an abort", limit_s)
                     return False
                 time.sleep(_PAUSE_S)

@@ -9,13 +9,13 @@ gradients of float16 are summed, as a mean might be too small for them; then bat
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat, native
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutError, message  # noqa: A004 - not the builtin
 from kvstore_hvd.join.joinable import Joinable, JoinHook
@@ -295,12 +295,12 @@ class TrainerHook(JoinHook):
     def _await_shapes(self) -> None:
         """Wait for the others to broadcast what this worker does not know the shape of."""
         world, pauses = self._joinable.world, Pauses()
-        deadline = time.monotonic() + config().timeout_s
+        deadline = Deadline(config().timeout_s)
         while self.is_deferred:
             self.initialize(world.communicator().missed(native.MAX_NAMES, described=True) or [])
             pauses.after(found=False)
             world.check()
-            if time.monotonic() > deadline:
+            if deadline.left() < 0:
                 raise TimeoutError(self._no_shapes())
 
     def _no_shapes(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.launcher.writer import Writer
 
 __all__ = ["OutputFiles"]
 
@@ -24,7 +25,7 @@ class OutputFiles:
 
     def __init__(self, folder: str, count: int) -> None:
         self._files: dict[tuple[int, str], int] = {}
-        self._lost: list[str] = []
+        self._writer = Writer()
         width = len(str(count - 1))
         path = folder
         try:
@@ -48,27 +49,22 @@ class OutputFiles:
     ) -> None:
         self._close()
 
-    def writer(self, rank: int, name: str) -> Callable[[bytes], None]:
+    def write_by(self, writer: Writer) -> None:
+        """Before the first write: have this one do it."""
+        self._writer = writer
+
+    def keeper(self, rank: int, name: str) -> Callable[[bytes], None]:
         """A function that appends what it is given to the file of a rank's ``'stdout'`` or ``'stderr'``."""
-
-        def write(data: bytes) -> None:
-            fd = self._files.get((rank, name))
-            try:
-                while fd is not None and data:
-                    data = data[os.write(fd, data) :]
-            except OSError as error:
-                del self._files[rank, name]
-                os.close(fd)  # type: ignore[arg-type]
-                self._lost.append(f"{name} of rank {rank} cannot be written to its file: {error.strerror}")
-
-        return write
+        fd = self._files[rank, name]
+        return lambda data: self._writer.put(fd, data)
 
     def take_lost(self) -> list[str]:
         """Which files can be written no longer, and why; each is told once."""
-        lost, self._lost = self._lost, []
-        return lost
+        of = {fd: f"{name} of rank {rank}" for (rank, name), fd in self._files.items()}
+        return [f"{of[fd]} cannot be written to its file: {error.strerror}" for fd, error in self._writer.take_lost()]
 
     def _close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
+        if self._writer.is_idle:  # else its number might come to belong to another file, and the process ends anyway
+            for fd in self._files.values():
+                os.close(fd)
         self._files.clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 
+from kvstore_hvd.clocks import RunningClock
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, group_has_members
 
 __all__ = ["Reaper", "reap"]
@@ -48,6 +48,7 @@ class Reaper:
 
     def __init__(self, grace_s: float = LEFT_GRACE_S) -> None:
         self._grace_s = grace_s
+        self._clock = RunningClock()
         self._leaders: set[int] = set()  # that run
         self._ended: set[int] = set()  # leaders, unreaped
         self._kill_at: dict[int, float] = {}  # when the groups of leaders that have ended, or been killed, are killed
@@ -91,20 +92,20 @@ class Reaper:
                 os.waitpid(other[0], 0)
                 ended.append(other)
 
-    def deadline(self) -> float | None:
-        """When `reap` has something to do even if no child ends; None: never."""
+    def wait_s(self) -> float | None:
+        """Seconds until `reap` has something to do even if no child ends; None: that it never has."""
         if self._ended:
-            return time.monotonic() + _LOOK_S
-        return min(self._kill_at.values(), default=None)
+            return _LOOK_S
+        return max(0.0, min(self._kill_at.values()) - self._clock.now()) if self._kill_at else None
 
     def _end_group(self, leader: int) -> None:
         if leader not in self._kill_at:
-            self._kill_at[leader] = time.monotonic() + self._grace_s
+            self._kill_at[leader] = self._clock.now() + self._grace_s
             with contextlib.suppress(OSError):
                 os.killpg(leader, signal.SIGTERM)
 
     def _act_on_time(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         for leader, kill_at in list(self._kill_at.items()):
             is_over = leader in self._ended and not group_has_members(leader)
             if now >= kill_at and not is_over:

@@ -1,12 +1,17 @@
-"""Carry what the workers write to the launcher's own streams."""
+"""Carry what the workers write to the launcher's own streams.
+
+Threads write, one for each stream: neither a disk that stalls nor a reader that stands still holds the launcher up.
+When so much waits to be written that memory would grow, the workers' streams are read no longer until some of it is
+written, and a worker that writes more waits as it would for a slow reader of its own.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import select
-import stat
 import struct
 import termios
 import time
@@ -14,23 +19,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore_hvd.launcher.output import LineStream, Sink
+from kvstore_hvd.launcher.writer import Wake, Writer
 
-__all__ = ["Relay"]
+__all__ = ["Relay", "RelayHandler"]
 
 # Reading from workers stops while this much waits to be written.
 _MAX_PENDING = 1 << 18
+# What a writer is given at once.
+_CHUNK = 1 << 16
 # An unfinished line is shown on a terminal after this long: it may be a prompt.
 _PROMPT_S = 0.2
 
 
-@dataclass
+@dataclass(eq=False)
 class _Output:
     """One of the launcher's own streams."""
 
     fd: int
     sink: Sink
     terminal: bool
-    chunk: int
+    writer: Writer
+
+    @property
+    def pending(self) -> int:
+        """Bytes that are not written yet."""
+        return 0 if self.sink.closed else len(self.sink.pending) + self.writer.pending
 
 
 @dataclass
@@ -61,8 +74,11 @@ class Relay:
         self._inputs: dict[int, _Input] = {}
         self._outputs: dict[int, _Output] = {}
         self._lost: list[tuple[int, OSError]] = []
+        self._kept: list[Writer] = []  # of files
+        self._progress = Wake()
         self._poll = select.poll()
         self._poll.register(wake, select.POLLIN)
+        self._poll.register(self._progress, select.POLLIN)
 
     def connect(self, fd: int, prefix: bytes, *on_line: Callable[[bytes], None]) -> int:
         """Make the way from a worker's stdout or stderr to ours: a terminal if ours is one, else a pipe.
@@ -109,10 +125,13 @@ class Relay:
             if known.fd == fd or os.path.sameopenfile(known.fd, fd):
                 self._outputs[fd] = known
                 return known
-        # A pipe that can be written takes PIPE_BUF bytes without blocking.
-        chunk = select.PIPE_BUF if stat.S_ISFIFO(os.fstat(fd).st_mode) else 1 << 16
-        self._outputs[fd] = _Output(fd, Sink(), os.isatty(fd), chunk)
+        self._outputs[fd] = _Output(fd, Sink(), os.isatty(fd), Writer(self._progress.set))
         return self._outputs[fd]
+
+    def new_writer(self) -> Writer:
+        """A writer for files in which the workers' output is kept: as our own streams in all that follows."""
+        self._kept.append(Writer(self._progress.set))
+        return self._kept[-1]
 
     # -- State ----------------------------------------------------------------------------------------------------
 
@@ -124,7 +143,7 @@ class Relay:
     @property
     def pending(self) -> bool:
         """Whether anything waits to be written."""
-        return any(output.sink.pending for output in self._outputs.values())
+        return any(each.pending for each in self._outputs.values()) or any(each.pending for each in self._kept)
 
     def within_line(self, fd: int) -> bool:
         """Whether the last line on our stream `fd` is unfinished."""
@@ -139,19 +158,19 @@ class Relay:
 
     def say(self, text: str) -> None:
         """Put a line of the launcher's own on stderr, in order with what the workers write there."""
-        LineStream(self._output(2).sink, b"").feed(f"kvhvdrun: {text}\n".encode())
+        self.tell(f"kvhvdrun: {text}".encode("utf-8", "surrogateescape"))
+
+    def tell(self, *lines: bytes) -> None:
+        """As `say`, with whole lines; their ends are added."""
+        LineStream(self._output(2).sink, b"").feed(b"".join(line + b"\n" for line in lines))
 
     def insert(self, fd: int, data: bytes) -> None:
         """Put data before everything that waits to be written to our stream `fd`: it belongs to no line."""
         self._output(fd).sink.pending[:0] = data
 
     def push(self, fd: int) -> None:
-        """Write what waits to be written to our stream `fd` now, before anything is read, if that takes no waiting."""
-        output = self._output(fd)
-        poll = select.poll()
-        poll.register(output.fd, select.POLLOUT)
-        if output.sink.pending and poll.poll(0):
-            self._write(output.fd)
+        """Have what waits to be written to our stream `fd` written before what is read from now on."""
+        self._hand_over(self._output(fd))
 
     def wait(self, seconds: float | None) -> None:
         """Wait until something can be read, written or shown, at most `seconds` (None: without limit), and do it."""
@@ -159,11 +178,9 @@ class Relay:
         times = [max(0.0, source.since + _PROMPT_S - now) for source in self._inputs.values() if source.may_be_prompt]
         if seconds is not None:
             times.append(seconds)
-        for fd, events in self._poll_once(min(times) if times else None):
+        for fd, _ in self._poll_once(min(times) if times else None):
             if fd in self._inputs:
                 self._read(fd)
-            elif events and any(fd == output.fd for output in self._outputs.values()):
-                self._write(fd)
         now = time.monotonic()
         for source in self._inputs.values():
             if source.may_be_prompt and now >= source.since + _PROMPT_S:
@@ -178,6 +195,8 @@ class Relay:
         """Give up what has not been written, and all that would follow."""
         for output in self._outputs.values():
             _close_sink(output)
+        for writer in self._kept:
+            writer.drop()
 
     def resize(self) -> None:
         """Our terminal has another size: so have the workers'."""
@@ -186,16 +205,18 @@ class Relay:
                 _copy_window_size(source.output.fd, fd, source.prefix_width)
 
     def close(self) -> None:
-        """Stop reading from the workers."""
+        """Stop reading from the workers. What is still to be written is: nobody may wait for that any more."""
         for fd in self._inputs:
             os.close(fd)
         self._inputs.clear()
+        for writer in (*(output.writer for output in self._outputs.values()), *self._kept):
+            writer.close()
 
     def _poll_once(self, seconds: float | None) -> list[tuple[int, int]]:
-        waiting = {output.fd for output in self._outputs.values() if output.sink.pending}
-        for fd in waiting:
-            self._poll.register(fd, select.POLLOUT)
-        full = [fd for fd, source in self._inputs.items() if len(source.output.sink.pending) > _MAX_PENDING]
+        for output in self._outputs.values():
+            self._hand_over(output)
+        is_full = any(writer.pending > _MAX_PENDING for writer in self._kept)
+        full = [fd for fd, source in self._inputs.items() if is_full or source.output.pending > _MAX_PENDING]
         for fd in full:
             self._poll.unregister(fd)
         try:
@@ -204,8 +225,8 @@ class Relay:
         finally:
             for fd in full:
                 self._poll.register(fd, select.POLLIN)
-            for fd in waiting:
-                self._poll.unregister(fd)
+            self._progress.clear()
+            self._collect()
 
     def _read(self, fd: int) -> None:
         source = self._inputs[fd]
@@ -224,22 +245,37 @@ class Relay:
         del self._inputs[fd]
         os.close(fd)
 
-    def _write(self, fd: int) -> None:
-        output = next(output for output in self._outputs.values() if output.fd == fd)
-        try:
-            count = os.write(fd, output.sink.pending[: output.chunk])
-        except BlockingIOError:
-            return
-        except OSError as error:
-            _close_sink(output)
-            self._lost.append((fd, error))
-            return
-        del output.sink.pending[:count]
+    @staticmethod
+    def _hand_over(output: _Output) -> None:
+        # One chunk at a time: `insert` puts things before all that waits.
+        if output.sink.pending and not output.writer.pending:
+            output.writer.put(output.fd, bytes(output.sink.pending[:_CHUNK]))
+            del output.sink.pending[:_CHUNK]
+
+    def _collect(self) -> None:
+        """Hear from the writers what could not be written."""
+        for output in set(self._outputs.values()):
+            for fd, error in output.writer.take_lost():
+                _close_sink(output)
+                self._lost.append((fd, error))
+
+
+class RelayHandler(logging.Handler):
+    """Puts diagnostics in order with what the workers write; who reads neither does not hold the process up."""
+
+    def __init__(self, relay: Relay, head: str = "") -> None:
+        super().__init__()
+        self._relay, self._head = relay, head
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler.emit`."""
+        self._relay.say(f"{self._head}{record.getMessage()}")
 
 
 def _close_sink(output: _Output) -> None:
     output.sink.pending.clear()
     output.sink.closed = True
+    output.writer.drop()
 
 
 def _copy_window_size(source: int, target: int, used: int) -> None:

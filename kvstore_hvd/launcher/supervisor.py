@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvstore_hvd.launcher import console, processes
+from kvstore_hvd.clocks import LOOK_S, RunningClock
+from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.output_files import OutputFiles
@@ -34,6 +33,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._clock = RunningClock()
         self._to_start = deque(enumerate(plan.workers))
         self._workers: Workers
         self._remains: Remains
@@ -47,6 +47,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._drop_at: float | None = None  # when a signal that ended the job no longer waits for who reads our output
         self._gone_at: float | None = None  # when the last process of the job was gone
+        self._has_told = False  # who failed first, after all that the workers have written
 
     def run(self) -> int:
         """Run the job to its end.
@@ -79,10 +80,11 @@ class Supervisor:
             self._workers = Workers(guard, grace_s)
             self._relay = Relay(self._inbox.fileno())
             stack.callback(self._relay.close)
+            if self._files is not None:
+                self._files.write_by(self._relay.new_writer())
             self._remains = Remains(self._plan.variable, grace_s, os.getpid(), lambda: [guard.pid])
             stack.callback(self._remains.finish)
             self._loop()
-        self._last_words()
         return self._exit_code()
 
     # -- The loop -------------------------------------------------------------------------------------------------
@@ -91,12 +93,15 @@ class Supervisor:
         while True:
             for worker in self._workers.reap():
                 self._on_end(worker)
-            now = time.monotonic()
+            now = self._clock.now()
             is_over = not self._workers.running and not self._to_start
             if self._gone_at is None and is_over and self._remains.step(now):
                 self._gone_at = now
             if self._gone_at is not None and (not self._relay.reading or now > self._gone_at + _DRAIN_S):
                 self._relay.flush()
+                if not self._has_told:
+                    self._has_told = True
+                    self._last_words()
                 if not self._relay.pending:
                     return
             self._act_on_time(now)
@@ -138,17 +143,21 @@ class Supervisor:
 
     def _kept(self, rank: int, name: str) -> list[Callable[[bytes], None]]:
         """Who keeps what a worker writes, if anybody does."""
-        return [self._files.writer(rank, name)] if self._files is not None else []
+        return [self._files.keeper(rank, name)] if self._files is not None else []
 
     def _next_event(self, now: float) -> float | None:
         """Seconds until something must be done even if nothing happens; None for never."""
-        known = (self._stop_at, self._kill_at, self._workers.deadline(), self._remains.look_at)
+        known = (self._stop_at, self._kill_at, self._remains.look_at)
         times = [t for t in known if t is not None]
         if self._gone_at is not None and self._relay.reading:
             times.append(self._gone_at + _DRAIN_S)
         if self._gone_at is not None and self._drop_at is not None:
             times.append(self._drop_at)
-        return max(0.0, min(times) - now) if times else None
+        wait_s = self._workers.wait_s()
+        if wait_s is not None:
+            times.append(now + wait_s)
+        # With a limit to keep, the clock has to be looked at.
+        return max(0.0, min(*times, now + LOOK_S) - now) if times else None
 
     def _act_on_time(self, now: float) -> None:
         if self._stop_at is not None and now >= self._stop_at:
@@ -169,7 +178,7 @@ class Supervisor:
         if self._plan.verbose:
             self._say(f"rank {worker.rank} {worker.ending}")
         if worker.code != 0 and not self._ending and self._stop_at is None:
-            self._stop_at = time.monotonic() + self._plan.limits.survivor_time_s
+            self._stop_at = self._clock.now() + self._plan.limits.survivor_time_s
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -210,7 +219,7 @@ class Supervisor:
         self._stop_at = None
         self._workers.signal(number, by_us=by_us)
         if self._kill_at is None:
-            self._kill_at = time.monotonic() + self._plan.limits.kill_grace_s
+            self._kill_at = self._clock.now() + self._plan.limits.kill_grace_s
 
     # -- The end --------------------------------------------------------------------------------------------------
 
@@ -231,13 +240,7 @@ class Supervisor:
         text = f"rank {worker.rank} of {count} (pid {worker.pid}) {worker.ending}."
         if count > 1:
             text += " Its last lines on stderr:" if lines else " It wrote nothing to stderr."
-        block = [f"kvhvdrun: {text}".encode(), *(b"    " + line for line in lines)]
-        start = b"\n" if self._relay.within_line(2) else b""
-        with contextlib.suppress(OSError):
-            console.write_all(2, start + b"\n".join(block) + b"\n")
+        self._relay.tell(f"kvhvdrun: {text}".encode(), *(b"    " + line for line in lines))
 
     def _say(self, text: str) -> None:
-        if self._plan.capture:
-            self._relay.say(text)
-        else:
-            console.say(text)
+        self._relay.say(text)

@@ -105,9 +105,9 @@ class Workers:
         self._ended += ended
         return ended
 
-    def deadline(self) -> float | None:
-        """When `reap` has something to do even if nobody ends; None: never."""
-        return self._reaper.deadline()
+    def wait_s(self) -> float | None:
+        """Seconds until `reap` has something to do even if nobody ends; None: that it never has."""
+        return self._reaper.wait_s()
 
     def signal(self, number: int, *, by_us: bool = False) -> None:
         """Send a signal to the groups of all workers that still run, as a terminal would.

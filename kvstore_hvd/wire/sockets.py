@@ -10,6 +10,7 @@ import time
 from typing import Any, Union
 
 from kvstore_hvd.authentication import peer_process
+from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.log import logger
 from kvstore_hvd.wire.connection import Connection, WireError
 
@@ -174,7 +175,7 @@ def connect(address: Address, secret: bytes, identity: dict[str, Any], timeout_s
     identity : dict
         Who we are: the other side gets it as `Connection.identity`.
     timeout_s : float
-        Seconds.
+        Seconds in which this process runs.
 
     Returns
     -------
@@ -187,7 +188,7 @@ def connect(address: Address, secret: bytes, identity: dict[str, Any], timeout_s
         Nobody listens there; or nobody who knows the secret has answered in time.
     """
     shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     while True:
         try:
             return _connect_once(address, secret, identity, deadline)
@@ -195,37 +196,37 @@ def connect(address: Address, secret: bytes, identity: dict[str, Any], timeout_s
             raise WireError(f"nobody listens at {shown}.") from error
         except (OSError, WireError) as error:
             reason = str(error).rstrip(".")
-        if time.monotonic() + _RETRY_S >= deadline:
+        if deadline.left() <= _RETRY_S:
             raise WireError(f"no connection to {shown} within {timeout_s:g} s: {reason}.")
         time.sleep(_RETRY_S)
 
 
-def _connect_once(address: Address, secret: bytes, identity: dict[str, Any], deadline: float) -> Connection:
+def _connect_once(address: Address, secret: bytes, identity: dict[str, Any], deadline: Deadline) -> Connection:
     # Another listener may hold the port by now; one that says nothing is none of ours.
-    deadline = min(deadline, time.monotonic() + _STRANGER_S)
-    connected = _connected(address, deadline)
+    answer = Deadline(min(deadline.left(), _STRANGER_S))
+    connected = _connected(address, answer.left())
     try:
         connection = Connection(connected, secret, "client", identity)
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         while not connection.is_authenticated:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
+            if answer.left() <= 0:
                 raise WireError("the other side does not answer.")
-            connection.receive()
+            if poll.poll(answer.wait_s() * 1000):
+                connection.receive()
     except BaseException:
         connected.close()
         raise
     return connection
 
 
-def _connected(address: Address, deadline: float) -> socket.socket:
-    left = max(0.001, deadline - time.monotonic())
+def _connected(address: Address, limit_s: float) -> socket.socket:
+    limit_s = max(0.001, limit_s)
     if not isinstance(address, str):
-        return socket.create_connection(address, left)
+        return socket.create_connection(address, limit_s)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connected.settimeout(left)
+        connected.settimeout(limit_s)
         connected.connect(b"\0" + address.encode())
     except BaseException:
         connected.close()

@@ -266,11 +266,10 @@ py::tuple take_timeline(Engine& engine) {
 py::object waiting(const Engine& engine, double age_s) {
   const auto all = engine.waiting(std::chrono::nanoseconds(static_cast<std::int64_t>(age_s * 1e9)));
   if (!all) return py::none();
-  const auto now = std::chrono::steady_clock::now();
   py::list result;
   for (const Waiting& one : *all) {
-    result.append(py::make_tuple(one.name, one.operation, seconds(now - one.since),
-                                 seconds(one.since.time_since_epoch()), one.blamed.ranks, one.blamed.announced_by_all));
+    result.append(py::make_tuple(one.name, one.operation, seconds(one.waited), seconds(one.since.time_since_epoch()),
+                                 one.blamed.ranks, one.blamed.announced_by_all));
   }
   return result;
 }

@@ -36,7 +36,7 @@ void DeviceQueue::give_up(std::chrono::nanoseconds limit) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_given_up_) return;
     is_given_up_ = true;
-    give_up_at_ = Clock::now() + limit;
+    patience_.emplace(limit);
     for (const DeviceBatch& batch : waiting_) {
       for (const DeviceOperation& operation : batch.operations) held_.erase(operation.slot);
     }

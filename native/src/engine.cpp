@@ -18,6 +18,7 @@
 #include "kvstore_hvd/pipeline.hpp"
 #include "kvstore_hvd/poll.hpp"
 #include "kvstore_hvd/process.hpp"
+#include "kvstore_hvd/running_time.hpp"
 #include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
@@ -63,7 +64,7 @@ class Engine::Impl {
         alarm_(world_, rank, options_.timeout),
         devices_(world_, rank),
         dead_(static_cast<std::size_t>(size_)),
-        pending_(world_, alarm_, messages_),
+        pending_(world_, alarm_, messages_, standstills_),
         pipeline_(
             world_, alarm_, [this](std::uint32_t slot) -> const Request& { return pending_.request_on(slot); },
             [this](const Entry& entry) { pending_.scheduled(entry); }, [this](std::uint32_t slot) { complete(slot); },
@@ -355,9 +356,9 @@ class Engine::Impl {
   // Whoever calls shutdown() gives the devices' memory back next, which other ranks may still read.
   bool await_devices() {
     const auto is_dead = [this](int r) { return dead_[static_cast<std::size_t>(r)].load(std::memory_order_relaxed); };
-    const auto end = Clock::now() + kDevicesLeave;
+    Patience patience(kDevicesLeave);
     while (!devices_.others_are_through(is_dead)) {
-      if (Clock::now() >= end) return false;
+      if (patience.is_over()) return false;
       std::this_thread::sleep_for(kLook);
     }
     return true;
@@ -401,7 +402,7 @@ class Engine::Impl {
       }
     } catch (const WorldLost&) {
     }
-    const auto end = Clock::now() + kMaxSleep;
+    Patience patience(kMaxSleep);
     for (;;) {
       Pending::CarriedOut found;
       {
@@ -413,7 +414,7 @@ class Engine::Impl {
         complete(slot);
       }
       // Whoever carries it out tells one rank after the other, and may have told the one that lost the world.
-      if (!found.may_come || Clock::now() >= end) return;
+      if (!found.may_come || patience.is_over()) return;
       about_to_block();
       std::this_thread::sleep_for(kLook);
     }
@@ -456,13 +457,13 @@ class Engine::Impl {
 
   template <class Done>
   bool drive_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
-    const auto end = Clock::now() + limit;
+    Patience patience(limit);
     Lock lock = locked();
     ++waiters_;
     for (bool waited = false;; waited = true) {
       lock.unlock();
       if (done()) break;
-      if (waited && Clock::now() >= end) break;
+      if (waited && patience.is_over()) break;
       acquire(lock);
       if (driven_) {
         if (done()) continue;
@@ -474,7 +475,7 @@ class Engine::Impl {
       lock.unlock();
       Flag& bell = world_.rank(rank_).bell;
       const auto longest = std::min<std::chrono::nanoseconds>(kMaxSleep, limit);
-      while (!done() && Clock::now() < end) {
+      while (!done() && !patience.is_over()) {
         const std::uint32_t seen = bell.value();
         if (!drive(policy) && !done()) bell.wait_change(seen, policy, longest, world_.failure);
       }
@@ -528,6 +529,7 @@ class Engine::Impl {
         dead_[static_cast<std::size_t>(death->rank)].store(true, std::memory_order_relaxed);
         alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, death->rank) + " " + death->how);
       }
+      standstills_.look();
       if (busy && !world_.failure.is_set()) look_after_pending();
       if (world_.failure.is_set()) drive_until([this] { return idle(); }, kBusyTick, policy_);
     }
@@ -587,6 +589,7 @@ class Engine::Impl {
 
   DeviceQueue devices_;
   std::vector<std::atomic<bool>> dead_;  // by rank; written by the watcher
+  Standstills standstills_;              // the watcher looks
   Pending pending_;                      // under mutex_
   int waiters_ = 0;
   Lingering lingering_;

@@ -20,10 +20,11 @@ std::string seconds(std::chrono::nanoseconds duration) {
 
 }  // namespace
 
-Pending::Pending(World& world, Alarm& alarm, const Messages& messages)
+Pending::Pending(World& world, Alarm& alarm, const Messages& messages, const Standstills& standstills)
     : world_(world),
       alarm_(alarm),
       messages_(messages),
+      standstills_(standstills),
       rank_(alarm.rank()),
       size_(static_cast<int>(world.size)),
       table_(world, alarm),
@@ -219,10 +220,14 @@ void Pending::check_left(std::uint32_t slot, const Request& request) {
   }
 }
 
+std::chrono::nanoseconds Pending::waited(const Work& work, Clock::time_point now) const {
+  return now - work.since - standstills_.between(work.since, now);
+}
+
 std::string Pending::describe_overdue(std::chrono::nanoseconds timeout) {
   const auto now = Clock::now();
   for (auto& [text, name] : names_) {
-    if (name.queue.empty() || is_patient(text) || now - name.queue.front()->since < timeout) continue;
+    if (name.queue.empty() || is_patient(text) || waited(*name.queue.front(), now) < timeout) continue;
     return describe_timeout(name, timeout);
   }
   return "";
@@ -273,8 +278,10 @@ std::vector<Waiting> Pending::waiting(std::chrono::nanoseconds age) {
   for (const auto& [text, name] : names_) {
     if (!is_announced(name)) continue;
     const Work& work = *name.queue.front();
-    if (now - work.since < age) continue;
-    all.push_back(Waiting{text, describe_operation(work.request()), work.since, blamed_for(name.slot.slot)});
+    const auto waited_for = waited(work, now);
+    if (waited_for < age) continue;
+    all.push_back(
+        Waiting{text, describe_operation(work.request()), work.since, waited_for, blamed_for(name.slot.slot)});
   }
   return all;
 }

@@ -9,6 +9,7 @@
 
 #include "kvstore_hvd/futex.hpp"
 #include "kvstore_hvd/poll.hpp"
+#include "kvstore_hvd/running_time.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -119,13 +120,13 @@ void SharedLock::lock(Alarm& alarm) {
     pause_core();
     locked = try_lock(alarm.rank());
   }
-  const auto end = Clock::now() + alarm.timeout();
+  Patience patience(alarm.timeout());
   while (!locked) {
     // Acquire, as above. From here on the word says that somebody may sleep.
     locked = word_.exchange(2, std::memory_order_acquire) == 0;
     if (locked) break;
     alarm.failure().check();
-    if (Clock::now() > end) {
+    if (patience.is_over()) {
       const int holder = holder_.load(std::memory_order_relaxed);
       alarm.raise(ErrorCode::kTimeout, alarm.name_of(alarm.rank()) + " waited too long for " + alarm.name_of(holder) +
                                            ", which stopped inside a critical section");

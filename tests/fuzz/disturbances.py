@@ -1,4 +1,4 @@
-"""Random disturbances of an elastic job: who is killed or stopped, and which slots come and go, at which moment.
+"""Random disturbances of an elastic job: who is killed, stopped or paused, and which slots come and go, and when.
 
 A seed chooses everything that a test can choose; which instruction of a worker a signal meets is up to the machine.
 """
@@ -17,10 +17,12 @@ from support.elastic import ElasticJob
 from support.elastic_kinds import KINDS
 from support.elastic_schedule import assert_all_right
 from support.patience import of_the_product
+from support.pauses import all_stopped, stopped
 
 __all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
 
 HOSTS = ("localhost", "127.0.0.2", "127.0.0.3")
+PAUSED = ("all", "launcher", "daemon", "worker")
 POINTS = ("save", "check", "restore", "reset", "sync")
 SAMPLES = 240
 # Operations that wait for a stopped worker fail after these seconds.
@@ -33,9 +35,10 @@ LOST = "lost"
 class Disturbance:
     """One thing that happens.
 
-    `kind` is ``'kill'``, ``'stop'`` (a worker), ``'slots'`` (the discovery script says something else), or
-    ``'meeting'`` (a worker is killed as soon as a world has been given out). `calm` ones wait until the newest world
-    has made steps, the others only for `delay_s`.
+    `kind` is ``'kill'``, ``'stop'`` (a worker), ``'slots'`` (the discovery script says something else), ``'meeting'``
+    (a worker is killed as soon as a world has been given out), or ``'pause'``: all processes, or one of them (the
+    launcher, a daemon, a worker), are stopped for `pause_s` seconds, and continued. `calm` ones wait until the newest
+    world has made steps, the others only for `delay_s`.
     """
 
     kind: str
@@ -43,9 +46,13 @@ class Disturbance:
     delay_s: float
     who: int = 0  # the place among the members, modulo their number
     slots: tuple[tuple[str, int], ...] = ()
+    pause_s: float = 0.0
+    whom: str = ""  # is paused: one of PAUSED
 
     def __str__(self) -> str:
         what = ", ".join(f"{host}:{number}" for host, number in self.slots) if self.slots else f"member {self.who}"
+        if self.kind == "pause":
+            what = f"{self.whom} {self.who} for {self.pause_s:.1f} s"
         return f"{'when steps are made, ' if self.calm else ''}after {self.delay_s:.3f} s: {self.kind} {what}"
 
 
@@ -78,10 +85,12 @@ def plan_of(seed: int) -> Plan:
     workers = draw.randint(4, 6)
     plan = Plan(seed, workers, draw.randint(1, 6), draw.randint(3, 9), _slots(draw, workers, workers))
     for _ in range(draw.randint(1, 5)):
-        kind = draw.choices(("kill", "stop", "slots", "meeting"), (5, 1, 3, 2))[0]
+        kind = draw.choices(("kill", "stop", "slots", "meeting", "pause"), (5, 1, 3, 2, 4))[0]
         slots = _slots(draw, 2, workers) if kind == "slots" else ()
         calm = draw.random() < 0.6
-        plan.disturbances.append(Disturbance(kind, calm, draw.random() ** 3, draw.randrange(workers), slots))
+        pause_s, whom = (1 + 9 * draw.random() ** 2, draw.choice(PAUSED)) if kind == "pause" else (0.0, "")
+        when, who = draw.random() ** 3, draw.randrange(workers)
+        plan.disturbances.append(Disturbance(kind, calm, when, who, slots, pause_s, whom))
     for _ in range(draw.choice((0, 0, 1, 2))):
         plan.points.append(
             {
@@ -168,12 +177,29 @@ def _disturb(job: ElasticJob, plan: Plan) -> None:
                     job,
                     lambda: time.monotonic() > limit or job.events("epoch_ready")[-1]["epoch"] > epoch,  # noqa: B023
                 )
+            if each.kind == "pause":
+                _pause(job, each)
+                continue
             members = job.members()
             if len(members) < 2:
                 continue  # with the last one the state would be lost
             with contextlib.suppress(ProcessLookupError):
                 job.send(members[each.who % len(members)], signal.SIGSTOP if each.kind == "stop" else signal.SIGKILL)
         _until(job, lambda: _steps_of_newest_world(job) >= 2)
+
+
+def _pause(job: ElasticJob, each: Disturbance) -> None:
+    members, daemons = job.members(), job.daemons() if job.process.poll() is None else []
+    if each.whom == "all":
+        held = all_stopped(job.marker)
+    elif each.whom == "launcher":
+        held = stopped(job.process.pid)
+    elif each.whom == "daemon":
+        held = stopped(*daemons[each.who % len(daemons) :][:1] if daemons else ())
+    else:
+        held = stopped(job.pid(members[each.who % len(members)]))
+    with held:
+        time.sleep(each.pause_s)
 
 
 class _Ended(Exception):

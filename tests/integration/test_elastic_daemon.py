@@ -323,7 +323,7 @@ def test_the_end_of_the_launcher_ends_everything(marker: str) -> None:
 
 def test_a_launcher_that_is_gone_before_it_is_found_does_not_keep_the_daemon(marker: str) -> None:
     read, write = os.pipe()
-    settings = DaemonSettings(("127.0.0.1", 1), b"s" * 32, "job", "localhost", write, 1.0, True)
+    settings = DaemonSettings(("127.0.0.1", 1), b"s" * 32, "job", "localhost", write, 1.0, 60.0, True)
     program = f"""
 import os, subprocess
 from kvstore_hvd.driver.daemon_settings import daemon_command
@@ -344,7 +344,7 @@ os._exit(0)
 
 
 def test_a_silent_launcher_counts_as_gone(marker: str) -> None:
-    with FakeLauncher(marker) as launcher:
+    with FakeLauncher(marker, lease_s=2.0) as launcher:
         with_stubborn_workers(launcher)
         launcher.silent = True
         launcher.wait(lambda: launcher.ended, "the end of the lease")
@@ -353,7 +353,7 @@ def test_a_silent_launcher_counts_as_gone(marker: str) -> None:
 
 
 def test_a_launcher_that_is_stopped_with_its_job_may_be_silent(marker: str) -> None:
-    with FakeLauncher(marker) as launcher:
+    with FakeLauncher(marker, lease_s=2.0) as launcher:
         launcher.start(0, "line = open_line()\nline.send({'t': 'finished'})\nforever()")
         launcher.told(0)
         launcher.send("signal", worker=None, signal=signal.SIGSTOP, ended=False)

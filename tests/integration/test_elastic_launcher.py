@@ -342,13 +342,13 @@ def test_the_only_daemon_is_killed(job: Any, marker: str) -> None:
 
 
 def test_a_stopped_daemon_is_lost(job: Any, marker: str) -> None:
-    launch = job("--min-np", "2", acts=LONG)
+    launch = job("--min-np", "2", acts=LONG, variables={"KVHVD_LEASE": "2"})
     launch.until_joined(0)
     (daemon,) = launch.daemons()
     os.kill(daemon, signal.SIGSTOP)
     code, _, err = launch.end()
     assert code == 137
-    assert "its daemon has said nothing for 3 s" in err
+    assert "its daemon has said nothing for 3 s (KVHVD_LEASE)" in err
 
 
 def test_one_of_two_daemons_is_killed(job: Any) -> None:
@@ -460,7 +460,7 @@ def state(pid: int) -> str:
 
 
 def test_ctrl_z_and_fg(job: Any) -> None:
-    launch = job("--min-np", "2", acts="steps=100")
+    launch = job("--min-np", "2", acts="steps=100", variables={"KVHVD_LEASE": "2"})
     launch.until_joined(0)
     workers = [launch.pid(0), launch.pid(1)]
     launch.process.send_signal(signal.SIGTSTP)

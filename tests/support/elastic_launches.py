@@ -83,7 +83,8 @@ class Launch:
                 self.process.kill()
                 out, err = self.process.communicate(timeout=LIMIT_S)
                 why = "the job ended" if ended else "time limit"
-                raise AssertionError(f"{why}; waited for {what or condition}\n{self.told()}\n{out!r}\n{err.decode()}")
+                text = (err or b"").decode()  # None: the test reads it
+                raise AssertionError(f"{why}; waited for {what or condition}\n{self.told()}\n{out!r}\n{text}")
             time.sleep(0.01)  # between two looks at a file; no event tells of its growth
 
     def until_joined(self, epoch: int) -> list[int]:

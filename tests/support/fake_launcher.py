@@ -48,7 +48,9 @@ def forever():
 class FakeLauncher:
     """Starts one daemon, keeps its lease, and collects what it says; use as a context manager."""
 
-    def __init__(self, marker: str, *, kill_grace_s: float = 5.0, prefix: bool = True, **changed: Any) -> None:
+    def __init__(
+        self, marker: str, *, kill_grace_s: float = 5.0, lease_s: float = 60.0, prefix: bool = True, **changed: Any
+    ) -> None:
         self.secret = secrets.token_bytes(32)
         self.job = secrets.token_hex(8)
         self.heard: list[dict[str, Any]] = []
@@ -62,7 +64,7 @@ class FakeLauncher:
         self.listener = Listener(("127.0.0.1", 0), self.secret, {"role": "launcher"})
         self._last_words, write = os.pipe()
         address: Any = self.listener.address
-        settings = DaemonSettings(address, self.secret, self.job, "localhost", write, kill_grace_s, prefix)
+        settings = DaemonSettings(address, self.secret, self.job, "localhost", write, kill_grace_s, lease_s, prefix)
         self.daemon = subprocess.Popen(
             daemon_command(),
             env=self._environment,

@@ -17,6 +17,8 @@ from kvstore_hvd.driver.status import StatusLine
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launcher.relay import Relay
 
+LIMIT_S = 60
+
 # -- The event log ------------------------------------------------------------------------------------------------
 
 
@@ -26,6 +28,8 @@ def test_one_object_a_line(tmp_path: Path) -> None:
     with EventLog(str(path)) as log:
         log.write("epoch_ready", {"epoch": 1, "workers": [0, 2]})
         log.write("worker_exited", {"worker": 0, "code": 1, "lines": ["a\nb", "é"]})
+        log.finish(LIMIT_S)
+        assert log.take_lost() == []
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
     assert {key: first[key] for key in ("event", "epoch", "workers")} == {
         "event": "epoch_ready",
@@ -40,7 +44,8 @@ def test_one_object_a_line(tmp_path: Path) -> None:
 def test_no_log() -> None:
     with EventLog(None) as log:
         log.write("job_start", {})
-        assert log.lost == ""
+        log.finish(LIMIT_S)
+        assert log.take_lost() == []
 
 
 def test_a_log_that_cannot_be_made() -> None:
@@ -48,26 +53,56 @@ def test_a_log_that_cannot_be_made() -> None:
         EventLog("/no/such/log")
 
 
-def test_a_pipe_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
+def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
     with pytest.raises(LaunchError, match=r"--event-log: '.*' cannot be made: "):
         EventLog(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with EventLog(path) as log:
-        for number in range(10_000):  # more than a pipe holds
-            log.write("many", {"number": number})
-        assert "the event log cannot be written: " in log.lost
+        for number in range(60_000):  # more than a pipe holds, and more than is kept in memory
+            log.write("many", {"number": number, "text": "x" * 40})
+        (text,) = log.take_lost()
+        assert text == "the event log is not written, and too much waits for it: what follows is left out."
+        data = b""
+        while log.pending:  # it reads again
+            data += read_now(reader)
+        log.write("one_more", {})
+        log.finish(LIMIT_S)
+        lines = [json.loads(line) for line in (data + read_now(reader)).splitlines()]
+        assert log.take_lost() == []
+    os.close(reader)
+    *many, lost, last = lines
+    assert [line["number"] for line in many] == list(range(len(many)))
+    assert (lost["event"], lost["count"], last["event"]) == ("events_lost", 60_000 - len(many), "one_more")
+
+
+def read_now(fd: int) -> bytes:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(fd, 1 << 20)
+    return b""
+
+
+def test_what_a_reader_that_stands_still_leaves_is_given_up_at_the_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "pipe")
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with EventLog(path) as log:
+        log.write("long", {"text": "x" * 100_000})
+        log.finish(0.1)
+        assert log.take_lost() == ["the event log is not complete: its end could not be written in time."]
+        assert not log.pending
     os.close(reader)
 
 
 def test_a_full_disk_is_told_once() -> None:
     with EventLog("/dev/full") as log:
         log.write("job_start", {})
-        assert "No space left on device" in log.lost
-        log.lost = ""
+        log.finish(LIMIT_S)
+        assert ["No space left on device" in text for text in log.take_lost()] == [True]
         log.write("job_end", {})
-        assert log.lost == ""
+        log.finish(LIMIT_S)
+        assert log.take_lost() == []
 
 
 def test_events_in_words() -> None:
@@ -88,6 +123,8 @@ class Screen:
 
     def written(self) -> str:
         self.relay.wait(0)
+        while self.relay.pending:
+            self.relay.wait(1)
         try:
             return os.read(self._read, 65536).decode()
         except BlockingIOError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuzz.disturbances import plan_of
+from fuzz.disturbances import PAUSED, plan_of
 from support.elastic_kinds import KINDS
 
 
@@ -25,4 +25,7 @@ def test_all_ways_to_train_occur() -> None:
 
 def test_all_kinds_occur() -> None:
     kinds = {each.kind for seed in range(100) for each in plan_of(seed).disturbances}
-    assert kinds == {"kill", "stop", "slots", "meeting"}
+    assert kinds == {"kill", "stop", "slots", "meeting", "pause"}
+    pauses = [each for seed in range(100) for each in plan_of(seed).disturbances if each.kind == "pause"]
+    assert {each.whom for each in pauses} == set(PAUSED)
+    assert all(1 <= each.pause_s <= 10 for each in pauses)

@@ -16,7 +16,7 @@ NATIVE = ROOT / "native"
 # From the bottom to the top. A unit (a module, or a package with all its modules) may import what stands in a lower
 # layer, or before it in its own.
 LAYERS = (
-    ("errors", "log", "horovod_variables", "config", "dlpack"),
+    ("errors", "log", "horovod_variables", "config", "dlpack", "clocks"),
     (
         "records",
         "native",

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_hvd import mpi_recovery
 from kvstore_hvd.config import MPILaunch
-from kvstore_hvd.mpi_calls import Clock, call_within
+from kvstore_hvd.mpi_calls import call_within
 from kvstore_hvd.mpi_members import Members
 from kvstore_hvd.mpi_world import Introduction, start_time
 from kvstore_hvd.topology import Host
@@ -73,16 +73,6 @@ def test_a_call_returns_and_raises_what_the_function_does() -> None:
     assert call_within(10.0, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         call_within(10.0, lambda: 1 // 0)
-
-
-def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("kvstore_hvd.mpi_calls.time.monotonic", lambda: now[0])
-    clock = Clock()
-    now[0] += 0.1
-    assert clock.elapsed() == pytest.approx(0.1)
-    now[0] += 1000.0
-    assert clock.elapsed() < 1.0
 
 
 def test_a_number_that_is_another_process_by_now_is_neither_watched_nor_killed() -> None:

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "kvstore_hvd/request.hpp"
+#include "kvstore_hvd/running_time.hpp"
 #include "kvstore_hvd/world.hpp"
 
 namespace kvstore_hvd {
@@ -80,9 +81,7 @@ class DeviceQueue {
   bool done(std::uint64_t number);
 
  private:
-  using Clock = std::chrono::steady_clock;
-
-  bool is_late() const { return is_given_up_ && Clock::now() >= give_up_at_; }
+  bool is_late() const { return patience_ && patience_->is_over(); }
 
   World& world_;
   const int rank_;
@@ -95,7 +94,7 @@ class DeviceQueue {
   std::deque<std::uint32_t> finished_;
   std::atomic<std::size_t> finished_count_{0};  // written under mutex_
   bool is_given_up_ = false, is_closed_ = false;
-  Clock::time_point give_up_at_;
+  mutable std::optional<Patience> patience_;  // once it is given up; under mutex_
 };
 
 }  // namespace kvstore_hvd

@@ -16,6 +16,7 @@
 
 #include "kvstore_hvd/alarm.hpp"
 #include "kvstore_hvd/messages.hpp"
+#include "kvstore_hvd/running_time.hpp"
 #include "kvstore_hvd/stall.hpp"
 #include "kvstore_hvd/statistics.hpp"
 #include "kvstore_hvd/tensor_table.hpp"
@@ -29,7 +30,7 @@ namespace kvstore_hvd {
 // drives finds the failure and takes everything away.
 class Pending {
  public:
-  Pending(World& world, Alarm& alarm, const Messages& messages);
+  Pending(World& world, Alarm& alarm, const Messages& messages, const Standstills& standstills);
 
   // Queues the request; it is announced once those under its name that came before are over. Says whether that made it
   // ready, this rank being the last: kAlone when this rank can carry it out by itself, kDone when it has (its result
@@ -87,10 +88,11 @@ class Pending {
   // Raises the alarm when a rank that has left will never announce what this rank waits for.
   void check_left();
 
-  // What to blame when a request that is not patient has waited for `timeout`: empty when none has.
+  // What to blame when a request that is not patient has waited for `timeout`, in which this process has run: empty
+  // when none has.
   std::string describe_overdue(std::chrono::nanoseconds timeout);
 
-  // The announced requests that have waited for at least `age`, patient ones too.
+  // The announced requests that have waited for at least `age`, counted alike; patient ones too.
   std::vector<Waiting> waiting(std::chrono::nanoseconds age);
 
   // See TensorTable.
@@ -115,6 +117,7 @@ class Pending {
   };
 
   Ready start(Name& name, bool watched = false);
+  std::chrono::nanoseconds waited(const Work& work, std::chrono::steady_clock::time_point now) const;
   // What became ready is for the driver to go on with.
   void tell_driver(const Name& name, Ready ready);
   std::optional<Ready> announce(Name& name, bool watched = false);
@@ -126,6 +129,7 @@ class Pending {
   World& world_;
   Alarm& alarm_;
   const Messages& messages_;
+  const Standstills& standstills_;
   const int rank_, size_;
   TensorTable table_;
   std::unordered_map<std::string, Name> names_;

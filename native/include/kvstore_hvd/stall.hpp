@@ -24,6 +24,7 @@ struct Waiting {
   std::string operation;  // as errors name it: "allreduce 'dense0_weight' (key 3)"
   // When it was submitted, or became the first of its name. With the name it tells requests apart.
   std::chrono::steady_clock::time_point since;
+  std::chrono::nanoseconds waited;  // since then, while this process ran
   Blamed blamed;
 };
 
