@@ -339,11 +339,15 @@ class Daemon:
         write_within(fd, f"kvhvdrun: {text}\n".encode(), _LAST_WORDS_S)
 
     def _say_goodbye(self) -> None:
-        """Let the launcher have all that was said and written, as long as it takes it."""
+        """Let the launcher have all that was said, within a second, and all that was written, whenever it reads that.
+
+        The launcher does not read while the reader of its own output stands still. It kills this process when it will
+        not read any more; and when the launcher is gone, so is what waits to be written.
+        """
         deadline = Deadline(_GOODBYE_S)
         self._relay.flush()
         finished = False
-        while deadline.left() > 0 and (self._launcher.fileno() >= 0 or self._relay.pending):
+        while self._relay.pending or (deadline.left() > 0 and self._launcher.fileno() >= 0):
             if self._launcher.fileno() >= 0:
                 self._launcher.flush()
                 if not self._launcher.wants_to_write and not finished:

@@ -70,6 +70,7 @@ class ElasticDriver:
         self._give_up_at: float | None = None  # daemons that still run are killed then
         self._drop_at: float | None = None  # when a signal that ended the job no longer waits for who reads our output
         self._gone_at: float | None = None  # when the last daemon was gone
+        self._drain_from = 0.0  # since then nothing but open pipes keeps us
         self._code: int | None = None  # of the job, once its end has been told
         self._inbox: SignalInbox
         self._listener: Listener
@@ -177,7 +178,7 @@ class ElasticDriver:
             self._stop_at,
             self._give_up_at,
             self._remains.look_at,
-            None if self._gone_at is None else self._gone_at + _DRAIN_S,
+            None if self._gone_at is None or self._code is not None else self._drain_from + _DRAIN_S,
             None if self._code is None else now + _GLANCE_S,
         ]
         deadline, job_now = self._job.deadline(self._job_clock.now), self._job_clock.now
@@ -192,11 +193,18 @@ class ElasticDriver:
         elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
             self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
             self._daemons.end(self._end.reason)
+        if self._give_up_at is not None and self._relay.held_up and self._asked is None:
+            self._give_up_at = max(self._give_up_at, now + _DAEMON_ENDS_S)  # they wait for us to read
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = now + _KILL_TAKES_S
             self._daemons.give_up()
         if self._asked is not None and self._drop_at is None:
             self._drop_at = now + self._settings.kill_grace_s
+        if self._drop_at is not None:
+            # Daemons end when we have read all of theirs: they are no reason to wait for longer than a second, either.
+            gone_at = self._drop_at if self._gone_at is None else self._gone_at
+            if now >= max(self._drop_at, gone_at + _LAST_WORDS_S):
+                self._relay.drop()
 
     def _done(self) -> bool:
         if self._end is None or self._stop_at is not None or self._daemons:
@@ -206,15 +214,15 @@ class ElasticDriver:
             self._plan.discovery.close()
             if not self._remains.step(now):
                 return False
-            self._gone_at = now
-        if self._relay.reading and now <= self._gone_at + _DRAIN_S:
+            self._gone_at = self._drain_from = now
+        if self._relay.held_up:
+            self._drain_from = now
+        if self._relay.reading and now <= self._drain_from + _DRAIN_S:
             return False
         self._relay.flush()
         self._status.erase()
         if self._code is None:
             self._code = self._farewell()
-        if self._drop_at is not None and now >= max(self._drop_at, self._gone_at + _LAST_WORDS_S):
-            self._relay.drop()
         limit_s = _LOG_S if self._asked is None else self._settings.kill_grace_s
         if self._log.pending and now <= self._gone_at + limit_s:
             return False

@@ -141,6 +141,11 @@ class Relay:
         return bool(self._inputs)
 
     @property
+    def held_up(self) -> bool:
+        """Whether some stream of a worker is not read, because too much waits to be written."""
+        return bool(self._full())
+
+    @property
     def pending(self) -> bool:
         """Whether anything waits to be written."""
         return any(each.pending for each in self._outputs.values()) or any(each.pending for each in self._kept)
@@ -215,8 +220,7 @@ class Relay:
     def _poll_once(self, seconds: float | None) -> list[tuple[int, int]]:
         for output in self._outputs.values():
             self._hand_over(output)
-        is_full = any(writer.pending > _MAX_PENDING for writer in self._kept)
-        full = [fd for fd, source in self._inputs.items() if is_full or source.output.pending > _MAX_PENDING]
+        full = self._full()
         for fd in full:
             self._poll.unregister(fd)
         try:
@@ -227,6 +231,11 @@ class Relay:
                 self._poll.register(fd, select.POLLIN)
             self._progress.clear()
             self._collect()
+
+    def _full(self) -> list[int]:
+        """Our ends of the streams that must not be read now."""
+        is_full = any(writer.pending > _MAX_PENDING for writer in self._kept)
+        return [fd for fd, source in self._inputs.items() if is_full or source.output.pending > _MAX_PENDING]
 
     def _read(self, fd: int) -> None:
         source = self._inputs[fd]

@@ -47,6 +47,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._drop_at: float | None = None  # when a signal that ended the job no longer waits for who reads our output
         self._gone_at: float | None = None  # when the last process of the job was gone
+        self._drain_from = 0.0  # since then nothing but open pipes keeps us
         self._has_told = False  # who failed first, after all that the workers have written
 
     def run(self) -> int:
@@ -96,8 +97,10 @@ class Supervisor:
             now = self._clock.now()
             is_over = not self._workers.running and not self._to_start
             if self._gone_at is None and is_over and self._remains.step(now):
-                self._gone_at = now
-            if self._gone_at is not None and (not self._relay.reading or now > self._gone_at + _DRAIN_S):
+                self._gone_at = self._drain_from = now
+            if self._relay.held_up:
+                self._drain_from = now
+            if self._gone_at is not None and (not self._relay.reading or now > self._drain_from + _DRAIN_S):
                 self._relay.flush()
                 if not self._has_told:
                     self._has_told = True
@@ -149,8 +152,8 @@ class Supervisor:
         """Seconds until something must be done even if nothing happens; None for never."""
         known = (self._stop_at, self._kill_at, self._remains.look_at)
         times = [t for t in known if t is not None]
-        if self._gone_at is not None and self._relay.reading:
-            times.append(self._gone_at + _DRAIN_S)
+        if self._gone_at is not None and self._relay.reading and not self._has_told:
+            times.append(self._drain_from + _DRAIN_S)
         if self._gone_at is not None and self._drop_at is not None:
             times.append(self._drop_at)
         wait_s = self._workers.wait_s()

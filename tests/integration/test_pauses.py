@@ -226,7 +226,8 @@ def test_the_reader_of_the_output_stands_still(marker: str, tmp_path: Path, kind
     time.sleep(5)
     launch.kill(2)
     assert launch.until_joined(1)[:2] == [0, 1]
-    launch.until(lambda: launch.of("job_end"), "the end of all processes but the launcher")
+    launch.until(lambda: len(launch.of("worker_exited")) == 4, "the end of all workers")
+    time.sleep(3)  # longer than streams that somebody holds open are waited for
     text = b""
     with contextlib.suppress(OSError):  # how a terminal says that its other end is closed
         while data := os.read(ours, 65536):
