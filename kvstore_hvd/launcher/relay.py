@@ -180,15 +180,19 @@ class Relay:
     def wait(self, seconds: float | None) -> None:
         """Wait until something can be read, written or shown, at most `seconds` (None: without limit), and do it."""
         now = time.monotonic()
-        times = [max(0.0, source.since + _PROMPT_S - now) for source in self._inputs.values() if source.may_be_prompt]
+        unread = set(self._full())  # what ends a line may be there: it is no prompt
+        prompts = [source for fd, source in self._inputs.items() if source.may_be_prompt and fd not in unread]
+        times = [max(0.0, source.since + _PROMPT_S - now) for source in prompts]
         if seconds is not None:
             times.append(seconds)
         for fd, _ in self._poll_once(min(times) if times else None):
             if fd in self._inputs:
                 self._read(fd)
         now = time.monotonic()
-        for source in self._inputs.values():
-            if source.may_be_prompt and now >= source.since + _PROMPT_S:
+        for fd, source in self._inputs.items():
+            if fd in unread:
+                source.since = now
+            elif source.may_be_prompt and now >= source.since + _PROMPT_S:
                 source.stream.flush()
 
     def flush(self) -> None:
