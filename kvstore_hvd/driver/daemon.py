@@ -38,8 +38,9 @@ __all__ = ["BEAT_S", "Daemon", "main"]
 BEAT_S = 0.5
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
-# Or the lease, where that is longer.
-_START_S = 60.0
+_START_S = 60.0  # for whoever starts it to say what to do
+# For the launcher to take its connection; or the lease, where that is longer.
+_CONNECT_S = 10.0
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
 _GOODBYE_S = 1.0
@@ -117,7 +118,7 @@ class Daemon:
     def _connect(self, identity: dict[str, Any]) -> Connection:
         try:
             return connect(
-                self._settings.address, self._settings.secret, identity, max(_START_S, self._settings.lease_s)
+                self._settings.address, self._settings.secret, identity, max(_CONNECT_S, self._settings.lease_s)
             )
         except WireError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):  # it listened before it started us

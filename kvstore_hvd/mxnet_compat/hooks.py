@@ -29,7 +29,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
 from kvstore_hvd.mxnet_compat import engine_errors, exchanging, gradients, numpy_shim, trainer_steps
 from kvstore_hvd.mxnet_compat.trainers import joinable_of, key_of, labels_of
-from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, mark, wrap
+from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, wrap
 
 __all__ = ["ALIAS", "NAME", "install_hooks", "install_hooks_on_import", "register_store"]
 
@@ -287,9 +287,9 @@ def _patch_trainer(mxnet: Any) -> None:
 
 def _verify_updates(trainer: Any, every: int) -> None:
     """Have a Trainer's store compare the parameters after every so many updates; once for a Trainer."""
-    original = trainer._update  # what `step` and `update` call
-    if is_wrapped(original):
+    if "_update" in vars(trainer):  # the class has a wrapper of its own
         return
+    original = trainer._update  # what `step` and `update` call
     epoch, number = None, 0
 
     @functools.wraps(original)
@@ -306,7 +306,6 @@ def _verify_updates(trainer: Any, every: int) -> None:
                 [(f"'{labels[key]}' (key {key})", param) for key, param in keys], f"after {number} updates"
             )
 
-    mark(update, original)
     trainer._update = update
 
 

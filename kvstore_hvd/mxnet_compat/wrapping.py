@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["is_wrapped", "mark", "wrap"]
+__all__ = ["is_wrapped", "wrap"]
 
 _WRAPPED = "_kvstore_hvd_wraps"
 
@@ -17,15 +17,10 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
     if original is None or is_wrapped(original):
         return
     wrapper = functools.wraps(original)(make(original))
-    mark(wrapper, original)
+    setattr(wrapper, _WRAPPED, original)
     setattr(owner, name, wrapper)
 
 
 def is_wrapped(function: Any) -> bool:
     """Whether it is such a wrapper."""
     return hasattr(function, _WRAPPED)
-
-
-def mark(wrapper: Any, original: Any) -> None:
-    """Note that it is one."""
-    setattr(wrapper, _WRAPPED, original)

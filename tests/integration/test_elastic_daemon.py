@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvstore_hvd.driver.daemon_settings import DaemonSettings
-from kvstore_hvd.wire import WireError, connect
+from kvstore_hvd.wire import Listener, WireError, connect
 from support.fake_launcher import FakeLauncher
 from support.jobs import processes, variables_of
 
@@ -447,18 +448,19 @@ def test_settings_that_are_none(marker: str, line: bytes) -> None:
 
 
 def test_a_launcher_with_another_secret_is_none(marker: str) -> None:
-    with FakeLauncher(marker) as honest:
+    with contextlib.closing(Listener(("127.0.0.1", 0), secrets.token_bytes(32), {"role": "launcher"})) as honest:
         settings = {
-            "address": list(honest.listener.address),
+            "address": list(honest.address),
             "secret": "00" * 32,
             "job": "j",
             "host": "localhost",
             "last_words_fd": None,
             "kill_grace_s": 1,
+            "lease_s": 2,
             "prefix": True,
         }
         with FakeLauncher(marker, line=json.dumps(settings).encode() + b"\n") as launcher:
-            honest.wait(lambda: (honest.listener.accept(), launcher.daemon.poll() is not None)[1])
+            launcher.wait(lambda: (honest.accept(), launcher.daemon.poll() is not None)[1])
             code, _, err = launcher.result()
     assert code == 1
     assert b"no connection to 127.0.0.1:" in err
