@@ -343,12 +343,15 @@ class Daemon:
         """Let the launcher have all that was said, within a second, and all that was written, whenever it reads that.
 
         The launcher does not read while the reader of its own output stands still. It kills this process when it will
-        not read any more; and when the launcher is gone, so is what waits to be written.
+        not read any more. A launcher that is lost may be stopped: nobody waits for that one.
         """
+        reads = self._launcher.fileno() >= 0
         deadline = Deadline(_GOODBYE_S)
         self._relay.flush()
         finished = False
-        while self._relay.pending or (deadline.left() > 0 and self._launcher.fileno() >= 0):
+        while (reads or deadline.left() > 0) and (
+            self._relay.pending or (deadline.left() > 0 and self._launcher.fileno() >= 0)
+        ):
             if self._launcher.fileno() >= 0:
                 self._launcher.flush()
                 if not self._launcher.wants_to_write and not finished:
