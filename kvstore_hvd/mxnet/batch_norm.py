@@ -55,13 +55,15 @@ class OperatorMethods:
                 self._exchange = find_exchange(self._layer).begin()
                 found = self._exchange.statistics(wide, self._axis)
                 mean, variance, self._count = found.mean, found.variance, found.count
+                share = self._number(1 - self._momentum, mean)
                 for running, new in ((running_mean, mean), (running_variance, variance)):
                     kept = running.astype("float64") * self._momentum
-                    copy(kept + new * (1 - self._momentum), running)
+                    copy(kept + mx.nd.broadcast_mul(new, share), running)
             else:
                 mean, variance = running_mean, running_variance
             self._mean = mean.astype(wide.dtype)
-            self._scale = mx.nd.rsqrt(variance + self._eps).astype(wide.dtype)
+            shifted = mx.nd.broadcast_add(variance, self._number(self._eps, variance))
+            self._scale = mx.nd.rsqrt(shifted).astype(wide.dtype)
             if wide.size and req[0] != "null":
                 factor = self._scale if self._fix_gamma else self._scale * gamma
                 result = self._centered(wide)
@@ -106,6 +108,13 @@ class OperatorMethods:
                 gradient = mx.nd.broadcast_sub(gradient, self._by_channel(means[:channels], gradient))
             factor = self._scale if self._fix_gamma else self._scale * gamma
             _assign(req[0], mx.nd.broadcast_mul(gradient, self._by_channel(factor, gradient)), in_grad[0])
+
+    @staticmethod
+    def _number(value: float, like: Any) -> Any:
+        """As an array: operators with Python's numbers must not wait for other workers, see `batch_statistics`."""
+        import mxnet as mx
+
+        return mx.nd.array([value], mxnet_compat.context_of(like), like.dtype)
 
     def _centered(self, values: Any) -> Any:
         import mxnet as mx

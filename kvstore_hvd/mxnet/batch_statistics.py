@@ -5,6 +5,11 @@ one operation. They are merged in float64 with the formula of Chan, Golub and Le
 Algorithm for Computing Sample Variances", 1979) for samples of any sizes. Sums of squares, from which a variance
 would follow with less effort, lose all digits where the mean is large against the deviation. All workers merge the
 same bits in the same order, so that they have the same result.
+
+What is computed from the others' numbers uses no operator that asks MXNet for temporary space, neither here nor in the
+layer itself: no `sum`, `maximum`, `dot`, `slice` or arithmetic with Python's numbers. MXNet keeps four pieces of it for
+each thread, and an operator has one from when it is pushed. Layers run in few threads, in an order that differs between
+workers: an operator that waits for the others in one layer would hold up one of another layer that they wait for.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from kvstore_hvd.operations import SUM
 __all__ = ["Exchange", "Statistics", "StatisticsExchange", "by_channel", "find_exchange"]
 
 _OPERATION = "SyncBatchNorm"
+_MOST = 1e30  # elements; `clip` has two limits, of float32
 
 
 @dataclasses.dataclass
@@ -77,11 +83,15 @@ class Exchange:
             table[rank, channels:-1] = squares.astype("float64")
             table[rank, -1] = count
         self._sum(self.name, table)
-        means, squares, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
-        total = mx.nd.maximum(mx.nd.sum(counts, axis=0), 1)
-        mean = mx.nd.sum(mx.nd.broadcast_mul(means, counts), axis=0) / total
+        # From here on arrays wait for the other workers, see above.
+        means, squares, counts = (
+            mx.nd.slice_axis(table, axis=1, begin=begin, end=end)
+            for begin, end in ((0, channels), (channels, 2 * channels), (2 * channels, None))
+        )
+        total = mx.nd.clip(_over_rows(counts), 1, _MOST)
+        mean = mx.nd.broadcast_div(_over_rows(mx.nd.broadcast_mul(means, counts)), total)
         between = mx.nd.square(mx.nd.broadcast_sub(means, mean.reshape((1, -1))))
-        variance = mx.nd.sum(squares + mx.nd.broadcast_mul(between, counts), axis=0) / total
+        variance = mx.nd.broadcast_div(_over_rows(squares + mx.nd.broadcast_mul(between, counts)), total)
         return Statistics(mean, variance, total)
 
     def sums(self, numbers: Any) -> Any:
@@ -159,6 +169,13 @@ def find_exchange(key: int) -> StatisticsExchange:
         fact, fix = "the layer of this graph does not exist any more.", "keep the layer as long as its graph."
         raise InvalidRequestError(message(fact, operation=_OPERATION, fix=fix))
     return found
+
+
+def _over_rows(table: Any) -> Any:
+    """The sum of a matrix's rows, from the first one to the last one."""
+    import mxnet as mx
+
+    return mx.nd.cumsum(table, axis=0)[table.shape[0] - 1]
 
 
 def _gradient_of(name: str) -> str:

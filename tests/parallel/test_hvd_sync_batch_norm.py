@@ -299,3 +299,26 @@ def test_layers_of_equal_sets(rank, size):
     before = StatisticsExchange(hvd.global_process_set, parameter)._number
     assert [StatisticsExchange(some, parameter)._number for _ in range(2)] == [0, 1]
     assert StatisticsExchange(hvd.global_process_set, parameter)._number == before + 1
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine computes one layer after the other")
+@pytest.mark.parametrize("hybridize", [None, {}], ids=["eager", "hybrid"])
+def test_layers_that_do_not_depend_on_each_other(rank, size, hybridize):
+    """Workers come to them in orders of their own: nothing in one layer may wait for what another one waits for."""
+    blocks = [layer(hvd.SyncBatchNorm, hybridize=hybridize, in_channels=3) for _ in range(7)]
+    order = np.roll(range(len(blocks)), rank * 2)[:: 1 if rank % 2 else -1]
+    data = [array(batches(size, (4, 3), seed=seed)[rank]) for seed in range(len(blocks))]
+    for x in data:
+        x.attach_grad()
+    means = []
+    for _ in range(6):
+        outputs = {}
+        with mx.autograd.record():
+            for place in order:
+                outputs[place] = blocks[place](data[place])
+        for place in order[::-1]:
+            outputs[place].backward()
+        means += [outputs[place].mean() for place in range(len(blocks))]
+    for place, mean in enumerate(means):
+        total = hvd.allreduce(mean, op=hvd.Average)
+        np.testing.assert_allclose(total.asnumpy(), -0.5, atol=1e-5, err_msg=str(place))
