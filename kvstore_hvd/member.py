@@ -104,7 +104,7 @@ class Member:
             return None
         try:
             early = reason
-            # Before MXNet's own wait, which hears no Ctrl-C. What may wait for any time is not waited for.
+            # What may wait for any time is not waited for.
             if not early and not self._leaving.wait_for_all():
                 early = "it left while its operations were pending"
             if not early:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import Any
+import threading
+from concurrent.futures import Future
+from typing import Any, Optional
 
 from kvstore_hvd.config import environment
 from kvstore_hvd.errors import KVHvdError, message
@@ -97,5 +99,30 @@ def engine_is_naive() -> bool:
 
 
 def waitall() -> None:
-    """Wait until MXNet has nothing left to compute; raises the first error that nobody has read yet."""
-    require_mxnet().nd.waitall()
+    """Wait until MXNet has nothing left to compute; raises the first error that nobody has read yet.
+
+    MXNet's own wait hears no Ctrl-C: another thread is in it where the main thread waits.
+    """
+    mx = require_mxnet()
+    if threading.current_thread() is not threading.main_thread():
+        mx.nd.waitall()
+        return
+    mx.engine.set_bulk_size(mx.engine.set_bulk_size(0))  # what this thread holds back goes to MXNet's engine
+    waited: Future[None] = Future()
+    try:
+        threading.Thread(target=_wait, args=(mx, waited), name="kvstore_hvd-waitall", daemon=True).start()
+    except RuntimeError:  # Python ends, or has as many threads as it may have
+        _wait(mx, waited)
+    try:
+        waited.result()
+    finally:
+        del waited  # an error's traceback refers to this frame
+
+
+def _wait(mx: Any, waited: Optional[Future[None]]) -> None:
+    assert waited is not None
+    try:
+        waited.set_result(mx.nd.waitall())
+    except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+        waited.set_exception(error)
+        waited = None  # the same

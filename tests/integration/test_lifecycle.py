@@ -47,9 +47,10 @@ def test_a_forked_child_can_neither_join_nor_reset(ranks: int) -> None:
         assert f"rank {rank} refused 3 total {ranks}" in output, output
 
 
-def test_ctrl_c_ends_the_wait_of_a_worker_that_leaves() -> None:
+@pytest.mark.parametrize("submits", ["soon", "late"])
+def test_ctrl_c_ends_the_wait_of_a_worker_that_leaves(submits: str) -> None:
     """It is heard long before the deadline of ten minutes, and the others are told why nobody comes any more."""
-    output = run("interrupted", 2)
+    output = run("interrupted", 2, submits)
     assert "rank 0 was interrupted" in output, output
     assert "rank 1 got: [rank 1/2] allreduce" in output, output
     assert "interrupted" in output.partition("rank 1 got: ")[2].partition("\n")[0], output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -48,10 +49,10 @@ def forked_child() -> None:
     print(f"rank {topology.rank} refused {os.WEXITSTATUS(status)} total {total:g}", flush=True)
 
 
-def pending_at_exit() -> None:
+def pending_at_exit(code: str) -> None:
     """Rank 1 leaves without an operation that the others have submitted; nobody reads what became of it.
 
-    A second argument is the code that the others end with.
+    `code` is the one that the others end with.
     """
     import mxnet as mx
 
@@ -60,18 +61,33 @@ def pending_at_exit() -> None:
     if store.rank != 1:
         store.pushpull("lost", mx.nd.ones((3,)))
         print("submitted")  # not flushed: that is for the end of the process
-        sys.exit(int(sys.argv[2]))
+        sys.exit(int(code))
 
 
-def interrupted() -> None:
-    """Rank 0 leaves with an operation that the others have not submitted, and gets Ctrl-C as it waits for it."""
+def interrupted(submits: str) -> None:
+    """Rank 0 leaves with an operation that the others have not submitted, and gets Ctrl-C as it waits for it.
+
+    "late": MXNet computes the operation's input until then.
+    """
     import mxnet as mx
+
+    computed = threading.Event()
+
+    class Late(mx.operator.CustomOp):
+        def forward(self, is_train, req, in_data, out_data, aux):
+            computed.wait()
+            self.assign(out_data[0], req[0], in_data[0])
+
+    @mx.operator.register("late")
+    class _Property(mx.operator.CustomOpProp):
+        def create_operator(self, ctx, shapes, dtypes):
+            return Late()
 
     store = mx.kv.create("horovod")
     store.barrier()
     if store.rank == 0:
         array = mx.nd.ones((3,))
-        store.pushpull("alone", array)
+        store.pushpull("alone", mx.nd.Custom(array, op_type="late") if submits == "late" else array)
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             engine.current().shutdown()
@@ -79,6 +95,9 @@ def interrupted() -> None:
             print("rank 0 was interrupted", flush=True)
         else:
             print("rank 0 left in good order", flush=True)
+        computed.set()
+        with contextlib.suppress(mx.MXNetError, kvstore_hvd.KVHvdError):
+            mx.nd.waitall()  # MXNet 2 hangs at exit when an operator written in Python is running
     else:
         try:
             kvstore_hvd.allreduce(np.ones(1), "other")
@@ -93,4 +112,4 @@ if __name__ == "__main__":
         "pending_at_exit": pending_at_exit,
         "interrupted": interrupted,
     }
-    programs[sys.argv[1]]()
+    programs[sys.argv[1]](*sys.argv[2:])
