@@ -33,6 +33,12 @@ def job(marker: str, tmp_path: Path) -> Any:
     return start
 
 
+@pytest.fixture
+def finish(tmp_path: Path) -> Path:
+    """A file that a test makes when workers whose act is ``until=`` this file shall end well."""
+    return tmp_path / "finish"
+
+
 # -- Start and end ------------------------------------------------------------------------------------------------
 
 
@@ -114,11 +120,13 @@ def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(job: Any, t
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_is_replaced(job: Any, rank: int) -> None:
-    launch = job("--min-np", "2", "--max-np", "3", acts="steps=150")
+def test_a_killed_worker_is_replaced(job: Any, finish: Path, rank: int) -> None:
+    launch = job("--min-np", "2", "--max-np", "3", acts=f"until={finish}")
     launch.until_joined(0)
     launch.kill(rank)
     survivors = [worker for worker in range(3) if worker != rank]
+    launch.until_joined_by(*survivors, 3)
+    finish.touch()
     code, out, err = launch.end()
     assert code == 0, launch.told()
     assert launch.members(1) in (survivors, [*survivors, 3])
@@ -128,11 +136,13 @@ def test_a_killed_worker_is_replaced(job: Any, rank: int) -> None:
     assert f"[3] epoch {last['epoch']} rank 2 of 3" in out
 
 
-def test_two_are_killed_at_once(job: Any) -> None:
-    launch = job("--min-np", "2", "--max-np", "4", acts="steps=150")
+def test_two_are_killed_at_once(job: Any, finish: Path) -> None:
+    launch = job("--min-np", "2", "--max-np", "4", acts=f"until={finish}")
     launch.until_joined(0)
     launch.kill(0, 2)
     launch.until(lambda: [1, 3] in [entry["workers"][:2] for entry in launch.of("epoch_ready")])
+    launch.until_count(4, after=0)
+    finish.touch()
     assert launch.end()[0] == 0
     assert sorted(launch.of("epoch_ready")[-1]["workers"]) == [1, 3, 4, 5]
 
@@ -154,8 +164,10 @@ def test_a_survivor_dies_while_the_next_world_is_formed(job: Any) -> None:
     assert launch.of("epoch_ready")[-1]["workers"][0] == 2
 
 
-def test_a_newcomer_dies_in_the_meeting(job: Any) -> None:
-    launch = job("--min-np", "1", "--max-np", "2", acts="steps=200 1:die 1:at=10 2:die_at=world")
+def test_a_newcomer_dies_in_the_meeting(job: Any, finish: Path) -> None:
+    launch = job("--min-np", "1", "--max-np", "2", acts=f"until={finish} 1:die 1:at=10 2:die_at=world")
+    launch.until(lambda: launch.of("slot_blacklisted"))
+    finish.touch()
     code, _, _ = launch.end()
     assert code == 0, launch.told()
     assert [0, 2] in [entry["workers"] for entry in launch.of("epoch_ready")]
@@ -199,9 +211,11 @@ def test_the_first_words_are_those_of_the_culprit(job: Any) -> None:
     assert err.endswith("Its last lines on stderr:\n    ValueError\n")
 
 
-def test_a_slot_is_blacklisted_and_comes_back(job: Any) -> None:
-    acts = "steps=250 1:crash=3 1:at=2 2:crash=3"
+def test_a_slot_is_blacklisted_and_comes_back(job: Any, finish: Path) -> None:
+    acts = f"until={finish} 1:crash=3 1:at=2 2:crash=3"
     launch = job("--min-np", "1", "--max-np", "2", "--blacklist-cooldown-range", "1", "1", acts=acts)
+    launch.until_joined_by(0, 3)
+    finish.touch()
     code, _, err = launch.end()
     assert code == 0, launch.told()
     (note,) = launch.of("slot_blacklisted")
@@ -280,14 +294,15 @@ def test_a_script_that_prints_nonsense_at_first(job: Any) -> None:
     assert "what the host discovery script printed are no hosts: 'a b c' is not HOST:N" in err
 
 
-def test_a_script_that_fails_later_changes_nothing(job: Any, hosts: Path) -> None:
+def test_a_script_that_fails_later_changes_nothing(job: Any, hosts: Path, finish: Path) -> None:
     hosts.write_text("localhost:1\n")
-    launch = job("--min-np", "1", "--host-discovery-script", f"cat {hosts}", acts="steps=400")
+    launch = job("--min-np", "1", "--host-discovery-script", f"cat {hosts}", acts=f"until={finish}")
     launch.until_joined(0)
     hosts.unlink()
     launch.until(lambda: launch.of("discovery_failed"))
     hosts.write_text("localhost:2\n")
     assert launch.until_count(2)[1] == [0, 1]
+    finish.touch()
     assert launch.end()[0] == 0
 
 
@@ -302,13 +317,15 @@ def test_a_script_that_fails_for_long_ends_the_job(job: Any, hosts: Path) -> Non
     assert "it has failed for 1 s." in err
 
 
-def test_a_script_that_hangs_does_not_hold_the_job_up(job: Any, hosts: Path) -> None:
+def test_a_script_that_hangs_does_not_hold_the_job_up(job: Any, hosts: Path, finish: Path) -> None:
     script = f"if test -e {hosts}; then sleep 1000; else touch {hosts}; echo localhost:2; fi"
-    launch = job("--min-np", "1", "--host-discovery-script", script, acts="steps=400")
+    launch = job("--min-np", "1", "--host-discovery-script", script, acts=f"until={finish}")
     launch.until_joined(0)
     launch.until(hosts.exists)
     launch.kill(1)
     launch.until_count(1)
+    launch.until_joined_by(0, 2)
+    finish.touch()
     assert launch.end()[0] == 0
     assert launch.of("epoch_ready")[-1]["workers"] == [0, 2]
 
@@ -351,8 +368,8 @@ def test_a_stopped_daemon_is_lost(job: Any, marker: str) -> None:
     assert "its daemon has said nothing for 3 s (KVHVD_LEASE)" in err
 
 
-def test_one_of_two_daemons_is_killed(job: Any) -> None:
-    launch = job("--min-np", "1", "-H", "localhost:1,127.0.0.2:2", acts="steps=200")
+def test_one_of_two_daemons_is_killed(job: Any, finish: Path) -> None:
+    launch = job("--min-np", "1", "-H", "localhost:1,127.0.0.2:2", acts=f"until={finish}")
     launch.until_joined(0)
     before = launch.daemons()
     assert len(before) == 2
@@ -360,6 +377,8 @@ def test_one_of_two_daemons_is_killed(job: Any) -> None:
     second = Path(f"/proc/{launch.pid(1)}/stat").read_text().rpartition(")")[2].split()[1]
     assert slots[1] == "127.0.0.2:0"
     os.kill(int(second), signal.SIGKILL)
+    launch.until_count(3, after=0)
+    finish.touch()
     code, _, err = launch.end()
     assert code == 0, launch.told()
     assert launch.members(1)[0] == 0
@@ -459,8 +478,8 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_ctrl_z_and_fg(job: Any) -> None:
-    launch = job("--min-np", "2", acts="steps=100", variables={"KVHVD_LEASE": "2"})
+def test_ctrl_z_and_fg(job: Any, finish: Path) -> None:
+    launch = job("--min-np", "2", acts=f"until={finish}", variables={"KVHVD_LEASE": "2"})
     launch.until_joined(0)
     workers = [launch.pid(0), launch.pid(1)]
     launch.process.send_signal(signal.SIGTSTP)
@@ -468,6 +487,7 @@ def test_ctrl_z_and_fg(job: Any) -> None:
     time.sleep(4)  # longer than launcher and daemons wait for each other's beats
     assert [state(pid) for pid in (launch.process.pid, *workers)] == ["T"] * 3
     launch.process.send_signal(signal.SIGCONT)
+    finish.touch()
     code, _, err = launch.end()
     assert (code, err) == (0, ""), launch.told()
     assert len(launch.of("epoch_ready")) == 1

@@ -15,7 +15,7 @@ WORKER = Path(__file__).resolve().parents[1] / "support" / "lifecycle_worker.py"
 LIMIT_S = patient(90)
 
 
-def run(program: str, ranks: int, *arguments: str, code: int = 0, **variables: str) -> str:
+def run(program: str, ranks: int, *arguments: str, code: int = 0) -> str:
     """Run the program under kvhvdrun, which must end with the code; returns what it printed."""
     result = subprocess.run(
         kvhvdrun().command(ranks, [sys.executable, str(WORKER), program, *arguments]),
@@ -24,19 +24,19 @@ def run(program: str, ranks: int, *arguments: str, code: int = 0, **variables: s
         stderr=subprocess.STDOUT,
         text=True,
         timeout=LIMIT_S,
-        env={**environment(), **variables},
+        env=environment(),
     )
     assert result.returncode == code, result.stdout
     return result.stdout
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_workers_meet_again_however_often_some_of_them_failed_to(ranks: int) -> None:
+def test_workers_meet_again_however_often_some_of_them_failed_to(tmp_path: Path, ranks: int) -> None:
     """A reset that timed out on some workers does not keep them from meeting at the next attempt."""
-    output = run("late_reset", ranks, KVHVD_START_TIMEOUT="1")
+    output = run("late_reset", ranks, str(tmp_path))
     for rank in range(ranks):
         assert f"rank {rank} epoch 1 total {ranks}" in output, output
-    assert "failures some" in output, output
+    assert output.count("failures some") >= ranks - 1, output
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

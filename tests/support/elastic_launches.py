@@ -92,14 +92,23 @@ class Launch:
         self.until(lambda: any(e["epoch"] == epoch for e in self.of("epoch_joined")), f"epoch {epoch}")
         return self.members(epoch)
 
-    def until_count(self, count: int) -> tuple[int, list[int]]:
-        """Wait until an epoch with so many members has been joined; its number and members."""
+    def until_count(self, count: int, after: int = -1) -> tuple[int, list[int]]:
+        """Wait until an epoch after the given one has been joined by so many members; its number and members."""
 
         def found() -> list[tuple[int, list[int]]]:
-            joined = [entry["epoch"] for entry in self.of("epoch_joined")]
+            joined = [entry["epoch"] for entry in self.of("epoch_joined") if entry["epoch"] > after]
             return [(epoch, self.members(epoch)) for epoch in joined if len(self.members(epoch)) == count]
 
         self.until(found, f"an epoch with {count} members")
+        return found()[-1]
+
+    def until_joined_by(self, *workers: int) -> int:
+        """Wait until an epoch with these members, in the order of ranks, has been joined; its number."""
+
+        def found() -> list[int]:
+            return [entry["epoch"] for entry in self.of("epoch_joined") if self.members(entry["epoch"]) == [*workers]]
+
+        self.until(found, f"an epoch of {workers}")
         return found()[-1]
 
     def members(self, epoch: int) -> list[int]:

@@ -5,6 +5,7 @@ with number N alone. Steps are counted over all epochs; each takes 20 ms.
 
 =================  ==================================================================================================
 ``steps=N``        end well after so many steps (default: never)
+``until=FILE``     end well as soon as FILE is there, after the step that is under way
 ``exit=CODE``      exit with CODE when the steps are done, after having said 'finished'
 ``crash=CODE``     exit with CODE at the step of ``at`` (default 0: as soon as the world has been joined)
 ``die``            the same, by SIGKILL
@@ -130,7 +131,7 @@ class FakeWorker:
 
     def train(self) -> str:
         """Step until the world is lost or another one is to come (why), or all is done (empty)."""
-        while self.steps < int(self.acts.get("steps", "1000000")):
+        while self.steps < int(self.acts.get("steps", "1000000")) and not os.path.exists(self.acts.get("until", "")):
             if self.steps >= int(self.acts.get("at", "0")):
                 if "die" in self.acts:
                     self.end(-signal.SIGKILL)
