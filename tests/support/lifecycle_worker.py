@@ -8,7 +8,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,13 +84,13 @@ def interrupted(submits: str) -> None:
     computed = threading.Event()
 
     class Late(mx.operator.CustomOp):
-        def forward(self, is_train, req, in_data, out_data, aux):
+        def forward(self, is_train: bool, req: Any, in_data: Any, out_data: Any, aux: Any) -> None:
             computed.wait()
             self.assign(out_data[0], req[0], in_data[0])
 
     @mx.operator.register("late")
     class _Property(mx.operator.CustomOpProp):
-        def create_operator(self, ctx, shapes, dtypes):
+        def create_operator(self, ctx: Any, shapes: Any, dtypes: Any) -> Late:
             return Late()
 
     store = mx.kv.create("horovod")
@@ -114,7 +116,7 @@ def interrupted(submits: str) -> None:
 
 
 if __name__ == "__main__":
-    programs = {
+    programs: dict[str, Callable[..., None]] = {
         "late_reset": late_reset,
         "forked_child": forked_child,
         "pending_at_exit": pending_at_exit,
