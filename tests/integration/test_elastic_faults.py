@@ -98,7 +98,7 @@ def test_without_daemon_or_launcher_all_end(start: Start, who: str) -> None:
     job = start(workers=3)
     job.until_step(size=3)
     (daemon,) = job.daemons()
-    job.note_sockets()
+    job.belongings.note()
     os.kill(daemon if who == "daemon" else job.process.pid, signal.SIGKILL)
     code = job.process.wait(timeout=patient(30))
     job.assert_nothing_left(limit_s=30)

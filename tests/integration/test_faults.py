@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from support.elastic import shared_files
 from support.patience import of_the_product, patient
 from support.runs import Run
 
@@ -18,14 +15,12 @@ WORKER = Path(__file__).resolve().parents[1] / "support" / "fault_worker.py"
 
 
 @pytest.fixture
-def start(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Start jobs, and check that each leaves nothing behind."""
+def start(tmp_path: Path, marker: str):  # type: ignore[no-untyped-def]
+    """Start jobs; `Run` checks that each leaves nothing behind."""
     runs: list[Run] = []
-    shared_before = shared_files()
-    sockets_before = Path("/proc/net/unix").read_text().count("kvhvd")
 
     def start_one(fault: str, ranks: int, **variables: str) -> Run:
-        runs.append(Run(WORKER, [fault], ranks, tmp_path, **variables))
+        runs.append(Run(WORKER, [fault], ranks, tmp_path, marker, **variables))
         return runs[-1]
 
     yield start_one
@@ -33,14 +28,6 @@ def start(tmp_path: Path):  # type: ignore[no-untyped-def]
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
             run.process.wait(timeout=patient(30))
-    left = [
-        process.info["cmdline"]
-        for process in psutil.process_iter(["cmdline"])
-        if {sys.executable, str(WORKER)} <= set(process.info["cmdline"] or [])  # not those of another environment
-    ]
-    assert not left, f"processes are left: {left}"
-    assert shared_files() == shared_before
-    assert Path("/proc/net/unix").read_text().count("kvhvd") == sockets_before
 
 
 def survivors(output: str, ranks: int) -> list[str]:
@@ -133,9 +120,7 @@ def test_killing_the_launcher_ends_all_ranks(start) -> None:  # type: ignore[no-
     """The launcher's death takes the workers with it."""
     run = start("hang", 2)
     run.until(lambda text: "hanging" in text)
-    workers = psutil.Process(run.process.pid).children(recursive=True)
-    assert workers
+    run.belongings.note()
     run.process.kill()
     run.process.wait(timeout=patient(10))
-    _, alive = psutil.wait_procs(workers, timeout=patient(15))
-    assert not alive
+    run.belongings.assert_gone(patient(15))

@@ -24,10 +24,10 @@ SEEDS = int(os.environ.get("KVHVD_TEST_FUZZ_FAULTS", "100"))
 TIMEOUT_S = 4
 
 
-def lose(seed: int, number: int, folder: Path) -> None:
+def lose(seed: int, number: int, folder: Path, marker: str) -> None:
     """Run a job whose victim gets the signal; all others have to be told of it by name."""
     timeout_s = of_the_product(TIMEOUT_S if number == signal.SIGSTOP else 60)
-    run = Run(WORKER, [str(seed), str(number)], RANKS, folder, KVHVD_TIMEOUT=str(timeout_s))
+    run = Run(WORKER, [str(seed), str(number)], RANKS, folder, marker, KVHVD_TIMEOUT=str(timeout_s))
     text = run.until(lambda text: "victim: " in text and text.endswith("\n"))
     victim, pid = re.findall(r"^\[(\d)\] victim: (\d+)$", text, re.MULTILINE)[0]
     if number == signal.SIGSTOP:
@@ -60,16 +60,16 @@ def lose(seed: int, number: int, folder: Path) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_workers(tmp_path: Path, seed: int, number: int) -> None:
+def test_lost_workers(tmp_path: Path, marker: str, seed: int, number: int) -> None:
     """A few moments; after SIGSTOP and SIGCONT the same processes meet again."""
-    lose(seed, number, tmp_path)
+    lose(seed, number, tmp_path, marker)
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(200 * SEEDS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_many_lost_workers(tmp_path: Path, number: int) -> None:
+def test_many_lost_workers(tmp_path: Path, marker: str, number: int) -> None:
     """Many moments."""
     for seed in range(FIRST, FIRST + SEEDS):
         (tmp_path / str(seed)).mkdir()
-        lose(seed, number, tmp_path / str(seed))
+        lose(seed, number, tmp_path / str(seed), marker)

@@ -23,8 +23,7 @@ class Stall(Run):
 
     def __init__(self, what: str, ranks: int, folder: Path, marker: str, **variables: str) -> None:
         self.folder = folder
-        name, _, value = marker.partition("=")
-        super().__init__(WORKER, [what, str(folder)], ranks, folder, **{name: value}, **variables)
+        super().__init__(WORKER, [what, str(folder)], ranks, folder, marker, **variables)
 
     def release(self) -> None:
         """Let the late rank go on."""

@@ -32,9 +32,8 @@ def offsets(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("case", ["table", "schedule", "two threads"])
 def test_threads_of_the_others_run_on(tmp_path: Path, marker: str, offsets: list[str], case: str) -> None:
     """Also while a small array is submitted, which takes no time as a rule and keeps the interpreter lock."""
-    name, _, value = marker.partition("=")
-    variables = {name: value, "KVHVD_STALL_CHECK_TIME_S": "1"}
-    run = Run(SUPPORT / "locked_worker.py", [case, *offsets], 2, tmp_path, **variables)
+    variables = {"KVHVD_STALL_CHECK_TIME_S": "1"}
+    run = Run(SUPPORT / "locked_worker.py", [case, *offsets], 2, tmp_path, marker, **variables)
     try:
         output = run.until(
             lambda text: "the interpreter runs on" in text and "rank 0 has stood still in the engine" in text

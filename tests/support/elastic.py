@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from typing import Any, Optional
 
 import psutil
 
+from support.belongings import Belongings
 from support.jobs import PACKAGES, processes
 from support.launchers import environment, kvhvdrun, with_tests
 from support.patience import patient
 
-__all__ = ["LIMIT_S", "ElasticJob", "Line", "shared_files"]
+__all__ = ["LIMIT_S", "ElasticJob", "Line"]
 
 WORKER = Path(__file__).resolve().with_name("elastic_trainee.py")
 # Of the run as a whole, start-up of the workers included: far above what any of them takes.
@@ -102,8 +102,7 @@ class ElasticJob:
         self._write("points.json", json.dumps(self._points))
         self._events = _Tail(folder / "events.jsonl", "event")
         self._workers: dict[int, _Tail] = {}
-        self._shared_before = shared_files()
-        self._sockets: set[str] = set()
+        self.belongings = Belongings(marker)
         command = [*kvhvdrun().prefix, "--min-np", str(min_np), "--max-np", str(workers)]
         command += ["--event-log", str(folder / "events.jsonl"), *options]
         if slots is not None:
@@ -196,7 +195,7 @@ class ElasticJob:
             return None
 
         number: int = self.until(made, f"{steps} steps in a world of {size or 'any'} workers after world {after}")
-        self.note_sockets()
+        self.belongings.note()
         return number - 1
 
     # -- Disturbing ---------------------------------------------------------------------------------------------------
@@ -246,7 +245,7 @@ class ElasticJob:
 
     def end(self, limit_s: float = LIMIT_S) -> int:
         """Wait for the end; returns the exit code. Fails if anything of the job is left then."""
-        self.note_sockets()
+        self.belongings.note()
         try:
             code = self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -256,16 +255,7 @@ class ElasticJob:
 
     def assert_nothing_left(self, limit_s: float = 0.0) -> None:
         """Fail if a process, a socket or a file in /dev/shm is left; a limit is for a job whose launcher was killed."""
-        end = time.monotonic() + limit_s
-        while (left := processes(self.marker)) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not left, f"processes are left: {[command_of(pid) for pid in left]}\n{self.describe()}"
-        assert not self._sockets & open_sockets(), "sockets are left"
-        assert shared_files() <= self._shared_before, f"left in /dev/shm: {shared_files() - self._shared_before}"
-
-    def note_sockets(self) -> None:
-        """Remember the sockets that processes of this job have now: a file descriptor in foreign hands would show."""
-        self._sockets |= sockets_of(processes(self.marker))
+        self.belongings.assert_gone(limit_s, self.describe())
 
     def close(self) -> None:
         """End what is left of it, after a test that failed."""
@@ -284,37 +274,3 @@ class ElasticJob:
         steps = {worker: tail.read()[-3:] for worker, tail in sorted(self._workers.items())}
         last = "\n".join(f"worker {worker}: {json.dumps(lines)[:600]}" for worker, lines in steps.items())
         return f"-- output of the job\n{self.text()[-6000:]}\n-- events\n{events[-6000:]}\n-- last lines\n{last}"
-
-
-def command_of(pid: int) -> str:
-    """Return the command line of a process, for messages."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return f"{pid} {process.status()} {' '.join(process.cmdline())[:200]}"
-    return str(pid)
-
-
-def shared_files() -> set[str]:
-    """Return the files in /dev/shm, but for those of other MPI jobs on this machine."""
-    foreign = re.compile(r"sm_segment\.|mpich_shm_|vader_segment\.|open_mpi\.")
-    return {name for name in os.listdir("/dev/shm") if not foreign.match(name)}
-
-
-def sockets_of(pids: Sequence[int]) -> set[str]:
-    """Return the inodes of the sockets that processes have open."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry.path)):
-                        found.add(match[1])
-    return found
-
-
-def open_sockets() -> set[str]:
-    """Return the inodes of all Unix sockets, and of all TCP sockets that listen."""
-    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    tcp = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    listening = "0A"
-    return {line[6] for line in unix} | {line[9] for line in tcp if line[3] == listening}

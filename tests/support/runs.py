@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.belongings import Belongings
 from support.launchers import environment, kvhvdrun, with_tests
 from support.patience import patient
 
@@ -18,12 +19,16 @@ LIMIT_S = patient(90)
 
 
 class Run:
-    """A job under kvhvdrun, with what it printed so far."""
+    """A job under kvhvdrun whose processes all carry the marker, with what it printed so far."""
 
-    def __init__(self, worker: Path, arguments: list[str], ranks: int, folder: Path, **variables: str) -> None:
+    def __init__(
+        self, worker: Path, arguments: list[str], ranks: int, folder: Path, marker: str, **variables: str
+    ) -> None:
         self.output = folder / "output"
+        self.belongings = Belongings(marker)
         command = kvhvdrun().command(ranks, [sys.executable, str(worker), *arguments])
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+        name, _, value = marker.partition("=")
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **variables}
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
@@ -47,9 +52,10 @@ class Run:
         return self.text()
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end; returns the exit code and the whole output."""
+        """Wait for the end; returns the exit code and the whole output. Fails if anything of the job is left then."""
         try:
-            code = self.process.wait(timeout=LIMIT_S)
+            self.belongings.note_until_end_of(self.process, LIMIT_S)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the job hangs; output:\n{self.text()}")
-        return code, self.text()
+        self.belongings.assert_gone(about=self.text())
+        return self.process.returncode, self.text()
