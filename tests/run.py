@@ -33,6 +33,9 @@ STEPS = ("unit", "parallel", "integration")
 # that is no power of two. Who starts the ranks matters little beyond that.
 RANKS = {"kvhvdrun": (1, 2, 4), "mpirun": (3,)}
 QUICK_RANKS = {"kvhvdrun": (2,), "mpirun": (2,)}
+# How many processes of pytest share the integration tests, which wait for most of their time. They look only at what
+# belongs to their own jobs, and wait in Python, where a signal ends one that hangs and leaves the others to run.
+LANES = 2
 # An operation that waits this long for another rank fails, so that a test that failed on one rank ends on the others.
 OPERATION_TIMEOUT_S = patient(60)
 LOG_LINES = 60
@@ -120,7 +123,10 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "rank_main.py"), str(folder)]
-    program += [str(TESTS / step.folder), "-v", "--durations=30", "-m", selection(options), *options.pytest]
+    program += [str(TESTS / step.folder), "-v", "--durations=30", "-m", selection(options)]
+    if step.folder == "integration" and options.lanes > 1:
+        program += [f"--numprocesses={options.lanes}", "--dist=worksteal", "--timeout-method=signal"]
+    program += options.pytest
     command = step.launcher.command(step.ranks, program) if step.launcher else program
     variables = {"KVHVD_TIMEOUT": f"{OPERATION_TIMEOUT_S:g}", "PYTHONUNBUFFERED": "1"} if step.launcher else {}
     chosen = {**ISAS.get(options.isa, {}), **({"OMP_NUM_THREADS": options.threads} if options.threads else {})}
@@ -215,6 +221,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--launchers", type=_launchers, metavar="NAME,NAME", default=tuple(RANKS), help=launchers)
     parser.add_argument("--isa", choices=ISAS, help="as on a processor that has no more than this (default: this one)")
     parser.add_argument("--threads", help="threads of OpenMP in each process (default: as many as there are cores)")
+    text = "integration tests at a time (default: %(default)d)"
+    parser.add_argument("--lanes", type=int, metavar="N", default=LANES, help=text)
     text = "seconds for each step (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=patient(1200), help=text)
     parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")

@@ -27,31 +27,31 @@ class _Report(Protocol):
 
 
 class Recorder:
-    """A pytest plugin that writes one JSON line when a test starts and one when it ends."""
+    """A pytest plugin that writes one JSON line when a test starts and one when it ends; several may run at once."""
 
     def __init__(self, path: Path) -> None:
         # Unbuffered, so that a line is out even if the process is gone with the next instruction.
         self._file = path.open("wb", buffering=0)
-        self._outcome = "passed"
+        self._outcomes: dict[str, str] = {}  # of the tests that run
 
     def _write(self, test: str, outcome: str) -> None:
         self._file.write(json.dumps({"test": test, "outcome": outcome}).encode() + b"\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note that a test has begun."""
-        self._outcome = "passed"
+        self._outcomes[nodeid] = "passed"
         self._write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: _Report) -> None:
         """Note a part (set-up, call, tear-down) of the running test that did not pass."""
         if report.failed:
-            self._outcome = "failed"
-        elif report.skipped and self._outcome == "passed":
-            self._outcome = "skipped"
+            self._outcomes[report.nodeid] = "failed"
+        elif report.skipped and self._outcomes[report.nodeid] == "passed":
+            self._outcomes[report.nodeid] = "skipped"
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Note that the test has ended."""
-        self._write(nodeid, self._outcome)
+        self._write(nodeid, self._outcomes.pop(nodeid))
 
     def pytest_collectreport(self, report: _Report) -> None:
         """Count a file that cannot be imported as a failed test."""

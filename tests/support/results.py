@@ -36,7 +36,7 @@ def read(folder: Path, ranks: int, may_be_empty: bool = False) -> Results:
     for rank in range(ranks):
         tests, ended = _read_rank(folder / f"rank{rank}.jsonl")
         if ended is None:
-            running = next((test for test, outcome in tests.items() if outcome == "started"), None)
+            running = " and ".join(test for test, outcome in tests.items() if outcome == "started")
             where = f"in {running}" if running else "outside of a test"
             results.problems.append(f"rank {rank} did not come to its end ({where})")
         elif ended not in (0, 1, *([_NO_TESTS] if may_be_empty else [])):

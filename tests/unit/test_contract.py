@@ -122,6 +122,8 @@ def test_the_suite_runs_what_the_page_says(column: str, options: list[str]) -> N
         elif folder == "parallel":
             promised |= {(folder, launcher, int(number)) for number in re.findall(r"\d+", says)}
         else:
+            lanes = suite.parse(options).lanes if folder == "integration" else 1
+            assert launcher == ("pytest" if lanes == 1 else f"pytest, {lanes} at a time")
             promised.add((folder, None, 1))
     assert plan_of(suite.parse(options)) == promised
 
