@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from support.jobs import run
@@ -45,8 +47,9 @@ hvd.barrier()
     )
     code, out, err = run(marker, 3, program, variables={"KVHVD_START_TIMEOUT": "3"})
     assert code == 0, err
-    text = b"joining process set 2 of 2 workers takes 14 open files, and this process has 6 left."
-    assert out.count(text) >= 2 * 3, out  # of two workers, told to all
+    # Less than 6 when the watcher of a world has opened files since.
+    text = rb"joining process set 2 of 2 workers takes 14 open files, and this process has [0-6] left\."
+    assert len(re.findall(text, out)) >= 2 * 3, out  # of two workers, told to all
     assert sum(line.endswith(b"] 3") for line in out.splitlines()) == 3
 
 
