@@ -52,7 +52,8 @@ def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool 
             else:
                 _lose_and_meet_again(executor, program, rank)
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}\n{program}\nreplay: {replay(seed, size)}") from error
+            # What is wrong comes last: a report of many tests shows the end of each.
+            raise AssertionError(f"{program}\nseed {seed}: {error}\nreplay: {replay(seed, size)}") from error
     executor.close()
 
 
