@@ -17,6 +17,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
+from kvstore_hvd.clocks import RunningClock
+
 __all__ = ["LEFT_GRACE_S", "Remains", "group_has_members", "mark_this_process"]
 
 #: Seconds between SIGTERM and SIGKILL for what workers leave behind: enough for Python's resource tracker, which
@@ -125,8 +127,10 @@ class Remains:
         return False
 
     def finish(self) -> None:
-        """Do all of it, and wait."""
-        while not self.step(now := time.monotonic()):
+        """Do all of it, and wait; what `step` has begun begins anew, by a clock of its own."""
+        self._kill_at = self.look_at = None
+        clock = RunningClock()  # a process that was stopped meanwhile has yet to kill what is left
+        while not self.step(now := clock.now()):
             assert self.look_at is not None
             time.sleep(max(0.0, self.look_at - now))
 

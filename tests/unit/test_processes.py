@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,31 @@ def test_what_is_deaf_to_sigterm_is_killed(variable: bytes) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         Remains(variable, 0.1).finish()
+        assert process.wait(patient(60)) == -9
+
+
+@pytest.mark.parametrize("had_begun", [False, True])
+def test_what_is_deaf_is_killed_also_after_a_standstill(
+    variable: bytes, monkeypatch: pytest.MonkeyPatch, had_begun: bool
+) -> None:
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
+    with marked(variable, [sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        remains = Remains(variable, 0.1)
+        monotonic, sleep, stood_still_s = time.monotonic, time.sleep, 0.0
+
+        def stopped(seconds: float) -> None:
+            nonlocal stood_still_s
+            stood_still_s = 100.0
+            sleep(seconds)
+
+        if had_begun:  # by a clock that is behind, as that of a launcher that was stopped before
+            remains.step(monotonic() - 100)
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + stood_still_s)
+        monkeypatch.setattr(time, "sleep", stopped)
+        remains.finish()
+        monkeypatch.undo()
         assert process.wait(patient(60)) == -9
 
 
