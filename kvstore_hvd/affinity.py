@@ -42,7 +42,7 @@ def _may_use(core: int) -> bool:
     try:
         with _pinned(core):
             return True
-    except OSError:
+    except (OSError, OverflowError):  # the latter: no system has so many
         return False
 
 

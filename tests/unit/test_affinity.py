@@ -19,6 +19,8 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     def pin(pid: int, wanted: set[int]) -> None:
         if not wanted & usable:
+            if max(wanted) > 1 << 31:
+                raise OverflowError("CPU number too large")
             raise OSError(errno.EINVAL, "Invalid argument")
         current[:] = wanted & usable
 
@@ -41,6 +43,7 @@ def test_each_worker_of_the_host_has_its_core(cores: set[int]) -> None:
         ((0,), r"for 2 workers on this host\."),
         ((0, 3), r"on this host, of which it may not use 3\."),
         ((0, 2, 1), "use 1"),
+        ((0, 1 << 40), "use 1099511627776"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
