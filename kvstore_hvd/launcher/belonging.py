@@ -128,10 +128,9 @@ class Remains:
 
     def finish(self) -> None:
         """Do all of it, and wait; what `step` has begun begins anew, by a clock of its own."""
-        self._kill_at = self.look_at = None
         clock = RunningClock()  # a process that was stopped meanwhile has yet to kill what is left
+        self._kill_at, self.look_at = None, clock.now()
         while not self.step(now := clock.now()):
-            assert self.look_at is not None
             time.sleep(max(0.0, self.look_at - now))
 
     def _has(self, pid: int) -> bool:
