@@ -166,9 +166,7 @@ class ElasticDriver:
         for line in self._listener.accept(now):
             self._daemons.admit(line, now)
         self._reap()
-        for fd, error in self._relay.take_lost():
-            self._on_lost_output(fd, error)
-        self._tell_lost_events()
+        self._hear_of_losses()
 
     def _next_event(self, now: float) -> float:
         """Seconds until something must be done even if nothing happens."""
@@ -227,8 +225,8 @@ class ElasticDriver:
         if self._log.pending and now <= self._gone_at + limit_s:
             return False
         self._log.finish()
-        self._tell_lost_events()
-        return not self._relay.pending
+        # In this order: a writer that fails has nothing pending afterwards.
+        return not self._relay.pending and not self._hear_of_losses()
 
     def _discover(self, now: float) -> None:
         try:
@@ -370,6 +368,16 @@ class ElasticDriver:
     def _signal_all(self, number: int, *, ended: bool = False) -> None:
         self._daemons.send_all({"t": "signal", "worker": None, "signal": int(number), "ended": ended})
 
+    def _hear_of_losses(self) -> bool:
+        """Act on output and events that could not be written; returns whether there were any."""
+        streams, events = self._relay.take_lost(), self._log.take_lost()
+        for fd, error in streams:
+            self._on_lost_output(fd, error)
+        for text in events:
+            self._lost_code = self._lost_code or _EXIT_FAILED
+            self._say(text)
+        return bool(streams or events)
+
     def _on_lost_output(self, fd: int, error: OSError) -> None:
         """One of our streams can be written no longer."""
         if error.errno == errno.EPIPE:
@@ -407,11 +415,6 @@ class ElasticDriver:
             text = news_text(event, fields, self._job)
             if text:
                 self._say(text)
-
-    def _tell_lost_events(self) -> None:
-        for text in self._log.take_lost():
-            self._lost_code = self._lost_code or _EXIT_FAILED
-            self._say(text)
 
     def _say(self, text: str) -> None:
         self._relay.say(text)

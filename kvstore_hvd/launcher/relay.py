@@ -156,6 +156,7 @@ class Relay:
 
     def take_lost(self) -> list[tuple[int, OSError]]:
         """Our streams that can be written no longer, and why; each is told once."""
+        self._collect()
         lost, self._lost = self._lost, []
         return lost
 

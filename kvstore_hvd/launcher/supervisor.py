@@ -105,7 +105,8 @@ class Supervisor:
                 if not self._has_told:
                     self._has_told = True
                     self._last_words()
-                if not self._relay.pending:
+                # In this order: a writer that fails has nothing pending afterwards.
+                if not self._relay.pending and not self._hear_of_losses():
                     return
             self._act_on_time(now)
             if self._to_start:
@@ -115,11 +116,7 @@ class Supervisor:
             else:
                 self._relay.wait(self._next_event(now))
             self._on_signals(self._inbox.take())
-            for fd, error in self._relay.take_lost():
-                self._on_lost(fd, error)
-            for text in self._files.take_lost() if self._files is not None else ():
-                self._lost_code = self._lost_code or _EXIT_LOST_OUTPUT
-                self._say(f"{text}. What follows is lost there.")
+            self._hear_of_losses()
 
     def _start(self, rank: int, plan: WorkerPlan) -> None:
         worker = Worker(rank)
@@ -202,6 +199,17 @@ class Supervisor:
                 self._workers.signal(signal.SIGCONT)
             elif number == signal.SIGWINCH:
                 self._relay.resize()
+
+    def _hear_of_losses(self) -> bool:
+        """Act on output that could not be written; returns whether there was any."""
+        streams = self._relay.take_lost()
+        for fd, error in streams:
+            self._on_lost(fd, error)
+        files = self._files.take_lost() if self._files is not None else []
+        for text in files:
+            self._lost_code = self._lost_code or _EXIT_LOST_OUTPUT
+            self._say(f"{text}. What follows is lost there.")
+        return bool(streams or files)
 
     def _on_lost(self, fd: int, error: OSError) -> None:
         """One of our streams can be written no longer."""

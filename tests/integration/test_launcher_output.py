@@ -7,6 +7,7 @@ import pty
 import select
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -89,6 +90,47 @@ def test_lost_output_is_said_once_and_ends_no_work(marker: str) -> None:
     assert code == 1
     assert err.count(b"kvhvdrun: standard output cannot be written: No space left on device.") == 1
     assert err.count(b"done\n") == 2
+
+
+# The last write takes long, and fails when nothing else is left to wait for.
+FAILS_LATE = """
+import errno, sys, threading
+from kvstore_hvd import launch
+from kvstore_hvd.launcher import writer
+from kvstore_hvd.launcher.belonging import Remains
+rest_is_over, writers = threading.Event(), []
+init, write_all, step = writer.Writer.__init__, writer._write_all, Remains.step
+def made(self, *args, **kwargs):
+    init(self, *args, **kwargs)
+    writers.append(self)
+def write_late(fd, data):
+    if fd != 1:
+        return write_all(fd, data)
+    rest_is_over.wait()
+    raise OSError(errno.ENOSPC, "No space left on device")
+def step_and_wait(self, now):
+    done = step(self, now)
+    if done:
+        rest_is_over.set()
+        for each in writers:
+            assert each.wait(600)
+    return done
+writer.Writer.__init__, writer._write_all, Remains.step = made, write_late, step_and_wait
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("options", [["-np", "2"], ["-np", "2", "--min-np", "1"]])
+def test_the_last_output_may_be_lost_last_of_all(options: list[str]) -> None:
+    worker = '[ "${KVHVD_RANK:-$KVHVD_WORKER}" = 0 ] && echo last; exec >&- 2>&-; sleep 1'
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS_LATE, *options, "sh", "-c", worker],
+        env=variables_of(),
+        stderr=subprocess.PIPE,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count(b"standard output cannot be written")) == (1, 1)
 
 
 def test_lost_output_on_stderr_too_gives_a_code(marker: str) -> None:
