@@ -102,14 +102,12 @@ class Launch:
         self.until(found, f"an epoch with {count} members")
         return found()[-1]
 
-    def until_joined_by(self, *workers: int) -> int:
-        """Wait until an epoch with these members, in the order of ranks, has been joined; its number."""
-
-        def found() -> list[int]:
-            return [entry["epoch"] for entry in self.of("epoch_joined") if self.members(entry["epoch"]) == [*workers]]
-
-        self.until(found, f"an epoch of {workers}")
-        return found()[-1]
+    def until_joined_by(self, *workers: int) -> None:
+        """Wait until an epoch with these members, in the order of ranks, has been joined."""
+        self.until(
+            lambda: [*workers] in [self.members(entry["epoch"]) for entry in self.of("epoch_joined")],
+            f"an epoch of {workers}",
+        )
 
     def members(self, epoch: int) -> list[int]:
         """Who was given an epoch, in the order of ranks."""
