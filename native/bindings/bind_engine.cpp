@@ -9,6 +9,7 @@
 #include "kvstore_hvd/engine.hpp"
 #include "kvstore_hvd/liveness.hpp"
 #include "kvstore_hvd/process.hpp"
+#include "kvstore_hvd/running_time.hpp"
 
 namespace py = pybind11;
 
@@ -115,9 +116,9 @@ class GilUntilBlocked final : public BlockingObserver {
 // Until nothing of this rank is pending, or the time is over; returns whether nothing is. A signal's exception ends the
 // world as above.
 bool wait_for_all(Engine& engine, double limit_s) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  Patience patience(std::chrono::nanoseconds(static_cast<std::int64_t>(limit_s * 1e9)));
   bool done = false;
-  while (!done && std::chrono::steady_clock::now() < end) {
+  while (!done && !patience.is_over()) {
     {
       const py::gil_scoped_release release;
       done = engine.wait_for_all(kSignalCheck);

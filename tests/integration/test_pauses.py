@@ -122,6 +122,34 @@ def test_a_static_job_is_stopped(marker: str, variables: dict[str, str]) -> None
     assert (process.returncode, out.count(b"done")) == (0, 2), err.decode()
 
 
+# One rank leaves while its operation waits for the other.
+LEAVES = """
+import time
+import mxnet as mx
+import kvstore_hvd
+store = mx.kv.create('horovod')
+array = mx.nd.ones(4)
+say(f'step {rank}\\n')
+if rank == 1:
+    for _ in range(20):
+        time.sleep(0.1)
+store.pushpull('late', array, out=array)
+kvstore_hvd.shutdown()
+assert array.asnumpy().tolist() == [2, 2, 2, 2]
+say('done\\n')
+"""
+
+
+def test_who_leaves_is_stopped_for_longer_than_its_deadline(marker: str) -> None:
+    process = jobs.start(marker, 2, LEAVES, variables={"KVHVD_TIMEOUT": "4"})
+    for _ in range(2):
+        line_with(process, b"step")
+    time.sleep(0.5)
+    pause_all(12, marker)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out.count(b"done"), err) == (0, 2, b"")
+
+
 def test_a_worker_is_stopped_for_less_than_its_deadline(marker: str) -> None:
     process = jobs.start(marker, 2, TURNS.replace("step {step}", "step {step} {os.getpid()}"))
     pause(4, int(line_with(process, b"[1] step 2").split()[-1]))
