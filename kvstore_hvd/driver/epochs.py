@@ -39,7 +39,7 @@ class Epoch:
     members : sequence of Worker
         Who was given the world.
     now : float
-        When; of ``time.monotonic()``, as all times here.
+        When; of a `JobClock`, as all times here.
     start_timeout_s, timeout_s : float
         Seconds that the workers may take to meet, and that an operation may wait for them.
     """

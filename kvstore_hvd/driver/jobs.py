@@ -48,7 +48,7 @@ class Job:
     settings : Settings
         What the user asked for.
     now : float
-        The time; of ``time.monotonic()``, as that of every event.
+        The time; of a `JobClock`, as that of every event.
     chance : random.Random, optional
         As for `Slots`.
     """

@@ -16,7 +16,7 @@ Place = tuple[str, str]
 
 @dataclass
 class Worker:
-    """One worker, from the moment it is to be started until after its end. Times are of ``time.monotonic()``."""
+    """One worker, from the moment it is to be started until after its end. Times are of a `JobClock`."""
 
     id: int
     slot: Slot

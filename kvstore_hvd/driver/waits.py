@@ -11,7 +11,7 @@ _TELL_AFTER_S = 10.0
 
 @dataclass
 class Wait:
-    """Since when something is waited for, and whether that was told. Times are of ``time.monotonic()``."""
+    """Since when something is waited for, and whether that was told. Times are of a `JobClock`."""
 
     since: float | None = None  # None: it is not
     told: bool = False

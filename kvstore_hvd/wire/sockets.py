@@ -79,7 +79,7 @@ class Listener:
         Parameters
         ----------
         now : float, optional
-            Seconds of ``time.monotonic()``; default: that of the call.
+            Seconds, by one clock in all calls; default: ``time.monotonic()``.
 
         Returns
         -------
