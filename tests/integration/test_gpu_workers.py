@@ -15,6 +15,7 @@ import pytest
 from support.host_kernels import COMPILER, compiled
 from support.jobs import LIMIT_S, variables_of
 from support.launchers import kvhvdrun, with_tests
+from support.patience import of_the_product
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")]
 
@@ -69,10 +70,11 @@ def test_a_worker_dies_while_kernels_wait_for_its(run: Any, gpus: int) -> None:
 
 def test_a_worker_stands_still_while_kernels_wait_for_its(run: Any) -> None:
     """At the deadline, and by its name."""
-    code, out, err = run(2, 1, "stop", KVHVD_TIMEOUT="2", KVHVD_KILL_GRACE="1")
+    deadline_s = of_the_product(2)
+    code, out, err = run(2, 1, "stop", KVHVD_TIMEOUT=str(deadline_s), KVHVD_KILL_GRACE="1")
     assert code != 0
     assert "rank 0: TimeoutError: [rank 0/2]" in out, out + err
-    assert "waited 2 s for rank 1's GPU" in out
+    assert f"waited {deadline_s} s for rank 1's GPU" in out
     assert "another worker's GPU is not through with the last operations" in err
 
 
