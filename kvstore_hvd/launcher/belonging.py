@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvstore_hvd.clocks import RunningClock
 
@@ -33,6 +33,8 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.1
 # What the kernel does not end although it has been killed (a process that waits for a dead file system) is left alone.
 _KILLED_S = 2.0
 _DEAD = (b"Z", b"X")
+# Fields of /proc/PID/stat, counted from the state.
+_PARENT, _STARTED = 1, 19
 
 
 def _limit_of(variable: bytes) -> int:
@@ -77,8 +79,9 @@ class Remains:
     grace_s : float
         Seconds between the two signals.
     parent : int
-        Children of this process belong to the job as well; 0 for none. It has to adopt orphans: then what has neither
-        mark is found when what started it has ended.
+        Children that this process gets from now on belong to the job as well; 0 for none. It has to adopt orphans: then
+        what has neither mark is found when what started it has ended. Those that it has already are none of the job's:
+        a shell that has started them may have become this process by ``exec``.
     spare : callable
         Returns processes that are left alone. So is the caller.
     """
@@ -91,6 +94,7 @@ class Remains:
         self._grace_s = grace_s
         self._parent = parent
         self._spare = spare
+        self._earlier = set(self._children())
         self._told: set[int] = set()
         self._kill_at: float | None = None  # None: not begun
         self._pause_s = _FIRST_LOOK_S
@@ -133,15 +137,23 @@ class Remains:
         while not self.step(now := clock.now()):
             time.sleep(max(0.0, self.look_at - now))
 
+    def _children(self) -> Iterator[tuple[int, bytes]]:
+        """The children that there are, each with the time at which it started."""
+        for pid in _all_processes() if self._parent else ():
+            with contextlib.suppress(OSError):
+                stat = _stat(pid)
+                if int(stat[_PARENT]) == self._parent:
+                    yield pid, stat[_STARTED]
+
     def _has(self, pid: int) -> bool:
         """Whether the process that has this id now is one of the job, and runs."""
         if pid == os.getpid() or pid in self._spare():
             return False
         try:
-            state, parent = _stat(pid)[:2]
-            if state in _DEAD:
+            stat = _stat(pid)
+            if stat[0] in _DEAD:
                 return False
-            if self._parent and int(parent) == self._parent:
+            if self._parent and int(stat[_PARENT]) == self._parent and (pid, stat[_STARTED]) not in self._earlier:
                 return True
             with open(f"/proc/{pid}/limits", "rb") as file:
                 limits = next((line for line in file if line.startswith(_LIMIT_LINE)), b"")

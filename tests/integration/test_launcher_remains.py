@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from support.elastic_launches import Launch
-from support.jobs import LIMIT_S, processes, run, start, wait_for
+from support.jobs import LIMIT_S, processes, run, start, variables_of, wait_for
+from support.launchers import kvhvdrun
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
@@ -182,3 +184,13 @@ subprocess.Popen([sys.executable, '-c', deaf], stdout=subprocess.PIPE, start_new
 """
     code, _, err = run(marker, 2, program)
     assert (code, err) == (0, b"")
+
+
+@pytest.mark.parametrize("options", [(), ("--min-np", "1")])
+def test_what_was_started_before_kvhvdrun_goes_on(marker: str, options: tuple[str, ...]) -> None:
+    """As in the start script of a container: a shell starts a service, and becomes kvhvdrun."""
+    script = 'sleep 1000 > /dev/null & echo $!; exec "$@"'
+    command = ["sh", "-c", script, "sh", *kvhvdrun().prefix, "-np", "2", *options, "true"]
+    done = subprocess.run(command, env=variables_of(), stdout=subprocess.PIPE, timeout=LIMIT_S, check=True)
+    service = int(done.stdout)
+    os.kill(service, signal.SIGTERM)  # raises when it is gone

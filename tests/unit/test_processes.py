@@ -115,9 +115,15 @@ def test_what_is_deaf_is_killed_also_after_a_standstill(
 
 
 def test_what_has_no_mark_is_found_by_its_parent(sleeper: subprocess.Popen[bytes], variable: bytes) -> None:
-    assert sleeper.pid in Remains(variable, 0.1, os.getpid()).find()
-    assert sleeper.pid not in Remains(variable, 0.1, os.getpid(), lambda: [sleeper.pid]).find()
-    assert sleeper.pid not in Remains(variable, 0.1).find()
+    spare: list[int] = []
+    remains, others = Remains(variable, 0.1, os.getpid(), lambda: spare), Remains(variable, 0.1)
+    with subprocess.Popen(SLEEP) as later:
+        assert later.pid in remains.find()
+        assert sleeper.pid not in remains.find()  # the parent's, but from before
+        assert later.pid not in others.find()
+        spare.append(later.pid)
+        assert later.pid not in remains.find()
+        later.kill()
 
 
 @pytest.mark.parametrize("pidfds", [True, False])
