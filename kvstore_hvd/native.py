@@ -494,6 +494,11 @@ class LocalReductions:
         """Sum arrays of equal dtype and size, given as their handles, times both factors; asynchronous.
 
         `output` may be one of the inputs. All are dense, and in memory that the CPU reaches.
+
+        Raises
+        ------
+        InputFailedError
+            MXNet refused it; with NaiveEngine, whatever failed.
         """
         self.impl.reduce(inputs, output, prescale, postscale)
 

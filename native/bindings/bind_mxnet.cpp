@@ -48,7 +48,8 @@ void bind_mxnet(py::module_& module) {
           "reduce",
           [](const LocalReductions& local, const std::vector<Address>& inputs, Address output, double prescale,
              double postscale) {
-            local.reduce(handles(inputs), handle(output), {DType::kFloat32, ReduceOp::kSum, prescale, postscale});
+            check(
+                local.reduce(handles(inputs), handle(output), {DType::kFloat32, ReduceOp::kSum, prescale, postscale}));
           },
           py::arg("inputs"), py::arg("output"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, WithoutGil());
   py::class_<MXNetAdapter>(module, "MXNetAdapter", "Collective operations on MXNet arrays, through MXNet's engine.")

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "mxnet/dtypes.hpp"
+#include "mxnet/refusal.hpp"
 
 namespace kvstore_hvd::mxnet {
 namespace {
@@ -32,7 +33,7 @@ class LocalReduction final : public AsyncOp {
 
   // MXNet gives the output the error of the operation that failed.
   void skipped() noexcept override {}
-  // There is nobody else to tell: Api::push() throws.
+  // There is nobody else to tell: whoever pushed is told.
   void refused(const std::string&) noexcept override {}
 
   const std::string& failure() const { return failure_; }
@@ -64,12 +65,16 @@ class LocalReduction final : public AsyncOp {
   std::string failure_;
 };
 
+Status failed(const std::string& fact) {
+  return Status(ErrorCode::kInputFailed, fact + "\n  Fix: see that message; the store works on.");
+}
+
 }  // namespace
 
 LocalReductions::LocalReductions(const std::string& library_path, bool naive)
     : api_(Api::load(library_path)), naive_(naive) {}
 
-void LocalReductions::reduce(const std::vector<Handle>& inputs, Handle output, const Reduction& how) const {
+Status LocalReductions::reduce(const std::vector<Handle>& inputs, Handle output, const Reduction& how) const {
   std::vector<Array> arrays;
   std::vector<Handle> unique;
   std::unordered_set<const void*> chunks;
@@ -78,11 +83,15 @@ void LocalReductions::reduce(const std::vector<Handle>& inputs, Handle output, c
     // As in MXNetAdapter::push(): no chunk twice, and inputs are held like outputs.
     if (chunks.insert(Api::chunk_of(handle)).second) unique.push_back(handle);
   };
-  for (Handle input : inputs) add(input);
-  add(output);
-  auto operation = std::make_shared<LocalReduction>(api_, std::move(arrays), how, naive_);
-  api_->push(operation, std::move(unique), Place::kComputation, 0, "local reduction");
-  if (naive_ && !operation->failure().empty()) throw Error(operation->failure());
+  try {
+    for (Handle input : inputs) add(input);
+    add(output);
+    auto operation = std::make_shared<LocalReduction>(api_, std::move(arrays), how, naive_);
+    api_->push(operation, std::move(unique), Place::kComputation, 0, "local reduction");
+    return naive_ && !operation->failure().empty() ? failed(operation->failure()) : Status();
+  } catch (const Error& error) {
+    return failed(std::string("MXNet refused a reduction of this worker's own arrays: ") + first_line(error.what()));
+  }
 }
 
 }  // namespace kvstore_hvd::mxnet

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvstore_hvd/reduce.hpp"
+#include "kvstore_hvd/status.hpp"
 #include "mxnet/engine_abi.hpp"
 
 namespace kvstore_hvd::mxnet {
@@ -20,8 +21,8 @@ class LocalReductions {
   // Reduces `inputs` in order into `output`, which may be one of them; on one of MXNet's threads once the arrays are
   // ready, or at once with NaiveEngine. The dtype is that of the arrays, not of `how`. All are dense, on the CPU, of
   // equal dtype and number of elements. What fails is raised by the next read of `output`; with NaiveEngine, and when
-  // MXNet refuses the operation, this throws Error.
-  void reduce(const std::vector<Handle>& inputs, Handle output, const Reduction& how) const;
+  // MXNet refuses the operation, it is returned.
+  Status reduce(const std::vector<Handle>& inputs, Handle output, const Reduction& how) const;
 
  private:
   std::shared_ptr<const Api> api_;

@@ -3,11 +3,8 @@
 #include <utility>
 
 namespace kvstore_hvd::mxnet {
-namespace {
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
-}  // namespace
 
 Request as_refused(Request request, const std::string& why) {
   request.input_failure = "MXNet refused the operation: " + first_line(why);

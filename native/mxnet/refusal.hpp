@@ -11,6 +11,9 @@
 
 namespace kvstore_hvd::mxnet {
 
+// Of MXNet's text; the others are a stack trace.
+std::string first_line(const std::string& text);
+
 // What is announced. `why`: MXNet's text, of which the first line is kept.
 Request as_refused(Request request, const std::string& why);
 
