@@ -21,8 +21,6 @@ std::string describe(DType dtype, std::size_t count) {
 
 bool is_on_device(const View& view) { return view.device() == View::Device::kGpu; }
 
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
 }  // namespace
 
 Operation::Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engine, std::shared_ptr<UnreadErrors> unread,

@@ -232,7 +232,7 @@ def test_a_refused_reduction_of_a_workers_own_arrays_is_an_error_with_a_fix(refu
     local, array = native.LocalReductions(refusing.path, False), mx.nd.ones(4)
     handle = mxnet_compat.handle_of(array)
     refusing.refuse()
-    with pytest.raises(errors.InputFailedError, match="(?s)MXNet refused a reduction .* the test refuses it.*Fix: "):
+    with pytest.raises(errors.InputFailedError, match=r"(?s)MXNet refused a reduction .* the test refuses it.*Fix: "):
         local.reduce([handle], handle, 2.0)
     local.reduce([handle], handle, 2.0)
     assert array.asnumpy().tolist() == [2, 2, 2, 2]
