@@ -131,6 +131,7 @@ def broadcast_parameters(
     groups, deferred = [], []
     for key, parameter in _named(call, params):
         shown = f"{prefix or ''}{key}"
+        check_name(call, shown)
         arrays = [parameter] if mxnet_compat.is_ndarray(parameter) else mxnet_compat.arrays_of(parameter)
         if arrays is None:
             deferred.append((shown, parameter))

@@ -123,6 +123,8 @@ def test_broadcast_parameters_refuses(rank, size):
     for wrong in (3, "params", {"a": 3}, [np.ones(2)]):
         with pytest.raises(ValueError, match="broadcast_parameters"):
             hvd.broadcast_parameters(wrong)
+    with pytest.raises(kvstore_hvd.InvalidRequestError, match="UTF-8"):
+        hvd.broadcast_parameters({"a": mx.nd.ones(1), "\udc80": mx.nd.ones(1)})
     lazy = mx.gluon.nn.Dense(2, in_units=2)
     with pytest.raises(RuntimeError):
         hvd.broadcast_parameters([*parameters(net), *parameters(lazy)])
