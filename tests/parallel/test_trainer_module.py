@@ -38,6 +38,33 @@ def test_module(rank, size, as_string, contexts):
         assert_equal_on_all_ranks(values, name)
 
 
+@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
+def test_what_sums_are_divided_by(rank, size):
+    """Module and FeedForward divide by the batch size of one worker, unless they are told otherwise."""
+    data, label = samples(48, seed=rank)
+    batches = mx.io.NDArrayIter(data, label.argmax(axis=1).astype("float32"), batch_size=8)
+    symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=3, name="dense")
+    symbol = mx.sym.SoftmaxOutput(symbol, name="softmax")
+    first = {"dense_weight": mx.nd.zeros((3, data.shape[1])), "dense_bias": mx.nd.zeros((3,))}
+
+    def train_module(**options):
+        module = mx.mod.Module(symbol)
+        start = {name: values.copy() for name, values in first.items()}
+        module.fit(batches, num_epoch=2, kvstore="horovod", optimizer_params=options, arg_params=start)
+        return module.get_params()[0]
+
+    def train_feed_forward(**options):
+        start = {name: values.copy() for name, values in first.items()}
+        model = mx.model.FeedForward(symbol, num_epoch=2, optimizer="sgd", arg_params=start, aux_params={}, **options)
+        model.fit(batches, kvstore="horovod")
+        return model.arg_params
+
+    expected = train_module(learning_rate=0.1, rescale_grad=1 / (8 * size))
+    for found in (train_module(learning_rate=0.1 / size), train_feed_forward(learning_rate=0.1 / size)):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name].asnumpy(), values.asnumpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_estimator(rank, size):
     """An Estimator trains through its Trainer."""
     estimator = pytest.importorskip("mxnet.gluon.contrib.estimator")
