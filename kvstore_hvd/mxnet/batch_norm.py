@@ -9,6 +9,7 @@ from typing import Any, Optional
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import copy
 from kvstore_hvd.mxnet.batch_statistics import Exchange, by_channel, find_exchange
+from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
 
 __all__ = ["operator_type"]
 
@@ -169,9 +170,8 @@ def operator_type() -> str:
     """What MXNet knows the operator by; registers it first."""
     import mxnet as mx
 
-    name = "kvstore_hvd_sync_batch_norm"
-    mx.operator.register(name)(type("Property", (PropertyMethods, mx.operator.CustomOpProp), {}))
-    return name
+    mx.operator.register(SYNC_BATCH_NORM)(type("Property", (PropertyMethods, mx.operator.CustomOpProp), {}))
+    return SYNC_BATCH_NORM
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, stype_of
+from kvstore_hvd.mxnet_compat.graphs import has_static_shape
 
 __all__ = ["NewArray", "look_at", "move_to_arena", "note_early_graphs", "note_graph", "why_staged"]
 
@@ -54,7 +55,7 @@ class _Seen:
 def note_graph(flags: Iterable[tuple[str, Any]]) -> None:
     """Take note of the flags of a graph that MXNet compiles."""
     global _static_graphs
-    if any(name == "static_shape" and str(value) in ("True", "1") for name, value in flags):
+    if has_static_shape(flags):
         _static_graphs = True
 
 

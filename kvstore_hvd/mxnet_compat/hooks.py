@@ -8,6 +8,7 @@
 - Beside an optimizer that exchanges gradients itself there is no store that does so, too (see exchanging.py).
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
+- Graphs with our operators are compiled without what these cannot be in (see graphs.py).
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
 - Every KVHVD_VERIFY_EVERY updates of a Trainer its parameters are compared with the other workers' (0: never).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
@@ -27,7 +28,7 @@ from typing import Any, NoReturn, Optional
 from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
-from kvstore_hvd.mxnet_compat import engine_errors, exchanging, gradients, numpy_shim, trainer_steps
+from kvstore_hvd.mxnet_compat import engine_errors, exchanging, gradients, graphs, numpy_shim, trainer_steps
 from kvstore_hvd.mxnet_compat.trainers import joinable_of, key_of, labels_of
 from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, wrap
 
@@ -329,6 +330,7 @@ def _patch_gradients(mxnet: Any) -> None:
 
     def compiling(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, sym: Any, flags: Any = (), *args: Any, **kwargs: Any) -> None:
+            flags = graphs.checked_flags(sym, flags)
             gradients.note_graph(flags)
             original(self, sym, flags, *args, **kwargs)
 

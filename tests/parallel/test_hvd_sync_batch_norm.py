@@ -322,3 +322,26 @@ def test_layers_that_do_not_depend_on_each_other(rank, size, hybridize):
     for place, mean in enumerate(means):
         total = hvd.allreduce(mean, op=hvd.Average)
         np.testing.assert_allclose(total.asnumpy(), -0.5, atol=1e-5, err_msg=str(place))
+
+
+@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+def test_applied_twice(rank, size, hybridize):
+    """The passes of a layer meet those of other workers in the order of the calls, whatever is computed first."""
+    net = nn.HybridSequential()
+    # Operators that read the inputs of a graph or write its outputs are not prepared as the others are.
+    net.add(nn.Activation("relu"), layer(hvd.SyncBatchNorm, in_channels=3), nn.Flatten())
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    zeros = mx.nd.zeros((700, 700))
+    for step in range(6):
+        both = [array(batches(size, (4, 3), seed=2 * step + number, offset=10 * number)[rank]) for number in range(2)]
+        slow = mx.nd.dot(zeros, zeros)[:4, :3]
+        both[rank % 2] = both[rank % 2] + (slow.as_np_ndarray() if is_mxnet_2() else slow)
+        with mx.autograd.record():
+            outputs = [net(x) for x in both]
+            total = sum((y * y).sum() for y in outputs)
+        for number, y in enumerate(outputs):
+            mean = hvd.allreduce(y.mean(), op=hvd.Average)
+            np.testing.assert_allclose(mean.asnumpy(), -0.5, atol=1e-5, err_msg=f"{step} {number}")
+        total.backward()
+    mx.nd.waitall()
