@@ -63,3 +63,11 @@ def test_a_worker_whose_last_operation_failed_does_not_end_in_good_order(own_cod
     assert "submitted" in output, output
     assert "its result was never read" in output, output
     assert "left before it submitted" in output, output
+
+
+@pytest.mark.parametrize("how", ["exit", "shutdown"])
+def test_what_mxnet_has_not_come_to_is_waited_for(how: str) -> None:
+    """A layer that needs the other workers submits what it exchanges as MXNet computes it: there is a world then."""
+    output = run("layers_at_exit", 2, how)
+    assert output.count("submitted") == 2, output
+    assert "Error" not in output, output

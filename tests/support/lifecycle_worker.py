@@ -74,6 +74,28 @@ def pending_at_exit(code: str) -> None:
         sys.exit(int(code))
 
 
+def layers_at_exit(how: str) -> None:
+    """The program ends, or leaves the world, before MXNet has computed layers that need the other workers."""
+    import mxnet as mx
+
+    import kvstore_hvd.mxnet as hvd
+
+    hvd.init()
+    net = mx.gluon.nn.HybridSequential()
+    net.add(*(hvd.SyncBatchNorm(in_channels=3) for _ in range(4)))
+    net.initialize()
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    data = (mx.np if int(mx.__version__.split(".")[0]) >= 2 else mx.nd).ones((4, 3))
+    for _ in range(3):
+        with mx.autograd.record():
+            loss = net(data).sum()
+        loss.backward()
+        trainer.step(4)
+    if how == "shutdown":
+        hvd.shutdown()
+    print("submitted", flush=True)
+
+
 def interrupted(submits: str) -> None:
     """Rank 0 leaves with an operation that the others have not submitted, and gets Ctrl-C as it waits for it.
 
@@ -120,6 +142,7 @@ if __name__ == "__main__":
         "late_reset": late_reset,
         "forked_child": forked_child,
         "pending_at_exit": pending_at_exit,
+        "layers_at_exit": layers_at_exit,
         "interrupted": interrupted,
     }
     programs[sys.argv[1]](*sys.argv[2:])
