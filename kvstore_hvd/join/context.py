@@ -139,6 +139,7 @@ class Join:
             fact = f"Join of Trainers has no argument {sorted(unknown)[0]!r}."
             raise InvalidTypeError(message(fact, fix="leave it out; divide_by_initial_world_size is the only one."))
         self._followed = 0  # iterations
+        self._beginner: Optional[Joinable] = None  # of Trainers alone, the first one that this worker has stepped
         self._number = 0  # from 1: among those of the world, the same one on all its workers
         self._thread = 0
         self._before: list[_JoinConfig] = []
@@ -156,6 +157,7 @@ class Join:
         for place, joinable in enumerate(self._joinables):
             joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
         self._followed = 0
+        self._beginner = None
         self._thread = threading.get_ident()
         self._held = engine.current().worlds_within(self._world) if self._enable and self._throws else []
         for world in self._held:
@@ -215,14 +217,20 @@ class Join:
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
         )
         config = joinable._join_config
-        if not config.is_first_joinable or not config.enable:
-            return None
         context: Join = config.context
-        if context._follows_steps:
+        if not config.enable or context._follows_steps or not context._begins_iteration(joinable):
             return None
         if context._throws:
             return context._begin_or_throw()
         return context._tell_presence(1)
+
+    def _begins_iteration(self, joinable: Joinable) -> bool:
+        if len(self._trainers) < len(self._hooks):
+            return joinable._join_config.is_first_joinable
+        # The order of Trainers is that of their steps, which all workers with input take in the same one.
+        if self._beginner is None:
+            self._beginner = joinable
+        return joinable is self._beginner
 
     # -- The protocol -----------------------------------------------------------------------------------------------
 

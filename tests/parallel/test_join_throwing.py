@@ -173,7 +173,7 @@ def test_what_the_body_exchanges(rank, size, notifies):
 
 
 @pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
-@pytest.mark.parametrize("order", ["trainers", "own first", "own last"])
+@pytest.mark.parametrize("order", ["trainers", "reversed", "own first", "own last"])
 def test_several_joinables(rank, size, order):
     """Forward passes before and between those that begin an iteration and those that do not."""
     nets = [network(seed=seed) for seed in (1, 2, 1, 2)]
@@ -193,7 +193,7 @@ def test_several_joinables(rank, size, order):
         counts = [count_of(each, size, epoch) for each in range(size)]
         for place, numbers in ((0, counts), (2, [min(counts)] * size)):
             mine = trainers[place : place + 2]
-            joinables = {"trainers": mine, "own first": [own, *mine], "own last": [*mine, own]}[order]
+            joinables = {"own first": [own, *mine], "own last": [*mine, own], "reversed": mine[::-1]}.get(order, mine)
             run_epoch(lambda x, place=place: step(x, place), numbers, rank, epoch, joinables)
         for place in (0, 1):
             assert_same(nets[place], nets[place + 2], f"several/{order}/{epoch}/{place}")
