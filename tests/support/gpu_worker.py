@@ -12,6 +12,8 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from support.fake_cuda import CUDARuntimeError, FakeCuda, fake_cuda
 from support.gpu_claims import OnGPU
 from support.gpu_ranks import samples
 from support.host_kernels import host_kernels, loaded
+from support.patience import patient
 
 COUNTS = (1, 5000, 300_000)
 # Open to the end of this process, as a real GPU is: the package's own end comes later than that of `main`.
@@ -60,8 +63,17 @@ def at_launch(cuda: FakeCuda, number: int, what: Any) -> None:
 def lose(cuda: FakeCuda, what: Any) -> None:
     """Let the last worker do something when the others' kernels are waiting for its; print how they learn of it."""
     world = kvstore_hvd.topology()
-    if world.rank == world.size - 1:
-        at_launch(cuda, 3, what)
+    launching = [Path(tempfile.gettempdir()) / f"rank {rank} launches" for rank in range(world.size - 1)]
+
+    def when_others_launch() -> None:
+        # Not while their engines still wait for this one's: they would learn of it in another way.
+        until = time.monotonic() + patient(10)
+        while not all(each.exists() for each in launching):
+            assert time.monotonic() < until, "the other workers launch nothing"
+            time.sleep(0.01)
+        what()
+
+    at_launch(cuda, 3, when_others_launch if world.rank == world.size - 1 else launching[world.rank].touch)
     for number in itertools.count():
         array = OnGPU(np.full(5000, world.rank, np.float32))
         try:
