@@ -36,6 +36,8 @@ class Arrays:
         Whether the results are the same on all members.
     differences : list of str
         What was found wrong already: objects and classes are compared where they are received.
+    errors : list of Exception
+        What calls before the last one raised.
     """
 
     model: Any
@@ -45,6 +47,7 @@ class Arrays:
     results: list[Any] = field(default_factory=list)
     is_replicated: bool = False
     differences: list[str] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
 
     @property
     def first(self) -> Any:

@@ -13,6 +13,7 @@ import kvstore_hvd.mxnet as hvd
 from fuzz.arrays import Arrays, make_array, read
 from fuzz.model import Model, object_of
 from fuzz.programs import Fault, Operation
+from kvstore_hvd.errors import HorovodInternalError
 
 __all__ = ["Calls"]
 
@@ -251,9 +252,12 @@ class Calls:
         elif operation.kind == "push_and_pull":
             try:
                 store.push(keys, values, priority=operation.priority)
-            finally:  # it may tell of another operation's error when it has submitted
-                if outs is not None:
-                    store.pull(keys, out=outs)
+            except HorovodInternalError:
+                raise
+            except Exception as error:  # of another operation: the pull may tell of one, too
+                arrays.errors.append(error)
+            if outs is not None:
+                store.pull(keys, out=outs)
         else:
             store.pushpull(keys, values, out=outs, priority=operation.priority)
 

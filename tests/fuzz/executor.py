@@ -157,6 +157,9 @@ class _Run:
             # Before the call, which may tell of an earlier error when it has submitted.
             self._arrays[operation.index] = arrays
             self._calls.submit(operation, arrays, self._draw, fault)
+        if operation.index in self._arrays:
+            for error in self._arrays[operation.index].errors:
+                self._note(error, operation)
 
     def _call_as_outsider(self, operation: Operation) -> None:
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from support.jobs import variables_of
 from support.launchers import Launcher, kvhvdrun, mpirun, with_tests
-from support.patience import patient
+from support.patience import of_the_product, patient
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "recovering_worker.py"
 LIMIT_S = patient(90)
@@ -44,7 +44,9 @@ def run(launcher: Launcher, marker: str, plan: dict[str, object], **variables: s
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_workers_that_all_live_meet_again(marker: str, name: str) -> None:
     """One sleeps for longer than an operation may wait."""
-    code, output = run(LAUNCHERS[name], marker, {"sleeps": 1}, KVHVD_TIMEOUT="1", KVHVD_LOG_LEVEL="info")
+    deadline_s = of_the_product(1)
+    plan = {"sleeps": [1, 3 * deadline_s]}
+    code, output = run(LAUNCHERS[name], marker, plan, KVHVD_TIMEOUT=str(deadline_s), KVHVD_LOG_LEVEL="info")
     assert code == 0, output
     assert "the world is lost, back to the last commit" in output
     reports = [json.loads(line[line.index("@{") + 1 :]) for line in output.splitlines() if "@{" in line]

@@ -21,7 +21,7 @@ from support.elastic import ElasticJob
 from support.elastic_schedule import assert_all_right
 from support.jobs import processes, variables_of
 from support.launchers import Launcher, mpirun, with_tests
-from support.patience import patient
+from support.patience import of_the_product, patient
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "recovering_worker.py"
 LIMIT_S = patient(120)
@@ -161,7 +161,7 @@ def test_one_is_left(start: Start) -> None:
 
 def test_a_stopped_worker_is_killed_and_left_out(start: Start) -> None:
     """MPI can leave out the dead only."""
-    job = start({"victims": {1: "0.03"}, "fault": signal.SIGSTOP}, KVHVD_TIMEOUT="2")
+    job = start({"victims": {1: "0.03"}, "fault": signal.SIGSTOP}, KVHVD_TIMEOUT=str(of_the_product(2)))
     check(job, [1])
     assert "warning: killed rank 1 (" in job.output
     assert "it is stopped, and the others have waited for it long enough" in job.output

@@ -4,9 +4,9 @@
 with a leading ``+``, from when it notices that the world is lost. ``fault``: what a victim does, a number of a signal.
 ``operation``: what fills the steps, ``steps``: how many. ``stillborn``: the rank that dies before all else. ``raises``:
 the ranks that raise an exception half-way. ``late``: rank 3 dies and the others see it, but for rank 0, which has
-finished, and lives on until they have, too. ``leaves``: the rank that ends with a code half-way. ``sleeps``: the rank
-that sleeps for 3 s, once. ``code``: the exit code of all. ``mpi``: the program initialises MPI itself. Each worker that
-gets to the end writes one line of JSON.
+finished, and lives on until they have, too. ``leaves``: the rank that ends with a code half-way. ``sleeps``: a rank
+and the seconds that it sleeps, once. ``code``: the exit code of all. ``mpi``: the program initialises MPI itself. Each
+worker that gets to the end writes one line of JSON.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def main() -> None:
     state = Counted(number=0, total=0.0)
 
     slept: list[int] = []
+    sleeper, sleep_s = plan.get("sleeps", (None, 0))
 
     @run
     def train(state: Any) -> None:
@@ -116,9 +117,9 @@ def main() -> None:
                 raise ValueError("the data set is empty")
             if plan.get("leaves") == before and state.number == plan["steps"] // 2:
                 os._exit(3)
-            if plan.get("sleeps") == before and state.number == plan["steps"] // 2 and not slept:
+            if sleeper == before and state.number == plan["steps"] // 2 and not slept:
                 slept.append(state.number)
-                time.sleep(3.0)
+                time.sleep(sleep_s)
             state.total += step(plan["operation"], state.number)
             state.number += 1
             if state.number % 5 == 0:
