@@ -71,6 +71,7 @@ def lose(cuda: FakeCuda, what: Any) -> None:
         while not all(each.exists() for each in launching):
             assert time.monotonic() < until, "the other workers launch nothing"
             time.sleep(0.01)
+        time.sleep(0.5)  # this one's engine is in another thread, and may not have run meanwhile
         what()
 
     at_launch(cuda, 3, when_others_launch if world.rank == world.size - 1 else launching[world.rank].touch)
