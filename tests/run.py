@@ -239,8 +239,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Run the steps, print the table and the totals; returns the exit code: 0 when everything passed."""
     options = parse(arguments)
-    # Where it is ignored (nohup, the background of a script) what is started here would inherit that.
+    # Where they are ignored (nohup, the background of a script) what is started here would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     header(options)
     rows = []
     for step in steps(options):
