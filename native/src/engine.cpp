@@ -543,7 +543,7 @@ class Engine::Impl {
       const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
       if (!lock.owns_lock()) return;
       pending_.check_left();
-      fact = pending_.describe_overdue(options_.timeout);
+      fact = pending_.describe_overdue(options_.timeout, [this](std::uint32_t slot) { return devices_.holds(slot); });
       pending_.retry_slots();
     }
     if (fact.empty()) return;

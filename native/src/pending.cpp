@@ -224,11 +224,16 @@ std::chrono::nanoseconds Pending::waited(const Work& work, Clock::time_point now
   return now - work.since - standstills_.between(work.since, now);
 }
 
-std::string Pending::describe_overdue(std::chrono::nanoseconds timeout) {
+std::string Pending::describe_overdue(std::chrono::nanoseconds timeout,
+                                      const std::function<bool(std::uint32_t)>& held) {
   const auto now = Clock::now();
   for (auto& [text, name] : names_) {
-    if (name.queue.empty() || is_patient(text) || waited(*name.queue.front(), now) < timeout) continue;
-    return describe_timeout(name, timeout);
+    if (name.queue.empty() || is_patient(text)) continue;
+    const auto waited_for = waited(*name.queue.front(), now);
+    if (waited_for < timeout) continue;
+    // A device has the same time from when it began, and then says whose device it waits for.
+    const auto limit = is_announced(name) && held(name.slot.slot) ? 2 * timeout : timeout;
+    if (waited_for >= limit) return describe_timeout(name, limit);
   }
   return "";
 }

@@ -234,6 +234,22 @@ const bool timeout = testing::add("a device that does not get anywhere is a time
       500ms);
 });
 
+const bool own_deadline = testing::add("a device that has begun late has its own time", [] {
+  with_world(
+      2,
+      [](Engine& engine, int rank) {
+        auto data = values_of(rank, 10);
+        const auto work = engine.submit(on_device(allreduce("t", data)));
+        const auto batch = engine.take_batch(10s);
+        check(batch.has_value(), "there is a batch");
+        std::this_thread::sleep_for(3300ms);
+        check(engine.end_batch(batch->number), "the batch is out");
+        const Status& status = engine.wait(*work);
+        check(status.ok(), status.text());
+      },
+      3s);
+});
+
 // Its memory is given back afterwards, and the other one's device may still read it.
 void leave_while_the_other_is_busy(bool lost) {
   std::atomic<int> begun{0};

@@ -71,10 +71,14 @@ def lose(cuda: FakeCuda, what: Any) -> None:
         while not all(each.exists() for each in launching):
             assert time.monotonic() < until, "the other workers launch nothing"
             time.sleep(0.01)
-        time.sleep(0.5)  # this one's engine is in another thread, and may not have run meanwhile
+        time.sleep(1)  # this one's engine is in another thread, and may not have run meanwhile
         what()
 
-    at_launch(cuda, 3, when_others_launch if world.rank == world.size - 1 else launching[world.rank].touch)
+    def launch_late() -> None:
+        launching[world.rank].touch()
+        time.sleep(0.3)  # the time of an operation runs already, that of its kernel does not
+
+    at_launch(cuda, 3, when_others_launch if world.rank == world.size - 1 else launch_late)
     for number in itertools.count():
         array = OnGPU(np.full(5000, world.rank, np.float32))
         try:

@@ -89,8 +89,8 @@ class Pending {
   void check_left();
 
   // What to blame when a request that is not patient has waited for `timeout`, in which this process has run: empty
-  // when none has.
-  std::string describe_overdue(std::chrono::nanoseconds timeout);
+  // when none has. Twice as long where a device has it: `held` tells that of the operation in flight on a slot.
+  std::string describe_overdue(std::chrono::nanoseconds timeout, const std::function<bool(std::uint32_t)>& held);
 
   // The announced requests that have waited for at least `age`, counted alike; patient ones too.
   std::vector<Waiting> waiting(std::chrono::nanoseconds age);
