@@ -129,6 +129,13 @@ def test_an_array_that_cannot_be_read_is_an_error_everywhere(rank, several):
         assert "  could not be read: rank 1" in text.splitlines()
 
 
+def test_of_several_arrays_that_cannot_be_read_the_first_one_is_told(rank):
+    bad = [mx.nd.random.normal(0, -1, shape=(3,)), mx.nd.random.exponential(-1, shape=(3,))]
+    with pytest.raises(Exception, match="gaussian"):
+        kvstore_hvd.verify(bad)
+    kvstore_hvd.verify([mx.nd.ones(3)])
+
+
 def test_different_numbers_of_parameters_are_a_mismatch(rank, several):
     with pytest.raises(kvstore_hvd.MismatchError, match="of the parameters' hashes: ranks disagree on shape"):
         kvstore_hvd.verify([mx.nd.ones(2)] * (2 if rank else 1))

@@ -169,6 +169,15 @@ def test_a_script_that_hangs_is_killed(script: type[Poller], monkeypatch: pytest
     assert poller.next() == {"localhost": 1}  # the next run has its own time
 
 
+def test_once_it_is_killed_its_end_is_all_that_is_waited_for(script: type[Poller]) -> None:
+    poller = script("sleep 1000")
+    assert poller.poll() is None
+    assert poller.script.deadline() == poller.now + discovery._LIMIT_S
+    poller.now += discovery._LIMIT_S
+    assert poller.poll() is None
+    assert poller.script.deadline() is None
+
+
 def test_what_a_script_leaves_behind_is_not_waited_for(script: type[Poller]) -> None:
     poller = script("echo localhost; sleep 1000 &")
     assert poller.next() == {"localhost": 1}

@@ -207,3 +207,20 @@ def test_deep_copy_leaves_singletons_alone():
     assert copied[0] is single
     assert copied[1][0] is copied[1]
     assert copied[2:] == [int, copy.copy]
+
+
+def test_arrays_of_what_copies_itself_are_left_to_it():
+    """deep_copy: nothing is read that an object with a kind of copying of its own may not copy."""
+    mx = pytest.importorskip("mxnet")
+
+    class Single:
+        def __init__(self, array):
+            self.array = array
+
+        def __deepcopy__(self, memo):
+            return self
+
+    single = Single(mx.nd.random.normal(0, -1, shape=(3,)))  # fails when it is executed
+    assert deep_copy([single])[0] is single
+    with pytest.raises(Exception, match="gaussian"):
+        single.array.wait_to_read()

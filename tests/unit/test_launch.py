@@ -19,6 +19,7 @@ from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
+from kvstore_hvd.launcher.output_files import OutputFiles
 from kvstore_hvd.launcher.processes import share_of_cores
 from support.fake_cuda import fake_cuda
 
@@ -375,6 +376,13 @@ def test_files_count_as_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan("-np", "12", "--output-filename", "out", "true").workers) == 12
     with pytest.raises(LaunchError, match=r"-np 13 needs 68 open files"):
         plan("-np", "13", "--output-filename", "out", "true")
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, "rank.0"), (10, "rank.0"), (11, "rank.00"), (101, "rank.000")])
+def test_folders_of_files_have_as_many_digits_as_the_last_rank(tmp_path: Path, count: int, first: str) -> None:
+    with OutputFiles(str(tmp_path), count):
+        names = sorted(path.name for path in tmp_path.iterdir())
+    assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
 
 
 # -- What is installed --------------------------------------------------------------------------------------------

@@ -170,6 +170,8 @@ def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog) -> None:
         assert caplog.records[-1].levelno == logging.INFO
         rank.world.answer = [dataclasses.replace(left, age_s=600.0)]
         assert rank.look(1600.0) == []
+        rank.world.answer = [dataclasses.replace(left, since=2000.0, late=())]  # all have come
+        assert rank.look(2061.0) == []
     assert rank.world.left == []
 
 

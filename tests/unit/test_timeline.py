@@ -191,17 +191,20 @@ class TestTrace:
         part.add([event("hvd/x", 10_000)])
         part.world(1)
         part.add([event("hvd/x", 20_000)])
+        part.add([event("hvd/x", 30_000)], process_set=3)
+        part.world(2)
+        part.add([event("hvd/x", 40_000)], process_set=3)
         part.end()
-        assert Path(part.path).read_text().count('{"set":') == 2
+        assert Path(part.path).read_text().count('{"set":') == 4
         write_trace(str(target), [part.path])
         trace = Trace(target)
         title = event("hvd/x").label.replace("'", "")
         assert trace.names(0) == [title, f"process set 3: {title}", "cycles", "process set 3: cycles"]
-        for name, begins, process_set in ((title, [1, 9, 19], None), (f"process set 3: {title}", [2, 9], 3)):
+        for name, begins, process_set in ((title, [1, 9, 19], None), (f"process set 3: {title}", [2, 9, 29, 39], 3)):
             waits, works = trace.row(0, name)[::2], trace.row(0, name)[1::2]
             assert [wait["ts"] for wait in waits] == begins
             assert {work["args"].get("process_set") for work in works} == {process_set}
-        assert sorted(trace.cycles(0)) == [1, 2, 19]
+        assert sorted(trace.cycles(0)) == [1, 2, 19, 29, 39]
 
     def test_many_rounds_take_no_more_memory(self, tmp_path: Path) -> None:
         target = tmp_path / "t"
@@ -217,6 +220,7 @@ class TestTrace:
         told = [begin for one in events for begin in rounds.add(one)]
         assert len(rounds._open) == _OPEN_ROUNDS
         assert told + rounds.rest() == [10_000 * i - 500 for i in range(1, 2000)]
+        assert rounds.add(event(round=1999 - _OPEN_ROUNDS)) == []  # its beginning has been told
 
     def test_what_a_worker_died_in_the_middle_of_is_left_out(self, tmp_path: Path) -> None:
         target = tmp_path / "t"
@@ -333,24 +337,27 @@ class TestRecorder:
         assert "python -m kvstore_hvd.timeline merge" in caplog.text
 
     def test_it_goes_on_in_the_next_world(self, tmp_path: Path) -> None:
-        class World(_Silent):
-            def __init__(self, *events: TimelineEvent) -> None:
-                self.events = list(events)
-
-            def take_timeline(self) -> tuple[list[TimelineEvent], int]:
-                taken, self.events = self.events, []
-                return taken, 0
-
         recorder = Recorder()
         recorder.start(tmp_path / "t", True, None, ALONE)
         begin = recorder._recording._header.monotonic_ns  # type: ignore[union-attr]
-        recorder.joined(World(event(begin=begin)), ALONE)
+        recorder.joined(_World(event(begin=begin)), ALONE)
         recorder.left()
-        recorder.joined(World(event(begin=begin + 10**6)), Topology.of(0, [Host.here()], epoch=1, source="single"))
+        recorder.joined(_World(event(begin=begin + 10**6)), Topology.of(0, [Host.here()], epoch=1, source="single"))
         recorder.finish()
         trace = Trace(tmp_path / "t")
         assert len(trace.row(0, "1 (key 1)")) == 4
         assert len(trace.cycles(0)) == 2
+
+    def test_a_world_that_was_left_is_asked_no_more(self, tmp_path: Path) -> None:
+        recorder = Recorder()
+        recorder.start(tmp_path / "t", False, None, ALONE)
+        begin = recorder._recording._header.monotonic_ns  # type: ignore[union-attr]
+        world = _World(event(begin=begin))
+        recorder.joined(world, ALONE)
+        recorder.left()
+        world.events = [event(begin=begin + 10**6)]
+        recorder.finish()
+        assert len(Trace(tmp_path / "t").row(0, "1 (key 1)")) == 2
 
 
 class _Silent(Communicator):
@@ -365,3 +372,14 @@ class _Silent(Communicator):
         self.recording = False
 
     submit = run = prepare = wait = wait_for_all = health = abort = shutdown = mxnet_adapter = None  # type: ignore[assignment]
+
+
+class _World(_Silent):
+    """Has completed these operations."""
+
+    def __init__(self, *events: TimelineEvent) -> None:
+        self.events = list(events)
+
+    def take_timeline(self) -> tuple[list[TimelineEvent], int]:
+        taken, self.events = self.events, []
+        return taken, 0
