@@ -34,7 +34,7 @@ def look_for_mpi(topology: Topology) -> None:
         The world that this process has just joined.
     """
     global _topology
-    _topology = topology if topology.source == "launcher" and topology.inside is None else None
+    _topology = topology if topology.source == "launcher" else None
     if _topology is None:
         return
     if _MODULE in sys.modules:

@@ -250,7 +250,7 @@ def _compare_vendors(mpi: Any, launch: MPILaunch | None) -> None:
     if (
         (launch.launcher == "Open MPI" and vendor != "Open MPI")
         or (launch.launcher == "MPICH" and vendor == "Open MPI")
-        or (too_old and not launch.version.startswith("4"))
+        or too_old
     ):
         asked = f"{launch.size} workers were" if launch.size != 1 else "1 worker was"
         raise _other_mpi(mpi, launch, f"{asked} started by the mpirun of another MPI than the one that mpi4py loads.")

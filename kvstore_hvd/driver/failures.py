@@ -35,7 +35,7 @@ class Failures:
 
     def crashed(self, worker: Worker, now: float) -> None:
         """A worker has ended with another code than 0."""
-        if worker.joined_at is None or worker.killed or worker.lost or worker.code == -signal.SIGKILL:
+        if worker.joined_at is None or worker.killed or worker.code == -signal.SIGKILL:
             return
         if now - worker.joined_at >= _SOON_S:
             self._epochs.clear()

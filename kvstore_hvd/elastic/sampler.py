@@ -210,7 +210,7 @@ class SamplerMethods:
             fact = f"there is no batch {number} of {length} samples: this worker has {self.num_samples} samples."
             fix = "count batches from 0 in every iteration over the loader."
             raise InvalidRequestError(self._text(operation, fact, fix))
-        return slice(number * length, min((number + 1) * length, self.num_samples))
+        return slice(number * length, (number + 1) * length)
 
     # -- State -------------------------------------------------------------------------------------------------------
 
