@@ -29,4 +29,4 @@ def checked_flags(symbol: Any, flags: Iterable[tuple[str, Any]]) -> list[tuple[s
 
 
 def _is_static_shape(name: str, value: Any) -> bool:
-    return name == "static_shape" and str(value) in ("True", "1")
+    return name == "static_shape" and str(value).lower() in ("true", "1")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import mxnet_compat
+from kvstore_hvd.mxnet_compat import gradients, graphs
 from support.gluon import is_mxnet_2
 
 mx = mxnet_compat.require_mxnet()
@@ -28,6 +29,16 @@ def test_questions_about_arrays() -> None:
     assert [mxnet_compat.dtype_name(mx.nd.zeros((1,), dtype=name)) for name in names] == names
     bfloat16 = np.dtype([("bfloat16", np.uint16)])  # how MXNet tells NumPy
     assert mxnet_compat.dtype_name(mx.nd.empty((1,), dtype=bfloat16)) == "bfloat16"
+
+
+@pytest.mark.parametrize("value", [True, False, 1, 0, "1", "0", "true", "True", "TRUE", "false"])
+def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+    monkeypatch.setattr(gradients, "_static_graphs", False)  # what follows does not count for later tests
+    flags = [("static_alloc", True), ("static_shape", value)]
+    data = mx.sym.var("data")
+    mx.nd.CachedOp(data + 1, flags)  # which refuses what it does not know
+    assert graphs.has_static_shape(flags) == (str(value).lower() in ("1", "true"))
+    assert len(graphs.checked_flags(data, flags)) == 2
 
 
 def test_questions_about_the_library() -> None:
