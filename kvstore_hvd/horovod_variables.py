@@ -35,7 +35,6 @@ _REASONS = {
     "HOROVOD_CPU_OPERATIONS": "arrays are reduced in shared memory, whatever started the workers",
     "HOROVOD_CONTROLLER": "workers agree in shared memory, whatever started them",
 }
-# The longest that fits counts.
 _PREFIXES = {
     "HOROVOD_AUTOTUNE": _NO_TUNING,
     "HOROVOD_ELASTIC": _ELASTIC,
@@ -61,5 +60,5 @@ def reason(variable: str) -> str:
     """Why a variable of Horovod has no effect here, as the rest of a line."""
     if variable in _REASONS:
         return _REASONS[variable]
-    fitting = [prefix for prefix in _PREFIXES if variable.startswith(prefix)]
-    return _PREFIXES[max(fitting, key=len)] if fitting else "kvstore_hvd does not know it"
+    fitting = (why for prefix, why in _PREFIXES.items() if variable.startswith(prefix))
+    return next(fitting, "kvstore_hvd does not know it")
