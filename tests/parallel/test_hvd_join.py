@@ -12,6 +12,7 @@ import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
+from kvstore_hvd.mxnet_compat import bfloat16
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
 
@@ -54,6 +55,17 @@ def test_minima_maxima_and_products(rank, size, dtype):
         x = mx.nd.array([2, 3, 5], dtype=dtype)
         for op in (hvd.Min, hvd.Max, hvd.Product):
             np.testing.assert_array_equal(hvd.allreduce(x, op=op).asnumpy(), x.asnumpy())
+    hvd.join()
+
+
+def test_minima_maxima_and_products_of_bfloat16(rank, size):
+    """The same of a dtype that NumPy does not know."""
+    if rank == size - 1:
+        x = mx.nd.empty((3,), dtype=bfloat16())
+        mx.nd._internal._copyto(mx.nd.array([-2, 0.5, 3]), out=x)
+        for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Sum):
+            wide = mx.nd._internal._copyto(hvd.allreduce(x, op=op), out=mx.nd.zeros(3))
+            assert wide.asnumpy().tolist() == [-2, 0.5, 3]
     hvd.join()
 
 

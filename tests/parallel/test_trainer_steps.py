@@ -257,6 +257,16 @@ def test_a_replaced_pushpull_is_called(rank, size, monkeypatch, where):
     assert seen == [(place, -place) for place in range(len(SHAPES))] * 2
 
 
+def test_a_parameter_that_says_itself_what_its_gradients_are(rank, size):
+    """A class with a `list_grad` of its own: it is asked in every step, as MXNet does."""
+    trainer = make_trainer(make_parameters([(3,), (4,)]))
+    param = trainer._params[1]
+    param.__class__ = type("Own", (type(param),), {"list_grad": lambda self: [named]})
+    for step in range(2):
+        named = array(np.zeros(4, "float32"))
+        check_step(trainer, rank, size, step)
+
+
 def test_a_parameter_that_was_never_initialised(rank, size):
     """MXNet's own error for a parameter without a gradient."""
     trainer = make_trainer(make_parameters([(3,), (4,)]))

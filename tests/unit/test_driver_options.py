@@ -185,6 +185,8 @@ def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.of(Slot("a", 1), slots) == ({"OMP_NUM_THREADS": "2"}, (4, 5, 6, 7))
     slots.update({"a": 8})
     assert made.of(Slot("a", 7), slots) == ({"OMP_NUM_THREADS": "2"}, (7,))  # settled by the first
+    slots.update({"a": 2})
+    assert made.of(Slot("a", 3), slots)[1] == (6, 7)  # has just gone
     chosen: Any = shares.Shares(False, {"OMP_NUM_THREADS": "5"}, 1)
     assert chosen.of(Slot("a", 0), slots) == ({}, ())
     assert shares.Shares(False, {}, 2).of(Slot("a", 0), slots) == ({"OMP_NUM_THREADS": "4"}, ())

@@ -25,6 +25,10 @@ def test_one_that_is_too_large_is_cut_and_shares_its_last_round() -> None:
     ]
 
 
+def test_one_that_is_too_large_begins_where_there_is_room() -> None:
+    assert rounds([2, 12], 4, 32, 10) == [[Piece(0, 0, 2, 0), Piece(1, 0, 4, 16)], [Piece(1, 4, 8, 0)]]
+
+
 def test_empty_tensors_are_in_no_round() -> None:
     assert rounds([0, 0], 4, 64, 10) == []
     assert rounds([0, 1, 0], 4, 64, 10) == [[Piece(1, 0, 1, 0)]]

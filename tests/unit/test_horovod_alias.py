@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
+from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,8 @@ def test_it_is_installed_once() -> None:
     horovod_alias.install()
     horovod_alias.install()
     assert len(sys.meta_path) == before + 1
+    original = getattr(spawn.get_preparation_data, horovod_alias._WRAPPED)
+    assert original.__module__ == spawn.__name__
     horovod_alias.uninstall()
     assert len(sys.meta_path) == before
 

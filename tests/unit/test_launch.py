@@ -18,6 +18,7 @@ from kvstore_hvd import launch, native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.launcher import capacity
+from kvstore_hvd.launcher.hosts import is_here
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
 from kvstore_hvd.launcher.output_files import OutputFiles
 from kvstore_hvd.launcher.processes import share_of_cores
@@ -240,6 +241,14 @@ def test_options_of_the_program_are_its_own() -> None:
 def test_hosts_that_are_this_one(host: str) -> None:
     assert len(plan("-H", f"{host}:3", "true").workers) == 3
     assert len(plan("-np", "1", "-H", f"{host}:3", "true").workers) == 1
+
+
+def test_this_host_has_a_long_and_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node7.cluster.example")
+    assert is_here("node7.cluster.example")
+    assert is_here("node7")
+    assert not is_here("node8")
+    assert not is_here("cluster.example")
 
 
 def test_a_host_file(tmp_path: Path) -> None:

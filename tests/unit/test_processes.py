@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_hvd.launcher.belonging import Remains, mark_this_process
+from kvstore_hvd.launcher.belonging import Remains, group_has_members, mark_this_process
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.processes import descends_from
 from support.patience import patient
@@ -214,6 +214,14 @@ assert collected(1) == [(pid, 7)]
 """
     # A zombie each time: the kernel has not given the number to anybody else.
     assert in_child(f"LEADER = {LEAVES_A_DEAF_ONE!r}\n{program}").splitlines() == ["15 Z", "9 Z"]
+
+
+def test_a_group_of_zombies_has_no_members() -> None:
+    with subprocess.Popen(SLEEP, start_new_session=True) as leader:
+        assert group_has_members(leader.pid)
+        leader.kill()
+        os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
+        assert not group_has_members(leader.pid)
 
 
 def test_a_leader_that_is_killed_leaves_its_group_time() -> None:
