@@ -33,8 +33,9 @@ def test_broadcast_object(rank, size):
 
 def test_broadcast_object_errors(rank, size):
     """Errors on every rank."""
-    with pytest.raises(ValueError, match="there is no rank"):
-        hvd.broadcast_object(1, size)
+    for wrong in (size, -1, True, None, "0"):
+        with pytest.raises(ValueError, match=f"there is no rank {wrong!r}"):
+            hvd.broadcast_object(1, wrong)
     if size > 1:
         with pytest.raises(kvstore_hvd.MismatchError, match="disagree on the root"):
             hvd.broadcast_object(1, int(rank > 0))

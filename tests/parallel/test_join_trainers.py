@@ -125,6 +125,25 @@ def test_statistics_are_those_of_who_joined_last(rank, size, last, beside):
     assert_same_everywhere(net, trainer, f"last/{last}/{beside}")
 
 
+def test_statistics_of_who_has_followed_before(rank, size):
+    """Steps that a worker followed as it left an inner context do not count: it may still join last."""
+    nn = mx.gluon.nn
+    outer = network(nn.Dense(5, in_units=8), nn.BatchNorm(in_channels=5), nn.Dense(3, in_units=5))
+    inner = mlp()
+    trainers = [trainer_of("DistributedTrainer", net) for net in (outer, inner)]
+    data, label = samples(BATCH, seed=20 + rank)
+    with Join([trainers[0]]):
+        with Join([trainers[1]]):
+            if rank > 0:
+                train(outer, trainers[0], data, label, [range(BATCH)])
+        train(outer, trainers[0], data, label, [range(BATCH)] * (3 if rank == 0 else 1))
+        own = running_statistics(outer)
+    everybody = hvd.allgather_object(own)
+    assert len({each.tobytes() for each in everybody}) == size
+    np.testing.assert_array_equal(running_statistics(outer), everybody[0])
+    assert trainers[0]._optimizer.num_update == 3 + (size > 1)
+
+
 class Nothing(Joinable):
     """Another joinable: then each iteration tells that this worker is there."""
 

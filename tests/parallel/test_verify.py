@@ -10,6 +10,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd import config
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples
+from support.zero_copy import meet_again
 
 mx = pytest.importorskip("mxnet")
 
@@ -212,6 +213,20 @@ def test_a_trainer_that_starts_again_verifies_once(rank, size, kv, every_second,
     for _ in range(2):
         step(net, trainer)
     assert calls == [(6, "after 2 updates"), (6, "after 4 updates")]
+
+
+def test_updates_are_counted_from_the_beginning_of_a_world(rank, size, kv, every_second, monkeypatch):
+    """Workers that are new to it have made none before."""
+    calls = []
+    monkeypatch.setattr(type(kv), "_verify", lambda self, parameters, when: calls.append((len(parameters), when)))
+    net = mlp()
+    trainer = trainer_of(net, kv)
+    step(net, trainer)
+    meet_again()
+    step(net, trainer)
+    assert calls == []
+    step(net, trainer)
+    assert calls == [(6, "after 2 updates")]
 
 
 def test_without_the_setting_nothing_is_wrapped(rank, size, kv):
