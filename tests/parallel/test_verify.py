@@ -130,7 +130,7 @@ def test_an_array_that_cannot_be_read_is_an_error_everywhere(rank, several):
         assert "  could not be read: rank 1" in text.splitlines()
 
 
-def test_of_several_arrays_that_cannot_be_read_the_first_one_is_told(rank):
+def test_of_several_arrays_that_cannot_be_read_the_first_one_is_told(several):
     bad = [mx.nd.random.normal(0, -1, shape=(3,)), mx.nd.random.exponential(-1, shape=(3,))]
     with pytest.raises(Exception, match="gaussian"):
         kvstore_hvd.verify(bad)
@@ -215,7 +215,7 @@ def test_a_trainer_that_starts_again_verifies_once(rank, size, kv, every_second,
     assert calls == [(6, "after 2 updates"), (6, "after 4 updates")]
 
 
-def test_updates_are_counted_from_the_beginning_of_a_world(rank, size, kv, every_second, monkeypatch):
+def test_updates_are_counted_from_the_beginning_of_a_world(several, kv, every_second, monkeypatch):
     """Workers that are new to it have made none before."""
     calls = []
     monkeypatch.setattr(type(kv), "_verify", lambda self, parameters, when: calls.append((len(parameters), when)))
