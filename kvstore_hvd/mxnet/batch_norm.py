@@ -8,7 +8,8 @@ from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import copy
-from kvstore_hvd.mxnet.batch_statistics import Exchange, by_channel, find_exchange
+from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.mxnet.batch_statistics import OPERATION, Exchange, StatisticsExchange, by_channel, find_exchange
 from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
 
 __all__ = ["operator_type"]
@@ -22,9 +23,16 @@ class OperatorMethods:
     """
 
     def __init__(
-        self, layer: int, axis: int, eps: float, momentum: float, fix_gamma: bool, use_global_stats: bool
+        self,
+        layer: Optional[StatisticsExchange],
+        axis: int,
+        eps: float,
+        momentum: float,
+        fix_gamma: bool,
+        use_global_stats: bool,
     ) -> None:
         super().__init__()
+        # Kept here: MXNet may come to a forward pass when the program has dropped the layer.
         self._layer = layer
         self._axis = axis
         self._eps = eps
@@ -53,7 +61,7 @@ class OperatorMethods:
             wide = _wide(values)
             self._exchange = None
             if is_train and not self._use_global_stats:
-                self._exchange = find_exchange(self._layer).begin()
+                self._exchange = self._begin()
                 found = self._exchange.statistics(wide, self._axis)
                 mean, variance, self._count = found.mean, found.variance, found.count
                 share = self._number(1 - self._momentum, mean)
@@ -110,6 +118,12 @@ class OperatorMethods:
             factor = self._scale if self._fix_gamma else self._scale * gamma
             _assign(req[0], mx.nd.broadcast_mul(gradient, self._by_channel(factor, gradient)), in_grad[0])
 
+    def _begin(self) -> Exchange:
+        if self._layer is None:
+            fact, fix = "the layer of this graph does not exist any more.", "keep the layer as long as its graph."
+            raise InvalidRequestError(message(fact, operation=OPERATION, fix=fix))
+        return self._layer.begin()
+
     @staticmethod
     def _number(value: float, like: Any) -> Any:
         """As an array: operators with Python's numbers must not wait for other workers, see `batch_statistics`."""
@@ -161,8 +175,8 @@ class PropertyMethods:
         return [of_data, of_rest, of_rest], [of_data], [of_rest, of_rest]
 
     def create_operator(self, ctx: Any, in_shapes: Sequence[Sequence[int]], in_dtypes: Sequence[Any]) -> Any:
-        """The operator for arrays with as many dimensions."""
-        return _operator()(self._layer, self._axis % len(in_shapes[0]), *self._rest)
+        """The operator for arrays with as many dimensions, made when a forward pass is submitted or a graph is made."""
+        return _operator()(find_exchange(self._layer), self._axis % len(in_shapes[0]), *self._rest)
 
 
 @functools.cache

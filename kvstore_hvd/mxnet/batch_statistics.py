@@ -17,10 +17,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from typing import Any
+from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.keys import Call, Group
 from kvstore_hvd.member import Member
@@ -29,9 +29,9 @@ from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.numbering import next_number
 from kvstore_hvd.operations import SUM
 
-__all__ = ["Exchange", "Statistics", "StatisticsExchange", "by_channel", "find_exchange"]
+__all__ = ["OPERATION", "Exchange", "Statistics", "StatisticsExchange", "by_channel", "find_exchange"]
 
-_OPERATION = "SyncBatchNorm"
+OPERATION = "SyncBatchNorm"
 _MOST = 1e30  # elements; `clip` has two limits, of float32
 
 
@@ -131,8 +131,8 @@ class StatisticsExchange:
         InvalidRequestError, NotInitializedError
             There is no world, this worker is not a member, or the layer is used in a way that cannot work.
         """
-        world = self._process_set.world(_OPERATION)
-        call = make_call(world, _OPERATION)
+        world = self._process_set.world(OPERATION)
+        call = make_call(world, OPERATION)
         if len(mxnet_compat.arrays_of(self._parameter) or ()) > 1:
             fact, fix = "its parameters are on several devices.", "use one device in each worker."
             raise InvalidRequestError(call.message(self._parameter.name, fact, fix))
@@ -145,7 +145,7 @@ class StatisticsExchange:
     def begin(self) -> Exchange:
         """The exchange of the next forward pass. Raises as `check`."""
         world, call = self.check()
-        kind = f"{_OPERATION}.{self._number}"
+        kind = f"{OPERATION}.{self._number}"
         name = f"{kind}.{next_number(world, kind)}"
         shown = dict.fromkeys((name, _gradient_of(name)), self._parameter.name)
         return Exchange(dataclasses.replace(call, names=shown), world, name)
@@ -156,19 +156,9 @@ _keys = itertools.count()
 _exchanges: weakref.WeakValueDictionary[int, StatisticsExchange] = weakref.WeakValueDictionary()
 
 
-def find_exchange(key: int) -> StatisticsExchange:
-    """The exchange of a layer of this process.
-
-    Raises
-    ------
-    InvalidRequestError
-        The layer is gone, or was of another process.
-    """
-    found = _exchanges.get(key)
-    if found is None:
-        fact, fix = "the layer of this graph does not exist any more.", "keep the layer as long as its graph."
-        raise InvalidRequestError(message(fact, operation=_OPERATION, fix=fix))
-    return found
+def find_exchange(key: int) -> Optional[StatisticsExchange]:
+    """The exchange of a layer of this process; None when the layer is gone, or was of another process."""
+    return _exchanges.get(key)
 
 
 def _over_rows(table: Any) -> Any:

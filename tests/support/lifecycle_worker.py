@@ -74,12 +74,11 @@ def pending_at_exit(code: str) -> None:
         sys.exit(int(code))
 
 
-# Layers have to live as long as what was computed with them; programs have them in global variables.
-KEPT: list[object] = []
-
-
 def layers_at_exit(how: str) -> None:
-    """The program ends, or leaves the world, before MXNet has computed layers that need the other workers."""
+    """The program ends, or leaves the world, before MXNet has computed layers that need the other workers.
+
+    The layers themselves, local variables, are gone by then.
+    """
     import mxnet as mx
 
     import kvstore_hvd.mxnet as hvd
@@ -87,7 +86,6 @@ def layers_at_exit(how: str) -> None:
     hvd.init()
     net = mx.gluon.nn.HybridSequential()
     net.add(*(hvd.SyncBatchNorm(in_channels=3) for _ in range(4)))
-    KEPT.append(net)
     net.initialize()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     data = (mx.np if int(mx.__version__.split(".")[0]) >= 2 else mx.nd).ones((4, 3))
