@@ -5,7 +5,7 @@ Nothing waits here: copies and operations are handed to MXNet's engine, which ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.placement import Placement, home_of
 
-__all__ = ["SUM", "Operations", "Reduction"]
+__all__ = ["SUM", "Operations", "Reduction", "submit_all"]
 
 Copies = list[tuple[Any, Any]]  # of source and destination
 
@@ -95,7 +95,7 @@ class Operations:
                 raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
         priority = priority_of(call, priority)
         placement = Placement(self._world, groups)
-        _submit_all([partial(self._broadcast, call, group, placement, priority, root) for group in groups])
+        _submit_groups([partial(self._broadcast, call, group, placement, priority, root) for group in groups])
 
     def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, how: Reduction = SUM) -> None:
         """Reduce the values of each group over the group and all workers, into all outs of the group.
@@ -117,7 +117,7 @@ class Operations:
                 self._submit(call, one, priority, how)
             return one.copies
 
-        _submit_all([partial(submit, one) for one in prepared])
+        _submit_groups([partial(submit, one) for one in prepared])
 
     def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int, root: int) -> Copies:
         """Submit one group; returns the copies that have to follow."""
@@ -207,19 +207,31 @@ class _Prepared:
     copies: Copies = field(default_factory=list)
 
 
-def _submit_all(submissions: Sequence[Callable[[], Copies]]) -> None:
-    """Submit every group of a call, then start the copies that follow; raises the first error of a group at the end.
+def submit_all(submissions: Iterable[Callable[[], object]]) -> None:
+    """Make every submission; the first one's error is raised at the end.
 
-    What a worker submits must not depend on what becomes of the group before, or the others would wait for the rest.
+    What a worker submits must not depend on what becomes of what it submitted before, or the others would wait for the
+    rest.
     """
-    copies: Copies = []
     failures: list[KVHvdError] = []
     for submit in submissions:
         try:
-            copies += submit()
+            submit()
         except KVHvdError as error:
             failures.append(error)
-    for source, destination in copies:
-        copy(source, destination)
     if failures:
         raise failures[0]
+
+
+def _submit_groups(submissions: Sequence[Callable[[], Copies]]) -> None:
+    """Submit every group of a call, then start the copies that follow."""
+    copies: Copies = []
+    try:
+        submit_all(partial(_collect, submit, copies) for submit in submissions)
+    finally:
+        for source, destination in copies:
+            copy(source, destination)
+
+
+def _collect(submit: Callable[[], Copies], copies: Copies) -> None:
+    copies += submit()

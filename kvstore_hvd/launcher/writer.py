@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvstore_hvd.errors import LaunchError, message
+
 __all__ = ["Wake", "Writer", "write_within"]
 
 # While the only thing to do is to wait for a writer.
@@ -75,7 +77,13 @@ class Writer:
             return not self._pending
 
     def put(self, fd: int, data: bytes) -> None:
-        """Have `data` written. It is dropped if something could not be written to this descriptor before."""
+        """Have `data` written. It is dropped if something could not be written to this descriptor before.
+
+        Raises
+        ------
+        LaunchError
+            The thread cannot begin.
+        """
         with self._lock:
             if self._dropped or not data:
                 return
@@ -114,6 +122,10 @@ class Writer:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGTTOU})
         try:
             self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            fix = "allow more processes and threads (ulimit -u, and pids.max of the control group)."
+            raise LaunchError(message("the system refuses a thread that writes output.", fix=fix)) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

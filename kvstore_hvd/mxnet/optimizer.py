@@ -17,7 +17,7 @@ from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.kvstore import make_store_class
 from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.operations import Reduction
+from kvstore_hvd.operations import Reduction, submit_all
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]  # noqa: F822 - made when they are asked for
 
@@ -137,15 +137,18 @@ class TrainerMethods:
         if not self._is_compressed_here:
             super()._allreduce_grads()  # type: ignore[misc]
             return
-        for place, parameter in enumerate(self._params):
-            if parameter.grad_req == "null":
-                continue
-            gradients = parameter.list_grad()
-            compressed = [self._compression.compress(each) for each in gradients]
-            self._kvstore.pushpull(place, [each for each, _ in compressed], priority=-place)
-            for gradient, (each, context) in zip(gradients, compressed):
-                if each is not gradient:
-                    copy(self._compression.decompress(each, context), gradient)
+        submit_all(
+            functools.partial(self._allreduce_compressed, place, parameter.list_grad())
+            for place, parameter in enumerate(self._params)
+            if parameter.grad_req != "null"
+        )
+
+    def _allreduce_compressed(self, place: int, gradients: list[Any]) -> None:
+        compressed = [self._compression.compress(each) for each in gradients]
+        self._kvstore.pushpull(place, [each for each, _ in compressed], priority=-place)
+        for gradient, (each, context) in zip(gradients, compressed):
+            if each is not gradient:
+                copy(self._compression.decompress(each, context), gradient)
 
 
 class OptimizerMethods:
@@ -234,8 +237,10 @@ class OptimizerMethods:
 
     def _exchange(self, index: Any, grad: Any) -> None:
         several = isinstance(index, (list, tuple))
-        for key, gradient in zip(index, grad) if several else [(index, grad)]:
-            self._store.pushpull(key, gradient, priority=-key if isinstance(key, int) else 0)
+        submit_all(
+            functools.partial(self._store.pushpull, key, gradient, priority=-key if isinstance(key, int) else 0)
+            for key, gradient in (zip(index, grad) if several else [(index, grad)])
+        )
 
     @contextlib.contextmanager
     def _averaging(self) -> Iterator[None]:

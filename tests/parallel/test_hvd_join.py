@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
 
 import numpy as np
 import pytest
@@ -182,14 +182,15 @@ def test_interrupted(rank, size):
     """Ctrl-C in join() frees the others, who would have gone on with the zeros of this worker."""
     if size == 1:
         return
-    kvstore_hvd.barrier()
+    first, *_ = hvd.allgather(mx.nd.array([os.getpid()], dtype="int64")).asnumpy().tolist()
     if rank == 0:
-        timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
             hvd.join()
     else:
+        is_sent = False
         with pytest.raises(HorovodInternalError, match=r"rank 0 left join\(\) with KeyboardInterrupt"):
             while True:
-                sum_of(mx.nd.ones(1)).wait_to_read()
+                if sum_of(mx.nd.ones(1)).asscalar() < size and rank == 1 and not is_sent:  # rank 0 is in join()
+                    os.kill(first, signal.SIGINT)
+                    is_sent = True
     kvstore_hvd.reset()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import engine, errors, mxnet_compat, native
 from support.pair import World, mx, ramp
 from support.refusing_engine import COMPILER, RefusingEngine
@@ -226,6 +227,71 @@ def test_a_trainer_trains_on(member: Any, refusing: RefusingEngine, rank: int, s
         exchange()
         for place, each in enumerate(parameters):
             assert (each.grad().asnumpy() == place * size + sum(range(size))).all()
+
+
+class Halved:
+    """A compression of a user's own."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor.astype("float16"), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return tensor.astype(context)
+
+
+def by_the_trainer(gradients: list[Any]) -> Callable[[], None]:
+    parameters = [mx.gluon.Parameter(f"p{place}", shape=(4,)) for place in range(len(gradients))]
+    for parameter in parameters:
+        parameter.initialize()
+    trainer = hvd.DistributedTrainer(parameters, "sgd", compression=Halved)
+
+    def exchange() -> None:
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad()[:] = gradient
+        try:
+            trainer.allreduce_grads()
+        finally:
+            for parameter, gradient in zip(parameters, gradients):
+                gradient[:] = parameter.grad().as_nd_ndarray()
+
+    return exchange
+
+
+def by_the_optimizer(gradients: list[Any]) -> Callable[[], None]:
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.0))
+    weights = [mx.nd.zeros(4) for _ in gradients]
+    return lambda: optimizer.update(list(range(len(gradients))), weights, gradients, [None] * len(gradients))
+
+
+@pytest.mark.parametrize("through", [by_the_trainer, by_the_optimizer], ids=lambda each: each.__name__)
+def test_the_other_gradients_are_exchanged(
+    member: Any, refusing: RefusingEngine, rank: int, size: int, through: Callable[[list[Any]], Callable[[], None]]
+) -> None:
+    """By what exchanges one gradient after the other: the second of three is refused on one rank."""
+    gradients = [mx.nd.zeros(4) for _ in range(3)]
+    exchange = through(gradients)
+
+    def fill() -> None:
+        for place, gradient in enumerate(gradients):
+            gradient[:] = 8 * place + rank
+        mx.nd.waitall()
+
+    fill()
+    exchange()
+    fill()
+    if refuse_on(refusing, member, 1):
+        with pytest.raises(errors.InputFailedError, match=REFUSED):
+            exchange()
+    else:
+        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
+            exchange()
+            mx.nd.waitall()
+    fill()
+    exchange()  # with those of the same call of the others: nobody is ahead
+    for place, gradient in enumerate(gradients):
+        assert gradient.asnumpy().tolist() == [8 * place * size + sum(range(size))] * 4
 
 
 def test_a_refused_reduction_of_a_workers_own_arrays_is_an_error_with_a_fix(refusing: RefusingEngine) -> None:
