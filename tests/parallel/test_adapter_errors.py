@@ -118,6 +118,16 @@ def test_arrays_that_cannot_be_used_fail_on_every_rank(pair: World, make: Callab
     assert fact in str(caught.value)
 
 
+def test_an_output_that_overlaps_an_input_in_part(pair: World) -> None:
+    memory = mx.nd.array(ramp((8,)))
+    pair.pushpull("w", [memory[:4]], [memory[1:5]])
+    with pytest.raises(errors.InputFailedError, match="an output overlaps another array in part"):
+        pair.other.wait(pair.submit("w", ramp((4,))))
+    with pytest.raises(errors.InputFailedError, match="an output overlaps another array in part"):
+        memory.wait_to_read()
+    np.testing.assert_array_equal(memory.asnumpy(), ramp((8,)))
+
+
 def test_a_lost_world_is_raised_by_reads_only() -> None:
     world = World()
     array = mx.nd.ones((4,))

@@ -187,6 +187,21 @@ def test_a_failed_input_fails_all_of_its_operation(pair: Pair) -> None:
     pair.adapter.take_unread_error()
 
 
+def test_a_failed_input_that_nobody_read(pair: Pair) -> None:
+    ours = gradients(1)
+    square = mx.nd.ones((3, 3))
+    mx.nd.linalg.potrf(mx.nd.zeros((3, 3)) - 1, out=square)  # not positive definite
+    pair.adapter.pushpull_step(pair.prepare([ours[0], square]), False)
+    for place, array in enumerate([np.ones(SMALL, np.float32), np.ones((3, 3), np.float32)]):
+        with pytest.raises(errors.InputFailedError):
+            pair.other.wait(pair.take_part(place, array))
+    unread = until(pair.adapter.take_unread_error)
+    assert isinstance(unread, errors.InputFailedError)
+    assert str(unread).startswith("[rank 0/2] allreduce 'g0': an operation that should have produced an input (or that")
+    assert "potrf" in str(unread)
+    assert pair.adapter.take_unread_error() is None
+
+
 def test_a_lost_world_fails_every_operation(pair: Pair) -> None:
     ours = gradients()
     step = pair.prepare(ours)
