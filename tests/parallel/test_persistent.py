@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -56,6 +57,28 @@ def test_many_threads_call_it(rank, size):
         assert all(pool.map(call, range(4)))
     x += 1  # and none of them hands out what was there before
     assert (run() == size * (size + 3) / 2).all()
+
+
+def test_two_threads_wait_for_an_operation_each(rank, size):
+    """A call is over when its own operation is: the other workers have to take part once for each."""
+    run = kvstore_hvd.allreduce_init(np.ones(1000), "x")
+    run()
+    if size == 1:
+        return
+    if rank != 0:
+        for name in ("both have called", "one is over"):
+            kvstore_hvd.allreduce(np.ones(1), name)
+            run()
+        return
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(run) for _ in range(2)]
+        time.sleep(0.1)
+        kvstore_hvd.allreduce(np.ones(1), "both have called")
+        wait(calls, return_when=FIRST_COMPLETED)
+        over, _ = wait(calls, timeout=0.3)
+        kvstore_hvd.allreduce(np.ones(1), "one is over")
+    assert len(over) == 1
+    assert all((call.result() == size).all() for call in calls)
 
 
 def test_it_keeps_its_arrays(rank, size):
