@@ -1,5 +1,6 @@
 // Operations on devices: what the ranks agree on, and what becomes of it when the world is lost. The device is one of
 // the test: it reduces arrays of this process once the device threads of all ranks have brought a batch.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,7 +12,9 @@
 #include <thread>
 
 #include "check.hpp"
+#include "kvstore_hvd/device_queue.hpp"
 #include "kvstore_hvd/reduce.hpp"
+#include "kvstore_hvd/world.hpp"
 #include "ranks.hpp"
 
 namespace kvstore_hvd {
@@ -170,6 +173,39 @@ const bool fused = testing::add("what waits together is one batch, up to the thr
   }
 });
 
+const bool unlike = testing::add("operations that differ in anything but their arrays are not fused", [] {
+  Device device(2);
+  with_world(2, [&](Engine& engine, int rank) {
+    std::vector<Request> requests(7);
+    std::vector<std::vector<float>> data;
+    for (std::size_t t = 0; t < requests.size(); ++t) data.push_back(values_of(rank, 100));
+    for (std::size_t t = 0; t < requests.size(); ++t)
+      requests[t] = on_device(allreduce("t" + std::to_string(t), data[t]));
+    requests[1].prescale = 2.0;
+    requests[2].prescale = 2.0;
+    requests[2].postscale = 4.0;
+    requests[3].op = ReduceOp::kMax;
+    requests[4].collective = requests[5].collective = Collective::kBroadcast;
+    requests[5].root = 1;
+    const auto expected = [](std::size_t t, std::size_t i) {
+      const float here = value_of(0, i), there = value_of(1, i);
+      const float results[] = {
+          here + there, 2 * here + 2 * there, 4 * (2 * here + 2 * there), std::max(here, there), here,
+          there,        here + there};
+      return results[t];
+    };
+    std::vector<std::shared_ptr<Work>> works;
+    for (const Request& request : requests) works.push_back(engine.submit(request));
+    check(barrier(engine).ok(), "barrier");  // all ranks have submitted everything
+    DeviceThread thread(engine, device);
+    for (std::size_t t = 0; t < requests.size(); ++t) {
+      check(engine.wait(*works[t]).ok(), "wait");
+      check(same_bits(data[t], [&](std::size_t i) { return expected(t, i); }), "wrong result " + std::to_string(t));
+    }
+    engine.shutdown();
+  });
+});
+
 const bool disagreement = testing::add("ranks that disagree are told so, and the devices hear nothing of it", [] {
   with_devices(2, [](Engine& engine, int rank, DeviceThread& thread) {
     auto data = values_of(rank, 10);
@@ -282,6 +318,21 @@ const bool leaves =
       leave_while_the_other_is_busy(false);
       leave_while_the_other_is_busy(true);
     });
+
+const bool not_begun = testing::add("nobody waits for a device that was spared a batch because the world is lost", [] {
+  const auto segment = Segment::create(2);
+  World& world = segment->world();
+  DeviceQueue here(world, 0), there(world, 1);
+  for (DeviceQueue* queue : {&here, &there}) {
+    queue->put(DeviceBatch());
+    const auto batch = queue->take(10s);
+    check(batch && queue->done(batch->number), "the first one");
+  }
+  there.put(DeviceBatch());
+  world.failure.set(0, ErrorCode::kTransport, "the test says so");
+  check(!there.take(10s).has_value(), "it does not begin");
+  check(here.others_are_through([](int) { return false; }), "and is through");
+});
 
 }  // namespace
 }  // namespace kvstore_hvd

@@ -13,6 +13,7 @@
 
 #include "check.hpp"
 #include "kvstore_hvd/alarm.hpp"
+#include "kvstore_hvd/liveness.hpp"
 #include "kvstore_hvd/process_end.hpp"
 #include "kvstore_hvd/world.hpp"
 #include "ranks.hpp"
@@ -280,6 +281,25 @@ const bool unknown_start = testing::add("a rank that could not read its own star
     const int status = wait_for(pid);
     check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank: " + std::to_string(status));
   }
+});
+
+const bool another_process = testing::add("another process with the pid of a rank that is gone is not that rank", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  World& world = segment->world();
+  int opened = -1;
+  {
+    Liveness watcher(world, 0, "testhost", true);
+    RankState& gone = world.rank(1);
+    gone.pid = getpid();
+    gone.start_time = 1;
+    gone.presence = Presence::kJoined;
+    const auto death = watcher.poll(std::chrono::milliseconds(0));
+    check(death && death->rank == 1, "the rank is gone");
+    opened = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  }
+  check(fcntl(opened, F_GETFD) >= 0, "the watcher closes its own descriptors only, and each once");
+  close(opened);
 });
 
 const bool forked = testing::add("a forked child is inert, and its parent goes on", [] {

@@ -43,6 +43,18 @@ const bool exposed = testing::add("what completes after the last submission of a
   check_equal(hours_of(rounds.statistics().reducing), 2, "of which one was reduced for an hour, another for two");
 });
 
+const bool pause = testing::add("a round is exposed no longer than until its last operation completes", [] {
+  Rounds rounds;
+  Statistics one, other;
+  Work a(any_request()), b(any_request());
+  rounds.submitted(one, a);
+  rounds.submitted(other, b);
+  rounds.completed(other, b, b.submitted + hours(1));
+  rounds.completed(one, a, b.submitted + hours(2));
+  rounds.end(b.submitted + hours(9));
+  check_equal(hours_of(rounds.statistics().exposed), 2, "the rank did something else until the next one");
+});
+
 const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {
   Rounds rounds;
   Statistics slow;
