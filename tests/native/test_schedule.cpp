@@ -219,6 +219,10 @@ const bool versions = testing::add("a slot that changed hands tells those who re
   check(table.announce(*taken, allreduce("one too many", data)) == TensorTable::Outcome::kLast, "fresh");
   const auto again = table.find("first");
   check(again.has_value() && again->slot != taken->slot, "a busy slot is not taken");
+  table.complete(taken->slot);
+  bool given_anew = false;
+  for (int i = 0; i < kSlots; ++i) given_anew |= table.find("later" + std::to_string(i))->slot == taken->slot;
+  check(given_anew, "an announcement that was stale keeps no slot");
 });
 
 const bool busy = testing::add("when every slot is busy there is none", [] {
