@@ -1,4 +1,5 @@
 // Arenas, and collectives on arrays that lie in them, with ranks as threads.
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -219,6 +220,23 @@ const bool forked = testing::add("a forked child has a copy of all that was allo
   waitpid(child, &status, 0);
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child reads what there was");
   check(blocks[2][63] == 3, "the parent does not see what it writes");
+});
+
+const bool dropped = testing::add("a forked child that drops the segment keeps what lies in its place", [] {
+  if (thread_sanitizer()) return;
+  auto segment = Segment::create(1, 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    // Nothing of the segment is there, so the system may give the child this memory.
+    void* place = mmap(&segment->world(), 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (place == MAP_FAILED) _exit(1);
+    std::memset(place, 7, 4096);
+    segment.reset();
+    _exit(static_cast<char*>(place)[4095] == 7 ? 0 : 2);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "child: " + std::to_string(status));
 });
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -13,7 +14,9 @@
 
 #include "check.hpp"
 #include "kvstore_hvd/device_queue.hpp"
+#include "kvstore_hvd/pipeline.hpp"
 #include "kvstore_hvd/reduce.hpp"
+#include "kvstore_hvd/tensor_table.hpp"
 #include "kvstore_hvd/world.hpp"
 #include "ranks.hpp"
 
@@ -318,6 +321,34 @@ const bool leaves =
       leave_while_the_other_is_busy(false);
       leave_while_the_other_is_busy(true);
     });
+
+const bool not_handed_over = testing::add("a rank that comes to a batch when the world is lost spares its device", [] {
+  const auto segment = Segment::create(2);
+  World& world = segment->world();
+  auto data = values_of(0, 10);
+  const Request request = on_device(allreduce("t", data));
+  const WaitPolicy policy = WaitPolicy::for_engine(true);
+  Alarm alarms[] = {{world, 0, 10s}, {world, 1, 10s}};
+  DeviceQueue queues[] = {{world, 0}, {world, 1}};
+  std::uint32_t slot = kNoSlot;
+  for (Alarm& alarm : alarms) {
+    TensorTable table(world, alarm);
+    const auto found = table.find("t");
+    slot = found->slot;
+    if (table.announce(*found, request) == TensorTable::Outcome::kLast) Schedule(world, alarm).make_ready(slot, 0);
+  }
+  const auto pipeline_of = [&](int rank) {
+    return std::make_unique<Pipeline>(
+        world, alarms[rank], [&](std::uint32_t) -> const Request& { return request; }, [](const Entry&) {},
+        [](std::uint32_t) {}, queues[rank]);
+  };
+  check(pipeline_of(0)->advance(policy) && queues[0].holds(slot), "the first rank hands it over");
+  alarms[0].raise(ErrorCode::kTransport, "the test says so");
+  const auto late = pipeline_of(1);
+  while (late->finish(policy)) {
+  }
+  check(!queues[1].holds(slot), "the second one does not");
+});
 
 const bool not_begun = testing::add("nobody waits for a device that was spared a batch because the world is lost", [] {
   const auto segment = Segment::create(2);
