@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_a_failed_producer_releases_the_other_ranks(pair: World, where: str) -> 
     with pytest.raises(mx.base.MXNetError, match="scale"):
         fine.asnumpy()
     assert pair.adapter.take_unread_error() is None
+
+
+def test_a_producer_that_has_failed_before_the_call(pair: World) -> None:
+    """MXNet then drops the operation while it is pushed."""
+    failed = failing_array()
+    time.sleep(0.3)
+    pair.pushpull("w", [failed], [failed])
+    with pytest.raises(errors.InputFailedError, match="rank 0: an operation that should have produced"):
+        pair.other.wait(pair.submit("w", ramp((4,))))
+    error = until(pair.adapter.take_unread_error)
+    assert isinstance(error, errors.InputFailedError)
+    assert "scale" in str(error)
 
 
 def test_a_failed_producer_that_nobody_read(pair: World) -> None:
