@@ -82,6 +82,7 @@ def test_streams_are_waited_for(gpu, rank, size):
 
 
 ONES = np.ones(4, np.float32)
+LONGER = np.ones(8, np.float32)
 WRONG = {
     "out on the CPU": (lambda: (OnGPU(ONES), ONES.copy()), TypeError),
     "out is no array": (lambda: (OnGPU(ONES), [1.0]), TypeError),
@@ -89,6 +90,8 @@ WRONG = {
     "out read-only": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x1000, True))), InvalidRequestError),
     "out of another shape": (lambda: (OnGPU(ONES), OnGPU(ONES[:3])), InvalidRequestError),
     "out of another dtype": (lambda: (OnGPU(ONES), OnGPU(ONES.astype("int32"))), InvalidRequestError),
+    "out begins within array": (lambda: (OnGPU(LONGER[:6]), OnGPU(LONGER[2:])), InvalidRequestError),
+    "array begins within out": (lambda: (OnGPU(LONGER[2:]), OnGPU(LONGER[:6])), InvalidRequestError),
     "out on another GPU": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x77000, False))), InvalidRequestError),
     "a field is missing": (lambda: (OnGPU(ONES, shape=...), None), InvalidRequestError),
     "no memory": (lambda: (OnGPU(ONES, data=(0, False)), None), InvalidRequestError),

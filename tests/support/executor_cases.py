@@ -15,6 +15,7 @@ import pytest
 from kvstore_hvd import native
 from kvstore_hvd.comm.executor import Executor
 from kvstore_hvd.errors import TransportError
+from kvstore_hvd.gpu.tables import ENTRIES
 from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
 from support.patience import patient
 
@@ -163,6 +164,20 @@ class ExecutorCases:
             for n, raw in enumerate(result):
                 np.testing.assert_array_equal(raw, combined([each[n] for each in given], "float32", "sum"))
 
+    def test_more_arrays_than_one_launch_has_room_for(self, ranks: Make, new: New) -> None:
+        count = ENTRIES * 3 // 4  # with an input and an output each
+        given = [samples(rank, count, "float32") for rank in range(2)]
+        world = ranks(2)
+
+        def work(rank: int, executor: Executor) -> Any:
+            array = new(given[rank])
+            places = [[array.address + 4 * n] for n in range(count)]
+            finish(executor.allreduce([device_operation(place, place, 1) for place in places]))
+            return array.content.copy()
+
+        for result in world.run(work):
+            np.testing.assert_array_equal(result, combined(given, "float32", "sum"))
+
     @pytest.mark.parametrize("root", [0, 2])
     @pytest.mark.parametrize("count", [1, 5000, STAGING + 3])
     def test_broadcast(self, ranks: Make, new: New, root: int, count: int) -> None:
@@ -211,12 +226,13 @@ class ExecutorCases:
             pieces = [given[r][sum(units[r][:rank]) :][: units[r][rank]] for r in range(size)]
             np.testing.assert_array_equal(result, np.concatenate(pieces))
 
-    def test_exchange_with_more_parts_than_ranks(self, ranks: Make, new: New) -> None:
+    @pytest.mark.parametrize("most", [3, 9])
+    def test_exchange_with_more_parts_than_ranks(self, ranks: Make, new: New, most: int) -> None:
         given = [samples(rank, 64, "uint8") for rank in range(2)]
         world = ranks(2)
 
         def work(rank: int, executor: Executor) -> Any:
-            many = 9 if rank == 0 else 1
+            many = most if rank == 0 else 1
             parts = [(1 - rank, 3 * n, 2, 2 * n) for n in range(many)]
             source, target = new(given[rank]), empty(new, 2 * many)
             finish(
@@ -227,7 +243,7 @@ class ExecutorCases:
             return target.content.copy()
 
         first, second = world.run(work)
-        np.testing.assert_array_equal(first, np.concatenate([given[1][3 * n : 3 * n + 2] for n in range(9)]))
+        np.testing.assert_array_equal(first, np.concatenate([given[1][3 * n : 3 * n + 2] for n in range(most)]))
         np.testing.assert_array_equal(second, given[0][:2])
 
     @pytest.mark.parametrize("op", ["sum", "max"])

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,11 @@ class FakeNccl:
                     return
                 world.condition.wait(0.01)
             everyone = [world.given[number, other] for other in range(world.size)]
+        if any(
+            _count(one, "send", other) != _count(everyone[other], "receive", me) for me, other, one in _pairs(everyone)
+        ):
+            world.is_aborted = True  # NCCL would wait
+            return
         collectives = [[one for one in each if one[0] not in ("send", "receive")] for each in everyone]
         assert len({tuple(one[0] for one in each) for each in collectives}) == 1, "ranks enqueue different operations"
         position = 0
@@ -246,6 +252,17 @@ class FakeNccl:
         for array in arrays[1:]:
             total = _COMBINE[op](total, array)
         return bytes(raw_of(total, name))
+
+
+def _pairs(everyone: list[Any]) -> Iterator[tuple[int, int, Any]]:
+    """Of each rank and each other one, what the former has given."""
+    for me, given in enumerate(everyone):
+        yield from ((me, other, given) for other in range(len(everyone)))
+
+
+def _count(given: Any, kind: str, peer: int) -> int:
+    """How many of these operations are with that peer."""
+    return sum(name == kind and arguments[3] == peer for name, arguments, _ in given)
 
 
 def _width(dtype: int) -> int:

@@ -137,17 +137,9 @@ def test_each_its_gpu_and_nccl(
     assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
 
 
-@pytest.mark.parametrize(("ordinals", "kind"), [([0, 1], NcclExecutor), ([0, 0], StagedExecutor)])
-def test_memory_that_cannot_be_mapped_on_one_worker_changes_the_way_of_all(
-    engines: Any,
-    cuda: FakeCuda,
-    nccl: FakeNccl,
-    settings: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    ordinals: list[int],
-    kind: Any,
-) -> None:
-    world = engines(2)
+@pytest.fixture
+def unmapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return what the thread of each rank calls first: rank 1 cannot map the others' memory."""
     original = ring.PeerMemory
 
     def refuse_on_one(exported: str) -> Any:
@@ -155,15 +147,47 @@ def test_memory_that_cannot_be_mapped_on_one_worker_changes_the_way_of_all(
             raise TransportError("CUDA failed to map memory: cudaErrorInvalidValue.")
         return original(exported)
 
+    def begin(rank: int) -> None:
+        threading.current_thread().name = f"rank {rank}"
+
     monkeypatch.setattr(ring, "PeerMemory", refuse_on_one)
+    return begin
+
+
+@pytest.mark.parametrize(("ordinals", "kind"), [([0, 1], NcclExecutor), ([0, 0], StagedExecutor)])
+def test_memory_that_cannot_be_mapped_on_one_worker_changes_the_way_of_all(
+    engines: Any,
+    cuda: FakeCuda,
+    nccl: FakeNccl,
+    settings: Any,
+    unmapped: Callable[[int], None],
+    ordinals: list[int],
+    kind: Any,
+) -> None:
+    world = engines(2)
 
     def make(rank: int) -> Executor:
-        threading.current_thread().name = f"rank {rank}"
+        unmapped(rank)
         return create_executor(world.of(rank), world.topology(rank), ordinals[rank])
 
     made = on_ranks(2, make)
     assert {type(one) for one in made} == {kind}
     close_all(made)
+    assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
+
+
+def test_kernels_that_the_user_demands_are_not_replaced(
+    engines: Any, cuda: FakeCuda, nccl: FakeNccl, settings: Any, unmapped: Callable[[int], None]
+) -> None:
+    settings(KVHVD_GPU_PATH="kernels")
+    world = engines(2)
+
+    def work(rank: int) -> None:
+        unmapped(rank)
+        with pytest.raises(LaunchError, match="rank 1 cannot use memory of the GPUs together"):
+            create_executor(world.of(rank), world.topology(rank), rank)
+
+    on_ranks(2, work)
     assert (cuda.memory, cuda.events, cuda.streams) == ({}, {}, {})
 
 
@@ -356,6 +380,21 @@ def test_staged_allreduce(staged: Any, dtype: str, op: str, scales: tuple[float,
         for n, raw in enumerate(result):
             expected = combined([each[n] for each in given], dtype, op, *scales)
             np.testing.assert_array_equal(raw, expected)
+
+
+def test_staged_as_half(staged: Any) -> None:
+    given = [samples(rank, 1000, "float32") for rank in range(2)]
+    made = staged(2)
+
+    def work(rank: int) -> Any:
+        array = given[rank].copy()
+        finish(made[rank].allreduce([device_operation([array.ctypes.data], [array.ctypes.data], 1000, as_half=True)]))
+        return array
+
+    halves = [raw.view(np.float32).astype(np.float16).astype(np.float32) for raw in given]
+    expected = (halves[0] + halves[1]).astype(np.float16).astype(np.float32)
+    for result in on_ranks(2, work):
+        np.testing.assert_array_equal(result.view(np.float32), expected)
 
 
 def test_staged_broadcast_exchange_and_reducescatter(staged: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors
-from kvstore_hvd.comm.executor import Executor
+from kvstore_hvd.comm.executor import EventCompletion, Executor
 from kvstore_hvd.comm.nccl import NcclExecutor
 from kvstore_hvd.comm.ring import RingExecutor
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, TransportError
 from kvstore_hvd.gpu.devices import Device
+from kvstore_hvd.gpu.streams import Stream
 from support.executor_cases import STAGING, ExecutorCases, Ranks, empty
 from support.fake_cuda import FakeCuda, fake_cuda
 from support.fake_nccl import FakeNccl
@@ -206,6 +208,20 @@ def test_a_rank_that_does_not_come_is_a_timeout(worlds: Callable[..., FakeRanks]
         assert "rank 0 waited 0.3 s for rank 1's GPU" in str(error.value)
     for executor in world.executors:
         executor.abort()
+
+
+def test_an_error_is_told_when_the_device_touches_nothing_any_more(cuda: FakeCuda) -> None:
+    stream, goes_on = Stream(), threading.Event()
+    cuda.stream_at(stream.address).push(lambda: goes_on.wait(patient(30)))
+    aborts: list[str] = []
+    completion = EventCompletion(stream, lambda: None, lambda: aborts.append("aborted"), timeout_s=0.0)
+    while not aborts:
+        assert not completion.done()
+    assert not completion.done()
+    goes_on.set()
+    with pytest.raises(errors.TimeoutError):
+        finish(completion)
+    assert aborts == ["aborted"]
 
 
 def test_one_rank_alone_keeps_every_bit(worlds: Callable[..., FakeRanks]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,11 +15,13 @@ from typing import Any
 import pytest
 
 from kvstore_hvd.errors import LaunchError, TransportError
-from kvstore_hvd.gpu import runtime
+from kvstore_hvd.gpu import runtime, shapes
 from kvstore_hvd.gpu.devices import Device, active, choose_path, reaches, shared
 from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory, PinnedMemory
 from kvstore_hvd.gpu.streams import Event, Stream
+from kvstore_hvd.gpu.tables import Tables
 from support.fake_cuda import CUDARuntimeError, FakeCuda, FakeDevice, fake_cuda
+from support.patience import patient
 
 DRIVER = runtime.driver_version()
 MODULES = sorted((Path(runtime.__file__).parent).glob("*.py"))
@@ -149,6 +153,28 @@ def test_where_memory_cannot_be_shared_one_process_works(cuda: FakeCuda) -> None
     with pytest.raises(TransportError, match=r"failed to share memory of the GPU(.|\n)*NotSupported"):
         PeerMemory(json.dumps(told | {"process": "another"}))
     memory.close()
+
+
+def test_a_table_is_overwritten_only_when_it_has_been_read(cuda: FakeCuda) -> None:
+    stream, goes_on = Stream(), threading.Event()
+    cuda.stream_at(stream.address).push(lambda: goes_on.wait(patient(30)))
+    awaited: list[Event] = []
+
+    def wait(event: Event) -> None:
+        if not event.done():
+            awaited.append(event)
+            goes_on.set()
+        while not event.done():
+            time.sleep(0.001)
+
+    made = Tables(wait)
+    table, _ = shapes.segments([0x1000], [0], [1])
+    while not awaited:
+        assert len(cuda.names()) < 10_000, "nobody waits for the device"
+        made.put(stream, [table])
+        made.fence(stream)
+    stream.synchronize()
+    made.close()
 
 
 def test_a_stream_with_cupy_13(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
