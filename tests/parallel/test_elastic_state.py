@@ -10,7 +10,7 @@ from kvstore_hvd.elastic import ElasticSampler, GluonState, HostsUpdatedInterrup
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import contribution
-from support.gluon import array, backward, network, samples
+from support.gluon import array, backward, network, samples, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -213,6 +213,15 @@ def test_newcomers_get_what_does_not_exist_yet(rank, size):
     assert trainer._optimizer.num_update == 6
     assert_like_rank_0(everything(net, trainer)["counts"])
     assert_like_rank_0(everything(net, trainer)["states"])
+
+
+def test_a_smaller_network_than_before(rank, size):
+    """GluonState.sync: one that took the place of a larger one on rank 0 only."""
+    larger, smaller = (network(mx.gluon.nn.Dense(units, in_units=units), seed=rank) for units in (9, 2))
+    state = GluonState(larger if rank == 0 else smaller)
+    state.net = smaller
+    state.sync()
+    assert_like_rank_0([each.tobytes() for each in weights(smaller)])
 
 
 def test_nobody_knows_the_shapes(rank, size):
