@@ -252,9 +252,7 @@ class Job:
     def _newcomers(self) -> list[Worker]:
         """Who waits to be in a world for the first time, oldest first."""
         return [
-            worker
-            for worker in self._roster
-            if worker.taking_part and worker.ready and not self._epoch.has(worker) and worker.slot in self._slots
+            worker for worker in self._roster if worker.taking_part and worker.ready and not self._epoch.has(worker)
         ]
 
     def _decide(self, now: float) -> None:
