@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.mxnet_compat import dtype_name
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import array, backward, gradients, is_mxnet_2, mlp, parameters, samples, weights
 
@@ -105,6 +106,8 @@ def test_compressors(kind, name, dtype):
     assert_same_bits(back.asnumpy(), x.asnumpy())
     if name == "none" or dtype == "int32":
         assert small is x
+    else:
+        assert dtype_name(small) == {"fp16": "float16", "bf16": "bfloat16"}[name]
 
 
 @pytest.mark.parametrize("base", ["none", "fp16", "bf16"])
@@ -149,6 +152,21 @@ def test_what_is_unwrapped_is_as_before_however_often(rank, size):
     for _ in range(3):
         assert wrapped.unwrap() is inner
         assert inner.rescale_grad == pytest.approx(0.25, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["update", "update_multi_precision"])
+def test_an_update_that_fails_leaves_the_scale_as_it_was(rank, size, method, monkeypatch):
+    """A program that catches the error goes on with the same one."""
+    inner = mx.optimizer.create("sgd", learning_rate=0.1, rescale_grad=0.25)
+    wrapped = hvd.DistributedOptimizer(inner, gradient_predivide_factor=3.0)
+
+    def fail(*arguments):
+        raise ArithmeticError("no update")
+
+    monkeypatch.setattr(inner, method, fail)
+    with pytest.raises(ArithmeticError):
+        getattr(wrapped, method)(0, mx.nd.ones((2,)), mx.nd.ones((2,)), None)
+    assert wrapped.rescale_grad == inner.rescale_grad == 0.25
 
 
 def test_refusals(rank, size):

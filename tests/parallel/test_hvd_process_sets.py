@@ -168,6 +168,17 @@ def test_a_set_that_a_running_job_does_not_have_is_refused_once(dynamic, rank, s
     assert process_sets.process_sets() == [hvd.global_process_set, *([few] if few else [])]
 
 
+def test_a_set_with_a_rank_that_does_not_exist_any_more(dynamic, rank, size):
+    """As when its last member has left an elastic job: nobody waits for it, and the set says so when it is used."""
+    registry, gone = process_sets._registry(), hvd.ProcessSet([0, size])
+    registry.sets[registry.next_number] = gone, None
+    registry.next_number += 1
+    process_sets.rejoin()
+    assert process_sets.process_sets() == [hvd.global_process_set, gone]
+    with pytest.raises(kvstore_hvd.InvalidRequestError, match="has ranks that do not exist any more"):
+        hvd.allreduce(mx.nd.ones((2,)), process_set=gone)
+
+
 def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monkeypatch):
     """All workers raise the same error, and the set can be added afterwards."""
     if size < 2:

@@ -97,6 +97,21 @@ def test_uneven_batches(rank, size, hybridize):
     compare(rank, size, batches(size, (1, 3, 4, 4), uneven=True), hybridize)
 
 
+def test_workers_without_samples(rank, size):
+    """Those of the others count alone; where nobody has any, nothing becomes NaN."""
+    if size == 1:
+        pytest.skip("alone it is MXNet's own operator, which becomes NaN")
+    with mx.util.np_shape(True):
+        data = batches(size, (4, 3))
+        compare(rank, size, [data[0][:0], *data[1:]])
+        nobody = layer(hvd.SyncBatchNorm, in_channels=3)
+        nothing = np.zeros((0, 3), "float32")
+        y, dx = train(nobody, nothing, nothing)
+        assert y.shape == dx.shape == (0, 3)
+        for parameter in (nobody.running_mean, nobody.running_var):
+            assert np.isfinite(parameter.data().asnumpy()).all()
+
+
 @pytest.mark.parametrize("axis", [-1, 2])
 def test_other_axes(rank, size, axis):
     """Channels in another dimension."""
