@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import engine
-from kvstore_hvd.errors import HorovodInternalError
+from kvstore_hvd.errors import HorovodInternalError, MismatchError
 from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, parameters, weights
+from support.patience import patient
 
 mx = pytest.importorskip("mxnet")
 nn = mx.gluon.nn
@@ -286,6 +288,24 @@ def test_an_exception_in_an_iteration_that_is_not_to_be(rank, size):
             forward(net, batch_of(rank, 0, number))
             own.step()
     assert_nothing_is_left(size, "after a reset")
+
+
+@pytest.mark.skipif(engine_is_naive(), reason="an error is raised by the call itself")
+@pytest.mark.parametrize("ends", ["together", "early"])
+def test_errors_that_nobody_reads_are_raised_again_after_it(rank, size, ends):
+    """Only inside nobody asks for them: they may be those of what is withdrawn."""
+    if size == 1:
+        pytest.skip("alone nothing can be unlike")
+    joinable, counts = Nothing(), [1 + (ends == "early" and each > 0) for each in range(size)]
+    run_epoch(lambda x: joinable.step(), counts, rank, 0, [joinable])
+    failing = hvd.allreduce(mx.nd.ones((2 + (rank == 0),)), name="failing")
+    deadline = time.monotonic() + patient(30)
+    with pytest.raises(MismatchError, match="'failing'"):
+        while time.monotonic() < deadline:
+            engine.current().check()
+            time.sleep(0.001)
+    del failing
+    assert_nothing_is_left(size, f"unread/{ends}")
 
 
 def test_operators_need_no_lock_of_who_leaves(rank, size):
