@@ -18,7 +18,7 @@ from support.patience import patient
 
 __all__ = ["Step", "assert_all_right", "steps_that_count"]
 
-REPLAY_LIMIT_S = patient(120)
+REPLAY_LIMIT_S = patient(300)
 
 
 class Step(NamedTuple):
