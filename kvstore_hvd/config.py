@@ -467,29 +467,39 @@ _lock = threading.Lock()
 
 
 def config() -> Config:
-    """The configuration of this process; the environment is read at the first call only.
+    """The configuration of this process: what the environment said when it was read last.
 
     Raises
     ------
     ConfigError
         As `Config.from_environ`.
     """
-    global _current
     with _lock:
-        if _current is None:
-            current = Config.from_environ(os.environ)
-            log.set_level(current.log_level)
-            log.set_time(not current.log_hide_time)
-            _current = current
-        return _current
+        return _read() if _current is None else _current
 
 
 def reload() -> Config:
-    """Read the environment again (for tests) and return the new configuration."""
-    global _current
+    """Read the environment again: a program may set variables after its imports. Returns the new configuration.
+
+    Raises
+    ------
+    ConfigError
+        As `Config.from_environ`; the configuration stays as it was.
+    """
     with _lock:
-        _current = None
-    return config()
+        return _read()
+
+
+def _read() -> Config:
+    """Replace the configuration; what the program itself has told `logging` stays unless the environment changes."""
+    global _current
+    before, now = _current, Config.from_environ(os.environ)
+    if before is None or before.log_level != now.log_level:
+        log.set_level(now.log_level)
+    if before is None or before.log_hide_time != now.log_hide_time:
+        log.set_time(not now.log_hide_time)
+    _current = now
+    return now
 
 
 def tell_unused() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from kvstore_hvd import bootstrap, log, mpi_recovery, native, worker_line
 from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.comm.base import Communicator
-from kvstore_hvd.config import config
+from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, ShutdownError, message
 from kvstore_hvd.inner_worlds import InnerMember, InnerWorlds
 from kvstore_hvd.leaving import ExitWatchdog, early_end
@@ -69,6 +69,8 @@ class Engine(Member):
     def init(self, comm: Any = None) -> Topology:
         """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
 
+        Reads the environment again whenever it joins: programs set variables before they call it.
+
         Parameters
         ----------
         comm : mpi4py communicator, optional
@@ -86,6 +88,8 @@ class Engine(Member):
             The environment has settings that cannot be used.
         """
         with self._lock:
+            if self._world is None or self._closed:
+                reload()
             if self._world is None:
                 line = worker_line.current()
                 if line is not None:

@@ -185,11 +185,31 @@ def test_lines_may_begin_with_the_time(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not re.match(r"\d\d:", second)
 
 
-def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_read_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     first = module.config()
     monkeypatch.setenv("KVHVD_TIMEOUT", "12")
     assert module.config() is first
     assert module.reload().timeout_s == 12.0
+    assert module.config().timeout_s == 12.0
+
+
+def test_settings_that_cannot_be_used_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = module.reload()
+    monkeypatch.setenv("KVHVD_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="KVHVD_TIMEOUT: 'soon' is not"):
+        module.reload()
+    assert module.config() is before
+
+
+def test_a_level_that_the_program_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment says another one than before."""
+    module.reload()
+    monkeypatch.setattr(log.logger, "level", logging.ERROR)
+    module.reload()
+    assert log.logger.level == logging.ERROR
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "debug")
+    module.reload()
+    assert log.logger.level == logging.DEBUG
 
 
 @pytest.mark.parametrize(
