@@ -229,9 +229,12 @@ class UlfmMembership(Membership):
                 if not self._is_death(error):
                     raise
                 continue
+            shrunk.Set_errhandler(mpi.ERRORS_RETURN)
+            # Nobody revokes before all have it: Open MPI 5.0.11 crashes where a revocation comes into `Shrink`.
+            if not self._agree(shrunk, True):
+                continue
             formed, failure = None, None
             try:
-                shrunk.Set_errhandler(mpi.ERRORS_RETURN)
                 formed = self._introduce(shrunk, is_leaving)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this worker
                 failure = error
