@@ -11,6 +11,7 @@ PyTorch, "Distributed Training with Uneven Inputs Using the Join Context Manager
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import warnings
 from collections.abc import Sequence
@@ -49,7 +50,11 @@ _entered: list[Join] = []
 
 
 class _Exhausted(RuntimeError):
-    """What `throw_on_early_termination` raises, on every worker."""
+    """What `throw_on_early_termination` raises, on every worker of the context's world."""
+
+    def __init__(self, text: str, world: Member) -> None:
+        super().__init__(text)
+        self.world = world
 
 
 class _Presence(NamedTuple):
@@ -274,7 +279,7 @@ class Join:
         withdrawal.decline_until(tokens.submit(self._world, request, token))
         withdrawal.drain()
         withdrawal.agree()
-        raise _Exhausted(text)
+        raise _Exhausted(text, self._world)
 
     def _was_declined(self, error: Optional[BaseException]) -> bool:
         """Whether an operation failed because a worker has no more input, and this context is to throw then."""
@@ -354,15 +359,27 @@ class Join:
     def _tell_of(self, error: BaseException) -> None:
         """Free the workers that would wait for this one, unless they have the same error."""
         current = self._world
-        of_all = (_Exhausted, DivergedError, MismatchError, InputFailedError, HorovodInternalError)
-        if not self._enable or current.is_alone or isinstance(error, of_all):
+        if not self._enable or current.is_alone or self._is_shared(error):
             return
         if any(each._was_declined(error) for each in _entered):  # of one around this one, perhaps
             return
         rank = current.topology.rank_in_all
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": .")
+            kind = RuntimeError if isinstance(error, _Exhausted) else type(error)
+            reason = f"{kind.__name__}: {error}".partition("\n")[0].rstrip(": .")
             current.abort(f"rank {rank} left a Join context with {reason}")
+
+    def _is_shared(self, error: BaseException) -> bool:
+        """Whether all workers of the context have it: it is none of a process set inside, or of this worker alone."""
+        if isinstance(error, _Exhausted):
+            return error.world is self._world
+        if not isinstance(error, (DivergedError, MismatchError, InputFailedError, HorovodInternalError)):
+            return False
+        who = str(error).partition("]")[0]  # see `Topology.speaker`
+        inner = [
+            each.topology.inside for each in engine.current().worlds_within(self._world) if each is not self._world
+        ]
+        return not any(re.search(rf"process set {each.number}\b", who) for each in inner if each is not None)
 
     def _tell_presence(self, present: int) -> Optional[native.Work]:
         if self._world.is_alone:

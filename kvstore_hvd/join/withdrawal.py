@@ -114,7 +114,9 @@ class Withdrawal:
 
     def _missed_in(self, world: Member) -> Sequence[Missed]:
         missed = world.communicator().missed(native.MAX_NAMES, described=True) or []
-        return [one for one in missed if not self._is_of_join(one.name) and (world, one.name) not in self._followed]
+        # A Join of a process set may have this one's number there, and its operations the same names.
+        own = self._is_of_join if world is self._world else lambda name: False
+        return [one for one in missed if not own(one.name) and (world, one.name) not in self._followed]
 
     def _decline(self, world: Member, one: Missed) -> bool:
         """Returns whether there was anything to do."""

@@ -319,3 +319,49 @@ def test_operators_need_no_lock_of_who_leaves(rank, size):
         asks.join(60)
         assert not asks.is_alive()
     assert_nothing_is_left(size, "adapter")
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["of the same number", "of another number"])
+def test_a_join_of_a_process_set_within(rank, size, before, dynamic):
+    """Who has no input declines also what the other Join of the set begins with."""
+    if size < 3:
+        return
+    kvstore_hvd.barrier()
+    kvstore_hvd.reset()  # Joins are counted anew, in each world
+    members = hvd.add_process_set([0, 1])
+    outer, inner = Nothing(), Nothing(members)
+    for _ in range(before if rank < 2 else 0):
+        with Join([inner], throw_on_early_termination=True):
+            pass
+    with (
+        pytest.raises(RuntimeError, match="exhausted"),
+        Join([outer], throw_on_early_termination=True),
+    ):
+        if rank == 1:
+            with Join([inner], throw_on_early_termination=True):
+                inner.step()
+        if rank > 0:
+            outer.step()
+    assert hvd.allreduce(mx.nd.ones(1), op=hvd.Sum).asscalar() == size
+    hvd.remove_process_set(members)
+
+
+def test_an_error_of_a_process_set_within_is_told_to_the_others(rank, size, dynamic):
+    """Its members leave the Join around it; who is none of them waits there for nobody."""
+    if size < 3:
+        return
+    kvstore_hvd.barrier()
+    kvstore_hvd.reset()
+    members = hvd.add_process_set([0, 1])
+    outer, inner = Nothing(), Nothing(members)
+    told = (RuntimeError, "exhausted") if rank < 2 else (HorovodInternalError, "left a Join context with RuntimeError")
+    with (
+        pytest.raises(told[0], match=told[1]),
+        Join([outer], throw_on_early_termination=True),
+    ):
+        if rank < 2:
+            with Join([inner], throw_on_early_termination=True):
+                for _ in range(1 + rank):
+                    inner.step()
+        outer.step()
+    kvstore_hvd.reset()
