@@ -71,8 +71,7 @@ def _limit(folder: Path) -> float | None:
 def _groups(root: Path) -> Iterator[Path]:
     """The folders of the groups that may limit this process's time: its own and all above."""
     try:
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-        places = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts, places = (_lines(root / "proc/self" / name) for name in ("mountinfo", "cgroup"))
     except OSError:
         return
     paths = dict[str, str]()  # by version
@@ -94,6 +93,11 @@ def _groups(root: Path) -> Iterator[Path]:
         inside = Path(path[len(top) :] if path.startswith(top) and ".." not in path.split("/") else "")
         mount = root / point.lstrip("/")
         yield from (mount / each for each in (inside, *inside.parents))
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file in which names may be any bytes."""
+    return os.fsdecode(path.read_bytes()).rstrip("\n").split("\n")
 
 
 def _decoded(field: str) -> str:

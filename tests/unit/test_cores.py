@@ -49,7 +49,7 @@ class Machine:
     def _write(self, path: str, text: str) -> None:
         file = self.root / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_bytes(os.fsencode(text))
 
 
 @pytest.fixture
@@ -96,6 +96,15 @@ def test_a_container_that_sees_its_own_group_only(machine: Machine, top: str, pa
     machine.mount(2, "/sys/fs/control groups", top)
     machine.group("/sys/fs/control groups", "150000")
     assert usable_cores(machine.place(f"0::{path}")) == CORES[:2]
+
+
+def test_names_of_mounts_are_any_bytes(machine: Machine) -> None:
+    machine.mounts += "31 22 8:17 / " + os.fsdecode(b"/media/Gr\xfc\xdfe\x85\x0b") + " rw - ext4 /dev/sdb1 rw\n"
+    machine.mount(2, "/sys/fs/cgroup")
+    machine.group("/sys/fs/cgroup/job", "200000")
+    root = machine.place("0::/job")
+    assert usable_cores(root) == CORES[:2]
+    assert suffice([describe(root)] * 2)
 
 
 def test_without_proc_or_groups_the_affinity_counts(machine: Machine) -> None:
