@@ -343,7 +343,7 @@ class Member:
         try:
             yield
         except BaseException:
-            self._deferred = unread
+            self.defer(unread)
             raise
         if unread is not None:
             raise unread

@@ -108,3 +108,16 @@ def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
 
 def _world_of_one(epoch: int) -> World:
     return World(Topology.of(0, [Host.here()], epoch=epoch, source="launcher"), "fake", b"")
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_an_error_that_waits_survives_a_call_that_fails(fake: FakeCommunicator, held: int) -> None:
+    mine = engine.current()
+    mine.defer(KVHvdError("of an operation"))
+    mine.hold_unread(held)
+    with pytest.raises(ValueError, match="wrong"), mine.submitting():
+        raise ValueError("wrong")
+    mine.hold_unread(-held)
+    with pytest.raises(KVHvdError, match="of an operation"):
+        mine.check()
+    mine.check()
