@@ -69,7 +69,7 @@ class Engine(Member):
     def init(self, comm: Any = None) -> Topology:
         """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
 
-        Reads the environment again whenever it joins: programs set variables before they call it.
+        Reads the environment again when it joins one: programs set variables before they call it.
 
         Parameters
         ----------
