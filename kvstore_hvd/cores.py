@@ -97,7 +97,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 def _lines(path: Path) -> list[str]:
     """The lines of a file in which names may be any bytes."""
-    return os.fsdecode(path.read_bytes()).rstrip("\n").split("\n")
+    return [line for line in os.fsdecode(path.read_bytes()).split("\n") if line]
 
 
 def _decoded(field: str) -> str:

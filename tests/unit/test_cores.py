@@ -110,6 +110,8 @@ def test_names_of_mounts_are_any_bytes(machine: Machine) -> None:
 def test_without_proc_or_groups_the_affinity_counts(machine: Machine) -> None:
     assert usable_cores(machine.root) == CORES
     assert usable_cores(machine.place("0::/nowhere")) == CORES
+    (machine.root / "proc/self/cgroup").write_text("")
+    assert usable_cores(machine.root) == CORES
     assert suffice([describe(machine.root)] * 8)
 
 
