@@ -221,21 +221,19 @@ class Engine(Member):
         """As `Member.leave`, after the worlds inside it."""
         if self._world is None or self._closed:
             return None
-        if not reason and self._communicator is not None and self._communicator.health() is None:
-            try:
-                self._drain()  # what MXNet has not come to yet may submit more, like a layer of SyncBatchNorm
-            except BaseException as error:
-                self._leave_all(f"it was interrupted while it left: {type(error).__name__}")
-                raise
-        return self._leave_all(reason)
-
-    def _leave_all(self, reason: str) -> Exception | None:
-        inner_unread = self._inner.leave(reason)
         try:
-            unread = super().leave(reason)
+            try:
+                if not reason and self._communicator is not None and self._communicator.health() is None:
+                    self._drain()  # what MXNet has not come to yet may submit more, like a layer of SyncBatchNorm
+                inner_unread = self._inner.leave(reason)
+            except BaseException as error:  # Ctrl-C, above all: nobody waits for this worker in any of these worlds
+                interrupted = f"it was interrupted while it left: {type(error).__name__}"
+                self._inner.leave(interrupted)
+                super().leave(interrupted)
+                raise
+            return first_unread(inner_unread, super().leave(reason))
         finally:
             self._recorder.left()
-        return first_unread(inner_unread, unread)
 
     def abort(self, text: str) -> None:
         """Fail the pending and later operations of all workers, with this text; in the worlds inside it as well."""

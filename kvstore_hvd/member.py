@@ -215,7 +215,7 @@ class Member:
         try:
             mxnet_compat.waitall()
         except Exception as error:  # noqa: BLE001 - whatever an operation failed with
-            self._deferred = error
+            self.defer(error)
 
     # -- What stores need -------------------------------------------------------------------------------------------
 

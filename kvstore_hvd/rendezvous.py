@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from kvstore_hvd import log
 from kvstore_hvd.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
-from kvstore_hvd.clocks import Deadline
+from kvstore_hvd.clocks import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.topology import Topology, World, watching_namespaces
@@ -394,7 +394,7 @@ def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline
         connection.settimeout(max(0.001, deadline.wait_s(seconds)))
 
     # A server speaks first and at once; who does not is none.
-    wait_at_most(2.0)
+    wait_at_most(LOOK_S)
     challenge = connection.recv(_MAX_MESSAGE)
     if len(challenge) != len(_MAGIC) + NONCE_BYTES or not challenge.startswith(_MAGIC):
         raise _NotTheServer

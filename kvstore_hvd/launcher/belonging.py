@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvstore_hvd.clocks import RunningClock
 
-__all__ = ["LEFT_GRACE_S", "Remains", "group_has_members", "mark_this_process"]
+__all__ = ["LEFT_GRACE_S", "Remains", "group_has_members", "mark_of", "mark_this_process"]
 
 #: Seconds between SIGTERM and SIGKILL for what workers leave behind: enough for Python's resource tracker, which
 #: outlives its program to remove what that has left in /dev/shm, and needs the others of its program to be gone.
@@ -37,16 +37,16 @@ _DEAD = (b"Z", b"X")
 _PARENT, _STARTED = 1, 19
 
 
-def _limit_of(variable: bytes) -> int:
-    """The value of the limit that marks the processes of the job with this variable: below infinity, and unique."""
+def mark_of(variable: bytes) -> int:
+    """The limit that marks the processes of the job with this variable: below infinity, and unique."""
     return int.from_bytes(hashlib.sha256(variable).digest()[:8], "big") >> 2 | 1 << 61
 
 
-def mark_this_process(variable: bytes) -> None:
-    """Mark the calling process, and all that it will start, as one of this job. For a child, between fork and exec."""
+def mark_this_process(mark: int) -> None:
+    """Mark the calling process, and all that it will start, by `mark_of`. For a child, between fork and exec."""
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it: the environment remains
         _, hard = resource.getrlimit(_RLIMIT_LOCKS)
-        resource.setrlimit(_RLIMIT_LOCKS, (_limit_of(variable), hard))
+        resource.setrlimit(_RLIMIT_LOCKS, (mark, hard))
 
 
 def _stat(pid: int) -> list[bytes]:
@@ -90,7 +90,7 @@ class Remains:
         self, variable: bytes, grace_s: float, parent: int = 0, spare: Callable[[], Iterable[int]] = tuple
     ) -> None:
         self._variable = variable
-        self._limit = str(_limit_of(variable)).encode()
+        self._limit = str(mark_of(variable)).encode()
         self._grace_s = grace_s
         self._parent = parent
         self._spare = spare

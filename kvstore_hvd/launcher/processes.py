@@ -16,7 +16,7 @@ import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvstore_hvd.launcher.belonging import mark_this_process
+from kvstore_hvd.launcher.belonging import mark_of, mark_this_process
 
 __all__ = [
     "adopt_orphans",
@@ -76,6 +76,7 @@ def spawn(
     """
     launcher = os.getpid()
     pinned = set(cores)
+    mark = mark_of(job)
     caught = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
 
     def prepare() -> None:
@@ -87,7 +88,7 @@ def spawn(
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != launcher:  # it died before the call
                 os._exit(1)
-        mark_this_process(job)
+        mark_this_process(mark)
         if pinned:
             os.sched_setaffinity(0, pinned)
 
@@ -100,7 +101,7 @@ def spawn(
             stderr=stderr,
             start_new_session=True,
             pass_fds=tuple(keep),
-            preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
+            preexec_fn=prepare,  # noqa: PLW1509 - other threads of ours only write: it needs no lock of theirs
         )
     process.returncode = 0  # reaped by our own waitpid; the object must not wait too
     return process.pid

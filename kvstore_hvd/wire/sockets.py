@@ -204,7 +204,7 @@ def connect(address: Address, secret: bytes, identity: dict[str, Any], timeout_s
 def _connect_once(address: Address, secret: bytes, identity: dict[str, Any], deadline: Deadline) -> Connection:
     # Another listener may hold the port by now; one that says nothing is none of ours.
     answer = Deadline(min(deadline.left(), _STRANGER_S))
-    connected = _connected(address, answer.left())
+    connected = _connected(address, answer)
     try:
         connection = Connection(connected, secret, "client", identity)
         poll = select.poll()
@@ -220,18 +220,36 @@ def _connect_once(address: Address, secret: bytes, identity: dict[str, Any], dea
     return connection
 
 
-def _connected(address: Address, limit_s: float) -> socket.socket:
-    limit_s = max(0.001, limit_s)
-    if not isinstance(address, str):
-        return socket.create_connection(address, limit_s)
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connected(address: Address, deadline: Deadline) -> socket.socket:
+    if isinstance(address, str):
+        return _connected_to(socket.AF_UNIX, b"\0" + address.encode(), deadline)
+    failure: OSError | None = None
+    for family, _, _, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        try:
+            return _connected_to(family, place, deadline)
+        except OSError as error:
+            failure = error
+    raise failure or OSError("its name has no address")
+
+
+def _connected_to(family: int, place: Any, deadline: Deadline) -> socket.socket:
+    connecting = socket.socket(family, socket.SOCK_STREAM)
     try:
-        connected.settimeout(limit_s)
-        connected.connect(b"\0" + address.encode())
+        connecting.setblocking(False)
+        code = connecting.connect_ex(place)
+        if code == errno.EINPROGRESS:
+            poll = select.poll()
+            poll.register(connecting, select.POLLOUT)
+            while not poll.poll(deadline.wait_s() * 1000):
+                if deadline.left() <= 0:
+                    raise TimeoutError("the other side does not answer")
+            code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
     except BaseException:
-        connected.close()
+        connecting.close()
         raise
-    return connected
+    return connecting
 
 
 def _listening(address: Address) -> socket.socket:

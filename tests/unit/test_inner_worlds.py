@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvstore_hvd import engine
 from kvstore_hvd.errors import KVHvdError, MismatchError, PeerLostError
 from kvstore_hvd.inner_worlds import InnerMember, InnerWorlds
+from support.fake_native import FakeCommunicator, fake_world
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCommunicator]:
+    """Return the communicator of a world of two."""
+    with fake_world() as communicator:
+        yield communicator
 
 
 class _Left(InnerMember):
@@ -16,15 +26,32 @@ class _Left(InnerMember):
 
     def __init__(self, unread: KVHvdError | None = None, lost: KVHvdError | None = None) -> None:
         super().__init__([0, 1], 1)
-        self._unread, self._lost = unread, lost
+        self._unread = unread
+        self._lost: BaseException | None = lost
         self.reasons: list[str] = []
 
     def leave(self, reason: str = "") -> Exception | None:
         """Remember that it was."""
         self.reasons.append(reason)
-        if self._lost is not None:
-            raise self._lost
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
         return self._unread
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_who_is_interrupted_as_it_leaves_one_leaves_all(fake: FakeCommunicator, interrupted: int) -> None:
+    """Nobody waits for this worker, neither in the worlds inside nor in that of all workers."""
+    members = [_Left(), _Left()]
+    members[interrupted]._lost = KeyboardInterrupt()
+    mine = engine.current()
+    mine._inner = worlds(*members)
+    with pytest.raises(KeyboardInterrupt):
+        mine.leave()
+    reason = "it was interrupted while it left: KeyboardInterrupt"
+    assert [member.reasons[-1] for member in members] == [reason] * 2
+    assert fake.left == [reason]
+    assert not mine.is_initialized
 
 
 def worlds(*members: Any) -> InnerWorlds:

@@ -95,6 +95,19 @@ def test_who_is_interrupted_as_it_leaves_has_left(
     assert mine.leave() is None
 
 
+def test_an_error_that_waits_is_not_replaced_by_one_of_mxnet(
+    fake: FakeCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waitall() -> None:
+        raise ValueError("later")
+
+    monkeypatch.setattr(mxnet_compat, "waitall", waitall)
+    mine = engine.current()
+    earlier = KVHvdError("of an operation")
+    mine.defer(earlier)
+    assert mine.leave() is earlier
+
+
 @pytest.mark.parametrize(("voided", "is_aborted"), [(4, False), (5, True), (6, True)])
 def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
     fake: FakeCommunicator, voided: int, is_aborted: bool

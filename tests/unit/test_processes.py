@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_hvd.launcher.belonging import Remains, group_has_members, mark_this_process
+from kvstore_hvd.launcher.belonging import Remains, group_has_members, mark_of, mark_this_process
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.processes import descends_from
 from support.patience import patient
@@ -38,7 +38,7 @@ def variable() -> bytes:
 
 def marked(variable: bytes, command: list[str] = SLEEP, **more: Any) -> subprocess.Popen[bytes]:
     """Start a process of the job that has cleared its environment and left its session."""
-    mark = lambda: mark_this_process(variable)  # noqa: E731
+    mark = lambda: mark_this_process(mark_of(variable))  # noqa: E731
     return subprocess.Popen(command, env={}, start_new_session=True, preexec_fn=mark, **more)  # noqa: PLW1509
 
 

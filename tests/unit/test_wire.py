@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -539,6 +540,20 @@ def test_connect_says_why_it_did_not_succeed(listening: Any) -> None:
     listener = listening("tcp")
     with pytest.raises(WireError, match=r"127\.0\.0\.1:\d+ within 0.2 s: the other side does not answer"):
         connect(listener.address, SECRET, CLIENT, 0.2)  # nobody attends to it
+
+
+def test_connect_waits_no_longer_where_nobody_takes_connections() -> None:
+    """The kernel answers nobody while the queue of a listener is full: such a wait counts like any other."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(listener.getsockname())
+        start = time.monotonic()
+        with pytest.raises(WireError, match=r"no connection to 127\.0\.0\.1:\d+ within 2 s: the other side does not"):
+            connect(listener.getsockname(), SECRET, CLIENT, 2)
+        assert time.monotonic() - start < patient(9)  # ten times 1 s at least if no such wait counted
 
 
 def test_strangers_have_their_time_and_no_more(listening: Any) -> None:
