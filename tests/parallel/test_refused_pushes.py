@@ -249,7 +249,7 @@ def by_the_trainer(gradients: list[Any]) -> Callable[[], None]:
 
     def exchange() -> None:
         for parameter, gradient in zip(parameters, gradients):
-            parameter.grad()[:] = gradient
+            parameter.grad()[:] = gradient.asnumpy()
         try:
             trainer.allreduce_grads()
         finally:
