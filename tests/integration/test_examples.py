@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from support.demo import needs_demo, with_demo
 from support.jobs import LIMIT_S, variables_of
 from support.launchers import kvhvdrun, mpirun
+
+pytestmark = needs_demo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -20,10 +23,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.mark.timeout(120)
 def test_uneven(marker):
     """All samples of all workers count, and all workers end with the same parameters."""
-    pytest.importorskip("sklearn")
     command = [*kvhvdrun().prefix, "-np", "3", sys.executable, str(EXAMPLES / "uneven.py"), "--epochs", "3"]
     done = subprocess.run(
-        command, env=variables_of(marker), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, env=with_demo(variables_of(marker)), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "worker 2: 719 images, 45 batches in an epoch" in done.stdout
@@ -37,7 +39,6 @@ def test_uneven(marker):
 @pytest.mark.parametrize("launcher", [kvhvdrun, mpirun])
 def test_digits_cupy(marker, launcher, tmp_path):
     """Two workers come to the parameters of one on the CPU, but for rounding; without a GPU, on arrays of NumPy."""
-    pytest.importorskip("sklearn")
     way = launcher()
     if way is None:
         pytest.skip("no mpirun beside this interpreter")
@@ -46,7 +47,7 @@ def test_digits_cupy(marker, launcher, tmp_path):
     both = way.command(2, [*program, "--compare", str(tmp_path / "one.npz")])
     text = ""
     for command in (alone, both):
-        variables = {**variables_of(marker), **way.environment}
+        variables = {**with_demo(variables_of(marker)), **way.environment}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr
         text += done.stdout
@@ -60,7 +61,6 @@ def test_digits_cupy(marker, launcher, tmp_path):
 @pytest.mark.timeout(300)
 def test_elastic_digits(marker):
     """A worker is killed, another takes its place, and all end with the same network."""
-    pytest.importorskip("sklearn")
     command = [
         *kvhvdrun().prefix,
         "--min-np",
@@ -73,7 +73,7 @@ def test_elastic_digits(marker):
     command += ["--epochs", "30"]
     process = subprocess.Popen(
         command,
-        env={**variables_of(marker), "PYTHONUNBUFFERED": "1"},
+        env={**with_demo(variables_of(marker)), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
