@@ -242,7 +242,7 @@ def _connected_to(family: int, place: Any, deadline: Deadline) -> socket.socket:
             poll.register(connecting, select.POLLOUT)
             while not poll.poll(deadline.wait_s() * 1000):
                 if deadline.left() <= 0:
-                    raise TimeoutError("the other side does not answer")
+                    raise WireError("the other side does not answer.")
             code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))

@@ -35,6 +35,7 @@ INTERNAL = {
     "recording/trace.py": "caught by its only callers",
     "recording/parts.py": "an OSError that its callers make a text of",
     "rendezvous.py": "an OSError that the next attempt follows",
+    "wire/sockets.py": "an OSError that the next attempt follows",
     "wire/connection.py": "a message that cannot be read; a WireError is made of it",
 }
 # Lines for the developer, or facts that become part of a text that has a fix.
