@@ -24,8 +24,8 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from sklearn.datasets import load_digits
 
+from support.digits import digits
 from support.elastic_kinds import KINDS
 from support.gluon import array, network, parameters, weights
 
@@ -46,10 +46,10 @@ class Training:
     """
 
     def __init__(self, kind: str, samples: int) -> None:
-        digits = load_digits()
+        images, labels = digits()
         self.samples = samples
-        self._images = (digits.images[:samples, None] / 16).astype(np.float32)
-        self._labels = digits.target[:samples].astype(np.float32)
+        self._images = (images[:samples, None] / 16).astype(np.float32)
+        self._labels = labels[:samples].astype(np.float32)
         self.net = network(
             nn.Conv2D(8, 3, padding=1, in_channels=1, activation="tanh"),
             nn.AvgPool2D(),
