@@ -32,7 +32,7 @@ STEPS = ("unit", "parallel", "integration")
 # As in the table of docs/contract.md (tests/unit/test_contract.py compares). Three: what is wrong only with a number
 # that is no power of two. Who starts the ranks matters little beyond that.
 RANKS = {"kvhvdrun": (1, 2, 4), "mpirun": (3,)}
-QUICK_RANKS = {"kvhvdrun": (2,), "mpirun": (2,)}
+QUICK_RANKS = {"kvhvdrun": (), "mpirun": (2,)}
 # How many processes of pytest share the integration tests, which wait for most of their time. They look only at what
 # belongs to their own jobs, and wait in Python, where a signal ends one that hangs and leaves the others to run.
 LANES = 2
@@ -94,22 +94,16 @@ def plan(options: argparse.Namespace) -> Iterator[Planned]:
 
 
 def steps(options: argparse.Namespace) -> Iterator[Step]:
-    """Yield the steps to run: those of the plan whose launcher there is.
-
-    Raises
-    ------
-    SystemExit
-        A launcher was asked for that is not there.
-    """
-    launchers = {"kvhvdrun": kvhvdrun()}
-    mpi = mpirun() if "mpirun" in options.launchers else None
+    """Yield the steps to run: those of the plan, with kvhvdrun where there is no mpirun."""
+    launchers: dict[str | None, Launcher | None] = {None: None, "kvhvdrun": kvhvdrun()}
+    mpi = mpirun()
     if mpi:
         launchers["mpirun"] = mpi
     elif "mpirun" in options.launchers:
-        print("mpirun: not beside this interpreter, or there is no mpi4py: its steps are left out")
-    for folder, name, ranks in plan(options):
-        if name is None or name in launchers:
-            yield Step(folder, ranks, launchers[name] if name else None)
+        print("mpirun: not beside this interpreter, or there is no mpi4py: kvhvdrun starts its ranks")
+    known = (each if each.launcher in launchers else each._replace(launcher="kvhvdrun") for each in plan(options))
+    for folder, name, ranks in dict.fromkeys(known):
+        yield Step(folder, ranks, launchers[name])
 
 
 def selection(options: argparse.Namespace) -> str:
@@ -201,7 +195,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _text(ranks: Mapping[str, tuple[int, ...]]) -> str:
-    return "; ".join(f"{name} {','.join(map(str, numbers))}" for name, numbers in ranks.items())
+    return "; ".join(f"{name} {','.join(map(str, numbers))}" for name, numbers in ranks.items() if numbers)
 
 
 def _launchers(text: str) -> tuple[str, ...]:

@@ -46,12 +46,11 @@ class Compiler:
         return sorted(number for number in numbers if number >= 70)
 
     def compile(self, source: str, architecture: str, options: tuple[str, ...]) -> tuple[str, str]:
-        """Compile to PTX (``compute_90``) or to machine code (``sm_90``).
+        """Compile to PTX (``compute_90``), or by way of PTX to machine code (``sm_90``).
 
         Returns
         -------
         ptx : str
-            Empty for machine code.
         log : str
             What the compiler says.
 
@@ -70,7 +69,7 @@ class Compiler:
             log = self._text(program, "ProgramLog")
             if failed:
                 raise CompileError(log)
-            return ("" if architecture.startswith("sm_") else self._text(program, "PTX")), log
+            return self._text(program, "PTX"), log
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
