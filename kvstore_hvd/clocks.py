@@ -42,11 +42,19 @@ class RunningClock:
 
 
 class Deadline:
-    """A limit in seconds of a `RunningClock`, from now on. For one thread, which looks at least every `LOOK_S`."""
+    """A limit in seconds of a `RunningClock`, from now on. For one thread, which looks at least every `LOOK_S`.
 
-    def __init__(self, limit_s: float) -> None:
-        self._clock = RunningClock()
+    While whoever waits for an earlier limit looks at that one only, the clock of this one would take it for a process
+    that stands still: the earlier limit is made by `within`, and both have one clock.
+    """
+
+    def __init__(self, limit_s: float, clock: RunningClock | None = None) -> None:
+        self._clock = clock or RunningClock()
         self._end = self._clock.now() + limit_s
+
+    def within(self, limit_s: float) -> Deadline:
+        """Return the deadline that is over after `limit_s` from now, or with this one if that is sooner."""
+        return Deadline(min(limit_s, self.left()), self._clock)
 
     def left(self) -> float:
         """Seconds until then; 0 or less when it is over."""

@@ -341,7 +341,8 @@ def _fetch(world: World, hello: str, timeout_s: float) -> int:
     """Find the server, prove ourselves, and wait for its answer."""
     topology = world.topology
     name = socket_name(world)
-    deadline, longer = Deadline(timeout_s), Deadline(timeout_s + _CLIENT_EXTRA_S)
+    longer = Deadline(timeout_s + _CLIENT_EXTRA_S)
+    deadline = longer.within(timeout_s)
     impostor = False
     attempt = 0
     while True:

@@ -203,7 +203,7 @@ def connect(address: Address, secret: bytes, identity: dict[str, Any], timeout_s
 
 def _connect_once(address: Address, secret: bytes, identity: dict[str, Any], deadline: Deadline) -> Connection:
     # Another listener may hold the port by now; one that says nothing is none of ours.
-    answer = Deadline(min(deadline.left(), _STRANGER_S))
+    answer = deadline.within(_STRANGER_S)
     connected = _connected(address, answer)
     try:
         connection = Connection(connected, secret, "client", identity)

@@ -30,7 +30,7 @@ from mxnet.gluon import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
-NETS = 1000
+NETS = 300
 
 
 # -- Room ---------------------------------------------------------------------------------------------------------

@@ -66,3 +66,14 @@ def test_a_deadline_says_how_long_to_wait(time: Time) -> None:
     assert deadline.left() == pytest.approx(0.2)
     time.pass_by(0.3)
     assert (deadline.left() <= 0, deadline.wait_s()) == (True, 0)
+
+
+def test_an_earlier_deadline_counts_for_the_later_one(time: Time) -> None:
+    """Somebody who waits for it looks at no other."""
+    later = Deadline(10.0)
+    for _ in range(2):
+        earlier = later.within(4.0)
+        while earlier.left() > 0:
+            time.pass_by(0.5)
+    assert later.left() == pytest.approx(2.0)
+    assert later.within(4.0).left() == pytest.approx(2.0)

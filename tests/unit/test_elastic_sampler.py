@@ -248,7 +248,7 @@ def run_epoch(place, seed):
 
 def test_every_sample_once_in_random_epochs(place):
     """ElasticSampler: exactly once per epoch apart from padding, for any resizes, failures, updates, batch sizes."""
-    for seed in range(3000):
+    for seed in range(1000):
         count, kept, padding = run_epoch(place, seed)
         assert set(kept) == set(range(count)), f"seed {seed}: a sample was left out"
         assert sum(kept.values()) - count <= padding, f"seed {seed}: samples were counted twice: {kept}"
