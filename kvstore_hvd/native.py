@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -99,11 +101,23 @@ def _native() -> Any:
         except ModuleNotFoundError as error:
             if error.name != "kvstore_hvd._native":
                 raise
-            fact = "the native extension of kvstore_hvd is missing: this is a source tree that was not built."
-            fix = "run `pip install .` (or `pip install -e .`) in the source tree."
-            raise NotBuiltError(errors.message(fact, fix=fix)) from None
+            raise NotBuiltError(_why_not_built()) from None
         _module.set_error_factory(exception_for)
     return _module
+
+
+def _why_not_built() -> str:
+    """The message where the extension is missing."""
+    here = Path(__file__).parent
+    fact = f"the native extension of kvstore_hvd is missing: {here} belongs to a source tree that was not built."
+    # Python looks into the script's folder first: a script that lies in the source tree never finds the installed copy.
+    installed = next((path.parent for entry in sys.path for path in Path(entry).glob("kvstore_hvd/_native.*.so")), None)
+    if installed is None:
+        return errors.message(fact, fix="run `pip install .` (or `pip install -e .`) in the source tree.")
+    return errors.message(
+        f"{fact} It hides the copy that is installed in {installed}.",
+        fix="keep (or start) your script in another folder, or run `pip install -e .` in the source tree.",
+    )
 
 
 def exception_for(code: int, text: str) -> errors.KVHvdError:

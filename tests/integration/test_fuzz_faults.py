@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.patience import of_the_product
+from support.patience import of_the_product, patient
 from support.runs import Run
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "fuzz_worker.py"
@@ -27,7 +27,9 @@ TIMEOUT_S = 4
 def lose(seed: int, number: int, folder: Path, marker: str) -> None:
     """Run a job whose victim gets the signal; all others have to be told of it by name."""
     timeout_s = of_the_product(TIMEOUT_S if number == signal.SIGSTOP else 60)
-    run = Run(WORKER, [str(seed), str(number)], RANKS, folder, marker, KVHVD_TIMEOUT=str(timeout_s))
+    # However slow the machine is, kvhvdrun lets the survivors report what they were told.
+    variables = {"KVHVD_TIMEOUT": str(timeout_s), "KVHVD_SURVIVOR_TIME": str(patient(10))}
+    run = Run(WORKER, [str(seed), str(number)], RANKS, folder, marker, **variables)
     text = run.until(lambda text: "victim: " in text and text.endswith("\n"))
     victim, pid = re.findall(r"^\[(\d)\] victim: (\d+)$", text, re.MULTILINE)[0]
     if number == signal.SIGSTOP:
@@ -36,7 +38,8 @@ def lose(seed: int, number: int, folder: Path, marker: str) -> None:
     code, output = run.end()
     for rank in {str(rank) for rank in range(RANKS)} - {victim}:
         lines = [line[4:] for line in output.splitlines() if line.startswith(f"[{rank}] ")]
-        (caught,) = (line for line in lines if line.startswith("caught: "))
+        caught = next((line for line in lines if line.startswith("caught: ")), None)
+        assert caught is not None, f"rank {rank} was not told; output:\n{output}"
         if number == signal.SIGKILL:
             assert caught.startswith("caught: PeerLostError: "), output
             assert f"pid {pid}) died (SIGKILL)" in caught, output

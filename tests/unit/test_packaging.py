@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_hvd import native
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,3 +129,22 @@ def test_import_needs_no_optional_library(library: str) -> None:
     program = f"import sys; import kvstore_hvd; sys.exit({library!r} in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", program], timeout=patient(60), capture_output=True, text=True)
     assert answer.returncode == 0, f"importing kvstore_hvd imports {library}\n{answer.stderr}"
+
+
+def test_a_script_in_a_source_tree_without_the_extension(tmp_path: Path) -> None:
+    """It imports what lies beside it, also when a copy is installed."""
+    shutil.copytree(ROOT / "kvstore_hvd", tmp_path / "kvstore_hvd", ignore=shutil.ignore_patterns("_native*.so"))
+    (tmp_path / "train.py").write_text("from kvstore_hvd import native\nnative.abi()\n")
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
+    fact = f"NotBuiltError: the native extension of kvstore_hvd is missing: {tmp_path / 'kvstore_hvd'} belongs to"
+    assert fact in done.stderr
+    assert re.search(r"It hides the copy that is installed in .*kvstore_hvd\.\n  Fix: .* another folder", done.stderr)
+
+
+def test_a_source_tree_and_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setitem(sys.modules, "kvstore_hvd._native", None)
+    monkeypatch.setattr(native, "_module", None)
+    with pytest.raises(native.NotBuiltError, match=r"was not built\.\n  Fix: run `pip install \.`"):
+        native.abi()
