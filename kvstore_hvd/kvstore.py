@@ -445,6 +445,7 @@ class StoreMethods:
         bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._reduction.as_half)
         if bytes_summed is None:
             return False
+        mxnet_compat.note_exchange((value,), adapter.chunk_id)
         self._count("pushpull", key, bytes_summed)
         return True
 

@@ -94,6 +94,7 @@ class Operations:
                 fact = f"there are {len(group.values)} values for one key."
                 raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
         priority = priority_of(call, priority)
+        self._note(groups, reduces=False)
         placement = Placement(self._world, groups)
         _submit_groups([partial(self._broadcast, call, group, placement, priority, root) for group in groups])
 
@@ -108,6 +109,7 @@ class Operations:
             As `broadcast`.
         """
         priority = priority_of(call, priority)
+        self._note(groups, reduces=True)
         placement = Placement(self._world, groups)
         # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
         prepared = [self._prepare(call, group, placement, how) for group in groups]
@@ -118,6 +120,12 @@ class Operations:
             return one.copies
 
         _submit_groups([partial(submit, one) for one in prepared])
+
+    def _note(self, groups: Sequence[Group], reduces: bool) -> None:
+        if not self._world.is_alone:
+            chunk_of = self._world.mxnet_adapter().chunk_id
+            for group in groups:
+                mxnet_compat.note_exchange((*group.values, *group.outs), chunk_of, reduces)
 
     def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int, root: int) -> Copies:
         """Submit one group; returns the copies that have to follow."""

@@ -39,6 +39,7 @@ from kvstore_hvd.mxnet_compat.parameters import (
     zero_added_gradients,
 )
 from kvstore_hvd.mxnet_compat.trainers import devices_of, is_trainer, joinable_of, key_of, labels_of, note_joinable
+from kvstore_hvd.mxnet_compat.unsynchronised import note_exchange
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
     engine_is_naive,
@@ -87,6 +88,7 @@ __all__ = [
     "libmxnet_path",
     "misfit",
     "named_parameters",
+    "note_exchange",
     "note_joinable",
     "numpy_shim",
     "parameters_in",

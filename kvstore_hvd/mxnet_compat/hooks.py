@@ -2,7 +2,7 @@
 
 - The store is registered, as ``'horovod'`` and ``'dist_horovod'``.
 - ``kvstore='horovod'`` given as a string creates the store with one device too (MXNet creates nothing there).
-- A trainer that would train alone although there are several workers raises UnsynchronisedTrainerError.
+- A Trainer that would train alone although there are several workers raises (see unsynchronised.py).
 - With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
   of its parameters.
 - Beside an optimizer that exchanges gradients itself there is no store that does so, too (see exchanging.py).
@@ -23,12 +23,19 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
 from kvstore_hvd import log
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import UnsynchronisedTrainerError, message
-from kvstore_hvd.mxnet_compat import engine_errors, exchanging, gradients, graphs, numpy_shim, trainer_steps
+from kvstore_hvd.mxnet_compat import (
+    engine_errors,
+    exchanging,
+    gradients,
+    graphs,
+    numpy_shim,
+    trainer_steps,
+    unsynchronised,
+)
 from kvstore_hvd.mxnet_compat.trainers import joinable_of, key_of, labels_of
 from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, wrap
 
@@ -48,7 +55,6 @@ _TOLD = "_kvstore_hvd_told"
 # Of a Trainer: what it exchanges in each step.
 _COLLECTED = "_kvstore_hvd_collected"
 # MXNet is one per process, and so is what was done to it.
-_world_size: WorldSize = lambda: None  # noqa: E731
 _store: Optional[type] = None
 _arena: Arena = lambda: None  # noqa: E731
 
@@ -67,10 +73,9 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
         Returns an object with a method ``new_array`` (see `gradients.NewArray`), one and the same as long as the arena
         is, or None when gradients stay where MXNet puts them. It must not initialise anything.
     """
-    global _world_size, _store, _arena
+    global _store, _arena
     import mxnet
 
-    _world_size = world_size
     _arena = arena
     _store = store_factory()
     register_store(mxnet, _store)
@@ -78,6 +83,7 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
     exchanging.patch(mxnet, _is_ours_or_named_so)
     _patch_model(mxnet)
     _patch_trainer(mxnet)
+    unsynchronised.patch(mxnet, world_size, _is_ours_or_named_so)
     _patch_gradients(mxnet)
 
 
@@ -128,36 +134,6 @@ def _is_ours_or_named_so(kv: object) -> bool:
     return _is_ours(kv) or (isinstance(kv, str) and kv.lower() in (NAME, ALIAS))
 
 
-def _is_local(mxnet: Any, kv: Any) -> bool:
-    """Whether no store, or one of MXNet's that stays in this process. What others registered is taken at its word."""
-    return kv is None or (isinstance(kv, mxnet.kvstore.KVStore) and "dist" not in kv.type)
-
-
-def _check_synchronised(mxnet: Any, asked: Any, kv: Any, who: str) -> None:
-    """Raise when `who`, who asked for the store `asked` and got `kv`, would train alone beside other workers."""
-    if not _is_local(mxnet, kv) or exchanging.present() is not None or config().allow_local_trainer:
-        return
-    size = _world_size()
-    if size is None or size <= 1:
-        return
-    # MXNet creates no store, whatever was asked for, where one device has nobody to exchange anything with.
-    name = asked if isinstance(asked, str) else getattr(kv, "type", None)
-    _raise_unsynchronised(who, "no kvstore" if name is None else f"kvstore '{name}'", size)
-
-
-def _raise_unsynchronised(who: str, what: str, size: int) -> NoReturn:
-    raise UnsynchronisedTrainerError(
-        message(
-            f"{who} has {what}, but there are {size} workers: each of them would train a model of its own.",
-            details=[
-                "A subclass that exchanges its gradients itself says so: _kvstore_hvd_synchronised = True.",
-                "Independent trainings on purpose: KVHVD_ALLOW_LOCAL_TRAINER=1.",
-            ],
-            fix="pass kvstore='horovod', or the store that mx.kv.create('horovod') returned.",
-        )
-    )
-
-
 # -- mxnet.model, mxnet.module: Module, FeedForward, and where stores are created ----------------------------------
 
 
@@ -167,30 +143,34 @@ def _patch_model(mxnet: Any) -> None:
     trainer = sys.modules["mxnet.gluon.trainer"]
     module = sys.modules.get("mxnet.module.module")  # only in MXNet 1
 
-    def creating(check: Optional[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def create_kvstore(kvstore: Any, num_device: int, arg_params: Any) -> Any:
-                optimizer = exchanging.present()
-                if _is_ours_or_named_so(kvstore):
-                    if optimizer is not None:
-                        exchanging.broadcast_parameters(optimizer, arg_params)
-                        kvstore = exchanging.set_store_aside(optimizer, kvstore, num_device)
-                    elif isinstance(kvstore, str):
-                        # The original creates nothing for one device unless the name has 'dist' in it.
-                        kvstore = mxnet.kvstore.create(kvstore)
-                created, update_on_kvstore = original(kvstore, num_device, arg_params)
-                if check:
-                    _check_synchronised(mxnet, kvstore, created, check)
-                return created, update_on_kvstore and optimizer is None
+    def creating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_kvstore(kvstore: Any, num_device: int, arg_params: Any) -> Any:
+            optimizer = exchanging.present()
+            if _is_ours_or_named_so(kvstore):
+                if optimizer is not None:
+                    exchanging.broadcast_parameters(optimizer, arg_params)
+                    kvstore = exchanging.set_store_aside(optimizer, kvstore, num_device)
+                elif isinstance(kvstore, str):
+                    # The original creates nothing for one device unless the name has 'dist' in it.
+                    kvstore = mxnet.kvstore.create(kvstore)
+            created, update_on_kvstore = original(kvstore, num_device, arg_params)
+            return created, update_on_kvstore and optimizer is None
 
-            return create_kvstore
+        return create_kvstore
 
-        return make
+    def creating_for_feed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_kvstore(kvstore: Any, num_device: int, arg_params: Any) -> Any:
+            created = original(kvstore, num_device, arg_params)
+            unsynchronised.check_feed_forward(kvstore, created[0])
+            return created
 
-    wrap(model, "_create_kvstore", creating("FeedForward"))
-    wrap(trainer, "_create_kvstore", creating(None))  # the Trainer itself is asked, see _patch_trainer
+        return create_kvstore
+
+    wrap(trainer, "_create_kvstore", creating)
     if module is not None:
-        wrap(module, "_create_kvstore", creating("Module"))
+        wrap(module, "_create_kvstore", creating)
+    wrap(model, "_create_kvstore", creating)
+    wrap(model, "_create_kvstore", creating_for_feed_forward)
 
     def initializing(original: Callable[..., Any]) -> Callable[..., Any]:
         def initialize_kvstore(
@@ -241,13 +221,6 @@ def _patch_trainer(mxnet: Any) -> None:
                     _verify_updates(self, config().verify_every)
                 return
             gradients.look_at(self._params)
-            if not getattr(self, exchanging.SYNCHRONISED, False) and exchanging.optimizer_in(self._optimizer) is None:
-                try:
-                    _check_synchronised(mxnet, self._kvstore_params["kvstore"], kv, type(self).__name__)
-                except UnsynchronisedTrainerError:
-                    # Whoever catches this and steps again must not get through.
-                    self._kv_initialized = False
-                    raise
 
         return init_kvstore
 

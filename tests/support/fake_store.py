@@ -86,14 +86,36 @@ def network(devices: int = 1) -> Any:
     return net
 
 
-def step(net: Any, trainer: Any) -> None:
+def parameters(net: Any) -> list[list[float]]:
+    """Return the parameters on the first device."""
+    return [parameter.list_data()[0].asnumpy().ravel().tolist() for parameter in net.collect_params().values()]
+
+
+def backward(net: Any) -> None:
+    """Compute gradients on every device."""
+    first = next(iter(net.collect_params().values()))
+    for data in first.list_data():
+        context = data.device if V2 else data.context
+        with mx.autograd.record():
+            loss = net(array(4, 2).astype(data.dtype).as_in_context(context)).sum()
+        loss.backward()
+
+
+def update(trainer: Any, by: str) -> None:
+    """Update by ``step``, or by ``update``."""
+    if by == "step":
+        trainer.step(4)
+    else:
+        trainer.update(4)
+
+
+def step(net: Any, trainer: Any, by: str = "step") -> None:
     """Train one step."""
-    with mx.autograd.record():
-        loss = net(array(4, 2)).sum()
-    loss.backward()
-    trainer.step(4)
+    backward(net)
+    update(trainer, by)
 
 
-def trainer_of(net: Any, kvstore: Any, cls: type | None = None) -> Any:
+def trainer_of(net: Any, kvstore: Any, cls: type | None = None, **options: Any) -> Any:
     """Return a Trainer, or one of a subclass of it."""
-    return (cls or mx.gluon.Trainer)(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kvstore)
+    how = {"learning_rate": 0.1}
+    return (cls or mx.gluon.Trainer)(net.collect_params(), "sgd", how, kvstore=kvstore, **options)

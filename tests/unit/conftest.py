@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore_hvd.config import reload
-from kvstore_hvd.mxnet_compat import hooks
+from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.delenv(name)
     reload()
     registry = mx.kvstore.KVStoreBase.kv_registry
-    before, state = dict(registry), (hooks._store, hooks._world_size)
+    before, state = dict(registry), (hooks._store, unsynchronised._world_size)
     registry.pop("horovod", None)
     hooks.install_hooks(store_class, lambda: World.size)
     yield World
     registry.clear()
     registry.update(before)
-    hooks._store, hooks._world_size = state
+    hooks._store, unsynchronised._world_size = state
     World.size = None
     Fake.made.clear()
     Fake.root_value = None
