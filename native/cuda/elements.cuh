@@ -52,6 +52,7 @@ struct FloatArithmetic {
   }
   static KVHVD_INLINE float scaled(float a, const Scale& scale) { return multiply(a, scale.narrow); }
   static KVHVD_INLINE double scaled(double a, const Scale& scale) { return multiply(a, scale.wide); }
+  static KVHVD_INLINE Sum prescaled(Sum a, const Scale& scale) { return scaled(a, scale); }
 };
 
 struct Float32 : FloatArithmetic<float> {
@@ -76,6 +77,7 @@ struct Float16 : FloatArithmetic<float> {
   static constexpr u32 kInFlight = 2;
   static KVHVD_INLINE Sum widen(Raw raw) { return half_to_float(raw); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return is_nan(sum) ? static_cast<u16>(0x7e00) : float_to_half(sum); }
+  static KVHVD_INLINE Sum prescaled(Sum a, const Scale& scale) { return widen(narrow(scaled(a, scale))); }
   static KVHVD_INLINE Sum resume(Raw raw) { return widen(raw); }
   static KVHVD_INLINE Raw suspend(Sum sum) { return narrow(sum); }
 };
@@ -90,6 +92,7 @@ struct BFloat16 : FloatArithmetic<float> {
     const u32 bits = bits_of(canonical(sum));
     return static_cast<u16>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
   }
+  static KVHVD_INLINE Sum prescaled(Sum a, const Scale& scale) { return widen(narrow(scaled(a, scale))); }
   static KVHVD_INLINE Sum resume(Raw raw) { return widen(raw); }
   static KVHVD_INLINE Raw suspend(Sum sum) { return narrow(sum); }
 };
@@ -99,6 +102,7 @@ KVHVD_INLINE float through_half(float a) { return half_to_float(Float16::narrow(
 struct Float32AsHalf : FloatArithmetic<float> {
   using Raw = u32;
   static KVHVD_INLINE Sum widen(Raw raw) { return through_half(float_of(raw)); }
+  static KVHVD_INLINE Sum prescaled(Sum a, const Scale& scale) { return through_half(scaled(a, scale)); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return bits_of(through_half(sum)); }
   static KVHVD_INLINE Sum resume(Raw raw) { return float_of(raw); }
   static KVHVD_INLINE Raw suspend(Sum sum) { return bits_of(sum); }
@@ -107,6 +111,7 @@ struct Float32AsHalf : FloatArithmetic<float> {
 struct Float64AsHalf : FloatArithmetic<float> {
   using Raw = u64;
   static KVHVD_INLINE Sum widen(Raw raw) { return through_half(to_float(double_of(raw))); }
+  static KVHVD_INLINE Sum prescaled(Sum a, const Scale& scale) { return through_half(scaled(a, scale)); }
   static KVHVD_INLINE Raw narrow(Sum sum) { return bits_of(to_double(through_half(sum))); }
   static KVHVD_INLINE Sum resume(Raw raw) { return to_float(double_of(raw)); }
   static KVHVD_INLINE Raw suspend(Sum sum) { return bits_of(to_double(sum)); }
@@ -133,6 +138,7 @@ struct Integer {
   static KVHVD_INLINE Sum least(Sum a, Sum b) { return b < a ? b : a; }
   static KVHVD_INLINE Sum greatest(Sum a, Sum b) { return b > a ? b : a; }
 
+  static KVHVD_INLINE Sum prescaled(Sum value, const Scale& scale) { return scaled(value, scale); }
   // Toward zero; the nearest value of the type where that is out of range, 0 for NaN.
   static KVHVD_INLINE Sum scaled(Sum value, const Scale& scale) {
     if (scale.wide == 1.0) return value;  // float64 does not hold every 64-bit integer
@@ -193,7 +199,7 @@ struct Sums {
 
   KVHVD_INLINE void take(const Vector& input, const Scale& prescale) {
     KVHVD_UNROLL
-    for (u32 i = 0; i < kLanes<E>; ++i) of[i] = E::scaled(E::widen(lane<typename E::Raw>(input, i)), prescale);
+    for (u32 i = 0; i < kLanes<E>; ++i) of[i] = E::prescaled(E::widen(lane<typename E::Raw>(input, i)), prescale);
   }
   KVHVD_INLINE void resume(const Vector& partial) {
     KVHVD_UNROLL

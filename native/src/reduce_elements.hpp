@@ -108,6 +108,7 @@ struct FloatArithmetic {
   }
   static Reg maximum(Reg a, Reg b) { return -minimum(-a, -b); }
   static Reg scaled(Reg a, double scale) { return a * static_cast<T>(scale); }
+  static Reg prescaled(Reg a, double scale) { return scaled(a, scale); }
 
  protected:
   // Which NaN an operation returns depends on the operand order that the compiler picked and on the architecture.
@@ -179,6 +180,15 @@ struct BFloat16 : FloatArithmetic<float, Isa::kVectorBytes> {
   }
 };
 
+// A type of halves whose products with the first factor are rounded before they are combined, as they are where an array
+// is scaled in memory.
+template <class Type>
+struct RoundedProducts : Type {
+  static typename Type::Reg prescaled(typename Type::Reg a, double scale) {
+    return Type::widen(Type::narrow(Type::scaled(a, scale)));
+  }
+};
+
 // elements[i] = elements[i] * scale in float64, toward zero, the nearest representable value where that is out of
 // range, 0 for NaN. Not inlined: its loop is long, and the kernels that use it are many.
 template <typename T, int kCount>
@@ -210,6 +220,7 @@ struct Integer {
   static Reg multiply(Reg a, Reg b) { return bit_cast<Reg>(bit_cast<Unsigned>(a) * bit_cast<Unsigned>(b)); }
   static Reg minimum(Reg a, Reg b) { return a < b ? a : b; }
   static Reg maximum(Reg a, Reg b) { return a > b ? a : b; }
+  static Reg prescaled(Reg reg, double scale) { return scaled(reg, scale); }
   static Reg scaled(Reg reg, double scale) {
     if (scale == 1.0) return reg;  // float64 does not hold every int64
     T elements[sizeof(Reg) / sizeof(T)];

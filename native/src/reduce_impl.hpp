@@ -93,12 +93,6 @@ struct PartOfVector {
   std::size_t bytes;
 };
 
-template <class Type, bool kScaled>
-typename Type::Reg scaled_if(typename Type::Reg reg, [[maybe_unused]] double scale) {
-  if constexpr (kScaled) return Type::scaled(reg, scale);
-  return reg;
-}
-
 // kVectors consecutive vectors of every array, `offset` bytes from its start. All are read before any is written:
 // outputs may be inputs.
 template <class Type, class Op, bool kScaled, int kVectors, class Arrays, class Memory>
@@ -106,8 +100,9 @@ inline __attribute__((always_inline)) void reduce_strip(const Reduction& reducti
                                                         std::size_t offset, Memory memory) {
   using Raw = typename Type::Raw;
   const auto get = [&](int input, int vector) {
-    const Raw raw = memory.get(arrays.input(input) + offset + vector * sizeof(Raw));
-    return scaled_if<Type, kScaled>(Type::widen(raw), reduction.prescale);
+    const typename Type::Reg wide = Type::widen(memory.get(arrays.input(input) + offset + vector * sizeof(Raw)));
+    if constexpr (kScaled) return Type::prescaled(wide, reduction.prescale);
+    return wide;
   };
   typename Type::Reg accumulators[kVectors] = {};  // initialised for GCC 12, which cannot see that it is filled
   for (int v = 0; v < kVectors; ++v) accumulators[v] = get(0, v);
@@ -116,7 +111,8 @@ inline __attribute__((always_inline)) void reduce_strip(const Reduction& reducti
   }
   Raw results[kVectors];
   for (int v = 0; v < kVectors; ++v) {
-    results[v] = Type::narrow(scaled_if<Type, kScaled>(accumulators[v], reduction.postscale));
+    if constexpr (kScaled) accumulators[v] = Type::scaled(accumulators[v], reduction.postscale);
+    results[v] = Type::narrow(accumulators[v]);
   }
   for (int i = 0; i < arrays.n_outputs(); ++i) {
     for (int v = 0; v < kVectors; ++v) memory.put(arrays.output(i) + offset + v * sizeof(Raw), results[v]);
@@ -165,13 +161,10 @@ bool sum_few(const Reduction& reduction, const void* const* inputs, int n_inputs
 }
 
 template <class Isa, class Type, bool kScaled>
-void reduce_type(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs,
-                 int n_outputs, std::size_t count) {
-  const ManyArrays arrays(inputs, n_inputs, outputs, n_outputs);
+void reduce_many(const Reduction& reduction, const ManyArrays& arrays, std::size_t count) {
   switch (reduction.op) {
     case ReduceOp::kSum:
     case ReduceOp::kAverage:
-      if (sum_few<Isa, Type, kScaled>(reduction, inputs, n_inputs, outputs, n_outputs, count)) return;
       return reduce_arrays<Isa, Type, Sum, kScaled>(reduction, arrays, count);
     case ReduceOp::kMin:
       return reduce_arrays<Isa, Type, Min, kScaled>(reduction, arrays, count);
@@ -182,6 +175,14 @@ void reduce_type(const Reduction& reduction, const void* const* inputs, int n_in
   }
 }
 
+template <class Isa, class Type, bool kScaled>
+void reduce_type(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs,
+                 int n_outputs, std::size_t count) {
+  const bool sums = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage;
+  if (sums && sum_few<Isa, Type, kScaled>(reduction, inputs, n_inputs, outputs, n_outputs, count)) return;
+  reduce_many<Isa, Type, kScaled>(reduction, ManyArrays(inputs, n_inputs, outputs, n_outputs), count);
+}
+
 // Sums as half. Always scaled, and float64 with one kernel for all numbers of arrays: memory is the limit, and every
 // further kernel makes the library larger. Returns false when the reduction is none of these.
 template <class Isa>
@@ -190,12 +191,19 @@ bool sum_as_half(const Reduction& reduction, const void* const* inputs, int n_in
   if (!reduction.as_half || (reduction.op != ReduceOp::kSum && reduction.op != ReduceOp::kAverage)) return false;
   const ManyArrays arrays(inputs, n_inputs, outputs, n_outputs);
   if (reduction.dtype == DType::kFloat64) {
-    reduce_arrays<Isa, Float64AsHalf<Isa>, Sum, true>(reduction, arrays, count);
+    using Type = Float64AsHalf<Isa>;
+    if (reduction.prescale != 1.0) {
+      reduce_arrays<Isa, RoundedProducts<Type>, Sum, true>(reduction, arrays, count);
+    } else {
+      reduce_arrays<Isa, Type, Sum, true>(reduction, arrays, count);
+    }
     return true;
   }
   if (reduction.dtype != DType::kFloat32) return false;
   using Type = Float32AsHalf<Isa>;
-  if (!sum_few<Isa, Type, true>(reduction, inputs, n_inputs, outputs, n_outputs, count)) {
+  if (reduction.prescale != 1.0) {
+    reduce_arrays<Isa, RoundedProducts<Type>, Sum, true>(reduction, arrays, count);
+  } else if (!sum_few<Isa, Type, true>(reduction, inputs, n_inputs, outputs, n_outputs, count)) {
     reduce_arrays<Isa, Type, Sum, true>(reduction, arrays, count);
   }
   return true;
@@ -211,11 +219,16 @@ void reduce_with(const Reduction& reduction, const void* const* inputs, int n_in
     if (scaled) return reduce_type<Isa, Type, true>(reduction, inputs, n_inputs, outputs, n_outputs, count);
     return reduce_type<Isa, Type, false>(reduction, inputs, n_inputs, outputs, n_outputs, count);
   };
+  // Of 16-bit floats with a first factor, rare enough for one kernel for all numbers of arrays.
+  const auto with_products_of = [&](auto type) {
+    using Type = RoundedProducts<decltype(type)>;
+    reduce_many<Isa, Type, true>(reduction, ManyArrays(inputs, n_inputs, outputs, n_outputs), count);
+  };
   switch (reduction.dtype) {
     case DType::kFloat16:
-      return as(Float16<Isa>());
+      return reduction.prescale != 1.0 ? with_products_of(Float16<Isa>()) : as(Float16<Isa>());
     case DType::kBFloat16:
-      return as(BFloat16<Isa>());
+      return reduction.prescale != 1.0 ? with_products_of(BFloat16<Isa>()) : as(BFloat16<Isa>());
     case DType::kFloat32:
       return as(Float32<Isa>());
     case DType::kFloat64:

@@ -128,13 +128,14 @@ Bytes expected(const Reduction& reduction, const std::vector<Bytes>& inputs) {
       }
       rounded = scale_integer(value, reduction.postscale);
     } else {
-      auto value = widen(element(inputs[0], i));
-      using F = decltype(value);
-      value *= static_cast<F>(reduction.prescale);
-      for (std::size_t r = 1; r < inputs.size(); ++r) {
-        const F next = widen(element(inputs[r], i)) * static_cast<F>(reduction.prescale);
-        value = combine_float(reduction.op, value, next);
-      }
+      using F = decltype(widen(T()));
+      const auto product = [&](const Bytes& input) {
+        T part;
+        narrow(widen(element(input, i)) * static_cast<F>(reduction.prescale), &part);
+        return widen(part);
+      };
+      F value = product(inputs[0]);
+      for (std::size_t r = 1; r < inputs.size(); ++r) value = combine_float(reduction.op, value, product(inputs[r]));
       narrow(value * static_cast<F>(reduction.postscale), &rounded);
     }
     std::memcpy(result.data() + i * sizeof(T), &rounded, sizeof(T));

@@ -219,7 +219,12 @@ def _reduced(what: str, launch: Any, parts: list[Any]) -> Any:
             values = _wide(values_of(part, dtype), dtype)
             if what.endswith("as_half"):
                 values = values.astype(np.float16).astype(np.float32)
-            values = _scaled(values, dtype, float(launch["prescale"]))
+            if launch["prescale"] != 1.0:
+                values = _scaled(values, dtype, float(launch["prescale"]))
+                if what.endswith("as_half"):
+                    values = values.astype(np.float16).astype(np.float32)
+                elif dtype in ("float16", "bfloat16"):
+                    values = _wide(values_of(raw_of(values, dtype), dtype), dtype)
             total = values if total is None else combine(total, values)
         total = _scaled(total, dtype, float(launch["postscale"]))
         if what.endswith("as_half"):

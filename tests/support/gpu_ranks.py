@@ -158,7 +158,10 @@ def combined(parts: Sequence[Any], dtype: str, op: str, prescale: float = 1.0, p
         for part in parts:
             values = values_of(part, dtype)
             values = values.astype(np.float32) if dtype == "float16" else values
-            values = scaled(values, prescale)
+            if prescale != 1.0:
+                values = scaled(values, prescale)
+                if dtype in ("float16", "bfloat16"):  # the product is one of the type, too
+                    values = values_of(raw_of(values, dtype), dtype).astype(np.float32)
             total = values if total is None else combine(total, values)
         return raw_of(scaled(total, postscale), dtype)
 
