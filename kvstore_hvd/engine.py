@@ -305,7 +305,7 @@ class Engine(Member):
 
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 
-    def join_inner(self, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember | None:
+    def join_inner(self, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
         """Make a world of some of this one's workers. Left with this one, and made again by `reset`.
 
         For parameters and result see `InnerWorlds.add`. Every worker of this world calls it, inside `submitting`.
@@ -334,6 +334,7 @@ class Engine(Member):
                     self._inner.remove(inner)
                     inner.leave("not all of its workers could join the process set")
                 raise
+            assert inner is not None
             self._record(inner)
             return inner
 
@@ -354,8 +355,10 @@ class Engine(Member):
         ]
 
     def leave_inner(self, inner: InnerMember) -> None:
-        """Leave a world that `join_inner` made. Raises as `shutdown`."""
+        """Leave a world that `join_inner` made; does nothing if this worker is not in it. Raises as `shutdown`."""
         with self._lock:
+            if inner not in tuple(self._inner):
+                return
             self._inner.remove(inner)
             try:
                 inner.shutdown()
@@ -379,10 +382,10 @@ class Engine(Member):
             if self._recorder.is_recording:
                 self._recorder.stop(self._others(), self.topology)
 
-    def _record(self, *inner: InnerMember | None) -> None:
+    def _record(self, *inner: InnerMember) -> None:
         """Have the recorder know of worlds inside this one."""
         for member in inner:
-            if member is not None and not member.is_alone:
+            if not member.is_alone:
                 self._recorder.joined(member.communicator(), member.topology)
 
     def _others(self) -> Communicator | None:

@@ -13,7 +13,9 @@ __all__ = ["InnerMember", "InnerWorlds"]
 
 
 class InnerMember(Member):
-    """A worker's part in a world of some of the workers.
+    """A worker's part in a world of some of the workers. One that is none of them is alone in its own.
+
+    Whether it is one of them may change from one world of all to the next: whoever has the part need not know.
 
     Parameters
     ----------
@@ -28,6 +30,11 @@ class InnerMember(Member):
         self._ranks, self._number = tuple(ranks), number
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of its workers in the world of all, in ascending order."""
+        return self._ranks
+
+    @property
     def reaches_gpus(self) -> bool:
         """See `Member.reaches_gpus`. No: two worlds' operations on one GPU could wait for each other for ever."""
         return False
@@ -35,17 +42,16 @@ class InnerMember(Member):
     def join_inside(self, outer: World) -> None:
         """Join this world inside `outer`. Raises as `join`."""
         topology = outer.topology
-        # One host; see bootstrap.
-        hosts = [Host.here()] * len(self._ranks)
-        rank = self._ranks.index(topology.rank)
+        is_outside = topology.rank not in self._ranks
+        ranks = (topology.rank,) if is_outside else self._ranks
         self.join(
             World(
                 Topology.of(
-                    rank,
-                    hosts,
+                    ranks.index(topology.rank),
+                    [Host.here()] * len(ranks),  # one host; see bootstrap
                     epoch=topology.epoch,
                     source=topology.source,
-                    inside=Inside(self._number, self._ranks, topology.size),
+                    inside=Inside(self._number, ranks, topology.size, is_outside),
                 ),
                 f"{outer.job}.set{self._number}",
                 outer.secret,
@@ -60,9 +66,7 @@ class InnerWorlds:
     def __init__(self) -> None:
         self._members: list[InnerMember] = []
 
-    def add(
-        self, outer: World, ranks: Sequence[int], number: int, former: InnerMember | None = None
-    ) -> InnerMember | None:
+    def add(self, outer: World, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
         """Join one more; every worker of the outer world calls it, in the same order.
 
         Parameters
@@ -77,16 +81,13 @@ class InnerWorlds:
 
         Returns
         -------
-        InnerMember or None
-            None on a worker that is not one of `ranks`.
+        InnerMember
 
         Raises
         ------
         LaunchError
             Not all of these workers came in time.
         """
-        if outer.topology.rank not in ranks:
-            return None
         member = former or InnerMember(ranks, number)
         member.join_inside(outer)
         self._members.append(member)

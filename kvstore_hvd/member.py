@@ -241,6 +241,12 @@ class Member:
         return self._world.topology
 
     @property
+    def job(self) -> str:
+        """What tells the world from those of other workers."""
+        assert self._world is not None
+        return self._world.job
+
+    @property
     def is_alone(self) -> bool:
         """Whether this worker is the only one: then every operation is a local copy."""
         return self.topology.size == 1 and not self._closed

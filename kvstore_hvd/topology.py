@@ -67,8 +67,9 @@ class Inside:
     """The place of a world of some of the workers in the world of all: messages name those by their ranks there."""
 
     number: int  # of the process set
-    ranks: tuple[int, ...]  # of its workers, in ascending order
+    ranks: tuple[int, ...]  # of its workers, in ascending order; outside of it: of this worker
     size: int  # of the world of all
+    is_outside: bool = False  # this worker is no member, and alone
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,11 @@ class Topology:
         return errors.rank_list(self.rank_of_all(rank) for rank in ranks)
 
     @property
+    def is_outside(self) -> bool:
+        """Whether this is not a world of workers, but what a worker has that is outside of one: it is alone there."""
+        return self.inside is not None and self.inside.is_outside
+
+    @property
     def group(self) -> str:
         """What messages add to 'the workers': ``' of process set 3'``, or nothing."""
         return "" if self.inside is None else f" of process set {self.inside.number}"
@@ -146,7 +152,9 @@ class Topology:
         if self.inside is None:
             return Speaker(rank=self.rank, size=self.size)
         rank, within = self.rank_in_all, f"process set {self.inside.number}"
-        if rank != self.rank:
+        if self.inside.is_outside:
+            within = f"outside of {within}"
+        elif rank != self.rank:
             within = f"rank {self.rank}/{self.size} in {within}"
         return Speaker(rank=rank, size=self.inside.size, within=within)
 

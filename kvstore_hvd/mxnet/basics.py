@@ -49,28 +49,30 @@ def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, N
     comm : mpi4py communicator or list of int, optional
         The workers, or their ranks among those that the launcher started. By default those of the last world, or all.
     process_sets : list of ProcessSet or 'dynamic', optional
-        Process sets to add, the same ones on all workers; or that sets may be added and removed at any time.
+        Process sets to add, the same ones on all workers; or that sets may be added and removed at any time. Sets that
+        are there already are used again. Of a communicator that was split each worker names its own part, and all of
+        the parts are added.
 
     Raises
     ------
     LaunchError
         The workers could not find each other.
     InvalidRequestError
-        An argument is wrong.
+        An argument is wrong, on every worker; the world has been joined, without any new set.
+    MismatchError
+        The workers name different sets; as before.
     ConfigError
         The environment has settings that cannot be used.
     """
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
-    chosen = [] if dynamic or process_sets is None else process_sets
-    if isinstance(chosen, str) or not all(isinstance(each, sets.ProcessSet) for each in chosen):
+    chosen: list[Any] = [] if dynamic or process_sets is None else list(process_sets)
+    if not all(isinstance(each, sets.ProcessSet) for each in chosen):
         fix = "pass a list of hvd.ProcessSet, or 'dynamic'."
         raise InvalidRequestError(message(f"process_sets is {process_sets!r}.", operation="init", fix=fix))
     engine.current().init(comm)
     if dynamic:
         sets.allow_dynamic()
-    for each in chosen:
-        if each.process_set_id is None:
-            sets.register(each)
+    sets.add_at_start(chosen)
 
 
 def shutdown() -> None:

@@ -15,6 +15,7 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.arrays import copy
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.kvstore import make_store_class
+from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.operations import Reduction, submit_all
@@ -51,12 +52,12 @@ class _PresentScale:
         scale = vars(trainer).get(self._name)
         if scale is None:
             raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {self._name!r}")
-        return scale.among(trainer._world.topology.size)
+        return scale.among(trainer._workers)
 
     def __set__(self, trainer: Any, value: float) -> None:
         # AMP keeps a copy of one scale as another one: it stays as exact as that is, whatever the world becomes.
         known = [vars(trainer).get(name) for name in TrainerMethods._SCALES]
-        workers = trainer._world.topology.size
+        workers = trainer._workers
         same = [each for each in known if each is not None and each.among(workers) == value]
         vars(trainer)[self._name] = same[0] if same else Scale(value, workers)
 
@@ -66,7 +67,8 @@ class TrainerMethods:
 
     ``step(batch_size)`` takes the batch size of one worker; sums are divided by the number of workers that there are in
     that step. Initial parameters are those of the set's first worker. Every worker must make its Trainers in the same
-    order.
+    order. On a worker that is not in the set nothing is exchanged: a step takes the worker's own gradients, and divides
+    them by the number of members like theirs.
 
     Parameters
     ----------
@@ -85,12 +87,12 @@ class TrainerMethods:
     num_groups : int
         Without effect: small gradients share operations anyway.
     process_set : ProcessSet
-        Who takes part; this worker must be a member.
+        Who takes part.
 
     Raises
     ------
     InvalidRequestError, InvalidTypeError, NotInitializedError
-        An argument is wrong, this worker is not a member of the set, or there is no world.
+        An argument is wrong, the set is not registered, or there is no world.
     """
 
     _SCALES = ("_scale", "_amp_original_scale")
@@ -119,7 +121,7 @@ class TrainerMethods:
         if prefix is not None and not isinstance(prefix, str):
             _refuse("DistributedTrainer", f"prefix is {prefix!r}.", "pass a str.")
         store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set)
-        self._world = store._engine
+        self._world, self._process_set = store._engine, process_set
         self._compression = compression
         #: See `join.trainers`: None means all workers.
         self._process_group = None if process_set is global_process_set else process_set
@@ -133,8 +135,13 @@ class TrainerMethods:
             names = getattr(self, "_kvstore_hvd_names", {})
             self._kvstore_hvd_names = {id(each): prefix + names.get(id(each), each.name) for each in self._params}
 
+    @property
+    def _workers(self) -> int:
+        """By how many the sums are divided."""
+        return _members_of(self._process_set, self._world)
+
     def _allreduce_grads(self) -> None:
-        if not self._is_compressed_here:
+        if not self._is_compressed_here or self._world.topology.is_outside:
             super()._allreduce_grads()  # type: ignore[misc]
             return
         submit_all(
@@ -185,7 +192,7 @@ class OptimizerMethods:
             fact, fix = f"the optimizer is a {type(optimizer).__name__}.", "pass one of mx.optimizer."
             _refuse("DistributedOptimizer", fact, fix)
         store = _store_for("DistributedOptimizer", gradient_predivide_factor, num_groups, process_set)
-        vars(self).update(_optimizer=optimizer, _store=store, _factor=gradient_predivide_factor)
+        vars(self).update(_optimizer=optimizer, _store=store, _factor=gradient_predivide_factor, _set=process_set)
 
     def unwrap(self) -> Any:
         """The optimizer inside, which divides by no number of workers."""
@@ -247,7 +254,7 @@ class OptimizerMethods:
         """Within, the optimizer inside divides sums by the number of workers that there are."""
         optimizer = vars(self)["_optimizer"]
         own = optimizer.rescale_grad
-        optimizer.rescale_grad = own * vars(self)["_factor"] / self._store.num_workers
+        optimizer.rescale_grad = own * vars(self)["_factor"] / _members_of(vars(self)["_set"], self._store._engine)
         try:
             yield
         finally:
@@ -260,7 +267,12 @@ def _store_for(who: str, factor: Any, num_groups: Any, process_set: ProcessSet) 
         _refuse(who, f"gradient_predivide_factor is {factor!r}.", "pass a positive number.")
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         _refuse(who, f"num_groups is {num_groups!r}.", "pass an int that is not negative.")
-    return make_store_class()(process_set.world(who), Reduction(prescale=1.0 / factor))
+    return make_store_class()(process_set.world(who, or_outside=True), Reduction(prescale=1.0 / factor))
+
+
+def _members_of(process_set: ProcessSet, world: Member) -> int:
+    """How many workers are in a set, be this one of them or not."""
+    return len(process_set.ranks or ()) if world.topology.is_outside else world.topology.size
 
 
 def _refuse(who: str, fact: str, fix: str) -> NoReturn:

@@ -1,13 +1,14 @@
 """Process sets: some of the workers, with collectives of their own.
 
-A set is a world inside the world of all workers: one that only its members join.
+A set is a world inside the world of all workers: one that only its members join. The others are alone in it, so that
+what reduces among its members can be made on them, too, and reduces nothing there.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 
@@ -17,16 +18,17 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
 from kvstore_hvd.inner_worlds import InnerMember
 from kvstore_hvd.member import Member
+from kvstore_hvd.mxnet.set_agreement import Part, agreed_sets, row_of
 
 __all__ = [
     "ProcessSet",
+    "add_at_start",
     "add_process_set",
     "allow_dynamic",
     "get_process_set_ids_and_ranks",
     "global_process_set",
     "process_set_by_id",
     "process_sets",
-    "register",
     "remove_process_set",
 ]
 
@@ -40,7 +42,8 @@ class ProcessSet:
     Parameters
     ----------
     ranks_or_comm : iterable of int, or mpi4py communicator
-        The ranks of its members; or a communicator of them, which is ``MPI.COMM_NULL`` on the other workers.
+        The ranks of its members; or a communicator of them. On the other workers that is ``MPI.COMM_NULL``, or that of
+        another part: of a communicator that was split, each worker names its own part.
 
     Raises
     ------
@@ -82,13 +85,15 @@ class ProcessSet:
         """Whether this worker is a member; None unless the set is registered."""
         return None if self.process_set_id is None else self.rank() != -1
 
-    def world(self, operation: str) -> Member:
+    def world(self, operation: str, or_outside: bool = False) -> Member:
         """This worker's part in the world that is the set.
 
         Parameters
         ----------
         operation : str
             Who asks, for messages.
+        or_outside : bool
+            Whether a worker that is no member has one too, in which it is alone.
 
         Raises
         ------
@@ -104,11 +109,11 @@ class ProcessSet:
         if self.process_set_id is None:
             fact, fix = f"{self} is not registered.", "add it with hvd.add_process_set() or hvd.init(process_sets=...)."
             raise InvalidRequestError(_text(fact, fix, operation))
-        found = _registry().world_of(self)
-        if found is None and max(self.ranks or [0]) >= world.topology.size:
+        if max(self.ranks or [0]) >= world.topology.size:
             fact = f"{self} has ranks that do not exist any more: there are {world.topology.size} workers."
             raise InvalidRequestError(_text(fact, "use it when enough workers are there.", operation))
-        if found is None:
+        found = _registry().world_of(self)
+        if found.topology.is_outside and not or_outside:
             fact = f"this worker is not one of the members, {rank_list(self.ranks or [])}."
             raise InvalidRequestError(_text(fact, "call it on the members only.", operation))
         return found
@@ -140,25 +145,40 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set = _GlobalProcessSet()
 
 
+class _Registered(NamedTuple):
+    """A registered set: the objects that stand for it, oldest first, and this worker's part in its world."""
+
+    objects: list[ProcessSet]
+    member: InnerMember
+
+    @property
+    def first(self) -> ProcessSet:
+        """The oldest of the objects; one is made where this worker has named none."""
+        if not self.objects:
+            self.objects.append(ProcessSet(self.member.ranks))
+        return self.objects[0]
+
+
 class _Registry:
     """The sets of one world."""
 
     def __init__(self) -> None:
         self.next_number = 1
         self.wanted: list[ProcessSet] = []  # by a worker that has yet to be taken in by a running job
-        self.sets: dict[int, tuple[ProcessSet, Optional[InnerMember]]] = {}
+        self.sets: dict[int, _Registered] = {}
         self.is_dynamic = False
 
     def number_of(self, process_set: ProcessSet) -> Optional[int]:
         """Number of a registered set."""
         if process_set is global_process_set:
             return 0 if engine.current().is_initialized else None
-        return next((number for number, (each, _) in self.sets.items() if each is process_set), None)
+        found = (number for number, each in self.sets.items() if any(one is process_set for one in each.objects))
+        return next(found, None)
 
-    def world_of(self, process_set: ProcessSet) -> Optional[Member]:
-        """World of a registered set; None if this worker is not a member."""
+    def world_of(self, process_set: ProcessSet) -> Member:
+        """This worker's part in the world of a registered set."""
         number = self.number_of(process_set)
-        return engine.current() if number == 0 else None if number is None else self.sets[number][1]
+        return self.sets[number].member if number else engine.current()
 
 
 # With the number of times that this worker had left by then: `shutdown` forgets the sets, `reset` keeps them.
@@ -199,42 +219,94 @@ def add_process_set(process_set: Union[ProcessSet, Iterable[int]]) -> ProcessSet
         Not all members came in time.
     """
     _check_dynamic("add_process_set")
-    return register(process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set))
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _register([added], "add_process_set")
+    return added
 
 
-def register(process_set: ProcessSet) -> ProcessSet:
-    """As `add_process_set`, in any world. Raises as `add_process_set`."""
-    operation = "add_process_set"
+def add_at_start(chosen: Sequence[ProcessSet]) -> None:
+    """As `add_process_set` for each, in any world: those of ``init()``.
+
+    Sets that are there already are used again, with these objects beside the former ones.
+
+    Raises
+    ------
+    InvalidRequestError, MismatchError
+        A set has ranks that do not exist, those of all workers, or those of another one of `chosen`; or the workers
+        name different ones. On every worker, and none of them is added.
+    LaunchError
+        As `add_process_set`.
+    """
+    if any(each.process_set_id is None for each in chosen):
+        _register(chosen, "init")
+
+
+def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
     world, registry = global_process_set.world(operation), _registry()
     if engine.current().is_waiting:
-        registry.wanted.append(process_set)
-        return process_set
-    if process_set.mpi_comm is not None:
-        process_set._ranks = _members(process_set.mpi_comm)
-    ranks = process_set.ranks or []
+        registry.wanted += [each for each in chosen if not any(one is each for one in registry.wanted)]
+        return
+    rows = [_row(each) for each in chosen]
     with world.submitting():
-        # A rank beyond the last is shown by the extra place, and then nobody goes on.
-        size = world.topology.size
-        row = np.zeros(size + 1, np.int64)
-        for rank in ranks:
-            row[rank if 0 <= rank < size else size] = 1
-        table = world.all_rows(operation, "hvd.add_process_set", "process set", row)
-        told = table[table.any(axis=1)]
-        _check_agreement(table)
-        if told[0][size]:
-            foreign = rank_list(rank for rank in ranks if not 0 <= rank < size)
-            fact = f"the set names {foreign}, but there are {size} workers."
-            raise InvalidRequestError(_text(fact, f"use ranks from 0 to {size - 1}.", operation))
-        process_set._ranks = ranks = np.flatnonzero(told[0]).tolist()
-        known = [global_process_set, *(each for each, _ in registry.sets.values())]
-        same = next((each for each in known if each.ranks == ranks), None)
-        if same is not None:
-            fix = "use that one, or remove it first."
-            raise InvalidRequestError(_text(f"a process set with these ranks exists already: {same}.", fix, operation))
-        number = registry.next_number
-        registry.next_number += 1
-        registry.sets[number] = (process_set, engine.current().join_inner(ranks, number))
-    return process_set
+        if operation == "init":
+            _check_counts(world, len(rows))
+        told = world.all_rows(operation, "hvd.add_process_set", "process set", np.concatenate(rows))
+        agreed = agreed_sets(world.topology, operation, told)
+        parts = [part for each in agreed for part in each]
+        numbers = {each.member.ranks: number for number, each in registry.sets.items()}
+        _check_new(operation, parts, numbers)
+        for part in parts:
+            if part not in numbers:
+                numbers[part] = registry.next_number
+                registry.next_number += 1
+                member = engine.current().join_inner(part, numbers[part])
+                registry.sets[numbers[part]] = _Registered([], member)
+        for process_set, each in zip(chosen, agreed):
+            _name(process_set, each, numbers)
+
+
+def _check_counts(world: Member, count: int) -> None:
+    table = world.all_rows("init", "hvd.init", "process sets", np.array([count], np.int64))
+    if (table != table[0]).any():
+        details = [f"{each}: {rank_list(np.flatnonzero(table[:, 0] == each))}" for each in np.unique(table)]
+        fact, fix = "the workers name different numbers of process sets.", "give init() the same sets on all workers."
+        raise MismatchError(_text(fact, fix, "init", details))
+
+
+def _check_new(operation: str, parts: Sequence[Part], numbers: dict[Part, int]) -> None:
+    """Raise InvalidRequestError where a set is named twice, or may not be there yet."""
+    everybody = tuple(global_process_set.ranks or ())
+    twice = next((each for place, each in enumerate(parts) if each in parts[:place]), None)
+    if twice is not None:
+        fact, fix = f"process_sets has the set of {rank_list(twice)} twice.", "name each set once."
+        raise InvalidRequestError(_text(fact, fix, operation))
+    for part in parts:
+        if part == everybody or (operation != "init" and part in numbers):
+            same = global_process_set if part == everybody else _registry().sets[numbers[part]].first
+            fact, fix = f"a process set with these ranks exists already: {same}.", "use that one, or remove it first."
+            raise InvalidRequestError(_text(fact, fix, operation))
+
+
+def _name(process_set: ProcessSet, parts: Sequence[Part], numbers: dict[Part, int]) -> None:
+    """Have an object stand for what it names: the one set, or this worker's part of several."""
+    own = engine.current().topology.rank
+    for part in parts:
+        objects = _registry().sets[numbers[part]].objects
+        if len(parts) == 1 or own in part:
+            process_set._ranks = list(part)
+            if not any(each is process_set for each in objects):
+                objects.append(process_set)
+
+
+def _row(process_set: ProcessSet) -> Any:
+    """What this worker says of a set."""
+    topology, comm = engine.current().topology, process_set.mpi_comm
+    if not comm:  # COMM_NULL has no ranks: the workers that are not members learn who is
+        return row_of(process_set.ranks or [], topology.size)
+    told = comm.allgather((engine.current().job, topology.rank))
+    strangers = any(job != engine.current().job for job, _ in told)
+    ranks = sorted({rank for _, rank in told if rank < topology.size})
+    return row_of(ranks, topology.size, of_communicator=True, has_strangers=strangers)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -267,9 +339,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         if not number:
             return False
         # Before an unread error is raised, which other workers may not have.
-        _, inner = registry.sets.pop(number)
-        if inner is not None:
-            engine.current().leave_inner(inner)
+        engine.current().leave_inner(registry.sets.pop(number).member)
     return True
 
 
@@ -295,10 +365,11 @@ def rejoin() -> None:
     registry.is_dynamic = registry.is_dynamic or dynamic
     before, registry.sets = registry.sets, {}
     for number, ranks in sets:
-        wanted = next((each for each in registry.wanted if each.ranks == ranks), None)
-        process_set, inner = before.get(number, (wanted or ProcessSet(ranks), None))
-        exists = ranks[-1] < world.topology.size
-        registry.sets[number] = process_set, world.join_inner(ranks, number, inner) if exists else None
+        wanted = [each for each in registry.wanted if each.ranks == ranks]
+        known = before.get(number) or _Registered(wanted, InnerMember(ranks, number))
+        registry.sets[number] = known
+        if ranks[-1] < world.topology.size:
+            world.join_inner(ranks, number, known.member)
     foreign = [each for each in registry.wanted if registry.number_of(each) is None]
     registry.wanted.clear()
     if foreign:
@@ -307,14 +378,14 @@ def rejoin() -> None:
 
 
 def _as_text(registry: _Registry) -> str:
-    sets = [(number, process_set.ranks) for number, (process_set, _) in registry.sets.items()]
+    sets = [(number, each.member.ranks) for number, each in registry.sets.items()]
     return json.dumps([registry.is_dynamic, registry.next_number, sets])
 
 
 def process_sets() -> list[ProcessSet]:
     """The registered sets in the order of their numbers, first the global one; none outside of a world."""
     world = [global_process_set] if engine.current().is_initialized else []
-    return [*world, *(each for each, _ in _registry().sets.values())]
+    return [*world, *(each.first for each in _registry().sets.values())]
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
@@ -336,28 +407,6 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """The ranks of the registered sets, by their numbers."""
     return {each.process_set_id or 0: each.ranks or [] for each in process_sets()}
-
-
-def _members(comm: Any) -> list[int]:
-    # COMM_NULL has no ranks: the workers that are not members learn who is.
-    return sorted(comm.allgather(engine.current().topology.rank)) if comm else []
-
-
-def _check_agreement(table: Any) -> None:
-    """Raise unless all that name ranks name the same ones, and no member names none."""
-    by_ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, row in enumerate(table):
-        by_ranks.setdefault(tuple(np.flatnonzero(row).tolist()), []).append(rank)
-    silent = by_ranks.pop((), [])
-    if not by_ranks:
-        fix = "name at least one rank."
-        raise InvalidRequestError(_text("the process set is empty.", fix, "add_process_set"))
-    if len(by_ranks) == 1 and not set(silent) & set(*by_ranks):
-        return
-    details = [f"{list(ranks)}: {rank_list(who)}" for ranks, who in by_ranks.items()]
-    details += [f"no ranks: {rank_list(silent)}"] if silent else []
-    fix = "add the same sets in the same order on every worker."
-    raise MismatchError(_text("the workers name different process sets.", fix, "add_process_set", details))
 
 
 def _check_dynamic(operation: str) -> None:

@@ -96,3 +96,92 @@ report(job=world.rank, before=before, ranks=even.ranks, comm=even.mpi_comm is co
         assert report["included"] is (place in even)
         assert report["total"] == ([sum(each + 1 for each in even)] * 2 if place in even else None)
         assert report["all"] == [ranks * (ranks + 1) / 2] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("comm", ["None", "world"])
+def test_process_sets_of_a_split_communicator(ranks: int, comm: str) -> None:
+    """Each worker names its own part, as Horovod documents; all parts are sets, in the order of their ranks."""
+    program = f"""
+mine = hvd.ProcessSet(world.Split(world.rank % 2, -world.rank))
+try:
+    hvd.init({comm}, process_sets=[mine])
+    error = ''
+except ValueError as caught:
+    error = str(caught)
+from kvstore_hvd.mxnet.process_sets import get_process_set_ids_and_ranks
+again = hvd.ProcessSet(world.Split(world.rank % 2, world.rank))
+if not error:
+    hvd.init({comm}, process_sets=[again])
+report(job=world.rank, error=error, number=mine.process_set_id, ranks=mine.ranks, again=again.process_set_id,
+       sets=get_process_set_ids_and_ranks(), total=total(mine) if not error else None, all=total(),
+       inside=mine.rank(), text=repr(mine))
+"""
+    even, odd = list(range(0, ranks, 2)), list(range(1, ranks, 2))
+    for place, report in enumerate(launch(ranks, program)):
+        assert report["all"] == [ranks * (ranks + 1) / 2] * 2
+        if ranks == 1:  # the part is all workers: that set is there already
+            assert "exists already" in report["error"]
+            continue
+        half = odd if place % 2 else even
+        assert (report["error"], report["ranks"]) == ("", half)
+        assert report["number"] == report["again"] == 1 + place % 2
+        assert report["sets"] == {"0": list(range(ranks)), "1": even, "2": odd}
+        assert report["total"] == [sum(each + 1 for each in half)] * 2
+        assert report["inside"] == half.index(place)
+        assert report["text"] == f"ProcessSet(process_set_id={1 + place % 2}, ranks={half})"
+
+
+def test_training_in_the_parts_of_a_split_communicator() -> None:
+    """Each worker trains with its part: a Trainer of the set, without a word about the other one."""
+    program = """
+import numpy as np
+mine = hvd.ProcessSet(world.Split(world.rank // 2, world.rank))
+hvd.init(world, process_sets=[mine])
+weight = mx.gluon.Parameter('weight', shape=(2,))
+weight.initialize(mx.init.Zero())
+trainer = hvd.DistributedTrainer([weight], 'sgd', {'learning_rate': 1.0}, process_set=mine)
+for _ in range(3):
+    weight.grad()[:] = world.rank
+    for each in weight.list_data():
+        each._fresh_grad = True
+    trainer.step(1)
+report(job=world.rank, weight=weight.data().asnumpy().tolist())
+"""
+    for place, report in enumerate(launch(4, program)):
+        assert report["weight"] == [-3 * (0.5 if place < 2 else 2.5)] * 2
+
+
+def test_parts_that_leave_somebody_out() -> None:
+    """Who is in no part cannot tell which one is meant; an error everywhere, and the sets can be named by ranks."""
+    program = """
+color = MPI.UNDEFINED if world.rank == 3 else world.rank % 2
+mine = hvd.ProcessSet(world.Split(color, world.rank))
+try:
+    hvd.init(process_sets=[mine])
+    error = ''
+except Exception as caught:
+    error = type(caught).__name__ + str(caught)
+sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1])]
+hvd.init(process_sets=sets)
+report(job=world.rank, error=error, totals=[total(each) if each.included() else None for each in sets])
+"""
+    for place, report in enumerate(launch(4, program)):
+        assert report["error"].startswith("MismatchError")
+        assert "no ranks: rank 3" in report["error"]
+        assert report["totals"] == [[4, 4] if place in (0, 2) else None, [2, 2] if place == 1 else None]
+
+
+def test_a_communicator_with_others_than_the_workers() -> None:
+    """Where the world is a part of the job, a set cannot have members outside of it."""
+    program = """
+hvd.init(world.Split(world.rank % 2, world.rank))
+try:
+    hvd.init(process_sets=[hvd.ProcessSet(world.Split(world.rank // 2, world.rank))])
+    error = ''
+except ValueError as caught:
+    error = str(caught)
+report(job=world.rank, error=error)
+"""
+    for report in launch(4, program):
+        assert "processes that are none of the 2 workers" in report["error"]

@@ -42,8 +42,8 @@ def dynamic(world: Any) -> Iterator[None]:
     process_sets.allow_dynamic()
     yield
     registry = process_sets._registry()
-    for each, _ in list(registry.sets.values()):
-        process_sets.remove_process_set(each)
+    for each in list(registry.sets.values()):
+        process_sets.remove_process_set(each.first)
     registry.is_dynamic = False
 
 

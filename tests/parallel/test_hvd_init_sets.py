@@ -1,0 +1,152 @@
+"""`hvd.init(process_sets=[...])`, again and again: equal sets are used again, and an error changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.mxnet import process_sets
+
+mx = pytest.importorskip("mxnet")
+
+
+@pytest.fixture
+def fresh(rank, size):
+    """Return nothing; outside of a world before and inside of one without sets after."""
+    hvd.shutdown()
+    yield
+    hvd.shutdown()
+    hvd.init(comm=list(range(size)))
+
+
+def total(process_set=hvd.global_process_set):
+    return hvd.allreduce(mx.nd.ones((2,)) * (hvd.rank() + 1), op=hvd.Sum, process_set=process_set).asnumpy()[0]
+
+
+def sum_of(ranks):
+    return sum(each + 1 for each in ranks)
+
+
+def test_twice_with_equal_sets(fresh, rank, size):
+    """Other objects with the same ranks stand for the same sets, beside the former ones."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    first = [hvd.ProcessSet([0]), hvd.ProcessSet(range(1, size))]
+    hvd.init(process_sets=first)
+    numbers = [each.process_set_id for each in first]
+    for again in ([hvd.ProcessSet(list(reversed(range(1, size)))), hvd.ProcessSet([0])], list(reversed(first))):
+        hvd.init(process_sets=again)
+        assert [each.process_set_id for each in again] == numbers[::-1]
+        for each in (*first, *again):
+            assert each.included() is (rank in each.ranks)
+            assert each.size() == len(each.ranks)
+            if each.included():
+                assert total(each) == sum_of(each.ranks)
+    assert process_sets.process_sets() == [hvd.global_process_set, *first]
+    assert process_sets.process_set_by_id(numbers[0]) is first[0]
+    hvd.init()
+    hvd.init(process_sets=[])
+    assert [each.process_set_id for each in first] == numbers
+
+
+def test_some_are_new(fresh, rank, size):
+    """One is there, another is not."""
+    if size < 3:
+        pytest.skip("needs three workers")
+    hvd.init(process_sets=[hvd.ProcessSet([0, 1])])
+    known, new = hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])
+    hvd.init(process_sets=[new, known])
+    assert (known.process_set_id, new.process_set_id) == (1, 2)
+    for each in (known, new):
+        if each.included():
+            assert total(each) == sum_of(each.ranks)
+
+
+def test_all_objects_end_together(fresh, size):
+    """With the set, and with the world."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    hvd.init(process_sets="dynamic")
+    first, second = hvd.add_process_set([0]), hvd.ProcessSet([0])
+    hvd.init(process_sets=[second])
+    assert first.process_set_id == second.process_set_id == 1
+    assert hvd.remove_process_set(second) is True
+    assert first.process_set_id is second.process_set_id is None
+    hvd.init(process_sets=[first, hvd.ProcessSet([1])])
+    hvd.shutdown()
+    assert first.process_set_id is None
+    hvd.init(process_sets=[second, first][:1])
+    assert second.included() is (hvd.rank() == 0)
+
+
+def test_a_reset_keeps_all_objects(fresh, rank, size):
+    """They stand for the set of the next world."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    both = [hvd.ProcessSet([0]) for _ in range(2)]
+    for each in both:
+        hvd.init(process_sets=[each])
+    kvstore_hvd.reset()
+    for each in both:
+        assert each.included() is (rank == 0)
+        if rank == 0:
+            assert total(each) == 1
+
+
+def wrong_sets(size):
+    """Return what is refused, and how."""
+    return [
+        ([[0], [0]], r"process_sets has the set of rank 0 twice"),
+        ([[0, size]], rf"names rank {size}, but there are {size} workers"),
+        ([[0], [1, size + 3]], rf"names rank {size + 3}, but there are {size} workers"),
+        ([[0], []], r"is empty"),
+        ([[-1]], rf"names rank -1, but there are {size} workers"),
+        ([list(range(size))], r"exists already: ProcessSet\(process_set_id=0"),
+    ]
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_after_an_error_it_can_be_repeated(fresh, rank, size, place):
+    """A ValueError on every worker, with the world joined and no set added: the next call may be right."""
+    wrong, text = wrong_sets(size)[place]
+    if size < 2 and wrong[0] == [0]:
+        text = "exists already|twice|is empty|names rank"  # there is no set but that of all
+    for _ in range(2):
+        sets = [hvd.ProcessSet(ranks) for ranks in wrong]
+        with pytest.raises(ValueError, match=text):
+            hvd.init(process_sets=sets)
+        assert hvd.is_initialized()
+        assert [each.process_set_id for each in sets] == [None] * len(sets)
+        assert process_sets.process_sets() == [hvd.global_process_set]
+        assert total() == sum_of(range(size))
+    if size > 1:
+        right = hvd.ProcessSet([0])
+        hvd.init(process_sets=[right])
+        assert right.process_set_id == 1
+        if right.included():
+            assert total(right) == 1
+
+
+def test_workers_that_name_different_sets(fresh, rank, size):
+    """Ranks say what they mean: these are no parts of anything. An error on every worker, and it can be repeated."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    with pytest.raises(kvstore_hvd.MismatchError, match=r"name different process sets(.|\n)*\[0\]: rank 0\n"):
+        hvd.init(process_sets=[hvd.ProcessSet([rank])])
+    with pytest.raises(kvstore_hvd.MismatchError, match=r"different numbers of process sets(.|\n)*  1: rank 0\n"):
+        hvd.init(process_sets=[hvd.ProcessSet([each]) for each in range(1 + (rank > 0))])
+    assert process_sets.process_sets() == [hvd.global_process_set]
+    right = [hvd.ProcessSet([each]) for each in range(size)]
+    hvd.init(process_sets=right)
+    assert total(right[rank]) == rank + 1
+
+
+def test_what_is_no_list(fresh):
+    """Any iterable is taken."""
+    hvd.init(process_sets=iter([]))
+    assert hvd.is_initialized()
+    if hvd.size() > 1:
+        few = hvd.ProcessSet([0])
+        hvd.init(process_sets=(each for each in [few]))
+        assert few.process_set_id == 1

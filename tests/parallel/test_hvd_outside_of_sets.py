@@ -1,0 +1,195 @@
+"""Trainers and optimizers of a process set on workers that are not in it: they train on their own gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import engine
+from kvstore_hvd.mxnet import process_sets
+from support.arrays import assert_same_bits
+from support.gluon import array, backward, gradients, is_mxnet_2, mlp, parameters, samples, weights
+
+mx = pytest.importorskip("mxnet")
+
+BATCH = 4
+RATE = 0.1
+KINDS = ["DistributedTrainer", "DistributedOptimizer"]
+
+
+@pytest.fixture
+def few(dynamic, size):
+    """Return a set that some workers are in, and some are not."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    return hvd.add_process_set([0] if size == 2 else [0, size - 1])
+
+
+def trainer_of(kind, net, process_set, **options):
+    """Return one of the Trainers that form means by themselves."""
+    if kind == "DistributedTrainer":
+        params = net.collect_params()
+        return hvd.DistributedTrainer(params, "sgd", {"learning_rate": RATE}, process_set=process_set, **options)
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=RATE), process_set=process_set, **options)
+    return mx.gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
+
+
+def batch_of(worker, step=0, ctx=None):
+    data, labels = samples(BATCH, seed=100 * step + worker)
+    return array(data, ctx), array(labels, ctx)
+
+
+def gradients_of(worker, values, step=0):
+    """Return the gradients of a worker's batch at these values of the parameters."""
+    net = mlp(seed=5)
+    for parameter, value in zip(parameters(net), values):
+        parameter.set_data(array(value))
+    backward(net, [batch_of(worker, step)])
+    return gradients(net)
+
+
+def step_of(few, rank, values, step=0):
+    """Return the parameters after a step: of the mean of the members' gradients, else of this worker's own ones.
+
+    Horovod divides by the number of members on all workers.
+    """
+    takers = few.ranks if rank in few.ranks else [rank]
+    sums = [sum(each) for each in zip(*(gradients_of(worker, values, step) for worker in takers))]
+    return [value - RATE * each / len(few.ranks) / BATCH for value, each in zip(values, sums)]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_worker_steps(few, rank, kind, factor):
+    """Members average; the others take their own gradients, scaled as Horovod's are; nobody waits for anybody else."""
+    net = mlp(seed=5)
+    trainer = trainer_of(kind, net, few, gradient_predivide_factor=factor)
+    for step in range(3):
+        before = weights(net)
+        backward(net, [batch_of(rank, step)])
+        trainer.step(BATCH)
+        for ours, expected in zip(weights(net), step_of(few, rank, before, step)):
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == hvd.size()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_others_need_not_step(few, rank, kind):
+    """They may have made it because all workers run the same lines."""
+    net = mlp(seed=5)
+    trainer = trainer_of(kind, net, few)
+    before = weights(net)
+    if few.included():
+        backward(net, [batch_of(rank)])
+        trainer.step(BATCH)
+    expected = step_of(few, rank, before) if few.included() else before
+    for ours, each in zip(weights(net), expected):
+        np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
+    hvd.barrier()
+
+
+def test_scale_and_batches(few, rank):
+    """Both workers see the same scale; on several devices the gradients of all of them count."""
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    net = mlp(seed=5, contexts=contexts)
+    trainer = trainer_of("DistributedTrainer", net, few)
+    assert trainer._scale == 1 / len(few.ranks)
+    before = weights(net)
+    backward(net, [batch_of(rank, 0, contexts[0]), batch_of(rank, 1, contexts[1])])
+    trainer.step(BATCH)
+    if not few.included():
+        both = zip(*(gradients_of(rank, before, step) for step in (0, 1)))
+        expected = [value - RATE * sum(each) / len(few.ranks) / BATCH for value, each in zip(before, both)]
+        for device in (0, 1):
+            for ours, each in zip(weights(net, device), expected):
+                np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fp16", "none"])
+def test_nothing_is_compressed_there(few, rank, name):
+    """What is not sent is not rounded."""
+    net = mlp(seed=5)
+    trainer = trainer_of("DistributedTrainer", net, few, compression=getattr(hvd.Compression, name))
+    backward(net, [batch_of(rank)])
+    before = gradients(net)
+    trainer.allreduce_grads()
+    if not few.included():
+        for ours, each in zip(gradients(net), before):
+            assert_same_bits(ours, each)
+
+
+def test_collectives_still_need_a_member(few, rank):
+    """The Trainer is the exception: whoever calls an operation of the set is in it, and the error says who is."""
+    net = mlp(seed=5)
+    trainer = trainer_of("DistributedTrainer", net, few)
+    if not few.included():
+        for call in (hvd.allreduce, hvd.broadcast_object):
+            with pytest.raises(ValueError, match="this worker is not one of the members"):
+                call(mx.nd.ones((2,)), process_set=few)
+        number, size = few.process_set_id, hvd.size()
+        with pytest.raises(kvstore_hvd.InvalidTypeError, match=f"rank {rank}/{size}, outside of process set {number}"):
+            trainer._kvstore_params["kvstore"].pushpull("a", 3)
+    with pytest.raises(ValueError, match="is not registered"):
+        trainer_of("DistributedTrainer", net, hvd.ProcessSet([0]))
+
+
+def test_trainers_made_in_one_order(few, rank, size):
+    """A set's Trainers meet those that were made in the same place, whoever was outside before or after."""
+    other = hvd.add_process_set([1] if size == 2 else [1, size - 1])
+    nets = [mlp(seed=5 + place) for place in range(4)]
+    trainers = [trainer_of(KINDS[0], net, few if place % 2 else other) for place, net in enumerate(nets)]
+    before = [weights(net) for net in nets]
+    for place, (net, trainer) in reversed(list(enumerate(zip(nets, trainers)))):
+        backward(net, [batch_of(rank, place)])
+        trainer.step(BATCH)
+    for place, net in enumerate(nets):
+        expected = step_of(few if place % 2 else other, rank, before[place], place)
+        for ours, each in zip(weights(net), expected):
+            np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_is_outside_may_be_a_member_in_the_next_world(dynamic, rank, size, kind):
+    """As when others have left an elastic job, and ranks have changed: a Trainer goes by the present ones."""
+    if size < 2:
+        pytest.skip("needs two workers")
+    few = hvd.add_process_set([0])
+    net = mlp(seed=5)
+    trainer = trainer_of(kind, net, few)
+    registered = process_sets._registry().sets[few.process_set_id]
+    for members in ([0], [size - 1], [0]):
+        # What another world of all does: the set has the same part of this process, and other workers.
+        engine.current()._inner.remove(registered.member)
+        engine.current().keep_arenas(registered.member)
+        registered.member.leave("the world has changed")
+        registered.member._ranks, few._ranks = tuple(members), members
+        engine.current().join_inner(members, few.process_set_id, registered.member)
+        before = weights(net)
+        backward(net, [batch_of(rank)])
+        trainer.step(BATCH)
+        assert few.included() is (rank in members)
+        for ours, each in zip(weights(net), step_of(few, rank, before)):
+            np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
+def test_module(few, rank):
+    """A `DistributedOptimizer` in `Module`."""
+    data, labels = samples(BATCH, outputs=2, seed=rank)
+    symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=2, name="fc")
+    symbol = mx.sym.LinearRegressionOutput(symbol, mx.sym.Variable("label"), name="out")
+    module = mx.mod.Module(symbol, label_names=["label"])
+    batches = mx.io.NDArrayIter(data, labels, batch_size=BATCH, label_name="label")
+    module.bind(batches.provide_data, batches.provide_label)
+    module.init_params(mx.init.Zero())
+    inner = mx.optimizer.SGD(learning_rate=RATE, rescale_grad=1.0 / BATCH)
+    module.init_optimizer(kvstore=None, optimizer=hvd.DistributedOptimizer(inner, process_set=few))
+    module.forward_backward(next(iter(batches)))
+    module.update()
+    ours = module.get_params()[0]["fc_weight"].asnumpy()
+    # The gradient of half the mean squared error at zero, of each worker.
+    own = [samples(BATCH, outputs=2, seed=each) for each in (few.ranks if few.included() else [rank])]
+    gradient = sum(-(each_labels.T @ each_data) / 2 for each_data, each_labels in own)
+    np.testing.assert_allclose(ours, -RATE * gradient / len(few.ranks) / BATCH, rtol=1e-3, atol=1e-5)
