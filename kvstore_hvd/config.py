@@ -364,6 +364,9 @@ class Config:
     size: int | None = _knob(_count, None, "KVHVD_SIZE", doc="Set by kvhvdrun: number of workers.")
     local_rank: int | None = _knob(_count, None, "KVHVD_LOCAL_RANK", doc="Set by kvhvdrun: rank on this host.")
     local_size: int | None = _knob(_count, None, "KVHVD_LOCAL_SIZE", doc="Set by kvhvdrun: workers on this host.")
+    slot: str = _knob(
+        _text, "", "KVHVD_SLOT", doc="Set by kvhvdrun: this worker's slot, HOST:INDEX; as long as it runs."
+    )
     job: str = _knob(_text, "", "KVHVD_JOB", doc="Set by kvhvdrun: random name of the job.")
     secret: bytes = _knob(
         _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
@@ -377,7 +380,7 @@ class Config:
     )
     # Read from the variables of others.
     mpi_launch: MPILaunch | None = None
-    horovod_size: int | None = None  # HOROVOD_SIZE: started by Horovod's own launcher
+    horovod_size: int | None = None  # HOROVOD_SIZE, where Horovod's own launcher has set it
     unused: tuple[str, ...] = ()  # HOROVOD_* variables that are set and have no effect here
 
     @classmethod
@@ -416,12 +419,13 @@ class Config:
                     fix="correct or unset them; docs/errors.md lists every variable.",
                 )
             )
-        horovod_size = environ.get("HOROVOD_SIZE", "")
+        ours = horovod_variables.OF_WORKERS if horovod_variables.are_ours(environ, values.get("job", "")) else ()
+        horovod_size = "" if ours else environ.get("HOROVOD_SIZE", "")
         return cls(
             **values,
             mpi_launch=MPILaunch.from_environ(environ),
             horovod_size=int(horovod_size) if horovod_size.isdigit() else None,
-            unused=tuple(sorted(n for n in environ if n.startswith("HOROVOD_") and n not in known)),
+            unused=tuple(sorted(n for n in environ if n.startswith("HOROVOD_") and n not in (*known, *ours))),
         )
 
     @classmethod

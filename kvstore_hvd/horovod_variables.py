@@ -1,11 +1,14 @@
-"""Variables of Horovod that are accepted and have no effect here, and why: what a user is told who has set one.
+"""Variables of Horovod that have no effect here: why, as a user is told who has set one; and those of workers.
 
 Those that have an effect are fields of `kvstore_hvd.config.Config`.
 """
 
 from __future__ import annotations
 
-__all__ = ["reason"]
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["OF_WORKERS", "Seat", "are_ours", "of_worker", "reason"]
 
 _NO_CYCLES = "operations are carried out as soon as all workers have submitted them; there are no cycles"
 _NO_CACHE = "what was agreed on once is kept for every name, without a limit"
@@ -54,6 +57,50 @@ _PREFIXES = {
     "HOROVOD_CROSS_": _LAUNCHER,
     "HOROVOD_HOSTNAME": _LAUNCHER,
 }
+
+#: What kvhvdrun, like Horovod's launcher, sets for its workers.
+OF_WORKERS = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+)
+
+
+class Seat(NamedTuple):
+    """A worker's place among all workers, and among those on its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def of_worker(host: str, seat: Seat) -> dict[str, str]:
+    """The variables of a worker on this host, the only one; `host` is how the user calls it."""
+    # Programs ask the last two for what Horovod's launcher says, when it needs no MPI.
+    values = (*seat, 0, 1, host, "gloo", "gloo")
+    return dict(zip(OF_WORKERS, map(str, values)))
+
+
+def are_ours(environ: Mapping[str, str], job: str) -> bool:
+    """Whether it is kvhvdrun that has set the variables of workers: here, or for who has started this process.
+
+    Parameters
+    ----------
+    environ : mapping
+    job : str
+        Name of the job of kvhvdrun that this process belongs to, or nothing. A program may take kvhvdrun's own
+        variables away from what it starts, and know nothing of these.
+    """
+    # Horovod's launcher tells its workers where they find each other, too.
+    is_complete = all(name in environ for name in OF_WORKERS)
+    return bool(job) or (is_complete and "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in environ)
 
 
 def reason(variable: str) -> str:

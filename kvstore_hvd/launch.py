@@ -16,7 +16,9 @@ from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.cores import usable_cores
 from kvstore_hvd.driver.driver import ElasticDriver
 from kvstore_hvd.driver.options import add_elastic_options, elastic_plan, is_elastic
+from kvstore_hvd.driver.slots import Slot
 from kvstore_hvd.errors import ConfigError, LaunchError, message
+from kvstore_hvd.horovod_variables import Seat, of_worker
 from kvstore_hvd.launcher.as_horovod import through_this_package
 from kvstore_hvd.launcher.capacity import check_count
 from kvstore_hvd.launcher.check_build import build_report
@@ -175,7 +177,9 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 def _plan(options: argparse.Namespace) -> Plan:
     command, inherited = _program(options)
-    count = _worker_count(options)
+    hosts = _hosts(options)
+    count = _worker_count(options, hosts)
+    slots = [Slot(host, index) for host, taken in (hosts or {"localhost": count}).items() for index in range(taken)]
     # A pipe from each stream of each worker, and a file to each.
     check_count(count, streams=2 if options.output_filename is None else 4)
     cfg = config()
@@ -202,9 +206,11 @@ def _plan(options: argparse.Namespace) -> Plan:
                 "KVHVD_SIZE": str(count),
                 "KVHVD_LOCAL_RANK": str(rank),
                 "KVHVD_LOCAL_SIZE": str(count),
+                "KVHVD_SLOT": str(slots[rank]),
                 "KVHVD_JOB": job,
                 "KVHVD_SECRET": secret,
                 "KVHVD_EPOCH": "0",
+                **of_worker(slots[rank].host, Seat(rank, count, rank, count)),
             },
             share_of_cores(cores, rank, count) if options.bind_cores else (),
         )
@@ -226,6 +232,7 @@ def _is_of_outer_job(name: str) -> bool:
     return name.startswith(("KVHVD_LOCAL_", "KVHVD_DAEMON", "KVHVD_WORKER")) or name in (
         "KVHVD_RANK",
         "KVHVD_SIZE",
+        "KVHVD_SLOT",
         "KVHVD_SECRET",
         "KVHVD_EPOCH",
     )
@@ -242,14 +249,20 @@ def _set_timeline(variables: dict[str, str], path: str) -> None:
     variables.pop("KVHVD_TIMELINE", None)  # would come first
 
 
-def _worker_count(options: argparse.Namespace) -> int:
-    slots = None
+def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
+    """The hosts that are named, which must be this one, with their slots; None if none is."""
     if options.hosts is not None and options.hostfile is not None:
         raise LaunchError(message("both -H and --hostfile name hosts.", fix="give one of them."))
-    if options.hosts is not None:
-        slots = _slots(hosts_of_option(options.hosts))
-    elif options.hostfile is not None:
-        slots = _slots(hosts_of_file(options.hostfile))
+    if options.hosts is None and options.hostfile is None:
+        return None
+    entries = hosts_of_file(options.hostfile) if options.hosts is None else hosts_of_option(options.hosts)
+    hosts = slots_of(entries)
+    refuse_others(hosts)
+    return hosts
+
+
+def _worker_count(options: argparse.Namespace, hosts: dict[str, int] | None) -> int:
+    slots = None if hosts is None else sum(hosts.values())
     if options.num_proc is None:
         if slots is None:
             raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
@@ -267,13 +280,6 @@ def _worker_count(options: argparse.Namespace) -> int:
             message(f"-np {count}, but the hosts have {slots} slots.", fix="give more slots, as in -H localhost:N.")
         )
     return count
-
-
-def _slots(entries: Sequence[str]) -> int:
-    """How many workers these hosts take; each must be this host."""
-    hosts = slots_of(entries)
-    refuse_others(hosts)
-    return sum(hosts.values())
 
 
 def _executable(command: Sequence[str], variables: dict[str, str]) -> str:

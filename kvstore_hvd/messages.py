@@ -60,8 +60,15 @@ WORKER: Mapping[str, Mapping[str, Any]] = {
 
 #: launcher -> worker, within a "to" to its daemon
 LAUNCHER_TO_WORKER: Mapping[str, Mapping[str, Any]] = {
-    "place": {"rank": _whole(0), "size": _whole(1), "hosts": [_HOST]},
-    "world": {"epoch": _EPOCH, "rank": _whole(0), "size": _whole(1), "hosts": [_HOST], "job": str},
+    "place": {"rank": _whole(0), "size": _whole(1), "hosts": [_HOST], "places": [_whole(0)]},
+    "world": {
+        "epoch": _EPOCH,
+        "rank": _whole(0),
+        "size": _whole(1),
+        "hosts": [_HOST],
+        "places": [_whole(0)],  # local ranks
+        "job": str,
+    },
     "void": {"epoch": _EPOCH, "text": str},
     "updated": {"number": _whole(1), "result": {1, 2, 3}},
     "leave": {"text": str},

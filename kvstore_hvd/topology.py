@@ -74,12 +74,12 @@ class Inside:
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process in its world. Local ranks follow the order of ranks.
+    """The place of this process in its world. Local ranks follow the order of ranks, or of slots where that is known.
 
     `cross_rank` and `cross_size` are the rank and number among the workers that have this local rank on their host.
     `hosts` names each rank's host, and names are equal exactly where memory can be shared. `epoch` counts the worlds
     that this process was in. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``. `inside`: this is a world of some
-    of the workers.
+    of the workers. `places` are the local ranks of all ranks, where they are given.
     """
 
     rank: int
@@ -92,18 +92,27 @@ class Topology:
     epoch: int = 0
     source: str = "single"
     inside: Inside | None = None
+    places: tuple[int, ...] = ()
 
     @classmethod
     def of(
-        cls, rank: int, hosts: Sequence[Host], *, epoch: int = 0, source: str, inside: Inside | None = None
+        cls,
+        rank: int,
+        hosts: Sequence[Host],
+        *,
+        epoch: int = 0,
+        source: str,
+        inside: Inside | None = None,
+        places: Sequence[int] = (),
     ) -> Topology:
-        """Derive everything from the hosts of all ranks, given in rank order."""
+        """Derive everything from the hosts of all ranks, given in rank order, and their local ranks if these differ."""
         names = _unique_names(hosts)
-        place: list[int] = []  # local rank of each rank
         seen: dict[str, int] = {}
+        place: list[int] = []  # local rank of each rank
         for name in names:
             place.append(seen.get(name, 0))
             seen[name] = place[-1] + 1
+        place = list(places) or place
         column = [r for r in range(len(names)) if place[r] == place[rank]]
         return cls(
             rank=rank,
@@ -116,6 +125,7 @@ class Topology:
             epoch=epoch,
             source=source,
             inside=inside,
+            places=tuple(places),
         )
 
     def rank_of_all(self, rank: int) -> int:
@@ -165,8 +175,9 @@ class Topology:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks on this host, in order; entry `local_rank` is this one."""
-        return tuple(r for r, host in enumerate(self.hosts) if host == self.host)
+        """The ranks on this host, in the order of their local ranks; entry `local_rank` is this one."""
+        ranks = [r for r, host in enumerate(self.hosts) if host == self.host]
+        return tuple(sorted(ranks, key=self.places.__getitem__) if self.places else ranks)
 
     @property
     def host_count(self) -> int:

@@ -143,7 +143,7 @@ class WorkerLine(Membership):
     def _world(self, answer: dict[str, Any]) -> World:
         epoch = answer.get("epoch", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
-        topology = Topology.of(answer["rank"], hosts, epoch=epoch, source="launcher")
+        topology = Topology.of(answer["rank"], hosts, epoch=epoch, source="launcher", places=answer["places"])
         return World(topology, answer.get("job", ""), self._secret, lost=lambda: self.void(epoch))
 
     # -- The connection -----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from kvstore_hvd.driver.news import event_text, news_text
 from kvstore_hvd.driver.plan import ElasticPlan
 from kvstore_hvd.driver.shares import Shares
 from kvstore_hvd.driver.status import StatusLine
+from kvstore_hvd.horovod_variables import of_worker
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.hosts import is_here
@@ -281,6 +282,8 @@ class ElasticDriver:
             self._job.host_lost(host, f"its daemon could not be started: {error}", self._job_clock.now)
             return
         environment, cores = self._shares.of(action.slot, self._job.slots)
+        environment["KVHVD_SLOT"] = str(action.slot)
+        environment.update(of_worker(host, self._job.seat(action.worker)))
         start = {
             "t": "start",
             "worker": action.worker,

@@ -24,10 +24,11 @@ from kvstore_hvd.driver.reasons import (
     too_few,
     too_many_resets,
 )
-from kvstore_hvd.driver.roster import Roster, Worker, rank_order
+from kvstore_hvd.driver.roster import Roster, Worker, local_ranks, rank_order
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Slots
 from kvstore_hvd.driver.waits import Wait
+from kvstore_hvd.horovod_variables import Seat
 
 __all__ = ["Job"]
 
@@ -90,6 +91,17 @@ class Job:
     def slots(self) -> Slots:
         """The slots that there are now."""
         return self._slots
+
+    def seat(self, number: int) -> Seat:
+        """Where a worker will be in its first world, if nothing happens until then; asked when it is started."""
+        worker = self._roster.get(number)
+        assert worker is not None
+        coming = [each for each in self._roster if each is worker or (each.taking_part and not self._epoch.has(each))]
+        if not self._epoch.begun:
+            coming.sort(key=lambda each: self._slots.place_of(each.slot))
+        ranked = [*(each for each in self._epoch.left if each.slot in self._slots), *coming]
+        rank, places = ranked.index(worker), self._local_ranks(ranked)
+        return Seat(rank, len(ranked), places[rank], len(ranked))  # one host
 
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
@@ -187,8 +199,8 @@ class Job:
         elif not self._epoch.has(worker):
             others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
             ranked = rank_order([*self._epoch.left, *others, worker])
-            hosts = [w.place for w in ranked]
-            self._actions.tell(worker.id, "place", rank=ranked.index(worker), size=len(ranked), hosts=hosts)
+            place = {"rank": ranked.index(worker), "size": len(ranked), "hosts": [w.place for w in ranked]}
+            self._actions.tell(worker.id, "place", **place, places=self._local_ranks(ranked))
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["epoch"] < worker.epoch:
@@ -248,6 +260,9 @@ class Job:
     @property
     def _least(self) -> int:
         return 1 if self._finishing else self._settings.min_np
+
+    def _local_ranks(self, ranked: Sequence[Worker]) -> list[int]:
+        return local_ranks(ranked, self._slots.place_of)
 
     def _newcomers(self) -> list[Worker]:
         """Who waits to be in a world for the first time, oldest first."""
@@ -407,16 +422,19 @@ class Job:
         if self._failed_meetings >= _MAX_FAILED_MEETINGS:
             self._end(never_meet(self._failed_meetings, self._failure))
             return
-        # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
-        ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
+        if self._epoch.begun:
+            # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
+            ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
+        else:
+            ranked = rank_order(sorted(chosen, key=lambda worker: self._slots.place_of(worker.slot)))
         before = self._epoch.left
         self._epoch = Epoch(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
         self._short.end()
-        hosts = [worker.place for worker in ranked]
+        hosts, places = [worker.place for worker in ranked], self._local_ranks(ranked)
+        world = {"epoch": number, "size": len(ranked), "hosts": hosts, "places": places, "job": settings.job}
         for rank, worker in enumerate(ranked):
             worker.ready, worker.epoch = False, number
-            world = {"epoch": number, "rank": rank, "size": len(ranked), "hosts": hosts, "job": settings.job}
-            self._actions.tell(worker.id, "world", **world)
+            self._actions.tell(worker.id, "world", **world, rank=rank)
         self._actions.note("epoch_ready", epoch=number, workers=[worker.id for worker in ranked])
         for worker in before:
             if worker not in ranked:

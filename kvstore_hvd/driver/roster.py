@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore_hvd.driver.slots import Slot
 from kvstore_hvd.launcher.workers import exit_code, first_culprit, how_it_ended
 
-__all__ = ["Place", "Roster", "Worker", "rank_order"]
+__all__ = ["Place", "Roster", "Worker", "local_ranks", "rank_order"]
 
 #: Name and identity of a host, as a worker tells them: equal identities can share memory.
 Place = tuple[str, str]
@@ -109,3 +110,20 @@ def rank_order(workers: Iterable[Worker]) -> list[Worker]:
         assert worker.place is not None
         hosts.setdefault(worker.place[1], []).append(worker)
     return [worker for same in hosts.values() for worker in same]
+
+
+def local_ranks(ranked: Sequence[Worker], order: Callable[[Slot], Any]) -> list[int]:
+    """The local ranks of workers: on each host in the order of their slots, whoever came first.
+
+    So a worker that takes the place of another one gets the local rank, and with that the device, that is free.
+    """
+    hosts: dict[str, list[Worker]] = {}
+    is_known = all(worker.place is not None for worker in ranked)  # else all are taken for workers of one host
+    for worker in ranked:
+        hosts.setdefault(worker.place[1] if is_known and worker.place is not None else "", []).append(worker)
+    places = {
+        worker.id: place
+        for same in hosts.values()
+        for place, worker in enumerate(sorted(same, key=lambda worker: order(worker.slot)))
+    }
+    return [places[worker.id] for worker in ranked]

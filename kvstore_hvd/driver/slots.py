@@ -105,6 +105,11 @@ class Slots:
         """The worker of this slot has lived long: earlier crashes count no more."""
         self._crashes.pop(slot, None)
 
+    def place_of(self, slot: Slot) -> tuple[int, str, int]:
+        """What puts slots into their order, those that are gone behind the others."""
+        hosts = list(self._hosts)
+        return (hosts.index(slot.host) if slot.host in self._hosts else len(hosts), slot.host, slot.index)
+
     def usable(self, slot: Slot, now: float) -> bool:
         """Whether the slot is there and may get a worker now."""
         return slot in self and self._until(slot) <= now

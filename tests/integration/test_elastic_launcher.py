@@ -82,9 +82,28 @@ def test_what_workers_get(job: Any) -> None:
     )
     _, out, _ = job("--min-np", "2", command=[sys.executable, "-c", program]).end()
     own = {name for name in os.environ if name.startswith("KVHVD_") and not name.startswith("KVHVD_TEST")}
-    given = {"KVHVD_DAEMON", "KVHVD_JOB", "KVHVD_SECRET", "KVHVD_WORKER", "OMP_NUM_THREADS"}
+    given = {"KVHVD_DAEMON", "KVHVD_JOB", "KVHVD_SECRET", "KVHVD_SLOT", "KVHVD_WORKER", "OMP_NUM_THREADS"}
     names = " ".join(sorted(own | given))
     assert sorted(out.splitlines()) == [f"[0] {names} 0", f"[1] {names} 1"]
+
+
+def test_horovods_variables_of_workers(job: Any) -> None:
+    """Those of the first world, and the slot."""
+    program = (
+        "import os; print(os.environ['KVHVD_SLOT'], *(f'{n}={v}' for n, v in sorted(os.environ.items()) "
+        "if n.startswith('HOROVOD_') and n.split('_')[1] in ('RANK', 'SIZE', 'LOCAL', 'CROSS', 'HOSTNAME', 'CPU', "
+        "'CONTROLLER')), flush=True)"
+    )
+    options = ("--min-np", "3", "--max-np", "3", "-H", "127.0.0.2:1,localhost:5", "--no-prefix")
+    code, out, _ = job(*options, command=[sys.executable, "-c", program]).end()
+    assert code == 0
+    slots = ["127.0.0.2:0", "localhost:0", "localhost:1"]
+    assert sorted(out.splitlines()) == [
+        f"{slot} HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo HOROVOD_CROSS_RANK=0 HOROVOD_CROSS_SIZE=1 "
+        f"HOROVOD_HOSTNAME={slot[:-2]} HOROVOD_LOCAL_RANK={rank} HOROVOD_LOCAL_SIZE=3 HOROVOD_RANK={rank} "
+        "HOROVOD_SIZE=3"
+        for rank, slot in enumerate(slots)
+    ]
 
 
 def test_the_secret_is_on_no_command_line_and_not_with_the_daemon(job: Any) -> None:

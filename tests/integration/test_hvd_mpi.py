@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kvstore_hvd
+from kvstore_hvd.horovod_variables import Seat, of_worker
 from support.launchers import environment, mpirun
 from support.patience import patient
 
@@ -36,13 +37,13 @@ def total(process_set=hvd.global_process_set):
 """
 
 
-def launch(ranks: int, program: str) -> list[dict[str, Any]]:
+def launch(ranks: int, program: str, variables: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """Run a program on some ranks and return what they reported, in the order of their ranks in the job."""
     launcher = mpirun()
     assert launcher is not None
     done = subprocess.run(
         launcher.command(ranks, [sys.executable, "-c", PRELUDE + program]),
-        env={**environment(launcher), "PYTHONPATH": str(PACKAGES)},
+        env={**environment(launcher), "PYTHONPATH": str(PACKAGES), **(variables or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -185,3 +186,12 @@ report(job=world.rank, error=error)
 """
     for report in launch(4, program):
         assert "processes that are none of the 2 workers" in report["error"]
+
+
+def test_what_kvhvdrun_has_set_does_not_count() -> None:
+    """As where a worker of kvhvdrun starts mpirun: MPI knows who the workers are, and nobody is told of anything."""
+    left = of_worker("localhost", Seat(5, 7, 5, 7))
+    for place, report in enumerate(
+        launch(2, "hvd.init(); report(job=world.rank, rank=hvd.rank(), size=hvd.size())", left)
+    ):
+        assert (report["rank"], report["size"]) == (place, 2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_hvd import bootstrap, mpi_world
+from kvstore_hvd import bootstrap, horovod_variables, mpi_world
 from kvstore_hvd.errors import InvalidRequestError, LaunchError
 from kvstore_hvd.topology import Host, Topology
 
@@ -110,6 +110,28 @@ def test_two_worlds_of_one_never_meet() -> None:
 def test_horovodrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match=r"Horovod's launcher started 4 workers(.|\n)*Fix: .*kvhvdrun"):
         discover(monkeypatch, {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"})
+
+
+def horovods(rank: int, size: int) -> dict[str, str]:
+    """Return Horovod's variables of a worker of kvhvdrun."""
+    return horovod_variables.of_worker("localhost", horovod_variables.Seat(rank, size, rank, size))
+
+
+def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a worker starts, with all of its variables, with kvhvdrun's taken away, or only those of its rank."""
+    assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
+    assert discover(monkeypatch, {"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
+    topology = discover(monkeypatch, {**LAUNCHED, **horovods(1, 3)}).topology
+    assert (topology.rank, topology.size, topology.source) == (1, 3, "launcher")
+    # Another one's are no news, and do not count.
+    topology = discover(monkeypatch, {**LAUNCHED, **horovods(5, 7)}).topology
+    assert (topology.rank, topology.size) == (1, 3)
+
+
+def test_horovodrun_is_refused_also_with_all_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**horovods(0, 4), "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    with pytest.raises(LaunchError, match="Horovod's launcher started 4 workers"):
+        discover(monkeypatch, found)
 
 
 # -- kvhvdrun -----------------------------------------------------------------------------------------------------

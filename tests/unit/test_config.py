@@ -167,6 +167,15 @@ def test_what_has_no_effect_has_a_reason(name: str) -> None:
     assert "does not know" not in horovod_variables.reason(f"HOROVOD_{name}")
 
 
+def test_nobody_is_told_of_what_kvhvdrun_has_set() -> None:
+    own = horovod_variables.of_worker("localhost", horovod_variables.Seat(1, 2, 1, 2))
+    assert Config.from_environ({**own, "KVHVD_JOB": "j", "HOROVOD_CYCLE_TIME": "5"}).unused == ("HOROVOD_CYCLE_TIME",)
+    assert Config.from_environ(own).unused == ()
+    assert Config.from_environ({"HOROVOD_CONTROLLER": "gloo"}).unused == ("HOROVOD_CONTROLLER",)
+    of_horovodrun = {**own, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "a"}
+    assert Config.from_environ(of_horovodrun).unused == tuple(sorted(of_horovodrun))
+
+
 def test_a_variable_is_either_read_or_without_effect() -> None:
     assert not set(module.known_variables()) & set(horovod_variables._REASONS)
 

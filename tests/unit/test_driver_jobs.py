@@ -25,6 +25,7 @@ def test_the_first_epoch_begins_when_all_are_ready() -> None:
             "rank": rank,
             "size": 3,
             "hosts": [("name", "machine")] * 3,
+            "places": [0, 1, 2],
             "job": "play",
         }
     assert play.notes("epoch_joined") == []
@@ -340,4 +341,85 @@ def test_a_newcomer_is_told_a_place_until_it_is_ready() -> None:
     play.begin()
     play.hosts({"a": 2})
     play.enter(1)
-    assert play.told(1) == [{"t": "place", "rank": 1, "size": 2, "hosts": [("name", "machine")] * 2}]
+    assert play.told(1) == [{"t": "place", "rank": 1, "size": 2, "hosts": [("name", "machine")] * 2, "places": [0, 1]}]
+
+
+# -- Slots --------------------------------------------------------------------------------------------------------
+
+
+def places(play: Play) -> dict[str, int]:
+    """The local rank of the worker on each slot, as all members of the epoch have been told it."""
+    members = play.job.epoch.members
+    told = [play.told(member.id, "world")[-1] for member in members]
+    assert [one["rank"] for one in told] == list(range(len(members)))
+    assert all(one["places"] == told[0]["places"] for one in told)
+    return {str(member.slot): place for member, place in zip(members, told[0]["places"])}
+
+
+def test_local_ranks_follow_the_slots_whoever_was_ready_first() -> None:
+    play = Play({"a": 3}, min_np=1)
+    for worker in (2, 0, 1):
+        play.ready(worker)
+    assert play.meet() == [0, 1, 2]
+    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2}
+    play.kill(0)
+    for worker in (1, 2):
+        play.ready(worker)
+    play.meet()
+    assert places(play) == {"a:1": 0, "a:2": 1}
+    play.enter(3)  # on the slot that is free
+    (place,) = play.told(3)
+    assert (place["rank"], place["places"]) == (2, [1, 2, 0])
+    for worker in (3, 2, 1):
+        play.ready(worker)
+    assert play.meet() == [1, 2, 3]  # the state is the old ones'
+    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2}
+
+
+def test_newcomers_have_the_local_ranks_of_their_slots() -> None:
+    play = Play({"a": 1, "b": 1}, min_np=1)
+    play.begin()
+    play.hosts({"a": 3, "b": 2})
+    for worker in (4, 2, 3):
+        play.ready(worker)
+    play.begin()
+    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 3, "b:1": 4}
+
+
+def test_local_ranks_of_two_machines() -> None:
+    play = Play({"a": 2, "b": 2}, min_np=1)
+    for worker, identity in ((3, "y"), (2, "y"), (1, "x"), (0, "x")):
+        play.enter(worker, identity)
+    play.meet()
+    assert places(play) == {"a:0": 0, "a:1": 1, "b:0": 0, "b:1": 1}
+    play.kill(2)
+    play.enter(4, "y")
+    for worker in (4, 3, 1, 0):
+        play.ready(worker)
+    play.meet()
+    assert places(play) == {"a:0": 0, "a:1": 1, "b:0": 0, "b:1": 1}
+
+
+def test_seats_of_the_first_world_are_kept_when_one_is_replaced_before_it() -> None:
+    """What workers are told as they are started: ranks of the first world are those of the slots."""
+    play = Play({"a": 3}, min_np=1)
+    assert [play.job.seat(worker) for worker in range(3)] == [(rank, 3, rank, 3) for rank in range(3)]
+    play.kill(0)
+    assert play.job.seat(3) == (0, 3, 0, 3)
+    assert play.job.seat(1) == (1, 3, 1, 3)
+    play.begin()
+    assert play.members == [3, 1, 2]
+
+
+def test_seats_of_newcomers() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.hosts({"a": 4})
+    assert [play.job.seat(worker) for worker in (2, 3)] == [(2, 4, 2, 4), (3, 4, 3, 4)]
+    play.kill(0)
+    assert play.job.seat(4) == (3, 4, 0, 4)
+    for worker in (4, 3, 2, 1):
+        play.ready(worker)
+    assert play.meet() == [1, 2, 3, 4]
+    play.hosts({"a": 1, "b": 1})
+    assert play.job.seat(5) == (1, 2, 1, 2)

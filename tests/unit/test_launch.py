@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_hvd import launch, native
+from kvstore_hvd import horovod_variables, launch, native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.launcher import capacity
@@ -452,6 +452,7 @@ def test_variables_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for environ in environs:
         assert environ["KVHVD_SIZE"] == environ["KVHVD_LOCAL_SIZE"] == "3"
         assert environ["KVHVD_RANK"] == environ["KVHVD_LOCAL_RANK"]
+        assert environ["KVHVD_SLOT"] == f"localhost:{environ['KVHVD_RANK']}"
         assert environ["KVHVD_START_TIMEOUT"] == "7"
         assert environ["OMP_NUM_THREADS"] == "2"
         assert environ["OMPI_MCA_btl"] == "^ofi"
@@ -460,6 +461,39 @@ def test_variables_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert environ["KVHVD_SECRET"] not in " ".join(made.workers[0].command)
     assert len({(environ["KVHVD_JOB"], environ["KVHVD_SECRET"]) for environ in environs}) == 1
     assert plan("-np", "1", "true").workers[0].environment["KVHVD_SECRET"] != environs[0]["KVHVD_SECRET"]
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "slots"),
+    [
+        (["-np", "3"], 3, ["localhost:0", "localhost:1", "localhost:2"]),
+        (["-np", "1"], 1, ["localhost:0"]),
+        (["-np", "2", "-H", "localhost:4"], 2, ["localhost:0", "localhost:1"]),
+        (["-H", "127.0.0.2:1,localhost:2"], 3, ["127.0.0.2:0", "localhost:0", "localhost:1"]),
+    ],
+)
+def test_horovods_variables_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], count: int, slots: list[str]
+) -> None:
+    """What horovodrun sets; whatever was set before. All names are those of one host."""
+    for name in horovod_variables.OF_WORKERS:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("KVHVD_SLOT", "other:7")
+    made = plan(*options, "true").workers
+    for rank, (worker, slot) in enumerate(zip(made, slots)):
+        assert {name: worker.environment[name] for name in horovod_variables.OF_WORKERS} == {
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(count),
+            "HOROVOD_LOCAL_RANK": str(rank),
+            "HOROVOD_LOCAL_SIZE": str(count),
+            "HOROVOD_CROSS_RANK": "0",
+            "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_HOSTNAME": slot.partition(":")[0],
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+        assert worker.environment["KVHVD_SLOT"] == slot
+    assert len(made) == len(slots)
 
 
 def test_omp_num_threads_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,11 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
     (WORKER, {"t": "joined", "epoch": 0}),
     (WORKER, {"t": "synced", "epoch": 3}),
     (WORKER, {"t": "finished"}),
-    (LAUNCHER_TO_WORKER, {"t": "place", "rank": 0, "size": 1, "hosts": [HOST]}),
-    (LAUNCHER_TO_WORKER, {"t": "world", "epoch": 0, "rank": 1, "size": 2, "hosts": [HOST, HOST], "job": "j"}),
+    (LAUNCHER_TO_WORKER, {"t": "place", "rank": 0, "size": 1, "hosts": [HOST], "places": [0]}),
+    (
+        LAUNCHER_TO_WORKER,
+        {"t": "world", "epoch": 0, "rank": 1, "size": 2, "hosts": [HOST, HOST], "places": [1, 0], "job": "j"},
+    ),
     (LAUNCHER_TO_WORKER, {"t": "void", "epoch": 0, "text": "worker 3 died"}),
     (LAUNCHER_TO_WORKER, {"t": "updated", "number": 1, "result": 3}),
     (LAUNCHER_TO_WORKER, {"t": "leave", "text": "removed"}),

@@ -22,6 +22,7 @@ from support.patience import patient
 
 SECRET = b"s" * 32
 HOSTS = [["node", "this one"]] * 3
+PLACES = [0, 2, 1]
 LONG_S = patient(30.0)
 
 
@@ -59,7 +60,7 @@ class Daemon:
 
     def world(self, epoch: int, rank: int = 1) -> None:
         """Give out a world."""
-        self.send("world", epoch=epoch, rank=rank, size=3, hosts=HOSTS, job="job")
+        self.send("world", epoch=epoch, rank=rank, size=3, hosts=HOSTS, places=PLACES, job="job")
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ def test_the_first_world_of_a_new_job(daemon: Daemon, line: WorkerLine) -> None:
     world, is_real = line.enter()
     assert is_real
     assert (world.topology.rank, world.topology.size, world.topology.epoch) == (1, 3, 0)
-    assert (world.topology.local_rank, world.topology.source) == (1, "launcher")
+    assert (world.topology.local_rank, world.topology.source) == (2, "launcher")
+    assert world.topology.local_ranks == (0, 2, 1)
     assert (world.job, world.secret, world.lost()) == ("job", SECRET, "")
     assert daemon.take()["t"] == "enter"
     line.joined(world)
@@ -106,7 +108,7 @@ def test_the_first_world_of_a_new_job(daemon: Daemon, line: WorkerLine) -> None:
 
 
 def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
-    daemon.send("place", rank=2, size=3, hosts=HOSTS)
+    daemon.send("place", rank=2, size=3, hosts=HOSTS, places=PLACES)
     world, is_real = line.enter()
     assert not is_real
     assert (world.topology.rank, world.topology.epoch) == (2, -1)
