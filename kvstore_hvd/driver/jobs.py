@@ -24,6 +24,7 @@ from kvstore_hvd.driver.reasons import (
     too_few,
     too_many_resets,
 )
+from kvstore_hvd.driver.resets import NO_CHANGE, Resets
 from kvstore_hvd.driver.roster import Roster, Worker, local_ranks, rank_order
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Slots
@@ -37,6 +38,8 @@ _LOST = ("lost", "timeout", "meeting")
 # A worker that has been in a world for so long was not what made its slot crash before.
 _LONG_LIFE_S = 600.0
 _EXIT_FAILED = 1
+# How long newcomers that are ready wait for others at least; and at most as long as it took the first of them itself.
+_TOGETHER_S = 2.0
 # Nobody dies, and still they do not meet: there is no end to that.
 _MAX_FAILED_MEETINGS = 20
 
@@ -62,6 +65,9 @@ class Job:
         self._begun = False  # there were slots enough to start
         self._succeeded = False  # a worker has ended with 0
         self._short = Wait(now)  # for workers, of which there are too few
+        self._changes = 0  # of the hosts
+        self._change = NO_CHANGE  # the one that is being attended to
+        self._resets = Resets()
         self._updates = 0
         self._failures = Failures()
         self._failed_meetings = 0  # in a row
@@ -105,7 +111,7 @@ class Job:
 
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
-        times = [self._epoch.kill_at, self._epoch.wait.tell_at, self._short.tell_at]
+        times = [self._epoch.kill_at, self._epoch.wait.tell_at, self._short.tell_at, self._newcomers_join_at()]
         if self._short.since is not None:
             times.append(self._short.since + self._settings.elastic_timeout_s)
         times += [worker.act_at for worker in self._roster.running]
@@ -121,9 +127,17 @@ class Job:
 
     def hosts(self, hosts: Mapping[str, int], now: float) -> None:
         """These are the hosts now, with so many slots each."""
-        for event, host, count in self._slots.update(hosts):
+        changes = self._slots.update(hosts)
+        for event, host, count in changes:
             self._actions.note(event, host=host, slots=count)
+        if changes:
+            self._changes += 1
+            self._change = self._changes
+        for worker in self._epoch.left:
+            gone = worker.slot not in self._slots
+            worker.removed_by = (worker.removed_by or self._change) if gone else NO_CHANGE
         self._decide(now)
+        self._change = NO_CHANGE
 
     def host_lost(self, host: str, text: str, now: float) -> None:
         """All workers of a host are gone, because of what `text` says."""
@@ -214,6 +228,7 @@ class Job:
                 self._failures.committed()
             self._epoch.expect(now, cause)
         else:
+            worker.ready_at = now
             self._actions.note("newcomer_ready", worker=worker.id)
 
     def _on_joined(self, worker: Worker, epoch: int, now: float) -> None:
@@ -281,7 +296,7 @@ class Job:
             return
         self._see_off(now)
         if self._epoch.phase is Phase.TRAINING:
-            self._tell_changes()
+            self._tell_changes(now)
         if self._epoch.phase is not Phase.MEETING:
             self._form(now)
 
@@ -315,7 +330,7 @@ class Job:
             self._begun = True
         held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
         for slot in free[: max(0, self._settings.max_np - held)]:
-            self._actions.start(self._roster.add(slot).id, slot)
+            self._actions.start(self._roster.add(slot, now, self._change).id, slot)
 
     def _is_over(self) -> bool:
         """End the job when nobody is left who could go on."""
@@ -352,14 +367,32 @@ class Job:
             if useless and worker.taking_part and not self._epoch.has(worker):
                 self._departures.dismiss(worker, now)
 
-    def _tell_changes(self) -> None:
+    def _newcomers_join_at(self) -> float | None:
+        """When members are to hear of newcomers: once all are ready that were started, or after a brief wait.
+
+        None when there is nothing to tell.
+        """
+        ready = self._newcomers()
+        are_coming = any(worker.ready for worker in self._epoch.left)
+        if not ready or self._finishing or are_coming or self._epoch.told & ADDED:
+            return None
+        if self._epoch.phase is not Phase.TRAINING:
+            return None
+        first = min(ready, key=lambda worker: worker.ready_at)
+        if all(worker.ready for worker in self._roster if worker.taking_part and not self._epoch.has(worker)):
+            return first.ready_at
+        took = first.ready_at - first.started_at
+        return first.ready_at + min(max(took, _TOGETHER_S), self._settings.start_timeout_s)
+
+    def _tell_changes(self, now: float) -> None:
         """Have the members of the epoch come to their next commit, if the next world would be another one."""
         result = 0
         if any(worker.ready for worker in self._epoch.left):
             return  # they are coming
         if any(worker.slot not in self._slots for worker in self._epoch.left):
             result |= REMOVED
-        if self._newcomers() and not self._finishing:
+        join_at = self._newcomers_join_at()
+        if join_at is not None and now >= join_at:
             result |= ADDED
         if result | self._epoch.told == self._epoch.told:
             return
@@ -416,7 +449,11 @@ class Job:
     def _give_out(self, chosen: Sequence[Worker], now: float) -> None:
         settings = self._settings
         number = self._epoch.number + 1
-        if settings.reset_limit is not None and number > settings.reset_limit:
+        if self._epoch.begun:
+            come = {worker.change for worker in chosen if not self._epoch.has(worker)}
+            gone = {worker.removed_by for worker in self._epoch.left if worker not in chosen}
+            self._resets.add(come | gone, is_loss=self._epoch.phase is Phase.VOID)
+        if settings.reset_limit is not None and self._resets.count > settings.reset_limit:
             self._end(too_many_resets(settings.reset_limit))
             return
         if self._failed_meetings >= _MAX_FAILED_MEETINGS:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore_hvd.driver.resets import NO_CHANGE
 from kvstore_hvd.driver.slots import Slot
 from kvstore_hvd.launcher.workers import exit_code, first_culprit, how_it_ended
 
@@ -21,9 +22,13 @@ class Worker:
 
     id: int
     slot: Slot
+    started_at: float = 0.0
+    change: int = NO_CHANGE  # of the hosts, because of which it was started
+    removed_by: int = NO_CHANGE  # that took its slot away
     place: Place | None = None  # once it has called init()
     epoch: int = -1  # the last one that it was told to meet as
     ready: bool = False  # it waits for its next world
+    ready_at: float = 0.0  # since when, as a newcomer
     joined_at: float | None = None  # when it was in a world first
     killed: str = ""  # why we killed it: it counts as crashed from that moment
     synced: bool = False  # it has the state of the training
@@ -73,9 +78,9 @@ class Roster:
         """The worker with this number."""
         return self._workers.get(number)
 
-    def add(self, slot: Slot) -> Worker:
-        """Make a worker for this slot."""
-        worker = Worker(len(self._workers), slot)
+    def add(self, slot: Slot, now: float = 0.0, change: int = NO_CHANGE) -> Worker:
+        """Make a worker for this slot, because of this change of the hosts."""
+        worker = Worker(len(self._workers), slot, now, change)
         self._workers[worker.id] = worker
         return worker
 

@@ -100,6 +100,7 @@ class SamplerMethods:
         self._rows = np.resize(self._remaining, (self.num_samples, self.num_replicas))
         self._indices: list[int] | None = None
         self._row_of: dict[int, int] | None = None
+        self._recorded = 0  # rows that `record_batch` has counted in this iteration
 
     def _epoch_order(self) -> Indices:
         count = len(self._processed)
@@ -111,6 +112,7 @@ class SamplerMethods:
     # -- As a sampler ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
+        self._recorded = 0
         return iter(self.indices)
 
     def __len__(self) -> int:
@@ -126,7 +128,36 @@ class SamplerMethods:
     # -- What was processed ------------------------------------------------------------------------------------------
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that a batch was processed, on this worker and so on all of them.
+        """Note that the next batch was processed, on this worker and so on all of them; once for each, in order.
+
+        Parameters
+        ----------
+        batch_idx : int
+            Without effect, as in Horovod: programs may count batches from 0 in each iteration over the loader, or on
+            from where an earlier world has ended.
+        batch_size : int
+            Samples of a full batch on one worker; the last batch may have fewer.
+
+        Raises
+        ------
+        InvalidRequestError
+            `batch_size` is no positive number.
+        """
+        begin, end = self._recorded, self._recorded + self._checked_size("record_batch", batch_size)
+        if begin >= self.num_samples:
+            log.once(
+                "sampler-too-many-batches",
+                logging.WARNING,
+                "ElasticSampler.record_batch(%s, %s): all %d samples of this worker have been recorded already.",
+                batch_idx,
+                batch_size,
+                self.num_samples,
+            )
+        self._processed[self._rows[begin:end]] = True
+        self._recorded = min(end, self.num_samples)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """The samples of one of this worker's batches.
 
         Parameters
         ----------
@@ -140,20 +171,6 @@ class SamplerMethods:
         InvalidRequestError
             There is no such batch.
         """
-        rows = self._rows_of_batch("record_batch", batch_idx, batch_size)
-        if rows.start and not self._processed[self._rows[: rows.start]].all():
-            log.once(
-                "sampler-batch-left-out",
-                logging.WARNING,
-                "ElasticSampler.record_batch(%d, %d): batches before it were not recorded, and will be processed again "
-                "in a new world. Count batches from 0 in every iteration over the loader.",
-                batch_idx,
-                batch_size,
-            )
-        self._processed[self._rows[rows]] = True
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of one of this worker's batches. Parameters and exceptions as `record_batch`."""
         return self.indices[self._rows_of_batch("get_indices", batch_idx, batch_size)]
 
     def record_indices(self, indices: Iterable[int]) -> None:
@@ -201,16 +218,20 @@ class SamplerMethods:
         return self._remaining.tolist()  # type: ignore[no-any-return]
 
     def _rows_of_batch(self, operation: str, batch_idx: int, batch_size: int) -> slice:
-        number, length = operator.index(batch_idx), operator.index(batch_size)
-        if length < 1:
-            fact = f"batch_size is {length}."
-            raise InvalidRequestError(self._text(operation, fact, "pass the batch size of one worker."))
+        number, length = operator.index(batch_idx), self._checked_size(operation, batch_size)
         count = -(-self.num_samples // length)
         if not 0 <= number < count:
             fact = f"there is no batch {number} of {length} samples: this worker has {self.num_samples} samples."
             fix = "count batches from 0 in every iteration over the loader."
             raise InvalidRequestError(self._text(operation, fact, fix))
         return slice(number * length, (number + 1) * length)
+
+    def _checked_size(self, operation: str, batch_size: int) -> int:
+        length = operator.index(batch_size)
+        if length < 1:
+            fact = f"batch_size is {length}."
+            raise InvalidRequestError(self._text(operation, fact, "pass the batch size of one worker."))
+        return length
 
     # -- State -------------------------------------------------------------------------------------------------------
 

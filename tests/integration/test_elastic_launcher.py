@@ -295,6 +295,20 @@ def test_hosts_come_and_go(job: Any, hosts: Path) -> None:
     assert [(e["host"], e["slots"]) for e in launch.of("host_removed")] == [("localhost", 0)]
 
 
+def test_a_change_is_one_reset(job: Any, hosts: Path) -> None:
+    """However many workers it brings, and takes away; a second one is another."""
+    hosts.write_text("localhost:2\n")
+    options = ("--min-np", "1", "--reset-limit", "1", "--host-discovery-script", f"cat {hosts}")
+    launch = job(*options, acts=LONG)
+    launch.until_joined(0)
+    hosts.write_text("localhost:1\n127.0.0.2:3\n")
+    launch.until_count(4)
+    hosts.write_text("localhost:1\n127.0.0.2:2\n")
+    code, _, err = launch.end()
+    assert code == 1
+    assert "number of resets during elastic job exceeded limit: 1" in err
+
+
 def test_fewer_slots_than_needed(job: Any, hosts: Path) -> None:
     hosts.write_text("localhost:1\n")
     launch = job("--min-np", "2", "--host-discovery-script", f"cat {hosts}", "--elastic-timeout", "1.5")

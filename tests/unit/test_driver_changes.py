@@ -345,3 +345,142 @@ def test_a_wait_for_more_workers_is_told_once() -> None:
     assert play.notes("too_few") == [{"text": "1 workers are ready", "needed": 2, "seconds": 50}]
     play.wait(20)
     assert len(play.notes("too_few")) == 1
+
+
+# -- Newcomers of one change --------------------------------------------------------------------------------------
+
+
+def updates(play: Play) -> int:
+    return len(play.notes("updated"))
+
+
+def commit(play: Play) -> list[int]:
+    """All members come to a commit, and meet those that are ready."""
+    for worker in play.members:
+        play.ready(worker, "updated")
+    return play.meet()
+
+
+def test_newcomers_of_one_change_join_together() -> None:
+    play = Play({"a": 1}, min_np=1, reset_limit=1)
+    play.begin()
+    play.hosts({"a": 2, "b": 2})
+    for seconds, worker in ((5, 2), (4, 1)):
+        play.wait(seconds)
+        play.ready(worker)
+        assert updates(play) == 0
+    play.ready(3)
+    assert updates(play) == 1
+    assert commit(play) == [0, 1, 2, 3]
+    assert play.ending is None
+
+
+def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself() -> None:
+    play = Play({"a": 1}, min_np=1)
+    play.begin()
+    play.hosts({"a": 3})
+    play.wait(7)
+    play.ready(2)
+    play.wait(6.9)
+    assert updates(play) == 0
+    play.wait(0.2)
+    assert updates(play) == 1
+    assert commit(play) == [0, 2]
+    play.ready(1)
+    assert updates(play) == 2
+    assert commit(play) == [0, 2, 1]
+
+
+def test_the_wait_has_bounds() -> None:
+    for took, limit in ((0.1, 2), (100, 30)):
+        play = Play({"a": 1}, min_np=1, start_timeout_s=30)
+        play.begin()
+        play.hosts({"a": 3})
+        play.wait(took)
+        play.ready(1)
+        play.wait(limit - 0.1)
+        assert updates(play) == 0
+        play.wait(0.2)
+        assert updates(play) == 1
+
+
+def test_who_will_not_come_is_not_waited_for() -> None:
+    """One that dies is; but its successor is, as long as it would have been."""
+    play = Play({"a": 1}, min_np=1)
+    play.begin()
+    play.hosts({"a": 3})
+    play.wait(10)
+    play.ready(1)
+    play.wait(1)
+    play.kill(2)
+    assert play.starts()[3:] == [(3, "a:2")]
+    play.wait(8.9)
+    assert updates(play) == 0
+    play.wait(0.2)
+    assert updates(play) == 1
+    play = Play({"a": 1}, min_np=1)
+    play.begin()
+    play.hosts({"a": 3})
+    play.wait(10)
+    play.ready(1)
+    play.hosts({"a": 2})  # the other slot is gone
+    assert updates(play) == 1
+
+
+def test_a_commit_for_another_reason_takes_those_that_are_ready() -> None:
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.hosts({"a": 4})
+    play.ready(2)
+    play.kill(1)
+    play.ready(0)
+    assert play.meet() == [0, 2]
+
+
+def test_slots_that_go_are_told_at_once() -> None:
+    """Those that come instead join later, and both is one change."""
+    play = Play({"a": 1, "b": 2}, min_np=1, reset_limit=1)
+    play.begin()
+    play.hosts({"a": 1, "c": 2})
+    assert updates(play) == 1
+    assert commit(play) == [0]
+    play.wait(3)
+    play.ready(3)
+    play.ready(4)
+    assert commit(play) == [0, 3, 4]
+    assert play.ending is None
+    play.hosts({"a": 1, "c": 1})
+    for worker in (0, 3, 4):
+        play.ready(worker, "updated")
+    assert play.ending is not None
+    assert "number of resets" in play.ending.reason
+
+
+def test_the_reset_limit_counts_a_change_once_also_where_one_is_late() -> None:
+    play = Play({"a": 1}, min_np=1, reset_limit=2)
+    play.begin()
+    play.hosts({"a": 3})
+    play.ready(1)
+    play.wait(60)
+    assert commit(play) == [0, 1]
+    play.ready(2)
+    assert commit(play) == [0, 1, 2]
+    play.hosts({"a": 4})
+    play.ready(3)
+    assert commit(play) == [0, 1, 2, 3]
+    assert play.ending is None
+    play.kill(3)  # a loss
+    for worker in (0, 1, 2):
+        play.ready(worker)
+    assert play.ending is not None
+
+
+def test_who_replaces_a_worker_that_died_counts() -> None:
+    play = Play({"a": 2}, min_np=1, reset_limit=1)
+    play.begin()
+    play.kill(1)
+    play.ready(0)
+    play.meet()
+    play.ready(2)
+    play.ready(0, "updated")
+    assert play.ending is not None

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvstore_hvd import elastic
+from kvstore_hvd import elastic, log
 from kvstore_hvd.elastic import sampler as module
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.topology import Topology
@@ -99,12 +99,79 @@ def test_uneven_last_batch_is_counted_exactly(place):
 
 
 def test_recording_twice_counts_once(place):
-    """record_batch, record_indices: what was processed is a set."""
+    """record_batch beside record_indices: what was processed is a set."""
     (one,) = samplers(place, 1, range(10), shuffle=False)
     one.record_batch(0, 4)
-    one.record_batch(0, 4)
     one.record_indices([0, 1, 2, 3])
+    one.record_indices([3, 1])
     assert one.processed_num == 4
+
+
+@pytest.mark.parametrize(
+    "numbers", [[0, 1, 2], [0, 0, 0], [7, 8, 9], [3, 1, 10**20], [-1, -2, -3], [None, "b", 2.5]], ids=str
+)
+def test_record_batch_takes_any_index(place, numbers):
+    """As Horovod's, which counts calls: each one is the next batch, whatever the program calls it."""
+    world = samplers(place, 2, range(18), shuffle=False)
+    for count, number in enumerate(numbers):
+        for each in world:
+            each.record_batch(number, 3)
+            assert each.processed_indices == set(range(min(6 * (count + 1), 18)))
+    for rank, each in enumerate(world):
+        place(rank, 2)
+        each.reset()
+        assert list(each) == []
+
+
+def test_batches_are_counted_on_from_an_earlier_world(place):
+    """A program that keeps the number of its batch in the state goes on with that: nothing is left out or repeated."""
+    seen, batch, state = [], 0, None
+    for size, steps in ((2, 2), (3, 1), (1, 9)):
+        world = samplers(place, size, range(19), state, seed=4)
+        loaders = [iter(each) for each in world]
+        for _ in range(steps):
+            if state is not None and len(state["processed_mask"]) and world[0].processed_num == 19:
+                break
+            seen += [index for loader in loaders for index in [next(loader, None), next(loader, None)]]
+            for each in world:
+                each.record_batch(batch, 2)
+            batch += 1
+            state = world[0].state_dict()
+    assert sorted(index for index in seen if index is not None) == list(range(19))
+
+
+def test_steps_of_several_batches(place):
+    """Whoever records every second batch, with both sizes together, has recorded them all."""
+    (one,) = samplers(place, 1, range(12), seed=1)
+    order = list(one)
+    for number in range(3):
+        if number % 2:
+            one.record_batch(number, 8)
+    assert one.processed_indices == set(order[:8])
+
+
+def test_a_new_iteration_begins_with_the_first_batch(place):
+    """Who leaves a loop, and begins another one in the same world, processes the same samples again."""
+    (one,) = samplers(place, 1, range(10), seed=1)
+    order = list(one)
+    one.record_batch(0, 4)
+    again = iter(one)
+    assert next(again) == order[0]
+    one.record_batch(0, 2)
+    assert one.processed_indices == set(order[:4])
+    one.record_batch(1, 4)
+    assert one.processed_indices == set(order[:6])
+
+
+def test_more_batches_than_there_are(place, caplog, monkeypatch):
+    """They change nothing; it is said once."""
+    monkeypatch.setattr(log, "_said", set())
+    (one,) = samplers(place, 1, range(5))
+    for number in range(4):
+        one.record_batch(number, 4)
+    assert one.processed_num == 5
+    (record,) = caplog.records
+    assert "all 5 samples of this worker have been recorded already" in record.getMessage()
 
 
 def test_the_older_interface(place):
@@ -127,8 +194,8 @@ def test_states(place):
     """state_dict, load_state_dict: of all kinds, and sizes that are no multiple of eight."""
     (one,) = samplers(place, 1, range(13), seed=3)
     one.set_epoch(4)
-    one.record_batch(2, 4)
     one.record_batch(0, 4)
+    one.record_indices(one.get_indices(2, 4))
     state = one.state_dict()
     assert (state["epoch"], state["processed_num"]) == (4, 8)
     (other,) = samplers(place, 1, range(13), pickle.loads(pickle.dumps(state)), seed=3)
@@ -147,9 +214,12 @@ def test_refusals(place):
     (one,) = samplers(place, 1, range(10))
     one.record_batch(0, 3)
     before = one.state_dict()
-    for wrong in [(4, 3), (-1, 3), (0, 0), (0, -2)]:
-        with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.record_batch: "):
+    for wrong in [(0, 0), (0, -2)]:
+        with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.record_batch: batch_size is "):
             one.record_batch(*wrong)
+    for wrong in [(4, 3), (-1, 3), (0, 0), (0, -2)]:
+        with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.get_indices: "):
+            one.get_indices(*wrong)
     with pytest.raises(InvalidRequestError, match="no sample 10"):
         one.record_indices([0, 10])
     for wrong in [
