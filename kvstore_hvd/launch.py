@@ -25,7 +25,7 @@ from kvstore_hvd.launcher.check_build import build_report
 from kvstore_hvd.launcher.config_file import read_options
 from kvstore_hvd.launcher.console import check_streams, say, write_all
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
-from kvstore_hvd.launcher.plan import Limits, Plan, StartError, WorkerPlan
+from kvstore_hvd.launcher.plan import Caller, Limits, Plan, StartError, WorkerPlan
 from kvstore_hvd.launcher.processes import share_of_cores
 from kvstore_hvd.launcher.supervisor import Supervisor
 
@@ -64,8 +64,10 @@ def _print(text: str) -> None:
         raise SystemExit(_EXIT_LOST_OUTPUT) from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int:
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code.
+
+    A `caller` is told what otherwise is written: why options are refused, or why the job has failed.
 
     0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
     130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher, however the workers ended; 141 when
@@ -79,16 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print(build_report())
             return 0
         if is_elastic(options):
-            return ElasticDriver(elastic_plan(options, *_program(options))).run()
-        return Supervisor(_plan(options)).run()
+            return ElasticDriver(elastic_plan(options, *_program(options), caller)).run()
+        return Supervisor(_plan(options, caller)).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
-    except StartError as error:
-        say(str(error))
-        return error.code
     except (LaunchError, ConfigError) as error:
-        say(str(error))
-        return _EXIT_USAGE
+        (say if caller is None else caller.refuse)(str(error))
+        return error.code if isinstance(error, StartError) else _EXIT_USAGE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,7 +174,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     return command, inherited
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     command, inherited = _program(options)
     hosts = _hosts(options)
     count = _worker_count(options, hosts)
@@ -224,6 +223,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         prefix=count > 1 and not options.no_prefix,
         output_folder=options.output_filename,
         verbose=options.verbose,
+        caller=caller,
     )
 
 

@@ -104,7 +104,9 @@ class Daemon:
             self._relay = Relay(self._connections.fileno())
             stack.callback(self._relay.close)
             logging.getLogger().addHandler(RelayHandler(self._relay, "daemon: "))
-            self._workers = LocalWorkers(self._relay, guard, variable, left_grace_s, self._settings.prefix)
+            self._workers = LocalWorkers(
+                self._relay, guard, variable, left_grace_s, self._settings.prefix, self._settings.keep
+            )
             self._remains = Remains(variable, left_grace_s, os.getpid(), lambda: [guard.pid])
             stack.callback(self._remains.finish)
             self._heard_at = self._clock.now()

@@ -39,6 +39,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         "kill_grace_s": float,
         "lease_s": float,
         "prefix": bool,
+        "keep": [int],
     }
 }
 
@@ -55,6 +56,7 @@ class DaemonSettings:
     kill_grace_s: float  # seconds between SIGTERM and SIGKILL
     lease_s: float  # seconds for which the launcher may be silent
     prefix: bool  # put '[id] ' before lines of output
+    keep: tuple[int, ...] = ()  # descriptors that its workers inherit
 
     def line(self) -> bytes:
         """The line for the daemon's standard input."""
@@ -72,7 +74,14 @@ class DaemonSettings:
         try:
             values = json.loads(_first_line(timeout_s))
             check({"t": "settings", **values}, _FIELDS)
-            return cls(**{**values, "address": tuple(values["address"]), "secret": bytes.fromhex(values["secret"])})
+            return cls(
+                **{
+                    **values,
+                    "address": tuple(values["address"]),
+                    "secret": bytes.fromhex(values["secret"]),
+                    "keep": tuple(values["keep"]),
+                }
+            )
         except (ValueError, TypeError) as error:
             raise WireError(f"its settings cannot be understood: {error}.") from None
 

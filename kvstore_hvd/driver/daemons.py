@@ -98,7 +98,14 @@ class Daemons:
             settings = replace(self._settings, host=host, last_words_fd=last_words)
             job = f"KVHVD_JOB={self._settings.job}".encode()
             pid = processes.spawn(
-                daemon_command(), self._environment, stdin, stdout, stderr, job, outlives=True, keep=[last_words]
+                daemon_command(),
+                self._environment,
+                stdin,
+                stdout,
+                stderr,
+                job,
+                outlives=True,
+                keep=[last_words, *settings.keep],
             )
             os.write(write, settings.line())  # far less than a pipe holds
         self._running[host] = _Daemon(host, pid, now)

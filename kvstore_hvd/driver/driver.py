@@ -130,6 +130,7 @@ class ElasticDriver:
                 self._settings.kill_grace_s,
                 self._settings.lease_s,
                 self._plan.prefix,
+                () if self._plan.caller is None else self._plan.caller.descriptors,
             )
             environment = {**self._plan.environment, "KVHVD_JOB": self._settings.job}
             self._daemons = Daemons(settings, environment, self._relay, self._connections)
@@ -402,7 +403,10 @@ class ElasticDriver:
         reason = f"signal {signal.Signals(self._asked).name}" if self._asked is not None else end.reason
         self._note("job_end", {"code": code, "reason": reason})
         if end.reason and self._asked is None:
-            self._relay.say("\n    ".join((end.reason, *end.details)))
+            if self._plan.caller is None:
+                self._relay.say("\n    ".join((end.reason, *end.details)))
+            else:
+                self._plan.caller.tell(end.reason)  # the last lines of who failed have been seen
         return code
 
     # -- Saying ---------------------------------------------------------------------------------------------------

@@ -62,14 +62,19 @@ class LocalWorkers:
         Seconds for what a worker leaves behind, between SIGTERM and SIGKILL.
     prefix : bool
         Whether to put ``[id]`` before each line that they write.
+    keep : sequence of int
+        Descriptors that they inherit.
     """
 
-    def __init__(self, relay: Relay, guard: Guard, variable: bytes, grace_s: float, prefix: bool) -> None:
+    def __init__(
+        self, relay: Relay, guard: Guard, variable: bytes, grace_s: float, prefix: bool, keep: Sequence[int] = ()
+    ) -> None:
         self._relay = relay
         self._guard = guard
         self._variable = variable
         self._reaper = Reaper(grace_s)
         self._prefix = prefix
+        self._keep = tuple(keep)
         self._running: dict[int, LocalWorker] = {}
         self._used: set[int] = set()
 
@@ -108,7 +113,9 @@ class LocalWorkers:
                 ends.callback(os.close, stdout)
                 stderr = self._relay.connect(2, prefix, started.tail.add)
                 ends.callback(os.close, stderr)
-                started.pid = processes.spawn(command, environment, stdin, stdout, stderr, self._variable, cores)
+                started.pid = processes.spawn(
+                    command, environment, stdin, stdout, stderr, self._variable, cores, keep=self._keep
+                )
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             raise NotStarted(str(error) or type(error).__name__) from None
         self._reaper.add(started.pid)

@@ -17,6 +17,7 @@ from kvstore_hvd.driver.slots import Cooldown
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.launcher.capacity import MAX_WORKERS, check_count
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
+from kvstore_hvd.launcher.plan import Caller
 from kvstore_hvd.wire import MAX_MESSAGE
 
 __all__ = ["add_elastic_options", "elastic_plan", "is_elastic"]
@@ -68,7 +69,9 @@ def is_elastic(options: argparse.Namespace) -> bool:
     return False
 
 
-def elastic_plan(options: argparse.Namespace, command: Sequence[str], environment: dict[str, str]) -> ElasticPlan:
+def elastic_plan(
+    options: argparse.Namespace, command: Sequence[str], environment: dict[str, str], caller: Caller | None = None
+) -> ElasticPlan:
     """Make the plan.
 
     Parameters
@@ -79,6 +82,8 @@ def elastic_plan(options: argparse.Namespace, command: Sequence[str], environmen
         The program of every worker, found, and its arguments.
     environment : dict
         The variables of the workers.
+    caller : Caller, optional
+        Who has started the launcher to call a function.
 
     Raises
     ------
@@ -133,6 +138,7 @@ def elastic_plan(options: argparse.Namespace, command: Sequence[str], environmen
         bind_cores=options.bind_cores,
         prefix=not options.no_prefix,
         verbose=options.verbose,
+        caller=caller,
     )
 
 

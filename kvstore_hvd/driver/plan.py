@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvstore_hvd.driver.discovery import HostDiscovery
 from kvstore_hvd.driver.settings import Settings
+from kvstore_hvd.launcher.plan import Caller
 
 __all__ = ["ElasticPlan"]
 
@@ -23,3 +24,4 @@ class ElasticPlan:
     bind_cores: bool = False
     prefix: bool = True
     verbose: bool = False
+    caller: Caller | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore_hvd.errors import LaunchError, message
 
-__all__ = ["EXIT_NOT_STARTED", "Limits", "Plan", "StartError", "WorkerPlan", "not_started"]
+__all__ = ["EXIT_NOT_STARTED", "Caller", "Limits", "Plan", "StartError", "WorkerPlan", "not_started"]
 
 EXIT_NOT_STARTED = 126
 _FIXES = {
@@ -55,6 +55,19 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True)
+class Caller:
+    """A program that has started the launcher to call one of its functions in the workers, see `kvstore_hvd.calling`.
+
+    Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
+    has failed; the launcher writes neither then: the program raises it.
+    """
+
+    descriptors: tuple[int, ...]
+    refuse: Callable[[str], None]
+    tell: Callable[[str], None]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How to start a job. `variable` is the environment entry (``b'NAME=value'``) that all of its processes carry."""
 
@@ -65,3 +78,4 @@ class Plan:
     prefix: bool = True
     verbose: bool = False
     output_folder: str | None = None  # where what the workers write is kept too
+    caller: Caller | None = None

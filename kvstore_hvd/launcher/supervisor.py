@@ -132,8 +132,16 @@ class Supervisor:
                     ends.callback(os.close, stdout)
                     stderr = self._relay.connect(2, prefix, worker.tail.add, *self._kept(rank, "stderr"))
                     ends.callback(os.close, stderr)
+                caller = self._plan.caller
                 worker.pid = processes.spawn(
-                    plan.command, plan.environment, stdin, stdout, stderr, self._plan.variable, plan.cores
+                    plan.command,
+                    plan.environment,
+                    stdin,
+                    stdout,
+                    stderr,
+                    self._plan.variable,
+                    plan.cores,
+                    keep=() if caller is None else caller.descriptors,
                 )
         except OSError as error:
             raise not_started("a worker", error) from None
@@ -244,11 +252,14 @@ class Supervisor:
         worker = self._workers.culprit()
         if worker is None or worker.code is None or self._asked is not None:
             return
+        count = len(self._plan.workers)
+        text = f"rank {worker.rank} of {count} (pid {worker.pid}) {worker.ending}."
+        if self._plan.caller is not None:
+            self._plan.caller.tell(text)  # its last lines have just been seen
+            return
         if not self._plan.capture and worker.code > 0:
             return  # its words have just been seen
         lines = worker.tail.lines()
-        count = len(self._plan.workers)
-        text = f"rank {worker.rank} of {count} (pid {worker.pid}) {worker.ending}."
         if count > 1:
             text += " Its last lines on stderr:" if lines else " It wrote nothing to stderr."
         self._relay.tell(f"kvhvdrun: {text}".encode(), *(b"    " + line for line in lines))
