@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd import horovod_alias, mxnet_compat
+from kvstore_hvd.calling import run
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
 from kvstore_hvd.divergence import verify
@@ -29,6 +30,7 @@ from kvstore_hvd.errors import (
     MismatchError,
     NotInitializedError,
     PeerLostError,
+    RunError,
     ShutdownError,
     TimeoutError,  # noqa: A004 - Horovod's and PyTorch's word for it
     TransportError,
@@ -61,6 +63,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "RunError",
     "ShutdownError",
     "TimeoutError",
     "Topology",
@@ -75,6 +78,7 @@ __all__ = [
     "init",
     "is_initialized",
     "reset",
+    "run",
     "shutdown",
     "start_timeline",
     "stop_timeline",

@@ -173,6 +173,11 @@ class Engine(Member):
         """Whether this worker of an elastic job has come to a running one, and has yet to be taken in by `meet`."""
         return self._is_waiting
 
+    @property
+    def last_place(self) -> Topology | None:
+        """The place of this worker in the latest world that it was in, left or not; None before the first one."""
+        return None if self._world is None or self._is_waiting else self._world.topology
+
     def why_not_replaced(self) -> str:
         """Why nobody can go on without a worker that dies; empty where workers may come and go."""
         if self._line is not None:

@@ -31,6 +31,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "RunError",
     "ShutdownError",
     "TimeoutError",
     "TransportError",
@@ -103,6 +104,10 @@ class DivergedError(KVHvdError):
 
 class LaunchError(KVHvdError):
     """The workers could not be started, or could not find each other."""
+
+
+class RunError(KVHvdError):
+    """A function that `run` has called in workers has not returned a result on all of them."""
 
 
 class ShutdownError(KVHvdError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore_hvd.as_horovod.runner import run
+from kvstore_hvd.calling import run
 
 __all__ = ["run"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import tempfile
@@ -32,7 +31,7 @@ def broadcast_object(
     Parameters
     ----------
     obj : object
-        Anything that cloudpickle (pickle, where that is not installed) can write; matters on the root only.
+        Anything that cloudpickle can write; matters on the root only.
     root_rank : int
         The root's rank among all workers.
     name : str, optional
@@ -73,7 +72,7 @@ def allgather_object(obj: Any, name: Optional[str] = None, process_set: ProcessS
     Parameters
     ----------
     obj : object
-        Anything that cloudpickle (pickle, where that is not installed) can write.
+        Anything that cloudpickle can write.
     name, process_set
         As `broadcast_object`.
 
@@ -185,12 +184,10 @@ def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: Proc
 
 def _written(obj: Any) -> tuple[bytes, Optional[Exception]]:
     """An object as bytes, or why it cannot be written."""
+    import cloudpickle
+
     try:
-        writer = importlib.import_module("cloudpickle")
-    except ImportError:
-        writer = pickle
-    try:
-        return writer.dumps(obj, protocol=4), None
+        return cloudpickle.dumps(obj, protocol=4), None
     except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
         return b"", error
 

@@ -71,3 +71,20 @@ def test_a_program_prints_what_the_page_says(page: str, marker: str, tmp_path: P
         for line in shown:
             if line.startswith(rank):
                 assert plain(line) in lines, f"not printed, or out of order: {line}\n{done.stdout}{done.stderr}"
+
+
+def test_the_notebook_prints_what_its_page_says(marker: str, tmp_path: Path) -> None:
+    """Read from standard input: like the cells of a notebook, it has no file."""
+    text = (ROOT / "docs" / "notebooks.md").read_text()
+    program, shown = re.findall(r"^```(?:python)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:2]
+    done = subprocess.run(
+        [sys.executable, "-"],
+        cwd=tmp_path,
+        env={**variables_of(marker), **importable(tmp_path / "site")},
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(shown.splitlines())

@@ -31,6 +31,8 @@ MODULE_API = pytest.param(
 )
 ALL = ["digits_trainer.py", "digits_kvstore.py", MODULE_API]
 
+NOTEBOOK = "digits_notebook.py"  # starts its workers itself
+
 # Of the norm of each parameter. The optimizers are smooth enough not to enlarge a difference in the last bits.
 NEAR = 1e-5
 
@@ -61,7 +63,7 @@ def train(command: list[str], folder: Path, env: dict[str, str], ranks: int) -> 
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[np.ndarray]]:
     """The parameters of each script, trained by one process."""
     results = {}
-    for script in ("digits_trainer.py", "digits_kvstore.py", "digits_module.py"):
+    for script in ("digits_trainer.py", "digits_kvstore.py", "digits_module.py", NOTEBOOK):
         if script in MODULE_API.values and importlib.metadata.version("mxnet").startswith("2"):
             continue
         command = [sys.executable, "-m", "kvstore_hvd", str(SCRIPTS / script)]
@@ -86,10 +88,21 @@ def test_script_written_for_horovod(
     else:
         command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, path]
         env = variables_of(marker)
-    parameters = train(command, tmp_path, env, ranks)
+    check(train(command, tmp_path, env, ranks), alone[script])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_notebook(marker: str, tmp_path: Path, alone: dict[str, list[np.ndarray]], ranks: int) -> None:
+    """The same for workers that `horovod.run` has started."""
+    command = [sys.executable, "-m", "kvstore_hvd", str(SCRIPTS / NOTEBOOK), "--workers", str(ranks)]
+    check(train(command, tmp_path, variables_of(marker), ranks), alone[NOTEBOOK])
+
+
+def check(parameters: list[list[np.ndarray]], alone: list[np.ndarray]) -> None:
+    """Fail unless all ranks have equal parameters, which are near to those of one process."""
     for others in parameters[1:]:
         for mine, first in zip(others, parameters[0]):
             assert mine.tobytes() == first.tobytes()
-    assert len(parameters[0]) == len(alone[script])
-    for many, one in zip(parameters[0], alone[script]):
+    assert len(parameters[0]) == len(alone)
+    for many, one in zip(parameters[0], alone):
         assert np.linalg.norm(many - one) < NEAR * np.linalg.norm(one)

@@ -126,14 +126,17 @@ def test_elastic() -> None:
     assert (HorovodInternalError, HostsUpdatedInterrupt) == (errors.HorovodInternalError, errors.HostsUpdatedInterrupt)
 
 
-def test_run_names_the_launcher() -> None:
+def test_run() -> None:
     horovod_alias.install()
     import horovod
     import horovod.runner
 
-    for call in (horovod.run, horovod.runner.run, horovod.runner.run_commandline):
-        with pytest.raises(errors.LaunchError, match=r"kvhvdrun -np N --as-horovod python script\.py"):
-            call(print, np=2)
+    import kvstore_hvd
+
+    assert horovod.run is kvstore_hvd.run
+    assert horovod.runner.run is kvstore_hvd.run
+    with pytest.raises(errors.LaunchError, match=r"kvhvdrun -np N --as-horovod python script\.py"):
+        horovod.runner.run_commandline()
 
 
 @pytest.mark.parametrize("name", ["torch", "tensorflow", "tensorflow.keras", "keras", "spark", "ray", "mxnet.absent"])

@@ -63,10 +63,9 @@ LAYERS = (
         "trainer",
         "join",
         "mxnet",
-        "as_horovod",
     ),
     ("elastic",),
-    ("horovod_alias", "launcher", "driver", "launch", "__main__"),
+    ("horovod_alias", "launcher", "driver", "launch", "calling", "as_horovod", "__main__"),
 )
 ORDER = {unit: position for position, unit in enumerate(unit for layer in LAYERS for unit in layer)}
 # Names only: they gather what the layers offer.

@@ -62,9 +62,9 @@ def test_extras_exist(setup_cfg: configparser.ConfigParser) -> None:
     assert set(setup_cfg["options.extras_require"]) >= EXTRAS
 
 
-def test_only_numpy_is_required(setup_cfg: configparser.ConfigParser) -> None:
+def test_little_is_required(setup_cfg: configparser.ConfigParser) -> None:
     required = setup_cfg["options"]["install_requires"].split()
-    assert [re.split(r"[<>=!;\[]", line)[0] for line in required] == ["numpy"]
+    assert [re.split(r"[<>=!;\[]", line)[0] for line in required] == ["numpy", "cloudpickle"]
 
 
 def test_no_extra_has_two_mpis(setup_cfg: configparser.ConfigParser) -> None:

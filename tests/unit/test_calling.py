@@ -1,0 +1,285 @@
+"""`run` before anything is started: its options, what it refuses, and what travels between the processes."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd.calling.failure import failure_of
+from kvstore_hvd.calling.options import Options
+from kvstore_hvd.calling.outcome import Outcome
+from kvstore_hvd.calling.parcel import pack, unpack
+from kvstore_hvd.calling.paths import prefixes, take_path
+from kvstore_hvd.calling.reports import Kind, Reporter, Reports, Sender
+from kvstore_hvd.calling.streams import OutputStream
+from kvstore_hvd.errors import (
+    HorovodInternalError,
+    InvalidRequestError,
+    InvalidTypeError,
+    KVHvdError,
+    LaunchError,
+    PeerLostError,
+    RunError,
+)
+
+NAMES = [name for name in Options.__dataclass_fields__ if name not in ("num_proc", "verbose")]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        pytest.fail("a process is started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+
+
+# -- Arguments ----------------------------------------------------------------------------------------------------
+
+
+def test_the_signature_is_horovods() -> None:
+    """Of Horovod 0.28.1, in the order of its parameters: programs may pass them by position."""
+    names = list(inspect.signature(kvstore_hvd.run).parameters)
+    assert names[:5] == ["func", "args", "kwargs", "num_proc", "min_num_proc"]
+    assert names[5:10] == ["max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts"]
+    assert names[10:15] == ["hostfile", "start_timeout", "ssh_port", "ssh_identity_file", "disable_cache"]
+    assert names[15:20] == ["output_filename", "verbose", "use_gloo", "use_mpi", "mpi_args"]
+    assert names[20:] == ["network_interface", "executable", "np", "min_np", "max_np"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"func": 3}, "func is 3, which cannot be called"),
+        ({"args": 3}, "args is a int, expected a tuple"),
+        ({"args": "ab"}, "args is a str, expected a tuple"),
+        ({"kwargs": [1]}, "kwargs is a list, expected a dict"),
+        ({"args": (threading.Lock(),)}, "the function or its arguments cannot be pickled: TypeError: cannot pickle"),
+        ({"hosts": "localhost:2", "hostfile": "hosts"}, "both hosts and hostfile name hosts"),
+        ({"use_mpi": True}, "use_mpi and mpi_args cannot be honoured"),
+        ({"mpi_args": "--map-by core"}, "use_mpi and mpi_args cannot be honoured"),
+        ({"num_proc": 2, "np": 3}, "num_proc is 2 and np is 3, which are the same option"),
+        ({"min_num_proc": 2, "min_np": 3}, "min_num_proc is 2 and min_np is 3, which are the same option"),
+        ({"max_num_proc": 2, "max_np": 3}, "max_num_proc is 2 and max_np is 3, which are the same option"),
+        ({"min_np": 1, "cooldown_range": 3}, "cooldown_range is 3, expected two numbers of seconds"),
+        ({"min_np": 1, "cooldown_range": (1, 2, 3)}, "expected two numbers of seconds"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(KVHvdError, match=words) as caught:
+        kvstore_hvd.run(**{"func": print, **arguments})
+    assert "Fix: " in str(caught.value)
+    assert isinstance(caught.value, (InvalidRequestError, InvalidTypeError))
+
+
+def test_horovod_has_no_such_option() -> None:
+    with pytest.raises(TypeError, match="gloo_timeout"):
+        kvstore_hvd.run(print, gloo_timeout=3)  # type: ignore[call-arg]
+
+
+def options(**given: Any) -> list[str]:
+    return Options(**{**dict.fromkeys(NAMES), "num_proc": 1, "verbose": None, **given}).arguments()
+
+
+def test_options_become_those_of_kvhvdrun() -> None:
+    assert options() == ["--num-proc=1"]
+    assert options(num_proc=3, hosts="localhost:3", start_timeout=2.5, output_filename="a b") == [
+        "--num-proc=3",
+        "--hosts=localhost:3",
+        "--start-timeout=2.5",
+        "--output-filename=a b",
+    ]
+    assert options(num_proc=-1, verbose=2) == ["--num-proc=-1", "--verbose"]
+    elastic = options(num_proc=2, min_num_proc=1, max_num_proc=4, slots=4, reset_limit=0, cooldown_range=[10, 300])
+    assert elastic == [
+        *("--num-proc=2", "--min-np=1", "--max-np=4", "--slots-per-host=4", "--reset-limit=0"),
+        *("--blacklist-cooldown-range", "10", "300"),
+    ]
+
+
+def test_one_worker_is_no_wish_of_an_elastic_job() -> None:
+    """Horovod's default for `num_proc` is 1, and would be less than the fewest."""
+    assert options(min_num_proc=2) == ["--min-np=2"]
+
+
+# -- What travels -------------------------------------------------------------------------------------------------
+
+
+def test_parcels_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fd = pack([1, 2], {"a": b"x" * 100_000})
+    assert not list(tmp_path.iterdir())
+    assert not os.get_inheritable(fd)
+    first, second = unpack(fd), unpack(fd)  # of two processes that share the offset of the file
+    assert [next(first), next(second), next(first), next(second)][::3] == [[1, 2], {"a": b"x" * 100_000}]
+    os.close(fd)
+
+
+def test_reports_arrive_whole_and_in_order() -> None:
+    with Reports() as reports:
+        reporter = Reporter(os.dup(reports.inherited))
+        reports.given()
+        assert list(reports.take()) == []
+        sender = Sender(1, 2, 3, 4)
+        reporter.send(Kind.RESULT, sender, "x" * 1_000_000)
+        with pytest.raises(TypeError):
+            reporter.send(Kind.RESULT, sender, threading.Lock())
+        reporter.send(Kind.ENDED, Sender(), "why")
+        first, second = reports.take()
+        assert (first.kind, first.sender, first.value()) == (Kind.RESULT, sender, "x" * 1_000_000)
+        assert (second.kind, second.sender, second.value()) == (Kind.ENDED, Sender(), "why")
+        for report in (first, second):
+            report.close()
+        assert reports.is_open
+        reporter._socket.close()
+        assert list(reports.take()) == []
+        assert not reports.is_open
+
+
+class Job:
+    """What workers and launcher report, and what comes of it."""
+
+    def __init__(self) -> None:
+        self.reports, self.outcome = Reports(), Outcome()
+        self._reporter = Reporter(os.dup(self.reports.inherited))
+
+    def tell(self, kind: Kind, value: Any, **sender: Any) -> None:
+        self._reporter.send(kind, Sender(**sender), value)
+        for report in self.reports.take():
+            self.outcome.hear(report)
+
+
+def test_results_are_those_of_the_last_world() -> None:
+    job = Job()
+    job.tell(Kind.RESULT, "old", rank=0, size=3, epoch=1, worker=0)
+    job.tell(Kind.RESULT, "b", rank=1, size=2, epoch=2, worker=1)
+    job.tell(Kind.RESULT, "a", rank=0, size=2, epoch=2, worker=5)
+    assert job.outcome.results(0) == ["a", "b"]
+
+
+def test_a_rank_of_the_last_world_without_a_result() -> None:
+    job = Job()
+    job.tell(Kind.RESULT, "a", rank=0, size=3, epoch=2, worker=5)
+    with pytest.raises(RunError, match="ranks 1-2 ended without a result"):
+        job.outcome.results(0)
+
+
+def test_consequences_are_not_taken_for_the_cause() -> None:
+    """A worker that tells of another's end comes first when that one could not say anything in time."""
+    job = Job()
+    lost, bad = PeerLostError("rank 1 died"), ValueError("the cause")
+    for rank, error in ((0, lost), (1, bad), (2, KeyError("later"))):
+        job.tell(Kind.FAILED, failure_of(error, None, "the function raised"), rank=rank, size=3)
+    with pytest.raises(RunError, match=r"^\[rank 1/3\] run: the function raised ValueError: the cause\.") as caught:
+        job.outcome.results(1)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_failures_of_earlier_worlds_do_not_count() -> None:
+    job = Job()
+    early, late = (failure_of(ValueError(text), None, "the function raised") for text in ("early", "late"))
+    job.tell(Kind.FAILED, early, rank=1, size=2, epoch=0, worker=1)
+    job.tell(Kind.RESULT, "a", rank=0, size=1, epoch=1, worker=0)
+    assert job.outcome.results(0) == ["a"]
+    job.tell(Kind.FAILED, late, rank=0, size=1, epoch=1, worker=0)
+    with pytest.raises(RunError, match="ValueError: late"):
+        job.outcome.results(1)
+
+
+def test_a_refusal_is_a_launch_error() -> None:
+    job = Job()
+    job.tell(Kind.REFUSED, "no such thing.\n  Fix: leave it.")
+    with pytest.raises(LaunchError, match="no such thing"):
+        job.outcome.results(2)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(7, "ended with code 7"), (-9, "ended by signal 9"), (0, "the workers ended without a result")]
+)
+def test_a_job_that_says_nothing(code: int, words: str) -> None:
+    with pytest.raises(RunError, match=words) as caught:
+        Outcome().results(code)
+    assert "Fix: " in str(caught.value)
+
+
+class Needy(Exception):
+    """Cannot be unpickled: the number is not kept in `args`."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+
+
+@pytest.mark.parametrize("error", [Needy(3, "lost"), ValueError(threading.Lock())])
+def test_an_exception_that_cannot_travel_leaves_its_text(error: Exception) -> None:
+    failure = failure_of(error, None, "the function raised")
+    assert failure.error() is None
+    assert type(error).__name__ in failure.fact
+    assert type(error).__name__ in failure.trace
+
+
+def test_causes_are_part_of_the_traceback() -> None:
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise HorovodInternalError("outer") from error
+    except HorovodInternalError as error:
+        failure = failure_of(error, error.__traceback__, "the function raised")
+    assert "KeyError: 'inner'" in failure.trace
+    assert "HorovodInternalError: outer" in failure.trace
+
+
+# -- Paths and streams --------------------------------------------------------------------------------------------
+
+
+def test_the_same_python_has_the_same_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/own"])
+    take_path(["/work", "/other"], prefixes())
+    assert sys.path == ["/work", "/other"]
+
+
+def test_another_python_keeps_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/own/lib", "/shared"])
+    take_path(["/work", "/theirs/lib/python3", "/shared"], ["/theirs"])
+    assert sys.path == ["/work", "/own/lib", "/shared"]
+
+
+def test_a_file_is_inherited(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        file.write("first\n")
+        stream = OutputStream(file)
+        assert stream.inherited == file.fileno()
+        assert stream.fileno() == -1
+        assert (tmp_path / "out").read_text() == "first\n"
+        stream.close()
+        assert not file.closed
+
+
+@pytest.mark.parametrize("make", [io.StringIO, lambda: io.TextIOWrapper(io.BytesIO(), write_through=True)])
+def test_what_has_no_descriptor_is_written_to(make: Any) -> None:
+    """Characters that come in two parts are whole in the end."""
+    target = make()
+    stream = OutputStream(target)
+    for data in (b"a\xce", b"\xb1\n", b"\xff"):
+        os.write(stream.inherited, data)
+        stream.pass_on()
+    stream.given()
+    stream.pass_on()
+    assert stream.fileno() == -1
+    target.seek(0)
+    assert target.read() == "a\N{GREEK SMALL LETTER ALPHA}\n\N{REPLACEMENT CHARACTER}"
+    stream.close()
+
+
+def test_no_stream_at_all() -> None:
+    stream = OutputStream(None)
+    assert stream.fileno() == -1
+    assert stream.inherited < 0  # subprocess.DEVNULL
+    stream.close()
