@@ -32,8 +32,8 @@ _NAMES = {
 # What the error names that tells of a module that is not there.
 _OFFERED = (
     "horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets)",
-    "horovod.common (with elastic, util, exceptions, process_sets)",
-    "horovod.runner",
+    "horovod.common (with basics, elastic, exceptions, process_sets, util)",
+    "horovod.runner (with util.threads)",
 )
 _WRAPPED = "_kvstore_hvd_wraps"
 

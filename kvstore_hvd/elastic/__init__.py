@@ -18,6 +18,7 @@ from typing import Any
 from kvstore_hvd.elastic import sampler as _sampler
 from kvstore_hvd.elastic.gluon_state import GluonState
 from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
+from kvstore_hvd.elastic.notification import notification_manager
 from kvstore_hvd.elastic.registry import get_handler_registry, set_handler_registry
 from kvstore_hvd.elastic.run import run, run_fn
 from kvstore_hvd.elastic.state import ObjectState, State
@@ -35,6 +36,7 @@ __all__ = [
     "State",
     "StateHandler",
     "get_handler_registry",
+    "notification_manager",
     "run",
     "run_fn",
     "set_handler_registry",

@@ -21,6 +21,7 @@ from kvstore_hvd.keys import Call, Group, priority_of
 from kvstore_hvd.mxnet import basics, gradients
 from kvstore_hvd.mxnet.all_to_all import alltoall
 from kvstore_hvd.mxnet.basics import *  # noqa: F403
+from kvstore_hvd.mxnet.basics_object import HorovodBasics
 from kvstore_hvd.mxnet.calls import check_array, check_list, check_name, make_call, names_for, operations, root_in
 from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.joining import join
@@ -55,6 +56,9 @@ __all__ = [
     "remove_process_set",
 ]
 __all__ += basics.__all__
+
+# Programs reach for Horovod's object of this name.
+_basics = HorovodBasics()
 
 
 def allreduce(
