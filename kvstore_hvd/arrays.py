@@ -142,7 +142,7 @@ def scaled(array: Any, prescale: float, postscale: float) -> Any:
     """A new array on the array's device with the values times both factors; asynchronous.
 
     By the native kernels, as where there are several workers: integers scale in float64 and are truncated after each
-    factor, halves scale in float32 and are rounded once.
+    factor, halves scale in float32, and are rounded after each factor.
     """
     result = _reduced([array], prescale, postscale)
     if _is_on_cpu(array):

@@ -329,7 +329,7 @@ class Config:
         _flag,
         False,
         "KVHVD_ALLOW_LOCAL_TRAINER",
-        doc="1: let a Trainer without a distributed store run although there are several workers.",
+        doc="1: let a Trainer train alone, whatever its store, although there are several workers.",
     )
     dynamic_process_sets: bool = _knob(
         _flag,

@@ -87,7 +87,7 @@ def allreduce(
         Higher ones are executed first.
     prescale_factor, postscale_factor : float
         Factors for every worker's array, and for the result. Integers scale in float64 and are truncated, halves scale
-        in float32.
+        in float32, and each worker's product is rounded to the array's dtype before the sum.
     process_set : ProcessSet
         Who takes part.
     op : ReduceOp, optional

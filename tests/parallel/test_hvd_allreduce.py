@@ -83,6 +83,21 @@ def test_factors(kind, rank, size, dtype):
     assert_same_bits(z.asnumpy(), np.array([3.5]).astype(dtype))
 
 
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+def test_products_of_halves_are_rounded(kind, rank, size, op):
+    """To float16 before the sum, as Horovod rounds them; the sum itself is rounded once, with the other factor."""
+    values = [np.random.default_rng(one).standard_normal((2 * size, 50)).astype("float16") for one in range(size)]
+    products = [(each.astype("float32") * np.float32(1 / 3)).astype("float16") for each in values]
+    total = np.float32(0)
+    for each in products:
+        total = total + each.astype("float32")
+    expected = (total * np.float32(3.0 if op == "Sum" else 3.0 / size)).astype("float16")
+    factors = {"op": getattr(hvd, op), "prescale_factor": 1 / 3, "postscale_factor": 3.0}
+    assert_same_bits(hvd.allreduce(make(kind, values[rank]), **factors).asnumpy(), expected)
+    part = hvd.reducescatter(make(kind, values[rank]), **factors)
+    assert_same_bits(part.asnumpy(), expected[2 * rank : 2 * rank + 2])
+
+
 def test_average_and_op(rank, size):
     """The old parameter works and warns; with op it is a ValueError, before anything is submitted."""
     x = mx.nd.ones((2,)) * (rank + 1)
