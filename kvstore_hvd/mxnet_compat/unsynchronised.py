@@ -158,7 +158,13 @@ def _refusal(who: str, asked: str, size: int) -> str:
 
 
 def check_feed_forward(asked: Any, created: Any) -> None:
-    """Raise, or warn, when a FeedForward that asked for a store would train alone. Nothing sees its updates."""
+    """Warn when a FeedForward would train alone without a store. Nothing sees its updates.
+
+    Raises
+    ------
+    UnsynchronisedTrainerError
+        It would train alone with the local store that it asked for.
+    """
     if _size() == 1 or not _is_local(created) or _feeds_own_optimizer or exchanging.present() is not None:
         return
     name = _name_of(asked)

@@ -161,6 +161,10 @@ def fold(dtype: str, op: str, arrays: Sequence[Array], prescale: float, postscal
         if dtype in FLOATS:
             wide: Any = np.float64 if dtype == "float64" else np.float32
             scaled = [array.astype(wide) * wide(prescale) for array in arrays]
+            if prescale != 1.0 and dtype == "bfloat16":  # the products of halves are rounded, too
+                scaled = [rounded_to_bfloat16(product) for product in scaled]
+            elif prescale != 1.0:
+                scaled = [product.astype(dtype).astype(wide) for product in scaled]
             result = functools.reduce(_FLOAT_OPS[op], scaled) * wide(postscale)
             if dtype == "bfloat16":
                 return rounded_to_bfloat16(result)
