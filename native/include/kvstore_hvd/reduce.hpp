@@ -15,9 +15,9 @@ struct Reduction {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;  // kAverage reduces like kSum; the caller puts the divisor into postscale
   // Multiplied into every input before, and into the result after, the reduction. float16 and bfloat16 are widened to
-  // float32, scaled, rounded to their type (to nearest, ties to even) as Horovod does it, reduced in float32, scaled and
-  // rounded once; float32 scales in float32, float64 in float64; integers scale in float64 and truncate toward zero, a
-  // product out of range becomes the nearest value of the type, NaN becomes 0. 1.0 leaves the value alone.
+  // float32, scaled, rounded to their type (to nearest, ties to even) as Horovod does it, reduced in float32, scaled
+  // and rounded once; float32 scales in float32, float64 in float64; integers scale in float64 and truncate toward
+  // zero, a product out of range becomes the nearest value of the type, NaN becomes 0. 1.0 leaves the value alone.
   double prescale = 1.0;
   double postscale = 1.0;
   // Sums and averages of float32 and float64 only, without effect on others: as if the inputs were cast to float16
