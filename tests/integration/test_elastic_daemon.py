@@ -459,6 +459,7 @@ def test_a_launcher_with_another_secret_is_none(marker: str) -> None:
             "kill_grace_s": 1,
             "lease_s": 2,
             "prefix": True,
+            "keep": [],
         }
         with FakeLauncher(marker, line=json.dumps(settings).encode() + b"\n") as launcher:
             launcher.wait(lambda: (honest.accept(), launcher.daemon.poll() is not None)[1])

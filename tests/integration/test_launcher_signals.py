@@ -83,8 +83,8 @@ import os, signal, sys
 from kvstore_hvd import launch
 from kvstore_hvd.launcher import processes
 spawn = processes.spawn
-def spawn_and_signal(*arguments):
-    pid = spawn(*arguments)
+def spawn_and_signal(*arguments, **keywords):
+    pid = spawn(*arguments, **keywords)
     os.kill(os.getpid(), int(sys.argv[1]))
     return pid
 processes.spawn = spawn_and_signal
