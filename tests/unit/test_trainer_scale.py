@@ -12,8 +12,8 @@ from kvstore_hvd.mxnet.optimizer import Scale, TrainerMethods
 def test_a_copied_scale_is_as_exact_as_the_original_in_every_world() -> None:
     """As AMP copies it: among 49 workers, and read where there is one again."""
     trainer = TrainerMethods.__new__(TrainerMethods)
-    topology = SimpleNamespace(size=49)
-    trainer._world = SimpleNamespace(topology=topology)  # type: ignore[assignment]
+    topology = SimpleNamespace(size=49, is_outside=False)
+    vars(trainer).update(_world=SimpleNamespace(topology=topology), _process_set=None)
     vars(trainer)["_scale"] = Scale(1.0, 1)
     assert trainer._scale == 1 / 49
     trainer._amp_original_scale = trainer._scale
