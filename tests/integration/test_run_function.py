@@ -18,7 +18,7 @@ from support.belongings import Belongings
 from support.jobs import LIMIT_S, processes, variables_of
 from support.patience import patient
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 PRELUDE = """
 import os, signal, sys, threading, time
