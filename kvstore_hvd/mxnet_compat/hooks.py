@@ -5,6 +5,7 @@
 - A Trainer that would train alone although there are several workers raises (see unsynchronised.py).
 - With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
   of its parameters.
+- With our store, they divide by the batch size of all workers (see batch_division.py).
 - Beside an optimizer that exchanges gradients itself there is no store that does so, too (see exchanging.py).
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
@@ -28,6 +29,7 @@ from typing import Any, Optional
 from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.mxnet_compat import (
+    batch_division,
     engine_errors,
     exchanging,
     gradients,
@@ -84,6 +86,7 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
     _patch_model(mxnet)
     _patch_trainer(mxnet)
     unsynchronised.patch(mxnet, world_size, _is_ours_or_named_so)
+    batch_division.patch(mxnet, _is_ours_or_named_so)
     _patch_gradients(mxnet)
 
 

@@ -43,7 +43,8 @@ def batch_of(worker, step=0, ctx=None):
 
 def gradients_of(worker, values, step=0):
     """Return the gradients of a worker's batch at these values of the parameters."""
-    net = mlp(seed=5)
+    with mx.name.NameManager():  # MXNet 1 numbers all layers, and not every worker makes as many of these networks
+        net = mlp(seed=5)
     for parameter, value in zip(parameters(net), values):
         parameter.set_data(array(value))
     backward(net, [batch_of(worker, step)])

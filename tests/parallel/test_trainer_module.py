@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import numpy as np
 import pytest
 
@@ -38,31 +41,94 @@ def test_module(rank, size, as_string, contexts):
         assert_equal_on_all_ranks(values, name)
 
 
-@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
-def test_what_sums_are_divided_by(rank, size):
-    """Module and FeedForward divide by the batch size of one worker, unless they are told otherwise."""
-    data, label = samples(48, seed=rank)
+def classes(rank, count=48):
+    """Return some samples, a batch iterator of them, and a symbol that learns their classes."""
+    data, label = samples(count, seed=rank)
     batches = mx.io.NDArrayIter(data, label.argmax(axis=1).astype("float32"), batch_size=8)
     symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=3, name="dense")
-    symbol = mx.sym.SoftmaxOutput(symbol, name="softmax")
+    return data, batches, mx.sym.SoftmaxOutput(symbol, name="softmax")
+
+
+@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
+def test_what_sums_are_divided_by(rank, size):
+    """Module and FeedForward divide by the batch size of all workers, unless they are told otherwise."""
+    data, batches, symbol = classes(rank)
     first = {"dense_weight": mx.nd.zeros((3, data.shape[1])), "dense_bias": mx.nd.zeros((3,))}
 
-    def train_module(**options):
+    def train_module(optimizer="sgd", **options):
         module = mx.mod.Module(symbol)
         start = {name: values.copy() for name, values in first.items()}
-        module.fit(batches, num_epoch=2, kvstore="horovod", optimizer_params=options, arg_params=start)
+        options = {"optimizer": optimizer, **({"optimizer_params": options} if options else {})}
+        module.fit(batches, num_epoch=2, kvstore="horovod", arg_params=start, **options)
         return module.get_params()[0]
 
-    def train_feed_forward(**options):
+    def train_feed_forward(optimizer="sgd", **options):
         start = {name: values.copy() for name, values in first.items()}
-        model = mx.model.FeedForward(symbol, num_epoch=2, optimizer="sgd", arg_params=start, aux_params={}, **options)
+        model = mx.model.FeedForward(
+            symbol, num_epoch=2, optimizer=optimizer, arg_params=start, aux_params={}, **options
+        )
         model.fit(batches, kvstore="horovod")
         return model.arg_params
 
     expected = train_module(learning_rate=0.1, rescale_grad=1 / (8 * size))
-    for found in (train_module(learning_rate=0.1 / size), train_feed_forward(learning_rate=0.1 / size)):
+    sgd = functools.partial(mx.optimizer.SGD, learning_rate=0.1, rescale_grad=1 / (8 * size))
+    for found in (
+        train_module(learning_rate=0.1),
+        train_module(learning_rate=0.1 * size, rescale_grad=1 / (8 * size * size)),
+        train_module(sgd()),
+        train_feed_forward(learning_rate=0.1),
+        train_feed_forward(sgd()),
+    ):
         for name, values in expected.items():
             np.testing.assert_allclose(found[name].asnumpy(), values.asnumpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
+def test_rescale_grad(rank, size, monkeypatch):
+    """As with MXNet's 'dist_sync'; of the workers that there are in an update. What the program sets stays."""
+    _, batches, symbol = classes(rank)
+    module = mx.mod.Module(symbol)
+    module.bind(batches.provide_data, batches.provide_label)
+    module.init_params(mx.init.Zero())
+    module.init_optimizer(kvstore="horovod")
+    optimizer = module._optimizer
+    assert optimizer.rescale_grad == 1 / (8 * size)
+    module.init_optimizer(kvstore="horovod", optimizer_params={"rescale_grad": 0.5})  # there is one already
+    assert module._optimizer is optimizer
+
+    def update():
+        batches.reset()
+        module.forward_backward(batches.next())
+        module.update()
+
+    monkeypatch.setattr(type(module._kvstore), "num_workers", size + 1)  # as after a change of an elastic job
+    update()
+    assert optimizer.rescale_grad == 1 / (8 * (size + 1))
+    monkeypatch.undo()
+    update()
+    assert optimizer.rescale_grad == 1 / (8 * size)
+    optimizer.rescale_grad = 0.5
+    monkeypatch.setattr(type(module._kvstore), "num_workers", size + 1)
+    update()
+    assert optimizer.rescale_grad == 0.5
+
+
+@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
+def test_rescale_grad_of_an_optimizer(rank, size):
+    """One that the program has made keeps its own; a warning says when it is not that of all workers."""
+    _, batches, symbol = classes(rank)
+    for factor in (1 / (8 * size), 0.3):
+        module = mx.mod.Module(symbol)
+        module.bind(batches.provide_data, batches.provide_label)
+        module.init_params(mx.init.Zero())
+        optimizer = mx.optimizer.SGD(rescale_grad=factor)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module.init_optimizer(kvstore="horovod", optimizer=optimizer)
+        found = [str(each.message) for each in caught if "rescale_grad" in str(each.message)]
+        assert len(found) == (factor == 0.3)
+        assert all(f"1/batch_size/num_workers is {1 / (8 * size)}" in each for each in found)
+        assert optimizer.rescale_grad == factor
 
 
 def test_estimator(rank, size):
