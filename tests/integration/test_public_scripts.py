@@ -7,10 +7,13 @@ only the rounding of sums differs.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +28,18 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, needs_demo]
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 LIMIT_S = patient(180)
-MODULE_API = pytest.param(
-    "digits_module.py",
-    marks=pytest.mark.skipif(importlib.metadata.version("mxnet").startswith("2"), reason="MXNet 2 has no Module"),
-)
-ALL = ["digits_trainer.py", "digits_kvstore.py", MODULE_API]
-
+IS_MXNET_2 = importlib.metadata.version("mxnet").startswith("2")
+ONLY_MXNET_1 = pytest.mark.skipif(IS_MXNET_2, reason="MXNet 2 has no Module")
+MODULE = "digits_module.py"
+# These reduce by themselves, beside plain Trainers.
+SELF_REDUCING = ["digits_self_reducing.py", "digits_local_sgd.py", "digits_partial_classifier.py"]
+STARTS = ["mpirun -np 2", "kvhvdrun -np 2", "kvhvdrun -np 4"]
+ALL = [
+    *itertools.product(STARTS, ["digits_trainer.py", "digits_kvstore.py"]),
+    *(pytest.param(start, MODULE, marks=ONLY_MXNET_1) for start in STARTS),
+    pytest.param("kvhvdrun -np 2", f"{MODULE} --kvstore horovod", marks=ONLY_MXNET_1),
+    *itertools.product(STARTS[::2], SELF_REDUCING),
+]
 NOTEBOOK = "digits_notebook.py"  # starts its workers itself
 
 # Of the norm of each parameter. The optimizers are smooth enough not to enlarge a difference in the last bits.
@@ -60,42 +69,43 @@ def train(command: list[str], folder: Path, env: dict[str, str], ranks: int) -> 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[np.ndarray]]:
-    """The parameters of each script, trained by one process."""
-    results = {}
-    for script in ("digits_trainer.py", "digits_kvstore.py", "digits_module.py", NOTEBOOK):
-        if script in MODULE_API.values and importlib.metadata.version("mxnet").startswith("2"):
-            continue
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[np.ndarray]]:
+    """Return what gives the parameters of a script that one process has trained."""
+
+    @functools.cache
+    def trained(script: str) -> list[np.ndarray]:
         command = [sys.executable, "-m", "kvstore_hvd", str(SCRIPTS / script)]
-        (results[script],) = train(command, tmp_path_factory.mktemp("alone"), variables_of(), 1)
-    return results
+        (parameters,) = train(command, tmp_path_factory.mktemp("alone"), variables_of(), 1)
+        return parameters
+
+    return trained
 
 
-@pytest.mark.parametrize("script", ALL)
-@pytest.mark.parametrize("start", ["mpirun -np 2", "kvhvdrun -np 2", "kvhvdrun -np 4"])
+@pytest.mark.parametrize(("start", "script"), ALL)
 def test_script_written_for_horovod(
-    marker: str, tmp_path: Path, alone: dict[str, list[np.ndarray]], start: str, script: str
+    marker: str, tmp_path: Path, alone: Callable[[str], list[np.ndarray]], start: str, script: str
 ) -> None:
     """Accuracy, equal parameters on all ranks, and the parameters of one process that computes whole batches."""
     name, _, count = start.split()
-    ranks, path = int(count), str(SCRIPTS / script)
+    ranks, (file, *options) = int(count), script.split()
+    program = [str(SCRIPTS / file), *options]
     if name == "mpirun":
         launcher = mpirun()
         if launcher is None:
             pytest.skip("no mpirun and mpi4py beside this interpreter")
-        command = launcher.command(ranks, [sys.executable, "-m", "kvstore_hvd", path])
+        command = launcher.command(ranks, [sys.executable, "-m", "kvstore_hvd", *program])
         env = {**environment(launcher), "PYTHONPATH": variables_of()["PYTHONPATH"]}
     else:
-        command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, path]
+        command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, *program]
         env = variables_of(marker)
-    check(train(command, tmp_path, env, ranks), alone[script])
+    check(train(command, tmp_path, env, ranks), alone(file))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_notebook(marker: str, tmp_path: Path, alone: dict[str, list[np.ndarray]], ranks: int) -> None:
+def test_notebook(marker: str, tmp_path: Path, alone: Callable[[str], list[np.ndarray]], ranks: int) -> None:
     """The same for workers that `horovod.run` has started."""
     command = [sys.executable, "-m", "kvstore_hvd", str(SCRIPTS / NOTEBOOK), "--workers", str(ranks)]
-    check(train(command, tmp_path, variables_of(marker), ranks), alone[NOTEBOOK])
+    check(train(command, tmp_path, variables_of(marker), ranks), alone(NOTEBOOK))
 
 
 def check(parameters: list[list[np.ndarray]], alone: list[np.ndarray]) -> None:

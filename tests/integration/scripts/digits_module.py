@@ -18,6 +18,7 @@ parser.add_argument("--batch-size", type=int, default=60, help="training batch s
 parser.add_argument("--epochs", type=int, default=8, help="number of training epochs (default: 8)")
 parser.add_argument("--lr", type=float, default=0.2, help="learning rate (default: 0.2)")
 parser.add_argument("--seed", type=int, default=3, help="random seed of the first worker (default: 3)")
+parser.add_argument("--kvstore", default=None, help="that the Module is given beside the optimizer (default: none)")
 parser.add_argument("--save", default="", help="prefix of the files that every worker saves its parameters to")
 args = parser.parse_args()
 
@@ -71,7 +72,7 @@ optimizer = hvd.DistributedOptimizer(optimizer)
 
 model.fit(
     train_iter,
-    kvstore=None,
+    kvstore=args.kvstore,
     optimizer=optimizer,
     num_epoch=args.epochs,
     batch_end_callback=mx.callback.Speedometer(local_batch_size, 20) if hvd.rank() == 0 else None,
