@@ -21,28 +21,29 @@ __all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_a
 _VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
 
 
-def check_group(call: Call, group: Group) -> None:
-    """Check one key's arrays, before anything is submitted.
+def check_group(call: Call, group: Group, allow_rows: bool = False) -> None:
+    """Check one key's arrays, before anything is submitted; the group learns whether they are row_sparse.
+
+    Parameters
+    ----------
+    call, group
+        Who calls what.
+    allow_rows : bool
+        Whether the call takes row_sparse arrays.
 
     Raises
     ------
     UnsupportedDtypeError
-        An array is sparse, or a value's dtype cannot travel.
+        An array is sparse (and the call takes none, or the group has dense ones too), or a value's dtype cannot travel.
     InvalidTypeError
         The values of one key differ in dtype.
     InvalidRequestError
         The arrays of one key differ in shape.
     """
     for array in unique((*group.values, *group.outs)):
-        stype = mxnet_compat.stype_of(array)
-        if stype != "default":
-            raise UnsupportedDtypeError(
-                call.message(
-                    group.key,
-                    f"cannot {_VERBS.get(call.operation, call.operation)} {stype} arrays.",
-                    "convert with .tostype('default'); in Gluon, create the layer with sparse_grad=False.",
-                )
-            )
+        if mxnet_compat.stype_of(array) != "default":
+            _check_sparse(call, group, allow_rows)
+            break
     dtypes = list(dict.fromkeys(mxnet_compat.dtype_name(array) for array in group.values))
     for dtype in dtypes:
         if dtype not in native.DTYPES:
@@ -71,6 +72,22 @@ def check_group(call: Call, group: Group) -> None:
                 )
 
 
+def _check_sparse(call: Call, group: Group, allow_rows: bool) -> None:
+    verb = _VERBS.get(call.operation, call.operation)
+    stypes = list(dict.fromkeys(mxnet_compat.stype_of(array) for array in (*group.values, *group.outs)))
+    stype = next(each for each in stypes if each != "default")
+    fix = "convert with .tostype('default'); in Gluon, create the layer with sparse_grad=False."
+    if not allow_rows or "csr" in stypes:
+        raise UnsupportedDtypeError(call.message(group.key, f"cannot {verb} {stype} arrays.", fix))
+    if len(stypes) > 1:
+        fact = f"cannot {verb} {stype} arrays into dense ones, or dense ones into them."
+        raise UnsupportedDtypeError(call.message(group.key, fact, "pass arrays of one storage type: .tostype(...)."))
+    if mxnet_compat.dtype_name(group.values[0]) == "bfloat16":
+        fact = f"cannot {verb} row_sparse arrays of dtype bfloat16."
+        raise UnsupportedDtypeError(call.message(group.key, fact, "cast with .astype('float32'), or " + fix))
+    group.is_row_sparse = True
+
+
 def unique(arrays: Sequence[Any]) -> list[Any]:
     """The different objects among `arrays`, in order."""
     return list({id(array): array for array in arrays}.values())
@@ -84,9 +101,13 @@ def bytes_of(array: Any, dtype: str) -> int:
 def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:
     """A fresh uninitialised array of `array`'s class, and of its dtype and shape unless others are given.
 
-    It lies on the CPU unless a context is given.
+    It lies on the CPU unless a context is given. A row_sparse one has no rows.
     """
     shape = array.shape if shape is None else shape
+    if mxnet_compat.stype_of(array) == "row_sparse":
+        import mxnet as mx
+
+        return mx.nd.sparse.zeros("row_sparse", shape, context or mx.cpu(), array.dtype if dtype == "" else dtype)
     return new_array(shape, array.dtype if dtype == "" else dtype, context, is_np=mxnet_compat.is_np_ndarray(array))
 
 
@@ -104,6 +125,11 @@ def copy(source: Any, destination: Any) -> None:
     import mxnet as mx
 
     with _shapes_of(source), mx.autograd.pause():
+        if mxnet_compat.stype_of(source) == "row_sparse":
+            if source.dtype != destination.dtype:
+                source = source.astype(destination.dtype)
+            source.copyto(destination)
+            return
         # The operator of the older interface serves both classes of arrays, on both versions of MXNet.
         mx.nd._internal._copyto(source.as_nd_ndarray(), out=destination.as_nd_ndarray())
 

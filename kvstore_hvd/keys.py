@@ -34,6 +34,7 @@ class Group:
     key: Key
     values: list[Any] = field(default_factory=list)  # contributions, one for each device
     outs: list[Any] = field(default_factory=list)  # arrays that receive the result
+    is_row_sparse: bool = False  # all of its arrays are
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,9 @@ class StoreMethods:
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum values over all devices and workers, and write the sum to every out. Asynchronous.
 
+        Of row_sparse arrays the rows that any worker has are summed; the call waits for them. Workers must come to the
+        keys of such arrays in the same order.
+
         Parameters
         ----------
         key : int or str, or a list of them
@@ -169,13 +172,16 @@ class StoreMethods:
             The arguments are wrong; nothing was submitted.
         InputFailedError
             MXNet refused an operation, which failed on all workers; those of other keys were submitted.
+        MismatchError
+            The workers disagree about row_sparse arrays (about dense ones: when the result is read).
         HorovodInternalError
             The world is lost.
         """
         if out is None and self._push_in_place(key, value, priority):
             return
         with self._engine.submitting():
-            self._operations.pushpull(*self._check("pushpull", key, value, out), priority, self._reduction)
+            call, groups = self._check("pushpull", key, value, out, allow_rows=True)
+            self._operations.pushpull(call, groups, priority, self._reduction)
 
     def barrier(self) -> None:
         """Wait until every worker has called it. Does not wait for pending operations on arrays.
@@ -206,7 +212,7 @@ class StoreMethods:
         Parameters and exceptions as `pushpull`.
         """
         with self._engine.submitting():
-            call, groups = self._check("push", key, value)
+            call, groups = self._check("push", key, value, allow_rows=True)
             for group in groups:
                 group.outs = [buffer_like(group.values[0])]
             self._operations.pushpull(call, groups, priority, self._reduction)
@@ -241,7 +247,7 @@ class StoreMethods:
                     fact, fix = "nothing was pushed under this key.", "call push() or init() first."
                     raise InvalidRequestError(call.message(group.key, fact, fix))
                 group.values, group.outs = [stored], group.values
-                check_group(call, group)
+                check_group(call, group, allow_rows=True)
             for group in groups:
                 for array in unique(group.outs):
                     copy(group.values[0], array)
@@ -274,7 +280,7 @@ class StoreMethods:
             Always.
         """
         call = self._call("row_sparse_pull")
-        fact, fix = "sparse arrays are not supported.", "create the layer with sparse_grad=False."
+        fact, fix = "row_sparse weights are not supported.", "use dense weights; their gradients may be row_sparse."
         raise UnsupportedMethodError(call.message(None, fact, fix))
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -416,12 +422,14 @@ class StoreMethods:
         topology = self._engine.topology
         return Call(operation, topology, self._names, mxnet_compat.is_ndarray)
 
-    def _check(self, operation: str, key: Any, value: Any, out: Any = None) -> tuple[Call, list[Group]]:
+    def _check(
+        self, operation: str, key: Any, value: Any, out: Any = None, allow_rows: bool = False
+    ) -> tuple[Call, list[Group]]:
         """Check everything that this worker can see, before anything is submitted."""
         call = self._call(operation)
         groups = group_arguments(call, key, value, out)
         for group in groups:
-            check_group(call, group)
+            check_group(call, group, allow_rows)
         return call, groups
 
     def _push_in_place(self, key: Any, value: Any, priority: int) -> bool:

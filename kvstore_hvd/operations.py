@@ -10,53 +10,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import mxnet_compat, native, sparse
 from kvstore_hvd.arrays import buffer_like, bytes_of, copy, local_sum, scaled, unique
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError
 from kvstore_hvd.keys import Call, Group, Key, priority_of, wire_name
 from kvstore_hvd.member import Member
 from kvstore_hvd.placement import Placement, home_of
+from kvstore_hvd.reduction import SUM, Reduction
 
 __all__ = ["SUM", "Operations", "Reduction", "submit_all"]
 
 Copies = list[tuple[Any, Any]]  # of source and destination
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What becomes of the values of one key.
-
-    Parameters
-    ----------
-    op : str
-        A key of ``native.OPS``.
-    prescale, postscale : float
-        Factors for the sum of a worker's own values, and for the result.
-    as_half : bool
-    weight : float
-    group : int
-        See `comm.base.Request`.
-    """
-
-    op: str = "sum"
-    prescale: float = 1.0
-    postscale: float = 1.0
-    as_half: bool = False
-    weight: float = 1.0
-    group: int = 0
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the result differs from the value where there is only one."""
-        return self.prescale != 1.0 or self.postscale != 1.0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a sum, of whatever precision, and nothing else."""
-        return self.op == "sum" and not self.is_scaled
-
-
-SUM = Reduction()
 
 
 class Operations:
@@ -101,8 +65,12 @@ class Operations:
     def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, how: Reduction = SUM) -> None:
         """Reduce the values of each group over the group and all workers, into all outs of the group.
 
+        Waits for the groups of row_sparse arrays, after the others were submitted.
+
         Raises
         ------
+        MismatchError
+            The workers disagree about row_sparse arrays; on all of them.
         InvalidTypeError, InvalidRequestError
             The priority is no integer, or out of range; nothing was submitted.
         InputFailedError
@@ -110,6 +78,22 @@ class Operations:
         """
         priority = priority_of(call, priority)
         self._note(groups, reduces=True)
+        rows = [group for group in groups if group.is_row_sparse]
+        if rows:
+            groups = [group for group in groups if not group.is_row_sparse]
+            submit_all(
+                [partial(self._pushpull, call, groups, priority, how), partial(self._rows, call, rows, priority, how)]
+            )
+        else:
+            self._pushpull(call, groups, priority, how)
+
+    def _rows(self, call: Call, groups: Sequence[Group], priority: int, how: Reduction) -> None:
+        names = [wire_name(self._namespace, group.key) for group in groups]
+        sizes = sparse.pushpull(self._world, call, names, groups, priority, how)
+        for group, size in zip(groups, sizes):
+            self._count(call.operation, group.key, size)
+
+    def _pushpull(self, call: Call, groups: Sequence[Group], priority: int, how: Reduction) -> None:
         placement = Placement(self._world, groups)
         # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
         prepared = [self._prepare(call, group, placement, how) for group in groups]

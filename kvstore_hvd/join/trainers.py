@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import engine, mxnet_compat, native
+from kvstore_hvd.arrays import buffer_like, copy
 from kvstore_hvd.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutError, message  # noqa: A004 - not the builtin
@@ -118,6 +119,9 @@ class _TrainerJoinable(Joinable):
         trainer = self._trainer
         for parameter in self._trained():
             for gradient in parameter.list_grad():
+                if mxnet_compat.stype_of(gradient) == "row_sparse":
+                    copy(buffer_like(gradient, context=mxnet_compat.context_of(gradient)), gradient)
+                    continue
                 # Parameter.zero_grad of MXNet 2 refuses arrays of mx.np.
                 gradient[() if gradient.ndim == 0 else slice(None)] = 0
             for array in parameter.list_data():

@@ -73,6 +73,9 @@ def allreduce(
 ) -> Any:
     """Reduce an array over the workers, into a new array. Asynchronous.
 
+    Of row_sparse arrays the rows that any worker has are reduced; the call waits for them, and takes `Sum` and
+    `Average`.
+
     Within ``mx.autograd.record()`` the gradient is reduced likewise; `Min`, `Max` and `Product` have none.
 
     Parameters
@@ -260,11 +263,12 @@ def _allreduce(
         outs = [
             tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor)) for tensor in tensors
         ]
-        groups = _groups(call, world, name, tensors, outs)
+        groups = _groups(call, world, name, tensors, outs, allow_rows=True)
+        _check_rows(call, groups, in_place)
         if len(tensors) > 1:
             reduce = dataclasses.replace(reduce, group=_hash(tensors))
         operations(world).pushpull(call, groups, priority, reduce)
-        tape = None if in_place else gradients.tape(call, world, name, priority)
+        tape = None if in_place or groups[0].is_row_sparse else gradients.tape(call, world, name, priority)
         if tape is not None:
             outs = [tape.allreduce(str(one.key), each, out, reduce) for one, each, out in zip(groups, tensors, outs)]
     return outs
@@ -297,10 +301,31 @@ def _broadcast(
     return out
 
 
-def _groups(call: Call, world: Any, name: Optional[str], tensors: Sequence[Any], outs: Sequence[Any]) -> list[Group]:
+def _check_rows(call: Call, groups: Sequence[Group], in_place: bool) -> None:
+    """Raise InvalidRequestError where row_sparse arrays cannot be reduced."""
+    rows = [group for group in groups if group.is_row_sparse]
+    if not rows:
+        return
+    if len(rows) < len(groups):
+        fact, fix = "the group has dense and row_sparse arrays.", "reduce each kind in a group of its own."
+        raise InvalidRequestError(call.message(rows[0].key, fact, fix))
+    if not in_place:
+        for group in rows:
+            fact, fix = "row_sparse arrays have no gradient here.", "call it within mx.autograd.pause()."
+            gradients.refuse_in_graph(call, str(group.key), group.values[0], fact, fix)
+
+
+def _groups(
+    call: Call,
+    world: Any,
+    name: Optional[str],
+    tensors: Sequence[Any],
+    outs: Sequence[Any],
+    allow_rows: bool = False,
+) -> list[Group]:
     groups = [Group(name or call.operation, [value], [out]) for value, out in zip(tensors, outs)]
     for group in groups:
-        check_group(call, group)
+        check_group(call, group, allow_rows)
     for group, key in zip(groups, names_for(call, world, name, len(tensors))):
         group.key = key
     return groups

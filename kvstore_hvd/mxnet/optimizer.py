@@ -88,6 +88,8 @@ class TrainerMethods:
         Without effect: small gradients share operations anyway.
     process_set : ProcessSet
         Who takes part.
+    sparse_as_dense : bool
+        Whether row_sparse gradients are exchanged as dense ones, which does not wait.
 
     Raises
     ------
@@ -113,6 +115,7 @@ class TrainerMethods:
         prefix: Any = None,
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
+        sparse_as_dense: bool = False,
     ) -> None:
         if isinstance(optimizer, OptimizerMethods):
             text = "DistributedTrainer does not take a DistributedOptimizer: the optimizer inside it is used."
@@ -122,6 +125,7 @@ class TrainerMethods:
             _refuse("DistributedTrainer", f"prefix is {prefix!r}.", "pass a str.")
         store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set)
         self._world, self._process_set = store._engine, process_set
+        self._sparse_as_dense = _checked_flag("DistributedTrainer", sparse_as_dense)
         self._compression = compression
         #: See `join.trainers`: None means all workers.
         self._process_group = None if process_set is global_process_set else process_set
@@ -141,18 +145,28 @@ class TrainerMethods:
         return _members_of(self._process_set, self._world)
 
     def _allreduce_grads(self) -> None:
-        if not self._is_compressed_here or self._world.topology.is_outside:
+        if self._world.topology.is_outside:
             super()._allreduce_grads()  # type: ignore[misc]
             return
+        widens = self._sparse_as_dense and any(
+            parameter.grad_req != "null" and parameter._grad_stype != "default" for parameter in self._params
+        )
+        if not (self._is_compressed_here or widens):
+            super()._allreduce_grads()  # type: ignore[misc]
+            return
+        reduce = self._allreduce_compressed if self._is_compressed_here else self._allreduce
         submit_all(
-            functools.partial(self._allreduce_compressed, place, parameter.list_grad())
+            functools.partial(reduce, place, parameter.list_grad())
             for place, parameter in enumerate(self._params)
             if parameter.grad_req != "null"
         )
 
+    def _allreduce(self, place: int, gradients: list[Any]) -> None:
+        _pushpull(self._kvstore, place, gradients, self._sparse_as_dense)
+
     def _allreduce_compressed(self, place: int, gradients: list[Any]) -> None:
         compressed = [self._compression.compress(each) for each in gradients]
-        self._kvstore.pushpull(place, [each for each, _ in compressed], priority=-place)
+        _pushpull(self._kvstore, place, [each for each, _ in compressed], self._sparse_as_dense)
         for gradient, (each, context) in zip(gradients, compressed):
             if each is not gradient:
                 copy(self._compression.decompress(each, context), gradient)
@@ -167,7 +181,7 @@ class OptimizerMethods:
     ----------
     optimizer : mxnet.optimizer.Optimizer
         Its ``rescale_grad`` is divided, in each update, by the number of workers that there are then.
-    gradient_predivide_factor, num_groups, process_set
+    gradient_predivide_factor, num_groups, process_set, sparse_as_dense
         As `DistributedTrainer`.
 
     Raises
@@ -185,6 +199,7 @@ class OptimizerMethods:
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
+        sparse_as_dense: bool = False,
     ) -> None:
         mx = mxnet_compat.require_mxnet()
 
@@ -192,7 +207,9 @@ class OptimizerMethods:
             fact, fix = f"the optimizer is a {type(optimizer).__name__}.", "pass one of mx.optimizer."
             _refuse("DistributedOptimizer", fact, fix)
         store = _store_for("DistributedOptimizer", gradient_predivide_factor, num_groups, process_set)
+        dense = _checked_flag("DistributedOptimizer", sparse_as_dense)
         vars(self).update(_optimizer=optimizer, _store=store, _factor=gradient_predivide_factor, _set=process_set)
+        vars(self)["_sparse_as_dense"] = dense
 
     def unwrap(self) -> Any:
         """The optimizer inside, which divides by no number of workers."""
@@ -245,7 +262,7 @@ class OptimizerMethods:
     def _exchange(self, index: Any, grad: Any) -> None:
         several = isinstance(index, (list, tuple))
         submit_all(
-            functools.partial(self._store.pushpull, key, gradient, priority=-key if isinstance(key, int) else 0)
+            functools.partial(_pushpull, self._store, key, gradient, vars(self)["_sparse_as_dense"])
             for key, gradient in (zip(index, grad) if several else [(index, grad)])
         )
 
@@ -268,6 +285,25 @@ def _store_for(who: str, factor: Any, num_groups: Any, process_set: ProcessSet) 
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         _refuse(who, f"num_groups is {num_groups!r}.", "pass an int that is not negative.")
     return make_store_class()(process_set.world(who, or_outside=True), Reduction(prescale=1.0 / factor))
+
+
+def _checked_flag(who: str, flag: Any) -> bool:
+    if not isinstance(flag, bool):
+        _refuse(who, f"sparse_as_dense is {flag!r}.", "pass True or False.")
+    return flag
+
+
+def _pushpull(store: Any, key: Any, gradients: Any, sparse_as_dense: bool) -> None:
+    """Sum one gradient, given for each device or alone, in place."""
+    priority = -key if isinstance(key, int) else 0
+    several = gradients if isinstance(gradients, list) else [gradients]
+    if not sparse_as_dense or mxnet_compat.stype_of(several[0]) == "default":
+        store.pushpull(key, gradients, priority=priority)
+        return
+    dense = [each.tostype("default") for each in several]
+    store.pushpull(key, dense, priority=priority)
+    for each, gradient in zip(dense, several):
+        each.tostype("row_sparse").copyto(gradient)
 
 
 def _members_of(process_set: ProcessSet, world: Member) -> int:

@@ -8,6 +8,7 @@
 - With our store, they divide by the batch size of all workers (see batch_division.py).
 - Beside an optimizer that exchanges gradients itself there is no store that does so, too (see exchanging.py).
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
+- Our store takes a Trainer's row_sparse gradients (see sparse_trainers.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Graphs with our operators are compiled without what these cannot be in (see graphs.py).
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
@@ -35,6 +36,7 @@ from kvstore_hvd.mxnet_compat import (
     gradients,
     graphs,
     numpy_shim,
+    sparse_trainers,
     trainer_steps,
     unsynchronised,
 )
@@ -215,6 +217,8 @@ def _patch_trainer(mxnet: Any) -> None:
 
     def starting(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_kvstore(self: Any) -> None:
+            if _is_ours_or_named_so(self._kvstore_params["kvstore"]):
+                sparse_trainers.prepare(self)
             original(self)
             kv = self._kvstore
             if _is_ours(kv):

@@ -131,8 +131,8 @@ def test_wrong_arguments(rank, size):
         hvd.allreduce(mx.np.array([True], dtype="bool"))
     with pytest.raises(TypeError, match="tensor is a list"):
         hvd.grouped_allreduce([x, [1]])
-    with pytest.raises(kvstore_hvd.UnsupportedDtypeError, match="row_sparse"):
-        hvd.allreduce(mx.nd.ones((2, 2)).tostype("row_sparse"))
+    with pytest.raises(kvstore_hvd.UnsupportedDtypeError, match="csr"):
+        hvd.allreduce(mx.nd.ones((2, 2)).tostype("csr"))
     assert hvd.allreduce(x, op=hvd.Sum).asnumpy()[0] == size
 
 

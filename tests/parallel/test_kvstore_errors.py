@@ -226,7 +226,7 @@ WRONG = [
     ("mixed keys", lambda kv, x: kv.pushpull([1, "a"], [x, x]), TypeError, "use one kind of key"),
     ("numpy value", lambda kv, x: kv.pushpull(3, x.asnumpy()), TypeError, r"kvstore_hvd.allreduce\(x, name"),
     ("scalar value", lambda kv, x: kv.pushpull(3, 1.5), TypeError, r"mx.nd.array\(\[x\]\)"),
-    ("sparse", lambda kv, x: kv.pushpull(3, x.tostype("row_sparse")), TypeError, "sparse_grad=False"),
+    ("sparse", lambda kv, x: kv.pushpull(3, x.tostype("csr")), TypeError, "sparse_grad=False"),
     ("sparse out", lambda kv, x: kv.pushpull(3, x, out=x.tostype("csr")), UnsupportedDtypeError, "tostype"),
     ("bool", lambda kv, x: kv.pushpull(3, mx.np.ones(2, dtype=bool)), UnsupportedDtypeError, "astype"),
     ("bool broadcast", lambda kv, x: kv.broadcast(3, mx.np.ones(2, dtype=bool)), UnsupportedDtypeError, "astype"),

@@ -217,14 +217,14 @@ def test_one_gradient_of_several_parameters(rank, size):
 
 
 def test_a_sparse_gradient_among_others(rank, size):
-    """A sparse gradient is refused as it was without steps: those before it are exchanged, it is named."""
+    """A csr gradient is refused as it was without steps: those before it are exchanged, it is named."""
     trainer = make_trainer(make_parameters([(3,), (4, 2), (5,)]))
     check_step(trainer, rank, size, 0)
     dense = trainer._params[1]._grad
-    trainer._params[1]._grad = [mx.nd.sparse.zeros("row_sparse", (4, 2))]
+    trainer._params[1]._grad = [mx.nd.sparse.zeros("csr", (4, 2))]
     first = trainer._params[0].list_grad()[0]
     first[:] = array(contribution(rank, (3,), "float32", 1))
-    with pytest.raises(UnsupportedDtypeError, match=r"\(key 1\).*row_sparse"):
+    with pytest.raises(UnsupportedDtypeError, match=r"\(key 1\).*csr"):
         trainer.allreduce_grads()
     assert_same_bits(first.asnumpy(), expected_sum(size, (3,), "float32", 1))
     trainer._params[1]._grad = dense

@@ -196,7 +196,7 @@ def test_fp16_holds_for_push_too(fake, kv, array):
         (lambda kv, x: kv.pushpull([1, 2], [x, x.astype(bool)]), errors.UnsupportedDtypeError),
         (lambda kv, x: kv.pushpull([1, 2], [x, [x, x.astype("int32")]]), TypeError),
         (lambda kv, x: kv.broadcast([1, 2], [x, [x, x]]), errors.InvalidRequestError),
-        (lambda kv, x: kv.pushpull([1, 2], [x, mx.nd.ones((2, 2)).tostype("row_sparse")]), TypeError),
+        (lambda kv, x: kv.pushpull([1, 2], [x, mx.nd.ones((2, 2)).tostype("csr")]), TypeError),
         (lambda kv, x: kv.pull(1, x), errors.InvalidRequestError),
         (lambda kv, x: kv.row_sparse_pull(1, x), NotImplementedError),
     ],

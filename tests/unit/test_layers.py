@@ -58,6 +58,8 @@ LAYERS = (
         "placement",
         "usage",
         "steps",
+        "reduction",
+        "sparse",
         "operations",
         "kvstore",
         "trainer",

@@ -1,0 +1,334 @@
+"""row_sparse gradients: in the store, in Trainers and optimizers, and in `hvd.allreduce`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, MismatchError, UnsupportedDtypeError
+from kvstore_hvd.join import Join
+from support.arrays import assert_same_bits
+from support.gluon import is_mxnet_2
+
+mx = pytest.importorskip("mxnet")
+
+ROWS, WIDTH = 12, 3
+FLOATS = ("float16", "float32", "float64")
+in_gluon = pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2: Embedding(sparse_grad=True) is an AssertionError of Gluon")
+
+#: Which rows each rank has.
+CASES = {
+    "disjoint": lambda rank: [rank, rank + 6],
+    "overlapping": lambda rank: [0, rank + 1, 11],
+    "equal": lambda rank: [2, 3, 7],
+    "some empty": lambda rank: [] if rank % 2 == 0 else [1, 4],
+    "all empty": lambda rank: [],
+    "all rows": lambda rank: list(range(ROWS)),
+    "uneven": lambda rank: list(range(2 * rank + 1)),
+}
+
+
+def values_of(rank, ids, dtype="float32"):
+    """Return a rank's rows."""
+    return np.random.default_rng(rank + 1).uniform(-1, 1, (len(ids), WIDTH)).astype(dtype)
+
+
+def sparse(ids, rows, dtype="float32"):
+    """Return a row_sparse array."""
+    if len(ids) == 0:
+        return mx.nd.sparse.zeros("row_sparse", (ROWS, WIDTH), dtype=dtype)
+    return mx.nd.sparse.row_sparse_array((rows, ids), shape=(ROWS, WIDTH), dtype=dtype)
+
+
+def contribution(rank, case, dtype="float32"):
+    """Return a rank's row_sparse array."""
+    ids = CASES[case](rank)
+    return sparse(ids, values_of(rank, ids, dtype), dtype)
+
+
+def assert_sum(got, size, case, dtype, scale=lambda total: total):
+    """Compare with a sum in the order of ranks, and the rows with those that there are."""
+    wide = np.zeros((ROWS, WIDTH), "float32" if dtype == "float16" else dtype)
+    for rank in range(size):
+        ids = CASES[case](rank)
+        wide[ids] += values_of(rank, ids, dtype)
+    assert got.stype == "row_sparse"
+    assert np.dtype(got.dtype) == dtype
+    assert got.indices.asnumpy().tolist() == sorted({row for rank in range(size) for row in CASES[case](rank)})
+    assert_same_bits(got.asnumpy(), scale(wide).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("case", CASES)
+def test_pushpull(kv, rank, size, case, dtype):
+    """In place, into another array, and by push and pull."""
+    mine = contribution(rank, case, dtype)
+    out = sparse([5], np.ones((1, WIDTH)), dtype)
+    kv.pushpull("out", mine, out=out)
+    assert_sum(out, size, case, dtype)
+    assert_same_bits(mine.asnumpy(), contribution(rank, case, dtype).asnumpy())
+    kv.push("two", mine)
+    kv.pull("two", out=out)
+    assert_sum(out, size, case, dtype)
+    kv.pushpull("in place", mine)
+    assert_sum(mine, size, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "int64", "int8", "uint8"])
+@pytest.mark.parametrize("case", ["overlapping", "some empty", "all empty"])
+def test_rows_have_the_bits_of_dense_sums(rank, size, case, dtype):
+    """Sum and Average with factors: as a dense array of the same values."""
+    ids = CASES[case](rank)
+    rows = values_of(rank, ids, dtype) if dtype in FLOATS else (values_of(rank, ids) * 30 + 40).astype(dtype)
+    for op in (hvd.Sum, hvd.Average):
+        for factors in ({}, {"prescale_factor": 0.3, "postscale_factor": 1.7}):
+            mine = sparse(ids, rows, dtype)
+            dense = hvd.allreduce(mine.tostype("default"), op=op, **factors)
+            got = hvd.allreduce(mine, op=op, **factors)
+            assert got.stype == "row_sparse"
+            assert_same_bits(got.asnumpy(), dense.asnumpy())
+            assert hvd.allreduce_(mine, op=op, **factors) is mine
+            assert_same_bits(mine.asnumpy(), dense.asnumpy())
+
+
+def test_indices_without_order_and_of_more_dimensions(kv, rank, size):
+    """Results are sorted; a row may have any shape, also none."""
+    x = mx.nd.sparse.row_sparse_array((np.array([[4.0] * 3, [1.0] * 3], "float32"), [4, 1]), shape=(ROWS, WIDTH))
+    kv.pushpull(1, x)
+    assert x.indices.asnumpy().tolist() == [1, 4]
+    assert x.asnumpy()[:, 0].tolist() == [0, size, 0, 0, 4 * size, *[0] * 7]
+    for shape in ((5,), (5, 2, 2)):
+        x = mx.nd.sparse.row_sparse_array((np.ones((1, *shape[1:]), "float32"), [rank]), shape=shape)
+        kv.pushpull(str(shape), x)
+        assert x.shape == shape
+        assert_same_bits(x.asnumpy()[:size], np.ones((size, *shape[1:]), "float32"))
+
+
+def test_several_values_and_keys(kv, rank, size):
+    """The arrays of several devices are summed first; dense keys may be in the same call."""
+    two = [contribution(rank, "overlapping"), sparse([3], np.ones((1, WIDTH)))]
+    dense, other = mx.nd.ones((2,)), contribution(rank, "disjoint")
+    kv.pushpull([1, 2, 3], [two, [dense], [other]])
+    expected = sum(contribution(r, "overlapping").asnumpy() for r in range(size))
+    expected[3] += size
+    for each in two:
+        np.testing.assert_allclose(each.asnumpy(), expected, rtol=1e-5, atol=1e-6)
+    assert dense.asnumpy().tolist() == [size] * 2
+    assert_sum(other, size, "disjoint", "float32")
+
+
+def test_grouped(rank, size):
+    """Groups of sparse arrays are reduced; those of both kinds are refused."""
+    mine = [contribution(rank, case) for case in ("disjoint", "some empty")]
+    got = hvd.grouped_allreduce(mine, op=hvd.Sum)
+    for array, case in zip(got, ("disjoint", "some empty")):
+        assert_sum(array, size, case, "float32")
+    with pytest.raises(InvalidRequestError, match="group of its own"):
+        hvd.grouped_allreduce([mine[0], mx.nd.ones((2,))])
+
+
+def test_wrong_arguments(kv, rank):
+    """Refused before anything is submitted."""
+    x = contribution(rank, "equal")
+    with pytest.raises(InvalidRequestError, match="Max"):
+        hvd.allreduce(x, op=hvd.Max)
+    with pytest.raises(UnsupportedDtypeError, match="csr"):
+        hvd.allreduce(x.tostype("default").tostype("csr"))
+    with pytest.raises(UnsupportedDtypeError, match="one storage type"):
+        kv.pushpull(1, x, out=mx.nd.ones((ROWS, WIDTH)))
+    with pytest.raises(InvalidRequestError, match="shape"):
+        kv.pushpull(1, x, out=mx.nd.sparse.zeros("row_sparse", (ROWS, WIDTH + 1)))
+    for name in (None, "one"):
+        with pytest.raises(UnsupportedDtypeError):
+            hvd.broadcast(x, 0, name=name)
+    for make in (hvd.DistributedOptimizer, lambda optimizer, **how: hvd.DistributedTrainer({}, optimizer, **how)):
+        with pytest.raises(InvalidRequestError, match="sparse_as_dense"):
+            make(mx.optimizer.create("sgd"), sparse_as_dense="yes")
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "storage", "op", "factor"])
+def test_mismatches_are_told_on_every_rank(rank, size, what):
+    """Nothing is changed, and the world works on."""
+    if size == 1:
+        pytest.skip("one rank agrees with itself")
+    x, how = contribution(rank, "equal"), {"op": hvd.Sum}
+    if rank == size - 1:
+        if what == "shape":
+            x = mx.nd.sparse.row_sparse_array((np.ones((1, WIDTH)), [0]), shape=(ROWS + 1, WIDTH))
+        elif what == "dtype":
+            x = contribution(rank, "equal", "float64")
+        elif what == "storage":
+            x = x.tostype("default")
+        elif what == "op":
+            how = {"op": hvd.Average}
+        else:
+            how["prescale_factor"] = 2.0
+    before = x.asnumpy()
+    with pytest.raises(MismatchError):
+        hvd.allreduce_(x, name=f"mismatch/{what}", **how).wait_to_read()
+    if x.stype == "row_sparse":
+        assert_same_bits(x.asnumpy(), before)
+    y = contribution(rank, "equal")
+    assert_sum(hvd.allreduce(y, op=hvd.Sum, name=f"mismatch/{what}"), size, "equal", "float32")
+
+
+def test_indices_beyond_the_array(kv, rank, size):
+    """What one worker cannot exchange is an error on all."""
+    x = contribution(rank, "equal")
+    if rank == 0:
+        x = mx.nd.sparse.row_sparse_array((np.ones((1, WIDTH)), [ROWS + 3]), shape=(ROWS, WIDTH))
+    with pytest.raises(InvalidRequestError, match="indices" if rank == 0 else "refused"):
+        kv.pushpull(9, x)
+    y = contribution(rank, "equal")
+    kv.pushpull(9, y)
+    assert_sum(y, size, "equal", "float32")
+
+
+def test_process_set(rank, size, dynamic):
+    """Among the members only."""
+    if size < 3:
+        pytest.skip("takes a rank outside of a set of two")
+    members = hvd.add_process_set([0, 1])
+    x = contribution(rank, "overlapping")
+    if rank < 2:
+        assert_sum(hvd.allreduce(x, op=hvd.Sum, process_set=members), 2, "overlapping", "float32")
+    else:
+        with pytest.raises(InvalidRequestError):
+            hvd.allreduce(x, process_set=members)
+    hvd.barrier()
+
+
+def test_join(rank, size):
+    """A worker in `hvd.join` cannot contribute rows: the others are told so."""
+    if size == 1:
+        pytest.skip("nobody joins")
+    if rank:
+        with pytest.raises(InvalidRequestError, match="not supported with Join"):
+            hvd.allreduce(contribution(rank, "equal"), name="while joined")
+    hvd.join()
+    x = contribution(rank, "equal")
+    assert_sum(hvd.allreduce(x, op=hvd.Sum, name="afterwards"), size, "equal", "float32")
+
+
+# -- Training -----------------------------------------------------------------------------------------------------
+
+STEPS, BATCH = 4, 5
+OPTIMIZER = {"learning_rate": 0.5, "lazy_update": False, "wd": 0.01}
+
+
+def train(trainer_of, sparse_grad, ranks, size, step):
+    """Train an Embedding on the words of some ranks; return its weights."""
+    net = mx.gluon.nn.Embedding(ROWS, WIDTH, sparse_grad=sparse_grad)
+    net.initialize()
+    net.weight.set_data(mx.nd.array(np.random.default_rng(7).uniform(-1, 1, (ROWS, WIDTH))))
+    trainer = trainer_of(net.collect_params())
+    for number in range(STEPS):
+        words = np.concatenate([np.random.default_rng([rank, number]).integers(0, ROWS - 2, BATCH) for rank in ranks])
+        with mx.autograd.record():
+            loss = ((net(mx.nd.array(words)) - 0.25) ** 2).sum()
+        loss.backward()
+        assert net.weight.list_grad()[0].stype == ("row_sparse" if sparse_grad else "default")
+        step(trainer, size)
+    return net.weight.data().asnumpy()
+
+
+def optimizer():
+    """Return plain SGD."""
+    return mx.optimizer.create("sgd", **OPTIMIZER)
+
+
+WAYS = {
+    "named store": (
+        lambda params: mx.gluon.Trainer(params, "sgd", OPTIMIZER, kvstore="horovod"),
+        lambda trainer, size: trainer.step(BATCH * size),
+    ),
+    "store": (
+        lambda params: mx.gluon.Trainer(params, "sgd", OPTIMIZER, kvstore=mx.kv.create("horovod")),
+        lambda trainer, size: trainer.step(BATCH * size),
+    ),
+    "DistributedTrainer": (
+        lambda params: hvd.DistributedTrainer(params, "sgd", OPTIMIZER),
+        lambda trainer, size: trainer.step(BATCH),
+    ),
+    "DistributedTrainer, dense": (
+        lambda params: hvd.DistributedTrainer(params, "sgd", OPTIMIZER, sparse_as_dense=True),
+        lambda trainer, size: trainer.step(BATCH),
+    ),
+    "DistributedOptimizer": (
+        lambda params: mx.gluon.Trainer(params, hvd.DistributedOptimizer(optimizer()), kvstore=None),
+        lambda trainer, size: trainer.step(BATCH),
+    ),
+    "DistributedOptimizer, dense": (
+        lambda params: mx.gluon.Trainer(
+            params, hvd.DistributedOptimizer(optimizer(), sparse_as_dense=True), kvstore=None
+        ),
+        lambda trainer, size: trainer.step(BATCH),
+    ),
+}
+
+
+@in_gluon
+@pytest.mark.parametrize("way", WAYS)
+def test_training(rank, size, way):
+    """Sparse and dense training give the same parameters, and those of one process with all the data."""
+    trainer_of, step = WAYS[way]
+    sparsely = train(trainer_of, True, [rank], size, step)
+    densely = train(trainer_of, False, [rank], size, step)
+    np.testing.assert_allclose(sparsely, densely, rtol=1e-6, atol=1e-7)
+    alone = train(
+        lambda params: mx.gluon.Trainer(params, "sgd", OPTIMIZER, kvstore=None),
+        False,
+        range(size),
+        size,
+        lambda trainer, size: trainer.step(BATCH * size),
+    )
+    np.testing.assert_allclose(sparsely, alone, rtol=1e-5, atol=1e-6)
+    everybody = hvd.allgather(mx.nd.array(sparsely[None])).asnumpy()
+    for each in everybody:
+        assert_same_bits(each, sparsely)
+
+
+@in_gluon
+def test_uneven_inputs(rank, size):
+    """Within a `Join`, workers without input have no rows; the parameters are those of dense training."""
+    weights = []
+    for sparse_grad in (True, False):
+        net = mx.gluon.nn.Embedding(ROWS, WIDTH, sparse_grad=sparse_grad)
+        net.initialize()
+        net.weight.set_data(mx.nd.array(np.random.default_rng(7).uniform(-1, 1, (ROWS, WIDTH))))
+        trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", OPTIMIZER)
+        with Join([trainer]):
+            for number in range(2 + rank):
+                words = np.random.default_rng([rank, number]).integers(0, ROWS, BATCH)
+                with mx.autograd.record():
+                    loss = (net(mx.nd.array(words)) ** 2).sum()
+                loss.backward()
+                trainer.step(BATCH)
+        weights.append(net.weight.data().asnumpy())
+    np.testing.assert_allclose(*weights, rtol=1e-6, atol=1e-7)
+
+
+@in_gluon
+def test_sparse_weights_are_refused(rank):
+    """They would live in a store with servers."""
+    net = mx.gluon.nn.Embedding(ROWS, WIDTH)
+    weight = mx.gluon.Parameter("table", shape=(ROWS, WIDTH), stype="row_sparse", grad_stype="row_sparse")
+    weight.initialize()
+    net.initialize()
+    trainer = mx.gluon.Trainer([weight], "sgd", kvstore="horovod")
+    with pytest.raises(NotImplementedError, match="stype='default'"):
+        trainer._init_kvstore()
+
+
+def test_compression(rank):
+    """A compression rounds sparse gradients like dense ones."""
+    kv = mx.kv.create("horovod")
+    kv.set_gradient_compression({"type": "fp16"})
+    x = contribution(rank, "overlapping")
+    dense = x.tostype("default")
+    kv.pushpull(1, dense)
+    kv.pushpull(2, x)
+    assert_same_bits(x.asnumpy(), dense.asnumpy())
+    with pytest.raises(InvalidTypeError):
+        kv.pushpull(1, x.asnumpy())
