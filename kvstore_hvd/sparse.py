@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ _MAX_NDIM = 32  # MXNet's own limit
 _REFUSES, _ROWS, _COMMON = 0, 1, 2
 
 #: What the workers must agree on, with how messages show its number.
-_SHOWN = {
+_SHOWN: dict[str, Callable[[int], Any]] = {
     "dtype": lambda number: _DTYPES[number],
     "op": lambda number: _OPS[number],
     "prescale_factor": lambda number: float(np.int64(number).view(np.float64)),
@@ -112,7 +112,7 @@ def pushpull(
         fix = "use Sum or Average, or convert with .tostype('default')."
         raise InvalidRequestError(call.message(groups[0].key, fact, fix))
     if not world.is_alone:
-        text = "row_sparse arrays are exchanged while the caller waits (dense ones are not); sparse_as_dense=True avoids it."
+        text = "row_sparse arrays are exchanged while the caller waits; sparse_as_dense=True avoids it."
         log.once("row-sparse", logging.INFO, text)
     # What a worker exchanges must not depend on its other keys, of which others may know nothing.
     agreed, failures = [], []
