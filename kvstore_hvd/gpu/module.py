@@ -6,7 +6,10 @@ none, so that `compile_kernels` is tested on any machine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import locale
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -189,13 +192,24 @@ def _compile(nvrtc: Any, options: tuple[str, ...], result: Any) -> Any:
     program = nvrtc.createProgram(_source(), "kvstore_hvd.cu", (), ())
     try:
         try:
-            nvrtc.compileProgram(program, options)
+            with _same_locale():
+                nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             error.log = nvrtc.getProgramLog(program)
             raise
         return result(program)
     finally:
         nvrtc.destroyProgram(program)
+
+
+@contextlib.contextmanager
+def _same_locale() -> Iterator[None]:
+    """Keep the process's locale: NVRTC of CUDA 11 leaves "C", where Python takes text files for ASCII."""
+    before = locale.setlocale(locale.LC_ALL)
+    try:
+        yield
+    finally:
+        locale.setlocale(locale.LC_ALL, before)
 
 
 def _compile_failure(error: Any) -> LaunchError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import locale
 import re
 from pathlib import Path
 
@@ -65,7 +66,9 @@ class Compiler:
         )
         try:
             texts = [text.encode() for text in (f"--gpu-architecture={architecture}", *options)]
+            before = locale.setlocale(locale.LC_ALL)  # which CUDA 11 changes
             failed = self._library.nvrtcCompileProgram(program, len(texts), (ctypes.c_char_p * len(texts))(*texts))
+            locale.setlocale(locale.LC_ALL, before)
             log = self._text(program, "ProgramLog")
             if failed:
                 raise CompileError(log)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import locale
 import os
 import threading
 from collections.abc import Iterator
@@ -108,6 +110,29 @@ def test_what_the_compiler_says_is_passed_on(cuda: FakeCuda) -> None:
     cuda.failures["nvrtc"] = NVRTCError(6)
     with pytest.raises(LaunchError, match=r"cannot compile our kernels(.|\n)*error: planted"):
         load(cuda)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_locale_stays(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """NVRTC of CUDA 11 sets it."""
+    nvrtc = nvrtc_library()
+    compile_program = nvrtc.compileProgram
+
+    def with_another_locale(*arguments: object) -> None:
+        locale.setlocale(locale.LC_ALL, "C")
+        compile_program(*arguments)
+
+    monkeypatch.setattr(nvrtc, "compileProgram", with_another_locale)
+    if fails:
+        cuda.failures["nvrtc"] = NVRTCError(6)
+    before = locale.setlocale(locale.LC_ALL)
+    try:
+        locale.setlocale(locale.LC_ALL, "C.UTF-8")
+        with pytest.raises(LaunchError) if fails else contextlib.nullcontext():
+            load(cuda)
+        assert locale.setlocale(locale.LC_ALL) == "C.UTF-8"
+    finally:
+        locale.setlocale(locale.LC_ALL, before)
 
 
 def test_structures_of_another_size_are_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
