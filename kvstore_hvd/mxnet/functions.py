@@ -136,6 +136,8 @@ def broadcast_parameters(
             deferred.append((shown, parameter))
         else:
             groups.append(_group(call, shown, arrays))
+        if not (world.is_alone or mxnet_compat.is_ndarray(parameter)):
+            mxnet_compat.note_broadcast(parameter)
     with world.submitting():
         # Two networks may have parameters of the same names.
         namespace = unnamed(world, "broadcast_parameters")

@@ -35,6 +35,7 @@ from kvstore_hvd.mxnet_compat.parameters import (
     is_parameters,
     misfit,
     named_parameters,
+    note_broadcast,
     parameters_in,
     zero_added_gradients,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "libmxnet_path",
     "misfit",
     "named_parameters",
+    "note_broadcast",
     "note_exchange",
     "note_joinable",
     "numpy_shim",

@@ -30,6 +30,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
 from kvstore_hvd.mxnet_compat import exchanging
 from kvstore_hvd.mxnet_compat.arrays import handle_of
+from kvstore_hvd.mxnet_compat.parameters import was_broadcast
 from kvstore_hvd.mxnet_compat.wrapping import wrap
 
 __all__ = ["check_feed_forward", "note_exchange", "patch"]
@@ -66,13 +67,15 @@ class _Watch:
         The store that it asked for; None if it wants none.
     arrays : callable
         Of the owner: yields the arrays of its parameters and gradients.
+    broadcast : bool
+        Whether a parameter of it was broadcast.
     """
 
-    def __init__(self, owner: Any, asked: Optional[str], arrays: Arrays) -> None:
+    def __init__(self, owner: Any, asked: Optional[str], arrays: Arrays, broadcast: bool) -> None:
         self._owner = weakref.ref(owner)
         self._who, self.asked = type(owner).__name__, asked
         self._arrays = arrays
-        self._broadcast = False
+        self._broadcast = broadcast
         self._updates = 0
 
     def arrays(self) -> Iterator[Any]:
@@ -199,9 +202,9 @@ def note_exchange(arrays: Iterable[Any], chunk_of: ChunkOf, reduces: bool = True
             watch.note(chunk, chunk_of, reduces)
 
 
-def _watch(owner: Any, asked: Optional[str], arrays: Arrays) -> None:
+def _watch(owner: Any, asked: Optional[str], arrays: Arrays, broadcast: bool = False) -> None:
     global _by_chunk
-    _watches[owner] = _Watch(owner, asked, arrays)
+    _watches[owner] = _Watch(owner, asked, arrays, broadcast)
     _by_chunk = None
 
 
@@ -323,7 +326,9 @@ def _watch_trainer(trainer: Any) -> None:
     asked = trainer._kvstore_params["kvstore"]
     setattr(trainer, _WATCHED, True)
     if not _is_ours(asked) and not _is_synchronised(trainer, trainer._optimizer):
-        _watch(trainer, _name_of(asked), _arrays_of_trainer)
+        # Parameters are usually broadcast before they get a Trainer.
+        broadcast = any(map(was_broadcast, trainer._params))
+        _watch(trainer, _name_of(asked), _arrays_of_trainer, broadcast)
 
 
 def _is_synchronised(trainer: Any, optimizer: Any) -> bool:

@@ -181,20 +181,23 @@ def local_sgd(size, every):
 
 @pytest.mark.parametrize("every", [2, 3, 6])
 @pytest.mark.parametrize("kvstore", STORES)
-def test_local_sgd(rank, size, caplog, kvstore, every):
-    """Parameters are averaged every few updates; at the beginning they are broadcast."""
+@pytest.mark.parametrize("broadcast", ["before", "after"])
+def test_local_sgd(rank, size, caplog, kvstore, every, broadcast):
+    """Parameters are averaged every few updates; before they get a Trainer, or after, they are broadcast."""
     net = mlp(seed=3 if rank == 0 else 4)
-    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    if broadcast == "before":
+        hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     trainer = trainer_of(net, kvstore)
-    for parameter in parameters(net):
-        hvd.broadcast_(parameter.list_data()[0], root_rank=0)
+    if broadcast == "after":
+        for parameter in parameters(net):
+            hvd.broadcast_(parameter.list_data()[0], root_rank=0)
     for step in range(STEPS):
         backward(net, [batch_of(rank, step)])
         trainer.step(BATCH)
         if step % every == every - 1:
             for i, parameter in enumerate(parameters(net)):
                 hvd.allreduce_(parameter.list_data()[0], name=f"parameter/{i}")
-    assert_trained(net, local_sgd(size, every), f"local/{kvstore}/{every}")
+    assert_trained(net, local_sgd(size, every), f"local/{kvstore}/{every}/{broadcast}")
     assert len(caplog.records) == (size > 1 and kvstore is not None)
 
 
