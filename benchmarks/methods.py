@@ -12,7 +12,8 @@ import kvstore_hvd
 import mxnet as mx
 import numpy as np
 
-from kvstore_hvd import engine, mxnet_compat, native
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.process import engine
 
 __all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
 

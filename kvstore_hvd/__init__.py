@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore_hvd import horovod_alias, mxnet_compat
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.calling import run
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
-from kvstore_hvd.divergence import verify
-from kvstore_hvd.engine import current as _engine
 from kvstore_hvd.errors import (
     ConfigError,
     DivergedError,
@@ -38,11 +36,14 @@ from kvstore_hvd.errors import (
     UnsupportedMethodError,
     UnsynchronisedTrainerError,
 )
+from kvstore_hvd.horovod import alias as horovod_alias
 from kvstore_hvd.join import Join, Joinable, JoinHook
-from kvstore_hvd.kvstore import make_store_class
-from kvstore_hvd.numpy_ops import allreduce, allreduce_init, barrier, broadcast
+from kvstore_hvd.ops.numpy_ops import allreduce, allreduce_init, barrier, broadcast
+from kvstore_hvd.process.engine import current as _engine
+from kvstore_hvd.store.divergence import verify
+from kvstore_hvd.store.kvstore import make_store_class
 from kvstore_hvd.timeline import start_timeline, stop_timeline
-from kvstore_hvd.topology import Topology
+from kvstore_hvd.worlds.topology import Topology
 
 __version__ = "0.1.0"
 

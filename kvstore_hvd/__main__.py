@@ -17,8 +17,8 @@ import types
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 
-from kvstore_hvd import horovod_alias
 from kvstore_hvd.config import pass_alias_on
+from kvstore_hvd.horovod import alias as horovod_alias
 
 __all__ = ["main"]
 

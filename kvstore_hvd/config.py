@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvstore_hvd import horovod_variables, log
+from kvstore_hvd import log
 from kvstore_hvd.errors import ConfigError, message
+from kvstore_hvd.horovod import variables as horovod_variables
 
 __all__ = [
     "RESERVED_PREFIXES",

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import Config, config, environment, option_value
-from kvstore_hvd.cores import usable_cores
 from kvstore_hvd.driver.driver import ElasticDriver
 from kvstore_hvd.driver.options import add_elastic_options, elastic_plan, is_elastic
 from kvstore_hvd.driver.slots import Slot
 from kvstore_hvd.errors import ConfigError, LaunchError, message
-from kvstore_hvd.horovod_variables import Seat, of_worker
+from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launcher.as_horovod import through_this_package
 from kvstore_hvd.launcher.capacity import check_count
 from kvstore_hvd.launcher.check_build import build_report

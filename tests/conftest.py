@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def _engine() -> Any:
-    engine = importlib.import_module("kvstore_hvd.engine").current()
+    engine = importlib.import_module("kvstore_hvd.process.engine").current()
     engine.init()
     yield engine
     engine.shutdown()

@@ -29,7 +29,7 @@ from support.results import Results, read
 
 TESTS = Path(__file__).resolve().parent
 STEPS = ("unit", "parallel", "integration")
-# As in the table of docs/contract.md (tests/unit/test_contract.py compares). Three: what is wrong only with a number
+# As in the table of docs/contract.md (tests/unit/project/test_contract.py compares). Three: what is wrong only with a number
 # that is no power of two. Who starts the ranks matters little beyond that.
 RANKS = {"kvhvdrun": (1, 2, 4), "mpirun": (3,)}
 QUICK_RANKS = {"kvhvdrun": (), "mpirun": (2,)}

@@ -27,9 +27,9 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 from common import ROOT, describe, size_text, summary, table, write
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.nccl import NcclExecutor
-from kvstore_hvd.comm.ring import RingExecutor
-from kvstore_hvd.comm.rounds import buffer_bytes, rounds
+from kvstore_hvd.comm.device.nccl import NcclExecutor
+from kvstore_hvd.comm.device.ring import RingExecutor
+from kvstore_hvd.comm.device.rounds import buffer_bytes, rounds
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.devices import Device, activate

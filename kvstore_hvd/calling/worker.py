@@ -8,12 +8,12 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from kvstore_hvd import engine
 from kvstore_hvd.calling.failure import Failure, failure_of
 from kvstore_hvd.calling.parcel import unpack
 from kvstore_hvd.calling.paths import take_path
 from kvstore_hvd.calling.reports import Kind, Reporter, Sender
 from kvstore_hvd.config import config
+from kvstore_hvd.process import engine
 
 __all__ = ["main"]
 

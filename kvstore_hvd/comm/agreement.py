@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore_hvd.comm.base import Communicator, Request
-from kvstore_hvd.topology import Topology
+from kvstore_hvd.worlds.topology import Topology
 
 __all__ = ["exchange"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdError, message
-from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
+from kvstore_hvd.native.records import EngineStatistics, Missed, TimelineEvent, Waiting
 
 __all__ = ["PATIENT", "Communicator", "Request"]
 

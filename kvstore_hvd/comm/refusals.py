@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.topology import Topology
+from kvstore_hvd.worlds.topology import Topology
 
 __all__ = ["refusals_explained"]
 

@@ -8,17 +8,19 @@ import resource
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstore_hvd import affinity, cores, log, native
+from kvstore_hvd import log, native
+from kvstore_hvd.base import cores
+from kvstore_hvd.comm import affinity
 from kvstore_hvd.comm.base import Communicator, Request
-from kvstore_hvd.comm.devices import DeviceThread
-from kvstore_hvd.comm.executors import create_executor
+from kvstore_hvd.comm.device.devices import DeviceThread
+from kvstore_hvd.comm.device.executors import create_executor
 from kvstore_hvd.comm.refusals import refusals_explained
 from kvstore_hvd.config import config
-from kvstore_hvd.descriptors import check_room, limit_of
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
-from kvstore_hvd.records import EngineStatistics, Missed, TimelineEvent, Waiting
-from kvstore_hvd.rendezvous import share_segment
-from kvstore_hvd.topology import Inside, Topology, World
+from kvstore_hvd.native.records import EngineStatistics, Missed, TimelineEvent, Waiting
+from kvstore_hvd.worlds.descriptors import check_room, limit_of
+from kvstore_hvd.worlds.rendezvous import share_segment
+from kvstore_hvd.worlds.topology import Inside, Topology, World
 
 __all__ = ["ShmCommunicator"]
 

@@ -18,7 +18,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from kvstore_hvd.clocks import Deadline, RunningClock
+from kvstore_hvd.base.clocks import Deadline, RunningClock
 from kvstore_hvd.config import config
 from kvstore_hvd.driver.connections import Connections
 from kvstore_hvd.driver.daemon_settings import DaemonSettings
@@ -30,8 +30,8 @@ from kvstore_hvd.launcher.relay import Relay, RelayHandler
 from kvstore_hvd.launcher.signals import ENDING, SignalInbox
 from kvstore_hvd.launcher.writer import write_within
 from kvstore_hvd.log import logger
-from kvstore_hvd.messages import IDENTITIES, LAUNCHER_TO_DAEMON, LAUNCHER_TO_WORKER, WORKER, check
 from kvstore_hvd.wire import Connection, Listener, WireError, connect
+from kvstore_hvd.wire.messages import IDENTITIES, LAUNCHER_TO_DAEMON, LAUNCHER_TO_WORKER, WORKER, check
 
 __all__ = ["BEAT_S", "Daemon", "main"]
 

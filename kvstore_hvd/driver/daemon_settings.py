@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore_hvd.clocks import Deadline
-from kvstore_hvd.messages import check
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.wire import WireError
+from kvstore_hvd.wire.messages import check
 
 __all__ = ["DaemonSettings", "daemon_command"]
 

@@ -16,8 +16,8 @@ from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.workers import how_it_ended
 from kvstore_hvd.log import logger
-from kvstore_hvd.messages import DAEMON, IDENTITIES, check
 from kvstore_hvd.wire import Connection, WireError
+from kvstore_hvd.wire.messages import DAEMON, IDENTITIES, check
 
 __all__ = ["Daemons"]
 

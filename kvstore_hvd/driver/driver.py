@@ -11,7 +11,7 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
-from kvstore_hvd.clocks import LOOK_S, RunningClock
+from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.driver.actions import End, Kill, Note, Start, Tell
 from kvstore_hvd.driver.connections import Connections
 from kvstore_hvd.driver.daemon_settings import DaemonSettings
@@ -24,7 +24,7 @@ from kvstore_hvd.driver.news import event_text, news_text
 from kvstore_hvd.driver.plan import ElasticPlan
 from kvstore_hvd.driver.shares import Shares
 from kvstore_hvd.driver.status import StatusLine
-from kvstore_hvd.horovod_variables import of_worker
+from kvstore_hvd.horovod.variables import of_worker
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.hosts import is_here

@@ -29,7 +29,7 @@ from kvstore_hvd.driver.roster import Roster, Worker, local_ranks, rank_order
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Slots
 from kvstore_hvd.driver.waits import Wait
-from kvstore_hvd.horovod_variables import Seat
+from kvstore_hvd.horovod.variables import Seat
 
 __all__ = ["Job"]
 

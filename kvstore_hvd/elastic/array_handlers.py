@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import engine, log, mxnet_compat
+from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.elastic.copies import deep_copy
 from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.elastic.images import Image, Spec, Specs
 from kvstore_hvd.mxnet.functions import broadcast_object
+from kvstore_hvd.process import engine
 
 __all__ = ["ArraysHandler", "Details", "drain"]
 

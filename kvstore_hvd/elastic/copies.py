@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import buffer_like
-from kvstore_hvd.arrays import copy as copy_array
 from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.store.arrays import buffer_like
+from kvstore_hvd.store.arrays import copy as copy_array
 
 __all__ = ["deep_copy", "named_copies"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.errors import MismatchError, message
-from kvstore_hvd.member import Member
+from kvstore_hvd.process.member import Member
 
 __all__ = ["raise_on_all"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kvstore_hvd import engine
+from kvstore_hvd.process import engine
 
 __all__ = ["NotificationManager", "notification_manager"]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvstore_hvd import engine, errors
+from kvstore_hvd import errors
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, PeerLostError, message
+from kvstore_hvd.process import engine
 
 __all__ = ["as_lost_world", "check_recoverable"]
 

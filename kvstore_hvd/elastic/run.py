@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore_hvd import engine, log
+from kvstore_hvd import log
 from kvstore_hvd.elastic.notification import notification_manager
 from kvstore_hvd.elastic.recovery import as_lost_world, check_recoverable
 from kvstore_hvd.errors import (
@@ -23,6 +23,7 @@ from kvstore_hvd.errors import (
     message,
 )
 from kvstore_hvd.mxnet import process_sets
+from kvstore_hvd.process import engine
 
 __all__ = ["run", "run_fn"]
 

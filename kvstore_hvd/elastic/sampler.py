@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import engine, log, mxnet_compat
+from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.process import engine
 
 __all__ = ["ElasticSampler"]  # noqa: F822 - made when it is asked for
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore_hvd import engine
 from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.mxnet.functions import broadcast_object
+from kvstore_hvd.process import engine
 
 __all__ = ["SamplerHandler"]
 

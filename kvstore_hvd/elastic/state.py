@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvstore_hvd import engine
 from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
 from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
 from kvstore_hvd.mxnet.basics import rank
 from kvstore_hvd.mxnet.functions import broadcast_object
+from kvstore_hvd.process import engine
 
 __all__ = ["ObjectState", "State"]
 

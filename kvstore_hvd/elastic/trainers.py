@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import new_array
 from kvstore_hvd.elastic.array_handlers import Arrays, ArraysHandler, Details
 from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.images import Spec, spec_of
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.kvstore import StoreMethods
 from kvstore_hvd.mxnet.optimizer import OptimizerMethods, TrainerMethods
 from kvstore_hvd.mxnet_compat.hooks import ALIAS, NAME
+from kvstore_hvd.store.arrays import new_array
+from kvstore_hvd.store.kvstore import StoreMethods
 
 __all__ = ["TrainerHandler"]
 

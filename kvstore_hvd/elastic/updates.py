@@ -7,7 +7,7 @@ import queue
 
 import numpy as np
 
-from kvstore_hvd import engine
+from kvstore_hvd.process import engine
 
 __all__ = ["HostUpdateResult", "HostUpdates"]
 

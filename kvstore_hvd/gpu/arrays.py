@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_hvd.dlpack import DLTensor
+from kvstore_hvd.base.dlpack import DLTensor
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, UnsupportedDtypeError, message
 from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.gpu.runtime import checked, cupy

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_hvd import errors, native
-from kvstore_hvd.clocks import Deadline
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory

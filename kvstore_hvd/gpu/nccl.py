@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstore_hvd import errors
-from kvstore_hvd.clocks import RunningClock
+from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.errors import KVHvdError, LaunchError, TransportError, message
 from kvstore_hvd.gpu.nccl_library import IN_PROGRESS, SUCCESS, Config, NcclLibrary, UniqueId
 

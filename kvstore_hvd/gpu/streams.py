@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.clocks import Deadline
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu.runtime import checked, cupy
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn, Optional
 
 import numpy as np
 
-from kvstore_hvd import engine, native
+from kvstore_hvd import native
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import (
     DivergedError,
@@ -38,8 +38,9 @@ from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
 from kvstore_hvd.join.withdrawal import Withdrawal, is_withdrawn
 from kvstore_hvd.join.zeros import LEFT, explained
-from kvstore_hvd.member import Member
-from kvstore_hvd.numbering import next_number
+from kvstore_hvd.process import engine
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.process.numbering import next_number
 
 __all__ = ["Join", "is_uneven"]
 

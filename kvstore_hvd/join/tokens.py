@@ -11,7 +11,7 @@ from typing import Any
 
 from kvstore_hvd import native
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.member import Member
+from kvstore_hvd.process.member import Member
 
 __all__ = ["submit"]
 

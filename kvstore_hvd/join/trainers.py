@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import engine, mxnet_compat, native
-from kvstore_hvd.arrays import buffer_like, copy
-from kvstore_hvd.clocks import Deadline
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutError, message  # noqa: A004 - not the builtin
 from kvstore_hvd.join.joinable import Joinable, JoinHook
 from kvstore_hvd.join.pauses import Pauses
-from kvstore_hvd.keys import wire_name
-from kvstore_hvd.kvstore import StoreMethods
-from kvstore_hvd.member import Member
-from kvstore_hvd.records import Missed
+from kvstore_hvd.native.records import Missed
+from kvstore_hvd.process import engine
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store.arrays import buffer_like, copy
+from kvstore_hvd.store.keys import wire_name
+from kvstore_hvd.store.kvstore import StoreMethods
 
 __all__ = ["TrainerHook", "check_stores", "joinable_for"]
 

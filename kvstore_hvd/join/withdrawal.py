@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore_hvd import engine, mxnet_compat, native
+from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.join import tokens
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.zeros import explained
-from kvstore_hvd.member import Member
-from kvstore_hvd.numbering import agree_on_numbers
-from kvstore_hvd.records import Missed
+from kvstore_hvd.native.records import Missed
+from kvstore_hvd.process import engine
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.process.numbering import agree_on_numbers
 
 __all__ = ["Withdrawal", "is_withdrawn"]
 

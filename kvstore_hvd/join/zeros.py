@@ -12,8 +12,8 @@ from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import KVHvdError, MismatchError, message
 from kvstore_hvd.join import tokens
 from kvstore_hvd.join.pauses import Pauses
-from kvstore_hvd.member import Member
-from kvstore_hvd.records import Announced
+from kvstore_hvd.native.records import Announced
+from kvstore_hvd.process.member import Member
 
 __all__ = ["LEFT", "explained", "join"]
 

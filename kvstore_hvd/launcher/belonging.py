@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from kvstore_hvd.clocks import RunningClock
+from kvstore_hvd.base.clocks import RunningClock
 
 __all__ = ["LEFT_GRACE_S", "Remains", "group_has_members", "mark_of", "mark_this_process"]
 

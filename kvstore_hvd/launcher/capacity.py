@@ -6,8 +6,8 @@ import os
 import resource
 from collections.abc import Iterator
 
-from kvstore_hvd.descriptors import limit_of
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.worlds.descriptors import limit_of
 
 __all__ = ["MAX_WORKERS", "check_count"]
 

@@ -8,9 +8,11 @@ from importlib import metadata
 from typing import Any
 
 import kvstore_hvd
-from kvstore_hvd import horovod_alias, mpi_world, mxnet_compat, native
+from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.gpu import nccl_library, runtime
+from kvstore_hvd.horovod import alias as horovod_alias
+from kvstore_hvd.worlds.mpi import world as mpi_world
 
 __all__ = ["build_report"]
 

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-from kvstore_hvd.clocks import RunningClock
+from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, group_has_members
 
 __all__ = ["Reaper", "reap"]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvstore_hvd.clocks import LOOK_S, RunningClock
+from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.guard import Guard

@@ -6,14 +6,15 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any, Union
 
-from kvstore_hvd import engine, gpu
+from kvstore_hvd import gpu
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, NotInitializedError, message
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.nccl_library import library
-from kvstore_hvd.mpi_world import initialised_mpi
 from kvstore_hvd.mxnet import process_sets as sets
+from kvstore_hvd.process import engine
 from kvstore_hvd.timeline import start_timeline, stop_timeline
-from kvstore_hvd.topology import Topology
+from kvstore_hvd.worlds.mpi.world import initialised_mpi
+from kvstore_hvd.worlds.topology import Topology
 
 __all__ = [
     "ccl_built",

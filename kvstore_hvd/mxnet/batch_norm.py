@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import copy
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.mxnet.batch_statistics import OPERATION, Exchange, StatisticsExchange, by_channel, find_exchange
 from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
+from kvstore_hvd.store.arrays import copy
 
 __all__ = ["operator_type"]
 

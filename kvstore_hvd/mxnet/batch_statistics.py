@@ -22,12 +22,12 @@ from typing import Any, Optional
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.join.context import is_uneven
-from kvstore_hvd.keys import Call, Group
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import make_call, operations
 from kvstore_hvd.mxnet.process_sets import ProcessSet
-from kvstore_hvd.numbering import next_number
-from kvstore_hvd.operations import SUM
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.process.numbering import next_number
+from kvstore_hvd.store.keys import Call, Group
+from kvstore_hvd.store.operations import SUM
 
 __all__ = ["OPERATION", "Exchange", "Statistics", "StatisticsExchange", "by_channel", "find_exchange"]
 

@@ -6,11 +6,11 @@ from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, fault_of_text
-from kvstore_hvd.keys import Call, reject_array
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.process_sets import ProcessSet
-from kvstore_hvd.numbering import next_number
-from kvstore_hvd.operations import Operations
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.process.numbering import next_number
+from kvstore_hvd.store.keys import Call, reject_array
+from kvstore_hvd.store.operations import Operations
 
 __all__ = [
     "NAMESPACE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import buffer_like, copy
+from kvstore_hvd.store.arrays import buffer_like, copy
 
 __all__ = ["Compression", "Compressor", "store_type"]
 

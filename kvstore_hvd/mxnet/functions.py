@@ -11,14 +11,14 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import InvalidRequestError, MismatchError
-from kvstore_hvd.keys import Call, Group, wire_name
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for, operations, root_in, unnamed
 from kvstore_hvd.mxnet.gathers import gather_bytes
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
+from kvstore_hvd.store.keys import Call, Group, wire_name
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broadcast_trainer_states"]
 

@@ -11,18 +11,18 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import buffer_like, check_group, copy, scaled
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.keys import Call, Group, priority_of, wire_name
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet import gradients
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_list, check_name, make_call, names_for
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
 from kvstore_hvd.mxnet.shapes import Shapes, exchange_shapes
-from kvstore_hvd.operations import Reduction
-from kvstore_hvd.placement import home_of
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store.arrays import buffer_like, check_group, copy, scaled
+from kvstore_hvd.store.keys import Call, Group, priority_of, wire_name
+from kvstore_hvd.store.operations import Reduction
+from kvstore_hvd.store.placement import home_of
 
 __all__ = [
     "allgather",

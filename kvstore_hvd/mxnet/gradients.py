@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import buffer_like
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.keys import Call, Group
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import operations, unnamed
-from kvstore_hvd.operations import SUM, Reduction
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store.arrays import buffer_like
+from kvstore_hvd.store.keys import Call, Group
+from kvstore_hvd.store.operations import SUM, Reduction
 
 __all__ = ["Tape", "refuse_in_graph", "refuse_in_place", "tape"]
 

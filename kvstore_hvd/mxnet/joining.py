@@ -9,7 +9,7 @@ from kvstore_hvd.join import zeros
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet.calls import make_call
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.numbering import agree_on_numbers
+from kvstore_hvd.process.numbering import agree_on_numbers
 
 __all__ = ["join"]
 

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import buffer_like, check_group
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.keys import Call, Group, priority_of
 from kvstore_hvd.mxnet import basics, gradients
 from kvstore_hvd.mxnet.all_to_all import alltoall
 from kvstore_hvd.mxnet.basics import *  # noqa: F403
@@ -27,6 +25,8 @@ from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_redu
 from kvstore_hvd.mxnet.joining import join
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
+from kvstore_hvd.store.arrays import buffer_like, check_group
+from kvstore_hvd.store.keys import Call, Group, priority_of
 
 # As in Horovod, its module of operations has the basics as well.
 __all__ = [

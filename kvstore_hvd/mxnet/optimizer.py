@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.arrays import copy
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
-from kvstore_hvd.kvstore import make_store_class
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.operations import Reduction, submit_all
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store.arrays import copy
+from kvstore_hvd.store.kvstore import make_store_class
+from kvstore_hvd.store.operations import Reduction, submit_all
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]  # noqa: F822 - made when they are asked for
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 
-from kvstore_hvd import engine
 from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
-from kvstore_hvd.inner_worlds import InnerMember
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.set_agreement import Part, agreed_sets, row_of
+from kvstore_hvd.process import engine
+from kvstore_hvd.process.inner_worlds import InnerMember
+from kvstore_hvd.process.member import Member
 
 __all__ = [
     "ProcessSet",

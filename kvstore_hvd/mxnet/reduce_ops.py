@@ -6,8 +6,8 @@ import enum
 from typing import Any
 
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
-from kvstore_hvd.keys import Call
-from kvstore_hvd.operations import Reduction
+from kvstore_hvd.store.keys import Call
+from kvstore_hvd.store.operations import Reduction
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum", "reduction"]
 

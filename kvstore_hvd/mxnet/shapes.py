@@ -15,10 +15,10 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, MismatchError
-from kvstore_hvd.keys import Call, wire_name
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet.calls import NAMESPACE
 from kvstore_hvd.native import ITEM_BYTES
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store.keys import Call, wire_name
 
 __all__ = ["Shapes", "exchange_shapes"]
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from kvstore_hvd.dlpack import DLTensor
+from kvstore_hvd.base.dlpack import DLTensor
 
 __all__ = [
     "address_of",

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from io import FileIO
 from typing import Any
 
-from kvstore_hvd.records import TimelineEvent
+from kvstore_hvd.native.records import TimelineEvent
 
 __all__ = ["Header", "PartWriter", "has_ended", "part_path", "read_header", "read_lines"]
 

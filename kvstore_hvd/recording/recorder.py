@@ -23,7 +23,7 @@ from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, message
 from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path
 from kvstore_hvd.recording.trace import write_trace
-from kvstore_hvd.topology import Topology
+from kvstore_hvd.worlds.topology import Topology
 
 __all__ = ["Recorder"]
 

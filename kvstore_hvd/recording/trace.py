@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from kvstore_hvd.native.records import TimelineEvent
 from kvstore_hvd.recording.parts import Header, read_header, read_lines
-from kvstore_hvd.records import TimelineEvent
 
 __all__ = ["Summary", "write_trace"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Union
 
-from kvstore_hvd import engine
+from kvstore_hvd.process import engine
 
 __all__ = ["start_timeline", "stop_timeline"]
 

@@ -11,8 +11,8 @@ import socket
 import struct
 from typing import Any
 
-from kvstore_hvd.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
 from kvstore_hvd.errors import KVHvdError
+from kvstore_hvd.wire.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
 
 __all__ = ["MAX_MESSAGE", "Connection", "WireError"]
 

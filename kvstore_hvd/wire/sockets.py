@@ -9,9 +9,9 @@ import socket
 import time
 from typing import Any, Union
 
-from kvstore_hvd.authentication import peer_process
-from kvstore_hvd.clocks import Deadline
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.log import logger
+from kvstore_hvd.wire.authentication import peer_process
 from kvstore_hvd.wire.connection import Connection, WireError
 
 __all__ = ["Address", "Listener", "connect"]

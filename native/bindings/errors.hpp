@@ -1,4 +1,4 @@
-// How a Status becomes a Python exception: by the function that kvstore_hvd/native.py sets, which knows the classes of
+// How a Status becomes a Python exception: by the function that kvstore_hvd/native/__init__.py sets, which knows the classes of
 // kvstore_hvd/errors.py.
 #pragma once
 

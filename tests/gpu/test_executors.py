@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors, native
-from kvstore_hvd.comm.executor import Executor
-from kvstore_hvd.comm.nccl import NcclExecutor
-from kvstore_hvd.comm.ring import RingExecutor
+from kvstore_hvd.comm.device.executor import Executor
+from kvstore_hvd.comm.device.nccl import NcclExecutor
+from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.rounds import buffer_bytes, rounds
+from kvstore_hvd.comm.device.rounds import buffer_bytes, rounds
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment

@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_hvd.authentication import mac
 from kvstore_hvd.wire import Address, Connection, WireError
+from kvstore_hvd.wire.authentication import mac
 from kvstore_hvd.wire.connection import _MAGIC
 from support.jobs import LIMIT_S, end_by, processes, variables_of
 from support.launchers import kvhvdrun

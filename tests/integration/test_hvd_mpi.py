@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd.horovod_variables import Seat, of_worker
+from kvstore_hvd.horovod.variables import Seat, of_worker
 from support.launchers import environment, mpirun
 from support.patience import patient
 

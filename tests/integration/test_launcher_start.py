@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_hvd.cores import describe, suffice
+from kvstore_hvd.base.cores import describe, suffice
 from support.jobs import LIMIT_S, run, variables_of
 from support.launchers import kvhvdrun
 
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 def test_workers_share_memory(marker: str) -> None:
     program = """
-from kvstore_hvd.bootstrap import discover
-from kvstore_hvd.rendezvous import share_segment
+from kvstore_hvd.worlds.bootstrap import discover
+from kvstore_hvd.worlds.rendezvous import share_segment
 fd = share_segment(discover(), lambda told: os.memfd_create('x'))
 os.pwrite(fd, b'x', rank)
 say(f'{os.fstat(fd).st_ino}\\n')
@@ -31,8 +31,8 @@ say(f'{os.fstat(fd).st_ino}\\n')
 
 def test_a_worker_that_never_comes_is_named_by_all_others(marker: str) -> None:
     program = """
-from kvstore_hvd.bootstrap import discover
-from kvstore_hvd.rendezvous import share_segment
+from kvstore_hvd.worlds.bootstrap import discover
+from kvstore_hvd.worlds.rendezvous import share_segment
 if rank == 1: forever()
 share_segment(discover(), lambda told: os.memfd_create('x'))
 """

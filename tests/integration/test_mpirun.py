@@ -31,7 +31,7 @@ def report(**fields):
 
 TOPOLOGY = """
 import dataclasses, sys
-from kvstore_hvd.bootstrap import discover
+from kvstore_hvd.worlds.bootstrap import discover
 world = discover({comm})
 report(mpi='mpi4py.MPI' in sys.modules, job=world.job, secret=world.secret.hex(),
        gathered=world.communicator.allgather(str(world.topology.rank)) if world.communicator else None,
@@ -39,7 +39,7 @@ report(mpi='mpi4py.MPI' in sys.modules, job=world.job, secret=world.secret.hex()
 """
 
 FAILURE = """
-from kvstore_hvd.bootstrap import discover
+from kvstore_hvd.worlds.bootstrap import discover
 from kvstore_hvd.errors import KVHvdError
 try:
     discover()
@@ -123,8 +123,8 @@ def test_a_list_of_ranks_leaves_the_others_alone(own: Launcher) -> None:
 def test_ranks_share_memory(own: Launcher) -> None:
     program = """
 import os
-from kvstore_hvd.bootstrap import discover
-from kvstore_hvd.rendezvous import share_segment
+from kvstore_hvd.worlds.bootstrap import discover
+from kvstore_hvd.worlds.rendezvous import share_segment
 world = discover()
 fds = [share_segment(w, lambda told: os.memfd_create('x')) for w in (world, world.next_epoch())]
 report(inodes=[os.fstat(fd).st_ino for fd in fds])

@@ -10,11 +10,11 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import engine
 from kvstore_hvd.comm import shm
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
 from kvstore_hvd.mxnet import gathers
+from kvstore_hvd.process import engine
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.host_executor import HostExecutor
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import elastic, engine
+from kvstore_hvd import elastic
 from kvstore_hvd.elastic.notification import notification_manager
 from kvstore_hvd.errors import (
     HorovodInternalError,
@@ -22,8 +22,9 @@ from kvstore_hvd.errors import (
     TransportError,
 )
 from kvstore_hvd.join import Join
-from kvstore_hvd.membership import Membership
 from kvstore_hvd.mxnet import process_sets
+from kvstore_hvd.process import engine
+from kvstore_hvd.worlds.membership import Membership
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
 

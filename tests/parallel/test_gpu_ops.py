@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import engine, gpu_ops
 from kvstore_hvd.comm import shm
 from kvstore_hvd.errors import (
     HorovodInternalError,
@@ -20,6 +19,8 @@ from kvstore_hvd.errors import (
     TransportError,
     UnsupportedDtypeError,
 )
+from kvstore_hvd.ops import gpu_ops
+from kvstore_hvd.process import engine
 from support.arrays import DTYPES, assert_same_bits, contribution, expected_sum
 from support.fake_cuda import CUDARuntimeError, fake_cuda
 from support.gpu_claims import DLPack, Interface, OnGPU

@@ -9,9 +9,10 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import config, engine
+from kvstore_hvd import config
 from kvstore_hvd.errors import TransportError
 from kvstore_hvd.mxnet_compat import engine_is_naive
+from kvstore_hvd.process import engine
 from support.arrays import assert_same_bits, contribution, expected_sum, make
 from support.patience import patient
 

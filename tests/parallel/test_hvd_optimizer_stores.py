@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import engine, log
+from kvstore_hvd import log
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError
 from kvstore_hvd.join import Join
+from kvstore_hvd.process import engine
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 

@@ -7,8 +7,8 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import engine
 from kvstore_hvd.mxnet import process_sets
+from kvstore_hvd.process import engine
 from support.arrays import assert_same_bits
 from support.gluon import array, backward, gradients, is_mxnet_2, mlp, parameters, samples, weights
 

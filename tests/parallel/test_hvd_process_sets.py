@@ -13,13 +13,15 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import config, divergence, engine
+from kvstore_hvd import config
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import DivergedError
-from kvstore_hvd.inner_worlds import InnerMember
 from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.mxnet_compat import engine_is_naive
+from kvstore_hvd.process import engine
+from kvstore_hvd.process.inner_worlds import InnerMember
+from kvstore_hvd.store import divergence
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.gluon import array, backward, mlp, samples, weights
 from support.patience import patient

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import engine
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join, Joinable
+from kvstore_hvd.process import engine
 from support.gluon import mlp, samples
 from support.uneven import (
     BATCH,

@@ -10,10 +10,10 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import engine
 from kvstore_hvd.errors import HorovodInternalError, MismatchError
 from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.mxnet_compat import engine_is_naive
+from kvstore_hvd.process import engine
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, parameters, weights
 from support.patience import patient

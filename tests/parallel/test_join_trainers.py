@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import engine
 from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.join import Join, Joinable, JoinHook
+from kvstore_hvd.process import engine
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 from support.uneven import (

@@ -224,7 +224,7 @@ def test_both_names_create_the_store(world):
     """Registration: ``horovod`` in any case, and ``dist_horovod``; every creation is a new instance."""
     stores = [mx.kv.create(name) for name in ("horovod", "Horovod", "dist_horovod")]
     assert len({id(store) for store in stores}) == 3
-    assert {type(store).__module__ for store in stores} == {"kvstore_hvd.kvstore"}
+    assert {type(store).__module__ for store in stores} == {"kvstore_hvd.store.kvstore"}
     assert {store.type for store in stores} == {"horovod"}
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import engine
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import (
     InputFailedError,
@@ -18,6 +17,7 @@ from kvstore_hvd.errors import (
     TransportError,
     UnsupportedDtypeError,
 )
+from kvstore_hvd.process import engine
 from support.patience import patient
 
 mx = pytest.importorskip("mxnet")

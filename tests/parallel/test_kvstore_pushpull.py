@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import kvstore, operations, usage
-from kvstore_hvd.member import Member
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.operations import Operations
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store import kvstore, operations, usage
+from kvstore_hvd.store.operations import Operations
 from support.arrays import (
     DTYPES,
     assert_equal_on_all_ranks,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import engine, errors, mxnet_compat, native
+from kvstore_hvd import errors, mxnet_compat, native
+from kvstore_hvd.process import engine
 from support.pair import World, mx, ramp
 from support.refusing_engine import COMPILER, RefusingEngine
 

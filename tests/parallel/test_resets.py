@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import engine
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
+from kvstore_hvd.process import engine
 from support.gluon import gradients, parameters
 from support.networks import built, step, trainer_of
 from support.patience import patient

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import engine
 from kvstore_hvd.errors import HorovodInternalError, MismatchError, UnsupportedDtypeError
-from kvstore_hvd.kvstore import StoreMethods
 from kvstore_hvd.mxnet_compat import engine_is_naive
+from kvstore_hvd.process import engine
+from kvstore_hvd.store.kvstore import StoreMethods
 from support.arrays import assert_same_bits, contribution, expected_sum, ordered_sum
 from support.gluon import array, is_mxnet_2
 from support.patience import patient

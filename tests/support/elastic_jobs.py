@@ -9,7 +9,7 @@ from typing import Any
 from kvstore_hvd.driver.actions import Action, End, Kill, Note, Start, Tell
 from kvstore_hvd.driver.jobs import Job
 from kvstore_hvd.driver.settings import Settings
-from kvstore_hvd.messages import LAUNCHER_TO_WORKER, WORKER, check
+from kvstore_hvd.wire.messages import LAUNCHER_TO_WORKER, WORKER, check
 
 
 class Play:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd.driver.daemon_settings import DaemonSettings, daemon_command
-from kvstore_hvd.messages import DAEMON, check
 from kvstore_hvd.wire import Connection, Listener, WireError
+from kvstore_hvd.wire.messages import DAEMON, check
 from support.jobs import LIMIT_S, processes, variables_of
 
 __all__ = ["LINE", "FakeLauncher"]

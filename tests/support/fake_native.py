@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore_hvd import engine, native
+from kvstore_hvd import native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.topology import Host, Topology, World
+from kvstore_hvd.process import engine
+from kvstore_hvd.worlds.topology import Host, Topology, World
 
 __all__ = ["FakeAdapter", "FakeCommunicator", "Submitted", "fake_world"]
 

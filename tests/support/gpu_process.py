@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.ring import RingExecutor
+from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.gpu.devices import Device, activate
 from support.gpu_memory import Arena, DeviceArray
 from support.gpu_ranks import combined, device_operation, finish, samples

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.executor import Completion
-from kvstore_hvd.records import DeviceOperation
+from kvstore_hvd.comm.device.executor import Completion
+from kvstore_hvd.native.records import DeviceOperation
 from support.fake_kernels import raw_of, values_of
 from support.patience import patient
 

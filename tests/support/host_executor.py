@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd.comm.base import Communicator, Request
-from kvstore_hvd.comm.executor import Batch, Completion, Executor
+from kvstore_hvd.comm.device.executor import Batch, Completion, Executor
 
 
 class HostExecutor(Executor):

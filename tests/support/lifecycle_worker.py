@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 import kvstore_hvd
-from kvstore_hvd import config, engine
+from kvstore_hvd import config
+from kvstore_hvd.process import engine
 
 
 def late_reset(folder: str) -> None:

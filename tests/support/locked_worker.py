@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 import kvstore_hvd
-from kvstore_hvd import engine
 from kvstore_hvd.comm.base import Request
+from kvstore_hvd.process import engine
 
 case, table, schedule = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 #: Too much for an announcement to carry, and little enough to be submitted with the interpreter lock.

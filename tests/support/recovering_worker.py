@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import elastic, engine, numpy_ops
+from kvstore_hvd import elastic
 from kvstore_hvd.elastic.run import run
+from kvstore_hvd.ops import numpy_ops
+from kvstore_hvd.process import engine
 from support.launched import launched
 
 SIZE = 200_000

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import kvstore_hvd
-from kvstore_hvd import engine
+from kvstore_hvd.process import engine
 from support.patience import patient
 from support.small_training import SmallTraining
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 import kvstore_hvd
-from kvstore_hvd import config, engine
+from kvstore_hvd import config
+from kvstore_hvd.process import engine
 from support.arrays import Array, assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import parameters
 

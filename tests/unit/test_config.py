@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_hvd import horovod_variables, log
+from kvstore_hvd import log
 from kvstore_hvd.config import Config, MPILaunch
 from kvstore_hvd.errors import ConfigError
+from kvstore_hvd.horovod import variables as horovod_variables
 
 # The package's attribute of this name may be the function.
 module = importlib.import_module("kvstore_hvd.config")

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_hvd import horovod_variables, launch, native
+from kvstore_hvd import launch, native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.gpu import runtime
+from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.hosts import is_here
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail

@@ -7,7 +7,7 @@
 
 namespace kvstore_hvd {
 
-// The numeric values are part of the Python binding (kvstore_hvd/native.py maps them to exceptions).
+// The numeric values are part of the Python binding (kvstore_hvd/native/__init__.py maps them to exceptions).
 enum class ErrorCode : std::uint8_t {
   kOk = 0,
   // User errors: that one operation fails on every rank, no array is changed, the world stays usable.

@@ -1,0 +1,1 @@
+"""What every part may use: times, processors, the exchange of arrays by DLPack."""

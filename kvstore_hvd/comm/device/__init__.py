@@ -1,0 +1,1 @@
+"""Communication of arrays on GPUs: one executor for each way."""

@@ -1,0 +1,1 @@
+"""Operations on arrays that are not MXNet's."""

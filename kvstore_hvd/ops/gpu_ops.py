@@ -1,0 +1,127 @@
+"""Collectives on arrays of a GPU, of whatever library: blocking, through the same engine as the stores."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.device.executor import Executor
+from kvstore_hvd.comm.device.executors import create_executor
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
+from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, is_on_gpu, synchronize
+from kvstore_hvd.gpu.devices import active
+from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.process import engine
+
+__all__ = ["allreduce", "broadcast"]
+
+_LOOK_S = 20e-6
+
+
+def allreduce(array: Any, name: str, op: str, out: Any, prescale: float, postscale: float) -> Any:
+    """As `numpy_ops.allreduce`, which has checked what is no array; for what `gpu.arrays.is_on_gpu` says is on one."""
+    return _run("allreduce", array, name, out, op, prescale, postscale)
+
+
+def broadcast(array: Any, root: int, name: str, out: Any) -> Any:
+    """As `numpy_ops.broadcast`, in the same way."""
+    return _run("broadcast", array, name, out, root=root)
+
+
+def _run(
+    collective: str,
+    array: Any,
+    name: str,
+    out: Any,
+    op: str = "sum",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+) -> Any:
+    world = engine.current()
+    speaker: dict[str, Any] = {**world.topology.speaker, "operation": collective, "name": name}
+    # What has lost the world, or a fork, makes CUDA fail, too: the reason comes before its consequences.
+    with world.submitting():
+        source = device_array(array, **speaker)
+        if out is None:
+            out = empty_like(source, **speaker)
+        elif not is_on_gpu(out):
+            fact = f"out is a {type(out).__name__} that is not on a GPU, but array is on GPU {source.device}."
+            raise InvalidTypeError(message(fact, **speaker, fix="pass an out on the same GPU."))
+        target = source if out is array else device_array(out, **speaker)
+        _check(source, target, speaker)
+        # Whoever reads or writes the arrays now is through with it before the others get them.
+        synchronize(source)
+        if target is not source:
+            synchronize(target)
+        request = Request(
+            collective,
+            f"np/{name}",  # matched with those on the CPU: workers that differ are told so
+            f"'{name}'",
+            [source.address],
+            [target.address],
+            source.shape,
+            source.dtype,
+            op,
+            prescale,
+            postscale,
+            root,
+            on_device=True,
+        )
+        if world.is_alone:
+            _run_alone(request, source.device)
+        else:
+            world.start_device(source.device)
+            world.communicator().run(request)
+    return out
+
+
+def _check(source: DeviceArray, target: DeviceArray, speaker: dict[str, Any]) -> None:
+    fact = fix = ""
+    if (target.shape, target.dtype) != (source.shape, source.dtype):
+        fact = f"out is {target.dtype} {target.shape}, but array is {source.dtype} {source.shape}."
+        fix = "pass an out of the same shape and dtype."
+    elif target.device != source.device:
+        fact = f"out is on GPU {target.device}, but array is on GPU {source.device}."
+        fix = "pass an out on the same GPU."
+    elif target.is_read_only:
+        fact, fix = "out is read-only.", "pass an array that can be written."
+    elif 0 < abs(target.address - source.address) < source.nbytes:
+        fact, fix = "out overlaps array.", "pass the array itself, or separate memory."
+    if fact:
+        raise InvalidRequestError(message(fact, **speaker, fix=fix))
+
+
+# -- A world of one -----------------------------------------------------------------------------------------------
+
+_executors: dict[int, Executor] = {}  # by device
+_lock = threading.Lock()
+
+
+def _run_alone(request: Request, device: int) -> None:
+    """Copy and scale on the device, so that the result has the bits that it has with several workers."""
+    operation = DeviceOperation(
+        request.name,
+        request.label,
+        request.inputs,
+        request.outputs,
+        request.count,
+        request.count,
+        (),
+        request.dtype,
+        request.op,
+        request.prescale,
+        request.postscale,
+        request.as_half,
+        request.root,
+    )
+    # The program's own current device stays what it is.
+    with _lock, active(device):
+        if device not in _executors:
+            _executors[device] = create_executor(None, engine.current().topology, device)
+        executor = _executors[device]
+        completion = getattr(executor, request.collective)([operation])
+        while not completion.done():
+            time.sleep(_LOOK_S)

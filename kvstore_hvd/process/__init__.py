@@ -1,0 +1,1 @@
+"""This process and the worlds that it is in."""

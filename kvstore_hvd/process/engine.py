@@ -1,0 +1,481 @@
+"""The process's place in the world of workers: joining it, leaving it, forking, and starting over.
+
+One `Engine` holds the current world. MXNet creates stores without arguments, so the stores of a process find it through
+`current()`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore_hvd import log, native
+from kvstore_hvd.comm.agreement import exchange
+from kvstore_hvd.comm.base import Communicator
+from kvstore_hvd.config import config, reload
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, ShutdownError, message
+from kvstore_hvd.process.inner_worlds import InnerMember, InnerWorlds
+from kvstore_hvd.process.member import Member, first_unread, log_unread
+from kvstore_hvd.recording.recorder import Recorder
+from kvstore_hvd.worlds import bootstrap, worker_line
+from kvstore_hvd.worlds.leaving import ExitWatchdog, early_end
+from kvstore_hvd.worlds.membership import Membership
+from kvstore_hvd.worlds.mpi import recovery as mpi_recovery
+from kvstore_hvd.worlds.mpi.notice import look_for_mpi
+from kvstore_hvd.worlds.topology import Topology, World
+from kvstore_hvd.worlds.worker_line import WorkerLine
+
+__all__ = ["Engine", "current", "register_exit_handler"]
+
+
+class Engine(Member):
+    """This process in the world of all workers, and in the worlds inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.departures = 0  # by `shutdown`
+        self._inner = InnerWorlds()
+        self._watchdog: ExitWatchdog | None = None
+        self._recorder = Recorder()
+        self._line: Membership | None = None  # to who gives out worlds, where workers may come and go
+        self._is_waiting = False  # to be taken in by the others of a running job; the world is a guess until then
+
+    @property
+    def topology(self) -> Topology:
+        """Who this worker is and how many there are; joins the world first when this process never did.
+
+        Stays readable after `shutdown`.
+        """
+        world = self._world
+        return self.init() if world is None else world.topology
+
+    @property
+    def has_given_up(self) -> bool:
+        """As `Member.has_given_up`, in the worlds inside it as well."""
+        return super().has_given_up or any(inner.has_given_up for inner in self._inner)
+
+    def expected_size(self) -> int | None:
+        """How many workers there are, or what the launcher's variables say about it; None if nobody knows."""
+        if self._world is not None:
+            return self._world.topology.size
+        known = config()
+        return known.size or (known.mpi_launch.size if known.mpi_launch is not None else None)
+
+    # -- Joining and leaving ----------------------------------------------------------------------------------------
+
+    def init(self, comm: Any = None) -> Topology:
+        """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
+
+        Reads the environment again when it joins one: programs set variables before they call it.
+
+        Parameters
+        ----------
+        comm : mpi4py communicator, optional
+            The workers. By default those of the last world, or whom the launcher's environment names.
+
+        Returns
+        -------
+        Topology
+
+        Raises
+        ------
+        LaunchError
+            The workers could not find each other.
+        ConfigError, InvalidRequestError
+            The environment has settings that cannot be used.
+        """
+        with self._lock:
+            if self._world is None or self._closed:
+                reload()
+            if self._world is None:
+                line = worker_line.current()
+                if line is not None:
+                    self._enter(line, comm)
+                else:
+                    self._start(bootstrap.discover(comm))
+            elif self._closed and self._is_waiting and comm is None:
+                self._closed = ""  # it waits again: only within `elastic.run` the others take it in
+            elif self._closed:
+                self._rejoin(comm)
+            else:
+                return self._world.topology
+            self._record_from_start()
+            return self.topology
+
+    def shutdown(self, reason: str = "") -> None:
+        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one.
+
+        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        the other workers that need this one, with the reason in their text.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world was lost while this worker waited for its operations.
+        KVHvdError
+            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
+        """
+        with self._lock:
+            try:
+                super().shutdown(reason)
+            finally:
+                self._recorder.finish()
+                for inner in self._inner.take_all():
+                    self.keep_arenas(inner)
+                self.departures += 1
+
+    def reset(self) -> Topology:
+        """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
+
+        Pending operations fail. Stores stay usable. In an elastic job others may have come or gone, and process sets
+        are not met again.
+
+        Raises
+        ------
+        LaunchError
+            Not all workers came back in time.
+        """
+        with self._lock:
+            if self._world is None:
+                return self.init()
+            self.abandon("reset() was called")
+            self._rejoin()
+            return self.topology
+
+    def abandon(self, reason: str) -> None:
+        """Leave the world, lost or not, as the first half of `reset`: arrays can be used again, with any content."""
+        with self._lock:
+            self.leave(reason)
+            self._drain()  # the errors of what was pending belong to the old world
+
+    def meet(self, cause: str, text: str = "") -> Topology:
+        """The other half of `reset`, after `abandon`, or to be taken in by a running job.
+
+        Parameters
+        ----------
+        cause, text : str
+            Why, see `WorkerLine.next_world`.
+
+        Raises
+        ------
+        LaunchError
+            As `reset`.
+        """
+        with self._lock:
+            self._rejoin(cause=cause, text=text)
+            return self.topology
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this worker of an elastic job has come to a running one, and has yet to be taken in by `meet`."""
+        return self._is_waiting
+
+    @property
+    def last_place(self) -> Topology | None:
+        """The place of this worker in the latest world that it was in, left or not; None before the first one."""
+        return None if self._world is None or self._is_waiting else self._world.topology
+
+    def why_not_replaced(self) -> str:
+        """Why nobody can go on without a worker that dies; empty where workers may come and go."""
+        if self._line is not None:
+            return ""
+        why = mpi_recovery.why_unavailable(config().mpi_launch)
+        return f"a worker has died, and this job cannot go on without it: {why}"
+
+    @property
+    def line(self) -> Membership | None:
+        """Where the worlds come from when workers may come and go; None where they may not."""
+        return self._line
+
+    def communicator(self) -> Communicator:
+        """As `Member.communicator`.
+
+        Raises
+        ------
+        InvalidRequestError
+            This worker has yet to be taken in.
+        """
+        if self._is_waiting:
+            fact = "this worker has come to a job that is running, whose workers do not know it yet."
+            fix = "call collectives only within the function that kvstore_hvd.elastic.run wraps."
+            raise InvalidRequestError(message(fact, fix=fix))
+        return super().communicator()
+
+    def join(self, world: World) -> None:
+        """As `Member.join`, and the worlds inside it again."""
+        topology = world.topology
+        log.set_rank(topology.rank, topology.size)
+        if topology.size > 1:
+            _register_fork_handlers()
+            if self._watchdog is None:
+                limit_s = config().exit_timeout_s
+                text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
+                self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
+        super().join(world)
+        look_for_mpi(topology)
+        if topology.size > 1:
+            register_exit_handler()
+        self._recorder.joined(self._communicator, topology)
+        self._inner.join(world)
+        self._record(*self._inner)
+
+    def leave(self, reason: str = "") -> Exception | None:
+        """As `Member.leave`, after the worlds inside it."""
+        if self._world is None or self._closed:
+            return None
+        try:
+            try:
+                if not reason and self._communicator is not None and self._communicator.health() is None:
+                    self._drain()  # what MXNet has not come to yet may submit more, like a layer of SyncBatchNorm
+                inner_unread = self._inner.leave(reason)
+            except BaseException as error:  # Ctrl-C, above all: nobody waits for this worker in any of these worlds
+                interrupted = f"it was interrupted while it left: {type(error).__name__}"
+                self._inner.leave(interrupted)
+                super().leave(interrupted)
+                raise
+            return first_unread(inner_unread, super().leave(reason))
+        finally:
+            self._recorder.left()
+
+    def abort(self, text: str) -> None:
+        """Fail the pending and later operations of all workers, with this text; in the worlds inside it as well."""
+        super().abort(text)
+        self._inner.abort(text)
+
+    def _enter(self, line: WorkerLine, comm: Any) -> None:
+        _check_chosen_by_launcher(comm)
+        self._line = line
+        line.on_void = self._on_void
+        world, is_real = line.enter()
+        if is_real:
+            self._meet(line, world)
+            return
+        log.set_rank(world.topology.rank, world.topology.size)
+        log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
+        self._world, self._is_waiting = world, True
+
+    def _start(self, world: World) -> None:
+        """Join a world that the launcher has not given out; its survivors go on where MPI lets them."""
+        self._line = None
+        if world.communicator is not None and not mpi_recovery.why_unavailable(config().mpi_launch):
+            self._line = mpi_recovery.UlfmMembership(world)
+            self._meet(self._line, world)
+        else:
+            self.join(world)
+
+    def _meet(self, line: Membership, world: World) -> None:
+        """Join a world that the launcher has given out, or the next one that all of its workers reach."""
+        while True:
+            try:
+                self.join(world)
+                break
+            except LaunchError as error:
+                log.logger.info("the workers did not meet: %s", error)
+                world = line.next_world("meeting", str(error).partition("\n")[0])
+        self._is_waiting = False
+        line.joined(world)
+        why = world.lost()  # before there was anything that `_on_void` could have failed
+        if why:
+            self.abort(why)
+
+    def _on_void(self, epoch: int, text: str) -> None:
+        world = self._world
+        if world is not None and world.topology.epoch <= epoch:
+            self.abort(text)
+
+    def _rejoin(self, comm: Any = None, cause: str = "reset", text: str = "") -> None:
+        assert self._world is not None
+        if self._forked:
+            topology = self._world.topology
+            raise ShutdownError(message(self._closed, **topology.speaker, fix=self._remedy))
+        world = self._world
+        if isinstance(self._line, WorkerLine):
+            _check_chosen_by_launcher(comm)
+        if comm is not None:
+            chosen = bootstrap.discover(comm)
+            # Epochs go on, whoever meets: a name of an earlier meeting is not used again.
+            topology = dataclasses.replace(chosen.topology, epoch=world.topology.epoch + 1)
+            self._start(dataclasses.replace(chosen, topology=topology))
+        elif self._line is not None:
+            for inner in self._inner.take_all():  # to be made anew: ranks are not what they were
+                self.keep_arenas(inner)
+            self._meet(self._line, self._line.next_world(cause, text))
+        else:
+            # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
+            # number of times would never meet.
+            self.join(world.next_epoch())
+
+    # -- Worlds inside it -------------------------------------------------------------------------------------------
+
+    def join_inner(self, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
+        """Make a world of some of this one's workers. Left with this one, and made again by `reset`.
+
+        For parameters and result see `InnerWorlds.add`. Every worker of this world calls it, inside `submitting`.
+
+        Raises
+        ------
+        LaunchError
+            Some of them could not join it. On every worker, and then none is in it.
+        HorovodInternalError
+            The world is lost.
+        """
+        with self._lock:
+            assert self._world is not None
+            inner, failure = None, None
+            try:
+                inner = self._inner.add(self._world, ranks, number, former)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others have to know
+                failure = error
+            told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            try:
+                faults = exchange(self._others(), self.topology, "process set", told)
+                if any(faults):
+                    raise LaunchError(self._join_fault(number, faults)) from failure
+            except BaseException:
+                if inner is not None:
+                    self._inner.remove(inner)
+                    inner.leave("not all of its workers could join the process set")
+                raise
+            assert inner is not None
+            self._record(inner)
+            return inner
+
+    def _join_fault(self, number: int, faults: list[str]) -> str:
+        details = [
+            line if place else f"rank {rank}: {line}"
+            for rank, fault in enumerate(faults)
+            for place, line in enumerate(fault.splitlines())
+        ]
+        fact, fix = f"process set {number} could not be made.", "see the first error; the workers are as before."
+        return message(fact, **self.topology.speaker, details=details, fix=fix)
+
+    def worlds_within(self, world: Member) -> list[Member]:
+        """A world that this worker is in, and those of some of its workers and no others; without worlds of one."""
+        members = set(world.topology.all_ranks)
+        return [
+            each for each in (self, *self._inner) if members.issuperset(each.topology.all_ranks) and not each.is_alone
+        ]
+
+    def leave_inner(self, inner: InnerMember) -> None:
+        """Leave a world that `join_inner` made; does nothing if this worker is not in it. Raises as `shutdown`."""
+        with self._lock:
+            if inner not in tuple(self._inner):
+                return
+            self._inner.remove(inner)
+            try:
+                inner.shutdown()
+            finally:
+                self._recorder.left(inner.topology)
+                self.keep_arenas(inner)
+
+    # -- Timeline ---------------------------------------------------------------------------------------------------
+
+    def start_timeline(self, file_path: Any, mark_cycles: bool = False) -> None:
+        """See `timeline.start_timeline`; raises as `Recorder.start` and `communicator`."""
+        with self._lock:
+            topology = self.topology
+            self._recorder.start(file_path, mark_cycles, self._others(), topology)
+            self._record(*self._inner)
+            register_exit_handler()  # with one worker nobody has done so
+
+    def stop_timeline(self) -> None:
+        """See `timeline.stop_timeline`; raises as `Recorder.stop` and `communicator`."""
+        with self._lock:
+            if self._recorder.is_recording:
+                self._recorder.stop(self._others(), self.topology)
+
+    def _record(self, *inner: InnerMember) -> None:
+        """Have the recorder know of worlds inside this one."""
+        for member in inner:
+            if not member.is_alone:
+                self._recorder.joined(member.communicator(), member.topology)
+
+    def _others(self) -> Communicator | None:
+        return None if self.is_alone else self.communicator()
+
+    def _record_from_start(self) -> None:
+        path = config().timeline
+        if path in ("", "DYNAMIC") or self._recorder.is_recording:
+            return
+        if self._is_waiting:
+            text = "the timeline holds the workers that began with the job: this one, which came later, is not in it"
+            log.once("timeline-newcomer", logging.WARNING, text)
+            return
+        try:
+            self.start_timeline(path, config().timeline_mark_cycles)
+        except BaseException:
+            self.leave()
+            raise
+
+    # -- Fork and exit ----------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Wait for MXNet's operations: it would do so itself, but an unread error there would abort the process."""
+        if self._communicator is not None:
+            self._drain()
+            self._inner.defer(self._deferred)  # nobody can tell whose it was: the next call of any of them raises it
+
+    def after_fork_in_child(self) -> None:
+        """Let go of the world and of those inside it; the child may not talk to the other workers."""
+        self._watchdog = None
+        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            stack.callback(self._inner.after_fork_in_child)
+            stack.callback(super().after_fork_in_child)
+
+    def leave_at_exit(self) -> None:
+        """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
+        if self._communicator is None:
+            self._recorder.finish()  # of a world of one, or one that could not be met again
+            return
+        if self._watchdog is not None:
+            self._watchdog.leaving()
+        reason = early_end()
+        try:
+            unread = self.leave(reason)
+            if unread is not None:
+                log_unread(unread)
+                native.end_as_failed()
+        except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
+            log.logger.warning("could not leave the world in good order: %s", error)
+        finally:
+            # After an exception MXNet's own exit handler may wait for ever: the watchdog stays until the process ends.
+            if self._watchdog is not None and not reason:
+                self._watchdog.left()
+            self._recorder.finish()
+
+
+def _check_chosen_by_launcher(comm: Any) -> None:
+    if comm is not None:
+        fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
+        raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
+
+
+_current = Engine()
+_fork_handlers_registered = False
+
+
+def current() -> Engine:
+    """The engine of this process."""
+    return _current
+
+
+def register_exit_handler() -> None:
+    """Have this process leave its world at exit. Called again, the handler runs before all that were registered since.
+
+    MXNet waits for its operations at exit. To be able to end those, our handler has to run before MXNet's, and so must
+    be registered after it: this is called when a world is joined, and once MXNet is imported.
+    """
+    atexit.unregister(_current.leave_at_exit)
+    atexit.register(_current.leave_at_exit)
+
+
+def _register_fork_handlers() -> None:
+    global _fork_handlers_registered
+    if not _fork_handlers_registered:
+        _fork_handlers_registered = True
+        os.register_at_fork(before=_current.before_fork, after_in_child=_current.after_fork_in_child)

@@ -1,0 +1,138 @@
+"""Worlds inside the world of all workers, each of some of them: joined and left with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from kvstore_hvd.errors import HorovodInternalError
+from kvstore_hvd.process.member import Member, first_unread
+from kvstore_hvd.worlds.topology import Host, Inside, Topology, World
+
+__all__ = ["InnerMember", "InnerWorlds"]
+
+
+class InnerMember(Member):
+    """A worker's part in a world of some of the workers. One that is none of them is alone in its own.
+
+    Whether it is one of them may change from one world of all to the next: whoever has the part need not know.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        Of these workers in the world of all, in ascending order.
+    number : int
+        What tells the world from others inside the same one; the same on all workers.
+    """
+
+    def __init__(self, ranks: Sequence[int], number: int) -> None:
+        super().__init__()
+        self._ranks, self._number = tuple(ranks), number
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of its workers in the world of all, in ascending order."""
+        return self._ranks
+
+    @property
+    def reaches_gpus(self) -> bool:
+        """See `Member.reaches_gpus`. No: two worlds' operations on one GPU could wait for each other for ever."""
+        return False
+
+    def join_inside(self, outer: World) -> None:
+        """Join this world inside `outer`. Raises as `join`."""
+        topology = outer.topology
+        is_outside = topology.rank not in self._ranks
+        ranks = (topology.rank,) if is_outside else self._ranks
+        self.join(
+            World(
+                Topology.of(
+                    ranks.index(topology.rank),
+                    [Host.here()] * len(ranks),  # one host; see bootstrap
+                    epoch=topology.epoch,
+                    source=topology.source,
+                    inside=Inside(self._number, ranks, topology.size, is_outside),
+                ),
+                f"{outer.job}.set{self._number}",
+                outer.secret,
+                lost=outer.lost,
+            )
+        )
+
+
+class InnerWorlds:
+    """Those that this worker is in, in the order of their making. One thread at a time, but for `abort`."""
+
+    def __init__(self) -> None:
+        self._members: list[InnerMember] = []
+
+    def add(self, outer: World, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
+        """Join one more; every worker of the outer world calls it, in the same order.
+
+        Parameters
+        ----------
+        outer : World
+        ranks : sequence of int
+            In ascending order.
+        number : int
+            Of no other world inside it; the same on all workers.
+        former : InnerMember, optional
+            This worker's part in such a world that was left; it is used again.
+
+        Returns
+        -------
+        InnerMember
+
+        Raises
+        ------
+        LaunchError
+            Not all of these workers came in time.
+        """
+        member = former or InnerMember(ranks, number)
+        member.join_inside(outer)
+        self._members.append(member)
+        return member
+
+    def __iter__(self) -> Iterator[InnerMember]:
+        return iter(tuple(self._members))
+
+    def remove(self, member: InnerMember) -> None:
+        """Forget one of them; the caller leaves it."""
+        self._members.remove(member)
+
+    def take_all(self) -> list[InnerMember]:
+        """Forget all of them, which have been left."""
+        members, self._members = self._members, []
+        return members
+
+    def join(self, outer: World) -> None:
+        """Join all of them again, in a fresh outer world. Raises as `add`."""
+        for member in self._members:
+            member.join_inside(outer)
+
+    def leave(self, reason: str) -> Exception | None:
+        """Leave every one of them; returns as `Member.leave`, also that one was lost. Of several errors, the first."""
+        first: Exception | None = None
+        for member in self._members:
+            try:
+                unread = member.leave(reason)
+            except HorovodInternalError as error:
+                unread = error
+            first = first_unread(first, None if reason else unread)
+        return first
+
+    def abort(self, text: str) -> None:
+        """As `Member.abort`, in all of them."""
+        for member in self._members:
+            member.abort(text)
+
+    def defer(self, error: Exception | None) -> None:
+        """As `Member.defer`, in all of them."""
+        for member in self._members:
+            member.defer(error)
+
+    def after_fork_in_child(self) -> None:
+        """As `Member.after_fork_in_child`, in all of them."""
+        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            for member in self._members:
+                stack.callback(member.after_fork_in_child)

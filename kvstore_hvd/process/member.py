@@ -1,0 +1,424 @@
+"""One worker's part in one world of workers: the way to the others while it is in it, and what went wrong.
+
+MXNet raises the error of an operation at one read only, and then hands out what the array happens to hold. So an error
+that nobody has read is kept here, and raised by the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd import gpu, log, mxnet_compat, native
+from kvstore_hvd.comm.base import Communicator, Request
+from kvstore_hvd.comm.refusals import refusals_explained
+from kvstore_hvd.comm.shm import ShmCommunicator
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import InvalidRequestError, ShutdownError, message
+from kvstore_hvd.native.records import EngineStatistics
+from kvstore_hvd.process.stall import StallInspector
+from kvstore_hvd.worlds.namespaces import Namespaces
+from kvstore_hvd.worlds.topology import Topology, World
+
+__all__ = ["Member", "first_unread", "log_unread"]
+
+
+class Member:
+    """What stores communicate through. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        # Another one: who leaves the world holds that, and waits for operators of MXNet that may ask for the adapter.
+        self._adapter_lock = threading.Lock()
+        self._world: World | None = None
+        self._communicator: Communicator | None = None
+        self._leaving: Communicator | None = None
+        self._adapter: native.MXNetAdapter | None = None
+        self._inspector: StallInspector | None = None
+        self._deferred: Exception | None = None  # an error that no read has raised, for the next call
+        self._holds_unread = 0  # who has such errors wait
+        self._closed = ""  # why there is no world any more
+        self._remedy = ""
+        self._forked = False
+        self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
+        self._namespaces = Namespaces()
+
+    # -- Joining and leaving ----------------------------------------------------------------------------------------
+
+    def join(self, world: World) -> None:
+        """Join a world, the first one or after `leave`.
+
+        Raises
+        ------
+        LaunchError
+            Not all of its workers came in time.
+        """
+        topology = world.topology
+        self._deferred = None
+        if topology.size > 1:
+            if self._world is not None:
+                self._closed = "this worker could not join the world."
+            if config().simd != "auto" and not native.set_simd_target(config().simd):
+                log.once("simd", logging.WARNING, "this CPU has no %s; using %s", config().simd, native.simd_target())
+            self._communicator = ShmCommunicator(world)
+            self._arenas = [arena for arena in self._arenas if arena.used]
+            if self._communicator.arena is not None:
+                self._arenas.append(self._communicator.arena)
+            with refusals_explained(topology):
+                self._inspect(self._communicator, topology)
+        self._world = world
+        self._closed = self._remedy = ""
+        log.logger.debug("joined a world: %s", topology)
+
+    def leave(self, reason: str = "") -> Exception | None:
+        """Leave the world; does nothing without one.
+
+        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        the other workers that need this one, with the reason in their text.
+
+        Returns
+        -------
+        Exception or None
+            That of an operation whose result nobody has read, unless there is a reason. Whoever gets it is the last one
+            to hear of it.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world was lost while this worker waited for its operations.
+        BaseException
+            Whatever interrupts the wait, like Ctrl-C. The world is left all the same, with that for a reason.
+        """
+        if self._world is None or self._closed:
+            return None
+        self._closed = f"this worker left the world{': ' + reason if reason else ''}."
+        self._remedy = "call kvstore_hvd.reset() on every worker to meet again."
+        with self._adapter_lock:  # from here on there is no new adapter
+            self._leaving, self._communicator = self._communicator, None
+        if self._leaving is None:
+            return None
+        try:
+            early = reason
+            # What may wait for any time is not waited for.
+            if not early and not self._leaving.wait_for_all():
+                early = "it left while its operations were pending"
+            if not early:
+                self._drain()
+            self._leaving.shutdown(early)
+            # Every operation is complete now; MXNet has to hand the results or errors on before the adapter goes. Not
+            # if this worker ends early: something may be wrong with MXNet itself.
+            if not reason:
+                self._drain()
+        except BaseException as error:  # Ctrl-C, above all: the others do not wait for this worker until the deadline
+            self._leaving.shutdown(f"it was interrupted while it left: {type(error).__name__}")
+            raise
+        finally:
+            self._arenas = [arena for arena in self._arenas if arena.used]
+            if self._inspector is not None:
+                self._inspector.stop()
+            self._inspector = self._adapter = None
+            self._leaving = None
+        log.logger.debug("left the world")
+        if reason:
+            return None
+        unread, self._deferred = self._deferred, None
+        return unread
+
+    def shutdown(self, reason: str = "") -> None:
+        """As `leave`, but raises what that returns.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world was lost while this worker waited for its operations.
+        KVHvdError
+            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
+        """
+        with self._lock:
+            # A world that is lost already has told so, by the operation that failed.
+            was_lost = self._communicator is not None and self._communicator.health() is not None
+            unread = self.leave(reason)
+            if unread is not None and was_lost:
+                log_unread(unread)
+            elif unread is not None:
+                raise unread
+
+    def abort(self, text: str) -> None:
+        """Fail the pending and later operations of all workers, with this text."""
+        communicator = self._communicator or self._leaving
+        if communicator is not None:
+            communicator.abort(text)
+
+    def after_fork_in_child(self) -> None:
+        """Let go of the world; the child may not talk to the other workers."""
+        self._lock = threading.RLock()
+        self._adapter_lock = threading.Lock()
+        self._inspector = None
+        if self._communicator is not None:
+            if self._adapter is not None:
+                self._adapter.after_fork_in_child()
+            self._communicator = self._adapter = self._deferred = None
+            self._forked = True
+            self._closed = "this process is a forked child of a worker."
+            self._remedy = "use stores in the worker itself only."
+        arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
+        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            for arena in arenas:
+                stack.callback(arena.after_fork_in_child)
+
+    def keep_arenas(self, other: Member) -> None:
+        """Take over those arenas of a world that is left in which arrays lie."""
+        # This world's own stay, whatever lies in them: arrays may come.
+        self._arenas += [arena for arena in other._arenas if arena.used]
+
+    def defer(self, error: Exception | None) -> None:
+        """Have the next call raise `error`, unless one waits for that already."""
+        self._deferred = self._deferred or error
+
+    def hold_unread(self, change: int) -> None:
+        """Leave errors that nobody has read alone, while this was called with 1 more often than with -1.
+
+        To ask MXNet for such an error makes MXNet forget it: operations on what it should have computed, and that are
+        still to run, then take what is there. So nobody asks as long as an error may be one to forget, see `Join`.
+        """
+        self._holds_unread += change
+
+    def raise_unread(self) -> None:
+        """Raise an error that nobody has read, held or not."""
+        unread = self._take_unread()
+        if unread is not None:
+            raise unread
+
+    def forget_unread(self, is_meant: Callable[[Exception], bool]) -> bool:
+        """Forget an error that nobody has read, if `is_meant` says so of it; returns whether it did."""
+        unread = self._take_unread()
+        if unread is None or is_meant(unread):
+            return unread is not None
+        self.defer(unread)
+        return False
+
+    def _inspect(self, communicator: Communicator, topology: Topology) -> None:
+        check_s, shutdown_s = config().stall_check_s, config().stall_shutdown_s
+        if config().stall_check_disable or not check_s:
+            return
+        self._inspector = StallInspector(communicator, topology, check_s, shutdown_s, self._namespaces.describe)
+        self._inspector.start()
+
+    def _drain(self) -> None:
+        if not mxnet_compat.is_imported():
+            return
+        try:
+            mxnet_compat.waitall()
+        except Exception as error:  # noqa: BLE001 - whatever an operation failed with
+            self.defer(error)
+
+    # -- What stores need -------------------------------------------------------------------------------------------
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process is in a world."""
+        return self._world is not None and not self._closed
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of a worker: it knows the world, and is not in it."""
+        return self._forked
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether this worker has failed the world because others did not come within the stall shutdown time."""
+        return self._inspector is not None and self._inspector.has_given_up
+
+    @property
+    def topology(self) -> Topology:
+        """Who this worker is in the world and how many there are; stays readable after `leave`."""
+        assert self._world is not None
+        return self._world.topology
+
+    @property
+    def job(self) -> str:
+        """What tells the world from those of other workers."""
+        assert self._world is not None
+        return self._world.job
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker is the only one: then every operation is a local copy."""
+        return self.topology.size == 1 and not self._closed
+
+    def next_namespace(self, label: Callable[[str], str]) -> str:
+        """A namespace for a new store: equal on all workers when they create their stores in the same order.
+
+        `label` is a method of the store that returns how messages name a key, see `Namespaces.add`.
+        """
+        return self._namespaces.add(label)
+
+    def communicator(self) -> Communicator:
+        """The way to the other workers.
+
+        Raises
+        ------
+        ShutdownError
+            There is none: this worker left the world, or is a forked child.
+        """
+        communicator = self._communicator
+        if communicator is None:
+            topology = self.topology
+            fact = self._closed or "there is only one worker."
+            raise ShutdownError(message(fact, **topology.speaker, fix=self._remedy))
+        return communicator
+
+    @property
+    def reaches_gpus(self) -> bool:
+        """Whether arrays on GPUs can be submitted."""
+        return gpu.is_installed()
+
+    def start_device(self, device: int) -> None:
+        """See `Communicator.start_device`; raises as `communicator`, too."""
+        self.communicator().start_device(device)
+
+    def mxnet_adapter(self) -> native.MXNetAdapter:
+        """The adapter for arrays of the MXNet in this process. Raises as `communicator`."""
+        adapter = self._adapter
+        if adapter is None:
+            with self._adapter_lock:
+                communicator, adapter = self.communicator(), self._adapter
+                if adapter is None:
+                    naive = mxnet_compat.engine_is_naive()
+                    adapter = self._adapter = communicator.mxnet_adapter(mxnet_compat.libmxnet_path(), naive)
+        return adapter
+
+    @property
+    def used_adapter(self) -> native.MXNetAdapter | None:
+        """The adapter, if it is in use already."""
+        return self._adapter
+
+    @property
+    def current_adapter(self) -> native.MXNetAdapter | None:
+        """The adapter, if it is in use already and no error waits to be raised. For callers in a hurry."""
+        return self._adapter if self._deferred is None else None
+
+    def report(self) -> EngineStatistics:
+        """What was measured of this worker's operations since it joined its world."""
+        communicator = self._communicator
+        return EngineStatistics() if communicator is None else communicator.report()
+
+    @property
+    def arena(self) -> native.Arena | None:
+        """Where gradients live that the other workers sum in place; None when there is no such memory."""
+        communicator = self._communicator
+        return None if communicator is None else communicator.arena
+
+    def adapter_for_gradients(self) -> native.MXNetAdapter | None:
+        """The adapter whose arena gradients may live in, or None: one worker, no world yet, or switched off."""
+        communicator = self._communicator
+        if communicator is None or communicator.arena is None or not config().zero_copy:
+            return None
+        if communicator.health() is not None:
+            return None  # a rank that lags behind may still write to what the lost world's arena would hand out again
+        return self.mxnet_adapter()
+
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Surround the submission of operations: raises what went wrong since the last one.
+
+        MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
+        is noticed whatever the program reads.
+
+        Raises
+        ------
+        HorovodInternalError
+            Before anything is submitted: the world is lost. The same error each time, until `reset`.
+        ShutdownError
+            Before anything is submitted, as `communicator`.
+        KVHvdError
+            An earlier operation failed, and nobody has read its result yet; once. In a world that is not lost it is
+            raised after the submission: when such an error arrives is chance, and what a worker submits must not depend
+            on that, or the others would wait for what it left out.
+        """
+        failure = None if self.is_alone else self.communicator().health()
+        unread = None if self._holds_unread and failure is None else self._take_unread()
+        if failure is not None:
+            # An unread error came first, and may be why the others have left.
+            raise unread if unread is not None else failure
+        try:
+            yield
+        except BaseException:
+            self.defer(unread)
+            raise
+        if unread is not None:
+            raise unread
+
+    def check(self) -> None:
+        """Raise as `submitting`."""
+        with self.submitting():
+            pass
+
+    def _take_unread(self) -> Exception | None:
+        unread = None if self._adapter is None else self._adapter.take_unread_error()
+        deferred, self._deferred = self._deferred, None
+        if unread is None or deferred is None:
+            return unread if unread is not None else deferred
+        if str(unread).partition("\n")[0] in str(deferred):
+            return unread  # both tell of the same operation; this one has our own class
+        return type(deferred)(f"{deferred}\n{unread}")
+
+    def barrier(self, name: str) -> None:
+        """Wait until every worker has called it with this name. Raises as `check`."""
+        with self.submitting():
+            if not self.is_alone:
+                token = np.zeros(1, np.int32)
+                place = [token.ctypes.data]
+                self.communicator().run(Request("allreduce", f"barrier/{name}", "barrier", place, place, [1], "int32"))
+
+    def all_rows(self, operation: str, name: str, label: str, row: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Every worker's row of int64 numbers, as a table with one row for each rank; waits for them.
+
+        Rows have the same length on all workers. To be called inside `submitting`, with all that follows from it.
+        `operation` is how messages name the call.
+
+        Raises
+        ------
+        InvalidRequestError
+            A worker is in ``hvd.join()``, and so contributes zeros to whatever it is.
+        MismatchError
+            Another worker does something else under this name.
+        HorovodInternalError
+            The world is lost.
+        """
+        topology = self.topology
+        table = np.zeros((topology.size, row.size + 1), np.int64)
+        table[topology.rank] = [*row, 1]
+        if not self.is_alone:
+            place = [table.ctypes.data]
+            self.communicator().run(Request("allreduce", name, label, place, place, table.shape, "int64"))
+        joined = np.flatnonzero(table[:, -1] == 0).tolist()
+        if joined:
+            text = message(
+                f"{operation.capitalize()} is not supported with Join at this time.",
+                **topology.speaker,
+                operation=operation,
+                details=[f"{topology.rank_list(joined)} called join()."],
+                fix="only allreduce can be called while workers are in join().",
+            )
+            raise InvalidRequestError(text)
+        return table[:, :-1]
+
+
+def first_unread(first: Exception | None, other: Exception | None) -> Exception | None:
+    """The error to raise, of two worlds that were left; the other error is logged, or nobody would hear of it."""
+    if first is None:
+        return other
+    if other is not None and other is not first:
+        log_unread(other)
+    return first
+
+
+def log_unread(error: Exception) -> None:
+    """Log an error that nobody will raise any more."""
+    log.logger.error("an operation failed, and its result was never read:\n%s", error)

@@ -1,0 +1,1 @@
+"""The KVStore: keys, arrays and operations of MXNet."""

@@ -1,0 +1,217 @@
+"""MXNet arrays as the store needs them: what is accepted, and copies that MXNet makes itself.
+
+Copies run asynchronously in MXNet's engine. Unlike a raw pointer they understand every layout: weights may lie in an
+opaque one after an inference pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError
+from kvstore_hvd.store.keys import Call, Group
+
+__all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_array", "scaled", "unique"]
+
+_VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
+
+
+def check_group(call: Call, group: Group, allow_rows: bool = False) -> None:
+    """Check one key's arrays, before anything is submitted; the group learns whether they are row_sparse.
+
+    Parameters
+    ----------
+    call, group
+        Who calls what.
+    allow_rows : bool
+        Whether the call takes row_sparse arrays.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        An array is sparse (and the call takes none, or the group has dense ones too), or a value's dtype cannot travel.
+    InvalidTypeError
+        The values of one key differ in dtype.
+    InvalidRequestError
+        The arrays of one key differ in shape.
+    """
+    for array in unique((*group.values, *group.outs)):
+        if mxnet_compat.stype_of(array) != "default":
+            _check_sparse(call, group, allow_rows)
+            break
+    dtypes = list(dict.fromkeys(mxnet_compat.dtype_name(array) for array in group.values))
+    for dtype in dtypes:
+        if dtype not in native.DTYPES:
+            raise UnsupportedDtypeError(
+                call.message(
+                    group.key,
+                    f"cannot {_VERBS.get(call.operation, call.operation)} dtype {dtype}.",
+                    "cast with .astype('int32'), or set grad_req='null'.",
+                    (f"Supported: {' '.join(native.DTYPES)}",),
+                )
+            )
+    if len(dtypes) > 1:
+        raise InvalidTypeError(
+            call.message(group.key, f"the values differ in dtype: {', '.join(dtypes)}.", "cast them to one dtype.")
+        )
+    shape = group.values[0].shape
+    for role, arrays in (("value", group.values), ("out", group.outs)):
+        for array in arrays:
+            if array.shape != shape:
+                raise InvalidRequestError(
+                    call.message(
+                        group.key,
+                        f"{role} has shape {array.shape}, but the first value has shape {shape}.",
+                        "pass arrays of one shape for each key.",
+                    )
+                )
+
+
+def _check_sparse(call: Call, group: Group, allow_rows: bool) -> None:
+    verb = _VERBS.get(call.operation, call.operation)
+    stypes = list(dict.fromkeys(mxnet_compat.stype_of(array) for array in (*group.values, *group.outs)))
+    stype = next(each for each in stypes if each != "default")
+    fix = "convert with .tostype('default'); in Gluon, create the layer with sparse_grad=False."
+    if not allow_rows or "csr" in stypes:
+        raise UnsupportedDtypeError(call.message(group.key, f"cannot {verb} {stype} arrays.", fix))
+    if len(stypes) > 1:
+        fact = f"cannot {verb} {stype} arrays into dense ones, or dense ones into them."
+        raise UnsupportedDtypeError(call.message(group.key, fact, "pass arrays of one storage type: .tostype(...)."))
+    if mxnet_compat.dtype_name(group.values[0]) == "bfloat16":
+        fact = f"cannot {verb} row_sparse arrays of dtype bfloat16."
+        raise UnsupportedDtypeError(call.message(group.key, fact, "cast with .astype('float32'), or " + fix))
+    group.is_row_sparse = True
+
+
+def unique(arrays: Sequence[Any]) -> list[Any]:
+    """The different objects among `arrays`, in order."""
+    return list({id(array): array for array in arrays}.values())
+
+
+def bytes_of(array: Any, dtype: str) -> int:
+    """How many bytes the array's elements take as `dtype`, one of those that travel."""
+    return int(math.prod(array.shape)) * native.ITEM_BYTES[dtype]
+
+
+def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+    """A fresh uninitialised array of `array`'s class, and of its dtype and shape unless others are given.
+
+    It lies on the CPU unless a context is given. A row_sparse one has no rows.
+    """
+    shape = array.shape if shape is None else shape
+    if mxnet_compat.stype_of(array) == "row_sparse":
+        import mxnet as mx
+
+        return mx.nd.sparse.zeros("row_sparse", shape, context or mx.cpu(), array.dtype if dtype == "" else dtype)
+    return new_array(shape, array.dtype if dtype == "" else dtype, context, is_np=mxnet_compat.is_np_ndarray(array))
+
+
+def new_array(shape: tuple[int, ...], dtype: Any, context: Any, *, is_np: bool) -> Any:
+    """A fresh uninitialised array of ``mx.np`` or ``mx.nd``; on the CPU if the context is None."""
+    import mxnet as mx
+
+    with _for_shape(shape):
+        array = mx.nd.empty(shape, context or mx.cpu(), mxnet_compat.bfloat16() if dtype == "bfloat16" else dtype)
+        return array.as_np_ndarray() if is_np else array
+
+
+def copy(source: Any, destination: Any) -> None:
+    """Copy all elements, casting to the destination's dtype; asynchronous. Both have the same shape."""
+    import mxnet as mx
+
+    with _shapes_of(source), mx.autograd.pause():
+        if mxnet_compat.stype_of(source) == "row_sparse":
+            if source.dtype != destination.dtype:
+                source = source.astype(destination.dtype)
+            source.copyto(destination)
+            return
+        # The operator of the older interface serves both classes of arrays, on both versions of MXNet.
+        mx.nd._internal._copyto(source.as_nd_ndarray(), out=destination.as_nd_ndarray())
+
+
+def local_sum(values: Sequence[Any]) -> Any:
+    """The sum of a process's own arrays, in order, as a new array on the first one's device; asynchronous.
+
+    Halves are summed in float32 and rounded once: on the CPU by the native kernels, elsewhere as they do it.
+    """
+    import mxnet as mx
+
+    first = values[0]
+    context = mxnet_compat.context_of(first)
+    if _is_on_cpu(first):
+        return _reduced(values, 1.0, 1.0)
+    dtype = mxnet_compat.dtype_name(first)
+    with _shapes_of(first), mx.autograd.pause():
+
+        def widened(array: Any) -> Any:
+            wide = mx.nd.empty(array.shape, context, "float32" if dtype in ("float16", "bfloat16") else array.dtype)
+            copy(array, wide)
+            return wide
+
+        total = widened(first)
+        if 0 not in first.shape:  # the operator refuses these
+            for value in values[1:]:
+                mx.nd.elemwise_add(total, widened(value), out=total)
+        if total.dtype != first.dtype:
+            rounded = mx.nd.empty(first.shape, context, first.dtype)
+            copy(total, rounded)
+            total = rounded
+        return total.as_np_ndarray() if mxnet_compat.is_np_ndarray(first) else total
+
+
+def scaled(array: Any, prescale: float, postscale: float) -> Any:
+    """A new array on the array's device with the values times both factors; asynchronous.
+
+    By the native kernels, as where there are several workers: integers scale in float64 and are truncated after each
+    factor, halves scale in float32, and are rounded after each factor.
+    """
+    result = _reduced([array], prescale, postscale)
+    if _is_on_cpu(array):
+        return result
+    there = buffer_like(array, context=mxnet_compat.context_of(array))
+    copy(result, there)
+    return there
+
+
+def _is_on_cpu(array: Any) -> bool:
+    return bool(mxnet_compat.context_of(array).device_type.startswith("cpu"))
+
+
+def _reduced(values: Sequence[Any], prescale: float, postscale: float) -> Any:
+    """The sum of arrays of equal dtype and shape, scaled by the native kernels, as a new array on the CPU."""
+    result = buffer_like(values[0])
+    if 0 in result.shape:
+        return result
+    sources = [value if _is_on_cpu(value) else buffer_like(value) for value in values]
+    for value, source in zip(values, sources):
+        if source is not value:
+            copy(value, source)
+    reductions = _local_reductions(mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive())
+    reductions.reduce(
+        [mxnet_compat.handle_of(each) for each in sources], mxnet_compat.handle_of(result), prescale, postscale
+    )
+    return result
+
+
+@functools.cache
+def _local_reductions(libmxnet: str, naive: bool) -> native.LocalReductions:
+    return native.LocalReductions(libmxnet, naive)
+
+
+def _shapes_of(array: Any) -> contextlib.AbstractContextManager[Any]:
+    return _for_shape(array.shape)
+
+
+def _for_shape(shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
+    """Makes the older interface take shapes that it would read as unknown: () and those with a zero."""
+    if shape and 0 not in shape:
+        return contextlib.nullcontext()
+    import mxnet as mx
+
+    scope: contextlib.AbstractContextManager[Any] = mx.util.np_shape(True)
+    return scope

@@ -1,0 +1,503 @@
+"""The KVStore ``'horovod'``: MXNet's store interface on top of this package's engine.
+
+Nothing here waits: an operation is handed to MXNet's engine, which starts it when its inputs are ready and lets nobody
+read its outputs before they are. Only `Horovod.barrier` and the constructor wait for other workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd import log, mxnet_compat, native
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
+from kvstore_hvd.native.records import Statistics
+from kvstore_hvd.process import engine
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store import divergence
+from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
+from kvstore_hvd.store.compression import parse_compression
+from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
+from kvstore_hvd.store.operations import SUM, Operations, Reduction
+from kvstore_hvd.store.steps import Step, is_plain
+from kvstore_hvd.store.usage import Measured, Report, Usage
+
+__all__ = ["StoreMethods", "make_store_class"]
+
+
+@functools.cache
+def make_store_class() -> type:
+    """The class ``Horovod``, to be registered with MXNet; imports MXNet, and is always the same class."""
+    mx = mxnet_compat.require_mxnet()
+
+    # Importing MXNet registered its exit handler; ours has to come after it.
+    engine.register_exit_handler()
+    return type(
+        "Horovod",
+        (StoreMethods, mx.kvstore.KVStoreBase),
+        {"__doc__": StoreMethods.__doc__, "__module__": __name__},
+    )
+
+
+class StoreMethods:
+    """A KVStore that sums over all workers with allreduce and needs no servers.
+
+    Created with ``mx.kv.create('horovod')``, any number of times; every store has its own keys, so two Trainers never
+    meet. All workers must create their stores in the same order. A key is an int or a str (3 and '3' are the same),
+    and needs no initialisation. Values are arrays of MXNet, one for each device of this worker; dtypes: float16,
+    bfloat16, float32, float64, int8, uint8, int32, int64. Sums are formed in the order of ranks, and have equal bits on
+    all workers.
+
+    Operations are asynchronous: an error that involves other workers is raised where the result is read, or by the next
+    call of any store, which has then submitted its own operation nevertheless. Operations of one key are carried out in
+    the order of the calls, which must be the same on all workers; between keys, order does not matter. Once the world
+    of workers is lost, every call raises the same `HorovodInternalError` until `reset`.
+    """
+
+    def __init__(self, world: Member | None = None, reduction: Reduction = SUM) -> None:
+        # MXNet passes nothing.
+        self._engine = world or engine.current()
+        if world is None:
+            engine.current().init()
+        self._names: dict[str, str] = {}
+        self._namespace = self._engine.next_namespace(self._label)
+        self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
+        self._reduction = reduction  # see set_gradient_compression()
+        self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
+        self._staged_reasons: dict[str, str] = {}  # by str(key), of gradients of Trainers
+        self._usage = Usage()
+        self._count = self._usage.add
+        self._operations = Operations(self._engine, self._namespace, self._count)
+
+    def __repr__(self) -> str:
+        return f"<kvstore_hvd Horovod store {self._namespace}: rank {self.rank} of {self.num_workers}>"
+
+    # -- Who takes part ---------------------------------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        """``'horovod'``."""
+        return "horovod"
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._engine.topology.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._engine.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number among those on its host."""
+        return self._engine.topology.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of workers on this host."""
+        return self._engine.topology.local_size
+
+    @property
+    def cross_rank(self) -> int:
+        """This host's number, among the hosts that have a worker with this local rank."""
+        return self._engine.topology.cross_rank
+
+    @property
+    def cross_size(self) -> int:
+        """Number of hosts that have a worker with this local rank."""
+        return self._engine.topology.cross_size
+
+    @property
+    def _epoch(self) -> int:
+        """Number of the world."""
+        return self._engine.topology.epoch
+
+    # -- Collectives ------------------------------------------------------------------------------------------------
+
+    def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Copy rank 0's value into every out of every worker. Asynchronous.
+
+        Parameters
+        ----------
+        key : int or str, or a list of them
+            With a list, value and out have one entry for each key.
+        value : NDArray, or a list with one
+            Read on rank 0 only; of the same shape and dtype on all workers.
+        out : NDArray or list of NDArray, optional
+            May be on other devices and have other dtypes (values are cast), but must have the value's shape. By
+            default the result is written to `value`.
+        priority : int
+            Higher ones are executed first.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidRequestError, UnsupportedDtypeError
+            The arguments are wrong; nothing was submitted.
+        InputFailedError
+            MXNet refused an operation, which failed on all workers; those of other keys were submitted.
+        HorovodInternalError
+            The world is lost.
+        """
+        with self._engine.submitting():
+            self._operations.broadcast(*self._check("broadcast", key, value, out), priority)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Sum values over all devices and workers, and write the sum to every out. Asynchronous.
+
+        Of row_sparse arrays the rows that any worker has are summed; the call waits for them. Workers must come to the
+        keys of such arrays in the same order.
+
+        Parameters
+        ----------
+        key : int or str, or a list of them
+            With a list, value and out have one entry for each key.
+        value : NDArray or list of NDArray
+            One for each device of this worker, all of one shape and dtype; the same ones on all workers.
+        out : NDArray or list of NDArray, optional
+            May be on other devices and have other dtypes (the sum is cast), but must have the value's shape. By
+            default the sum is written to every value. All values of all keys are read before anything is written.
+        priority : int
+            Higher ones are executed first.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidRequestError, UnsupportedDtypeError
+            The arguments are wrong; nothing was submitted.
+        InputFailedError
+            MXNet refused an operation, which failed on all workers; those of other keys were submitted.
+        MismatchError
+            The workers disagree about row_sparse arrays (about dense ones: when the result is read).
+        HorovodInternalError
+            The world is lost.
+        """
+        if out is None and self._push_in_place(key, value, priority):
+            return
+        with self._engine.submitting():
+            call, groups = self._check("pushpull", key, value, out, allow_rows=True)
+            self._operations.pushpull(call, groups, priority, self._reduction)
+
+    def barrier(self) -> None:
+        """Wait until every worker has called it. Does not wait for pending operations on arrays.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world is lost.
+        """
+        self._engine.barrier(self._namespace)
+
+    _barrier = barrier
+
+    # -- The older interface: init, push, pull ----------------------------------------------------------------------
+
+    def init(self, key: Any, value: Any) -> None:
+        """Broadcast rank 0's value in place, and keep it for `pull`. Raises as `broadcast`."""
+        with self._engine.submitting():
+            call, groups = self._check("init", key, value)
+            self._operations.broadcast(call, groups, 0)
+            for group in groups:
+                stored = self._stored[str(group.key)] = buffer_like(group.values[0])
+                copy(group.values[0], stored)
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Start to sum values over all devices and workers; `pull` hands out the sum of the last push.
+
+        Parameters and exceptions as `pushpull`.
+        """
+        with self._engine.submitting():
+            call, groups = self._check("push", key, value, allow_rows=True)
+            for group in groups:
+                group.outs = [buffer_like(group.values[0])]
+            self._operations.pushpull(call, groups, priority, self._reduction)
+            for group in groups:
+                self._stored[str(group.key)] = group.outs[0]
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Write what was last pushed (or initialised) under a key to every out.
+
+        Parameters
+        ----------
+        key : int or str, or a list of them
+            With a list, out has one entry for each key.
+        out : NDArray or list of NDArray
+            Values are cast to their dtype.
+        priority, ignore_sparse
+            Without effect.
+
+        Raises
+        ------
+        InvalidRequestError
+            Nothing was pushed under a key, or shapes differ.
+        InvalidTypeError, UnsupportedDtypeError, HorovodInternalError
+            As `pushpull`.
+        """
+        call = self._call("pull")
+        with self._engine.submitting():
+            groups = group_arguments(call, key, out, role="out")
+            for group in groups:
+                stored = self._stored.get(str(group.key))
+                if stored is None:
+                    fact, fix = "nothing was pushed under this key.", "call push() or init() first."
+                    raise InvalidRequestError(call.message(group.key, fact, fix))
+                group.values, group.outs = [stored], group.values
+                check_group(call, group, allow_rows=True)
+            for group in groups:
+                for array in unique(group.outs):
+                    copy(group.values[0], array)
+
+    # -- What a store without servers does not do -------------------------------------------------------------------
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """False: this store has no optimizer; workers update their own weights."""
+        return False
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Without effect: workers update their own weights."""
+        self._no_servers("set_optimizer")
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Without effect: use ``Trainer.save_states``."""
+        self._no_servers("save_optimizer_states")
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Without effect: use ``Trainer.load_states``."""
+        self._no_servers("load_optimizer_states")
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Not supported.
+
+        Raises
+        ------
+        UnsupportedMethodError
+            Always.
+        """
+        call = self._call("row_sparse_pull")
+        fact, fix = "row_sparse weights are not supported.", "use dense weights; their gradients may be row_sparse."
+        raise UnsupportedMethodError(call.message(None, fact, fix))
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Choose how gradients are summed from now on; all workers must choose the same.
+
+        Parameters
+        ----------
+        compression_params : dict
+            ``{'type': 'fp16'}``: every value of float32 and float64 is rounded to float16; they are summed in float32,
+            and the sum is rounded once (with several devices, that of each worker too); what is beyond 65504 becomes
+            infinite. Workers share memory, in which arrays stay as they are, so it is no faster than
+            ``{'type': 'none'}``: no rounding. Applies to `pushpull` and `push`; with one worker nothing is rounded.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidRequestError
+            The parameters are wrong.
+        """
+        self._reduction = dataclasses.replace(self._reduction, as_half=parse_compression(compression_params))
+
+    # -- State ------------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What this store has done so far, and how long it took on this worker. Ends a round, see below.
+
+        Returns
+        -------
+        Report
+            A dict that prints as a table.
+
+            - ``'workers'``: their number.
+            - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays.
+            - ``'arena'``: ``'used'`` and ``'capacity'`` in bytes of the memory for gradients that workers sum in place;
+              of all stores of this worker.
+            - ``'rounds'``: ``'count'``, and ``'exposed_ms'``: milliseconds from the last submission of a round until
+              nothing of it was under way, of all rounds; in a training that does nothing else in a step, what the steps
+              waited for communication; and ``'reducing_ms'``, the part of it in which something was being reduced: the
+              rest was spent waiting for other workers. Of all operations of this worker since the workers met, those
+              on NumPy arrays and barriers, too.
+            - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
+            - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
+              what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
+              'one-shot', 'two-shot', 'direct', 'broadcast', 'device' for arrays on a GPU, 'failed', or '' when it
+              knows nothing); ``'staged'``: why arrays are copied through staging memory ('' when they are not);
+              ``'submitted'``: when the last operation was, on the clock of ``time.monotonic()``; ``'ms'``: of each of
+              the three times ``'mean'`` and ``'last'``. Keys after the first 10,000 are counted together.
+
+            *queued*: from when the array is ready until all workers have theirs ready and the first chunk is
+            scheduled. *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation
+            of this worker's hid. A round is a row of operations in which no key comes twice: in training, a step. An
+            operation is exposed from the last submission of its round until it is complete (or the next round
+            begins); one that completes before that last submission is not exposed at all. The exposed times of a
+            round overlap: the communication that a step waits for is their maximum, not their sum.
+        """
+        memory = self._engine.arena
+        arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}
+        measured = self._engine.report()
+        keys = self._usage.report(self._names, lambda key: self._measured(key, measured.names))
+        rounds = {
+            "count": measured.rounds,
+            "exposed_ms": measured.exposed * 1e3,
+            "reducing_ms": measured.reducing * 1e3,
+        }
+        return Report({"workers": self.num_workers, "arena": arena, "rounds": rounds, **keys})
+
+    def reset(self) -> None:
+        """Meet the same workers in a fresh world, after this one was lost; every worker must call it.
+
+        Pending operations fail. All stores of the process stay usable.
+
+        Raises
+        ------
+        LaunchError
+            Not all workers came back in time.
+        """
+        engine.current().reset()
+
+    def _set_key_labels(self, names: Mapping[Any, str]) -> None:
+        """Name keys in messages and reports: a mapping of key to parameter name. Called by the Trainer hook."""
+        self._names.update((str(key), name) for key, name in names.items())
+        self._wire_names = {}
+
+    def _set_staged_reasons(self, reasons: Mapping[Any, str]) -> None:
+        """Say why keys go through staging memory ('': they do not). Called by the Trainer hook."""
+        self._staged_reasons.update((str(key), why) for key, why in reasons.items())
+
+    def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
+        """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
+        divergence.compare(parameters, self._namespace, when, self._engine)
+
+    def _is_true_anywhere(self, fact: bool) -> bool:
+        """Whether it is on any worker; waits for all. Called by the hook of Trainers whose optimizer exchanges."""
+        with self._engine.submitting():
+            row = np.array([fact], np.int64)
+            name = f"{self._namespace}/overflow"
+            return bool(self._engine.all_rows("Trainer.step", name, "AMP's overflow", row).any())
+
+    def _gradient_memory(self) -> native.MXNetAdapter | None:
+        """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""
+        return self._engine.adapter_for_gradients()
+
+    @contextlib.contextmanager
+    def _averaging(self, weight: float) -> Iterator[None]:
+        """Within, values are averaged by the workers' weights (see `comm.base.Request`). For Trainers in a Join."""
+        before = self._reduction
+        self._reduction = dataclasses.replace(before, op="average", weight=weight)
+        try:
+            yield
+        finally:
+            self._reduction = before
+
+    def _broadcast_from(self, root: int, key: Key, arrays: Sequence[Any]) -> None:
+        """Copy the first of another worker's arrays into all. For Trainers in a Join."""
+        with self._engine.submitting():
+            self._operations.broadcast(*self._check("broadcast", key, arrays[0], list(arrays)), 0, root)
+
+    # -- How it works -----------------------------------------------------------------------------------------------
+
+    def _measured(self, key: str, measured: Mapping[str, Statistics]) -> Measured | None:
+        statistics = measured.get(wire_name(self._namespace, key))
+        if statistics is None:
+            return None
+        staged = ""
+        if statistics.algorithm in ("inline", "one-shot", "two-shot"):
+            own = self._staged_reasons.get(key)
+            if not config().zero_copy:
+                staged = "KVHVD_ZERO_COPY=0"
+            elif own is None:
+                staged = "not a Trainer's gradient"
+            else:
+                staged = own or "staged by another worker"
+        return Measured(statistics, staged)
+
+    def _label(self, key: str) -> str:
+        """How messages name a key, given as text."""
+        return self._call("").label(int(key) if key.isascii() and key.isdigit() else key)
+
+    def _call(self, operation: str) -> Call:
+        topology = self._engine.topology
+        return Call(operation, topology, self._names, mxnet_compat.is_ndarray)
+
+    def _check(
+        self, operation: str, key: Any, value: Any, out: Any = None, allow_rows: bool = False
+    ) -> tuple[Call, list[Group]]:
+        """Check everything that this worker can see, before anything is submitted."""
+        call = self._call(operation)
+        groups = group_arguments(call, key, value, out)
+        for group in groups:
+            check_group(call, group, allow_rows)
+        return call, groups
+
+    def _push_in_place(self, key: Any, value: Any, priority: int) -> bool:
+        """Submit what a Trainer submits for each parameter of each step, at a fraction of the general case's cost.
+
+        Returns False, and has done nothing, when this is not that case or anything is unusual about it.
+        """
+        if type(value) is list and len(value) == 1:
+            value = value[0]
+        adapter = self._engine.current_adapter
+        if (
+            adapter is None
+            or type(key) not in (int, str)
+            or type(priority) is not int
+            or not -(2**31) <= priority < 2**31
+            or not mxnet_compat.is_ndarray(value)
+            or not self._reduction.is_plain
+        ):
+            return False
+        names = self._wire_names.get(key) or self._name(key)
+        bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._reduction.as_half)
+        if bytes_summed is None:
+            return False
+        mxnet_compat.note_exchange((value,), adapter.chunk_id)
+        self._count("pushpull", key, bytes_summed)
+        return True
+
+    def _name(self, key: Key) -> tuple[str, str]:
+        if len(self._wire_names) >= MAX_KEYS:
+            self._wire_names.clear()
+        names = self._wire_names[key] = (wire_name(self._namespace, key), self._call("pushpull").label(key))
+        return names
+
+    def _make_step(self, gradients: Sequence[tuple[Key, Any, int]]) -> Step | None:
+        """What `_exchange` takes, of (key, array, priority); None if there is none. Called by the Trainer hook."""
+        arrays = [array for _, array, _ in gradients]
+        return Step(gradients) if arrays and all(map(is_plain, arrays)) else None
+
+    def _exchange(self, step: Step) -> bool:
+        """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook.
+
+        Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there is
+        anything unusual about an array or this world.
+        """
+        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled:
+            return False
+        adapter, prepared = self._engine.used_adapter, None
+        if not self._engine.is_alone:
+            prepared = adapter and step.prepared(adapter, self._name, self._wire_names)
+            if prepared is None:
+                return False
+        with self._engine.submitting():
+            self._usage.add_batch(step.batch)
+            if adapter is not None and prepared is not None:
+                how = self._reduction
+                adapter.pushpull_step(prepared, how.as_half, native.OPS[how.op], how.weight)
+        return True
+
+    def _no_servers(self, method: str) -> None:
+        log.once(
+            f"no-servers-{method}",
+            logging.WARNING,
+            "%s() has no effect: workers of the store 'horovod' update their own weights.",
+            method,
+        )
+
+
+#: What stores have unless somebody has replaced it.
+_PUSHPULL = StoreMethods.pushpull

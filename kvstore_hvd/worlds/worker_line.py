@@ -1,0 +1,220 @@
+"""A worker's line to the launcher of an elastic job: where its worlds come from, one after the other.
+
+The daemon that started the worker passes messages on. A thread listens: it keeps the place in the next world for who
+waits for it, and tells at once when the present world is lost or other workers are to come or go. When the line itself
+is lost, nobody watches over this worker any more, and it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import sys
+import threading
+from typing import Any
+
+from kvstore_hvd import log, wire
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.wire import messages
+from kvstore_hvd.worlds.membership import Membership
+from kvstore_hvd.worlds.topology import Host, Topology, World
+
+__all__ = ["WorkerLine", "current"]
+
+# Or as long as the job's processes may be silent, where that is longer.
+_CONNECT_S = 10.0
+_EXIT_LINE_LOST = 1
+
+
+class WorkerLine(Membership):
+    """The line of this process. Any thread may call its methods.
+
+    Parameters
+    ----------
+    daemon : str
+        Name of the daemon's abstract socket.
+    secret : bytes
+        Of the job.
+    worker : int
+        This worker's number in the job.
+
+    Raises
+    ------
+    LaunchError
+        The daemon does not answer.
+    """
+
+    def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
+        super().__init__()
+        self._secret, self._worker = secret, worker
+        self._pid = os.getpid()
+        identity = {"role": "worker", "worker": worker, "pid": self._pid}
+        try:
+            self._connection = wire.connect(daemon, secret, identity, max(_CONNECT_S, config().lease_s))
+        except (OSError, wire.WireError) as error:
+            fix = "start with kvhvdrun; a process that a worker started cannot take its place."
+            raise LaunchError(message(f"the daemon of the job does not answer: {error}.", fix=fix)) from None
+        self._lock = threading.Lock()  # of who sends; one thread may receive meanwhile
+        self._writable = select.poll()
+        self._writable.register(self._connection, select.POLLOUT)
+        self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._epoch = -1  # of the latest world that was given out
+        self._void: tuple[int, str] = (-1, "")  # the latest one that is lost, and why
+        self._number, self._result = 0, 0  # of the latest update
+        self._number_then = 0  # as the present world was given out
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
+        threading.Thread(target=self._listen, name="kvstore_hvd-line", daemon=True).start()
+
+    # -- Worlds -------------------------------------------------------------------------------------------------------
+
+    def enter(self) -> tuple[World, bool]:
+        """The first world, as soon as all workers of a new job are there.
+
+        Returns
+        -------
+        World
+        bool
+            False: the job is running already, and the world is a guess of what will be once the others have taken this
+            worker in; `next_world` waits for that.
+
+        Raises
+        ------
+        LaunchError
+            The job ends.
+        """
+        here = Host.here()
+        self._send({"t": "enter", "host": [here.name, here.identity]})
+        answer = self._take()
+        return self._world(answer), answer["t"] == "world"
+
+    def next_world(self, cause: str, text: str) -> World:
+        """See `Membership.next_world`.
+
+        Raises
+        ------
+        LaunchError
+            The job ends.
+        SystemExit
+            This worker is not needed any more.
+        """
+        self._send({"t": "ready", "epoch": self._epoch, "cause": cause, "text": text})
+        return self._world(self._take())
+
+    def joined(self, world: World) -> None:
+        """See `Membership.joined`."""
+        self._send({"t": "joined", "epoch": world.topology.epoch})
+
+    def synced(self) -> None:
+        """See `Membership.synced`."""
+        self._send({"t": "synced", "epoch": self._epoch})
+
+    def finished(self) -> None:
+        """See `Membership.finished`."""
+        self._send({"t": "finished"})
+
+    def void(self, epoch: int) -> str:
+        """Why an epoch is lost; empty as long as it is not."""
+        lost, text = self._void
+        return text if epoch <= lost else ""
+
+    @property
+    def update(self) -> tuple[int, int] | None:
+        """See `Membership.update`."""
+        return (self._number, self._result) if self._number > self._number_then else None
+
+    def _take(self) -> dict[str, Any]:
+        while True:
+            answer = self._places.get()  # the launcher has deadlines; without it `_end` ends this process
+            if answer["t"] == "fail":
+                fact, fix = f"the job ends: {answer['text']}", "see what kvhvdrun has said of it."
+                raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=fix))
+            if answer["t"] == "leave":
+                log.logger.info("this worker is not needed any more: %s", answer["text"])
+                raise SystemExit(0)
+            if answer["t"] == "place":
+                return answer
+            text = self.void(answer["epoch"])
+            if not text:
+                return answer
+            # Lost before this worker could meet anybody: the launcher waits to hear that it has given it up.
+            self._send({"t": "ready", "epoch": answer["epoch"], "cause": "meeting", "text": text})
+
+    def _world(self, answer: dict[str, Any]) -> World:
+        epoch = answer.get("epoch", -1)
+        hosts = [Host(name, identity) for name, identity in answer["hosts"]]
+        topology = Topology.of(answer["rank"], hosts, epoch=epoch, source="launcher", places=answer["places"])
+        return World(topology, answer.get("job", ""), self._secret, lost=lambda: self.void(epoch))
+
+    # -- The connection -----------------------------------------------------------------------------------------------
+
+    def _send(self, text: dict[str, Any]) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child
+        with self._lock:
+            try:
+                self._connection.send(text)
+                while self._connection.wants_to_write:
+                    self._writable.poll(1000)
+                    self._connection.flush()
+            except (OSError, wire.WireError):
+                pass  # the thread that listens has the same error, and says so
+
+    def _listen(self) -> None:
+        readable = select.poll()
+        readable.register(self._connection, select.POLLIN)
+        try:
+            while True:
+                readable.poll()
+                for each in self._connection.receive():
+                    self._on_message(each)
+        except (OSError, ValueError, wire.WireError) as error:
+            if self._pid == os.getpid():
+                self._end(error)
+
+    def _on_message(self, text: dict[str, Any]) -> None:
+        kind = messages.check(text, messages.LAUNCHER_TO_WORKER)
+        if kind == "refused":
+            raise wire.WireError(text["text"])
+        if kind == "void":
+            self._void = max(self._void, (text["epoch"], text["text"]))
+            self.on_void(text["epoch"], text["text"])
+        elif kind == "updated":
+            self._number, self._result = text["number"], text["result"]
+            self.on_update(self._number, self._result)
+        else:
+            if kind == "world":
+                self._epoch, self._number_then = text["epoch"], self._number
+            self._places.put(text)
+
+    def _end(self, error: Exception) -> None:
+        """Nobody watches over this worker any more: it must not train on beside a job that goes on without it."""
+        log.logger.error("the line to the daemon of this job is lost: %s This process ends.", error)
+        sys.stdout.flush()
+        os._exit(_EXIT_LINE_LOST)
+
+    def _after_fork_in_child(self) -> None:
+        self._connection.close()
+
+
+_current: WorkerLine | None = None
+_lock = threading.Lock()
+
+
+def current() -> WorkerLine | None:
+    """The line of this process; None unless it is a worker of an elastic job.
+
+    Raises
+    ------
+    LaunchError
+        As `WorkerLine`.
+    """
+    global _current
+    known = config()
+    if not known.daemon or known.worker is None:
+        return None
+    with _lock:
+        if _current is None:
+            _current = WorkerLine(known.daemon, known.secret, known.worker)
+        return _current

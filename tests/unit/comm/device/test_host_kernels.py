@@ -1,0 +1,73 @@
+"""The executors with the real kernels, which g++ compiles for this machine: what they are given is what they expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore_hvd.comm.device.executor import Executor
+from kvstore_hvd.comm.device.nccl import NcclExecutor
+from kvstore_hvd.comm.device.ring import RingExecutor
+from kvstore_hvd.gpu.devices import Device
+from support.executor_cases import STAGING, ExecutorCases, Ranks
+from support.fake_cuda import FakeCuda, fake_cuda
+from support.fake_nccl import FakeNccl
+from support.gpu_ranks import Exchange, HostArray, on_ranks
+from support.host_kernels import COMPILER, compiled, host_kernels, loaded
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return loaded(compiled(tmp_path_factory.mktemp("kernels")))
+
+
+@pytest.fixture
+def cuda(library: Any) -> Iterator[FakeCuda]:
+    with host_kernels(library), fake_cuda() as machine:
+        yield machine
+
+
+class HostRanks(Ranks):
+    """On the stand-in, with the real kernels; with a GPU for each rank, or one for all."""
+
+    def __init__(self, cuda: FakeCuda, way: str, size: int) -> None:
+        self.size, self.kind = size, "nccl" if way == "nccl" else "kernels"
+        exchange, nccl = Exchange(size), FakeNccl(cuda)
+        unique_id = nccl.unique_id()
+        ordinals = [0 if way == "shared" else each for each in range(size)]
+
+        def make(rank: int) -> Executor:
+            devices = [Device.of(each, "here") for each in ordinals]
+            if way != "nccl":
+                return RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
+            library: Any = nccl
+            return NcclExecutor(library, unique_id, rank, size, devices[rank], ordinals[rank], STAGING, 60.0, 60.0)
+
+        self.executors = on_ranks(size, make)
+
+
+class TestExecutors(ExecutorCases):
+    """What all executors must do."""
+
+    @pytest.fixture(params=["own", "shared", "nccl"])
+    def ranks(self, cuda: FakeCuda, request: Any) -> Iterator[Callable[[int], HostRanks]]:
+        """Make ranks."""
+        made: list[HostRanks] = []
+
+        def make(size: int) -> HostRanks:
+            made.append(HostRanks(cuda, request.param, size))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.close()
+        assert not cuda.memory
+
+    @pytest.fixture
+    def new(self) -> Callable[..., HostArray]:
+        """Make arrays in the memory of the host."""
+        return HostArray

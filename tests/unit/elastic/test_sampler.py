@@ -1,0 +1,324 @@
+"""`ElasticSampler`: every sample of an epoch exactly once, whatever becomes of the workers. Needs no other process."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvstore_hvd import elastic, log
+from kvstore_hvd.elastic import sampler as module
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.worlds.topology import Topology
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Return a function that makes this process one worker of a world."""
+    topology = SimpleNamespace(rank=0, size=1, speaker={"rank": 0, "size": 1})
+    monkeypatch.setattr(module.engine, "current", lambda: SimpleNamespace(topology=topology))
+
+    def put(rank, size):
+        topology.rank, topology.size = rank, size
+
+    return put
+
+
+def samplers(place, size, dataset, state=None, **options):
+    """One sampler for each worker of a world, in a state."""
+    made = []
+    for rank in range(size):
+        place(rank, size)
+        made.append(elastic.ElasticSampler(dataset, **options))
+        if state is not None:
+            made[-1].load_state_dict(state)
+    return made
+
+
+def test_topology_is_what_the_sampler_reads():
+    """The stand-in of these tests has the names of the real one."""
+    assert {"rank", "size"} <= set(Topology.__dataclass_fields__)
+    assert hasattr(Topology, "speaker")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 7, 8, 9, 23, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_padding_for_any_remainder(place, size, left, shuffle):
+    """ElasticSampler: what is left, at most size - 1 of it twice (more often where fewer are left than workers)."""
+    state = {"epoch": 2, "processed_num": 64 - left}
+    world = samplers(place, size, range(64), state, shuffle=shuffle, seed=5)
+    taken = [list(each) for each in world]
+    assert len({len(each) for each in taken}) == 1
+    assert len(taken[0]) == len(world[0]) == -(-left // size)
+    counts = Counter(index for each in taken for index in each)
+    assert set(counts) == set(world[0].remaining_indices)
+    assert len(counts) == left
+    assert sum(counts.values()) - left < size
+    if left:
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_epochs_differ_and_workers_agree(place):
+    """ElasticSampler: an order for each epoch and seed, equal on all workers and kept when the epoch comes again."""
+    orders = set()
+    for epoch in range(4):
+        world = samplers(place, 3, range(30), seed=1)
+        for each in world:
+            each.set_epoch(epoch)
+        assert len({tuple(each.remaining_indices) for each in world}) == 1
+        orders.add(tuple(world[0].remaining_indices))
+    assert len(orders) == 4
+    (again,) = samplers(place, 1, range(30), seed=1)
+    assert tuple(again.remaining_indices) in orders
+    (other,) = samplers(place, 1, range(30), seed=2)
+    assert tuple(other.remaining_indices) not in orders
+    (negative,) = samplers(place, 1, range(30), seed=-7)
+    assert sorted(negative) == list(range(30))
+    (plain,) = samplers(place, 1, range(30), shuffle=False)
+    assert list(plain) == list(range(30))
+
+
+def test_uneven_last_batch_is_counted_exactly(place):
+    """record_batch: the last batch counts the samples that it has, without those that stand in."""
+    world = samplers(place, 4, range(22), shuffle=False)
+    assert len(world[0]) == 6
+    for number, expected in enumerate([16, 22]):
+        for each in world:
+            each.record_batch(number, 4)
+            assert each.processed_num == expected
+    assert world[0].processed_indices == set(range(22))
+    place(0, 4)
+    world[0].reset()
+    assert list(world[0]) == []
+    assert len(world[0]) == 0
+
+
+def test_recording_twice_counts_once(place):
+    """record_batch beside record_indices: what was processed is a set."""
+    (one,) = samplers(place, 1, range(10), shuffle=False)
+    one.record_batch(0, 4)
+    one.record_indices([0, 1, 2, 3])
+    one.record_indices([3, 1])
+    assert one.processed_num == 4
+
+
+@pytest.mark.parametrize(
+    "numbers", [[0, 1, 2], [0, 0, 0], [7, 8, 9], [3, 1, 10**20], [-1, -2, -3], [None, "b", 2.5]], ids=str
+)
+def test_record_batch_takes_any_index(place, numbers):
+    """As Horovod's, which counts calls: each one is the next batch, whatever the program calls it."""
+    world = samplers(place, 2, range(18), shuffle=False)
+    for count, number in enumerate(numbers):
+        for each in world:
+            each.record_batch(number, 3)
+            assert each.processed_indices == set(range(min(6 * (count + 1), 18)))
+    for rank, each in enumerate(world):
+        place(rank, 2)
+        each.reset()
+        assert list(each) == []
+
+
+def test_batches_are_counted_on_from_an_earlier_world(place):
+    """A program that keeps the number of its batch in the state goes on with that: nothing is left out or repeated."""
+    seen, batch, state = [], 0, None
+    for size, steps in ((2, 2), (3, 1), (1, 9)):
+        world = samplers(place, size, range(19), state, seed=4)
+        loaders = [iter(each) for each in world]
+        for _ in range(steps):
+            if state is not None and len(state["processed_mask"]) and world[0].processed_num == 19:
+                break
+            seen += [index for loader in loaders for index in [next(loader, None), next(loader, None)]]
+            for each in world:
+                each.record_batch(batch, 2)
+            batch += 1
+            state = world[0].state_dict()
+    assert sorted(index for index in seen if index is not None) == list(range(19))
+
+
+def test_steps_of_several_batches(place):
+    """Whoever records every second batch, with both sizes together, has recorded them all."""
+    (one,) = samplers(place, 1, range(12), seed=1)
+    order = list(one)
+    for number in range(3):
+        if number % 2:
+            one.record_batch(number, 8)
+    assert one.processed_indices == set(order[:8])
+
+
+def test_a_new_iteration_begins_with_the_first_batch(place):
+    """Who leaves a loop, and begins another one in the same world, processes the same samples again."""
+    (one,) = samplers(place, 1, range(10), seed=1)
+    order = list(one)
+    one.record_batch(0, 4)
+    again = iter(one)
+    assert next(again) == order[0]
+    one.record_batch(0, 2)
+    assert one.processed_indices == set(order[:4])
+    one.record_batch(1, 4)
+    assert one.processed_indices == set(order[:6])
+
+
+def test_more_batches_than_there_are(place, caplog, monkeypatch):
+    """They change nothing; it is said once."""
+    monkeypatch.setattr(log, "_said", set())
+    (one,) = samplers(place, 1, range(5))
+    for number in range(4):
+        one.record_batch(number, 4)
+    assert one.processed_num == 5
+    (record,) = caplog.records
+    assert "all 5 samples of this worker have been recorded already" in record.getMessage()
+
+
+def test_the_older_interface(place):
+    """get_indices and record_indices of one worker: the others' samples of the same rows count as well."""
+    world = samplers(place, 3, range(12), seed=3)
+    for each in world:
+        assert each.get_indices(1, 2) == each.indices[2:4]
+        each.record_indices(each.get_indices(0, 3))
+    assert {frozenset(each.processed_indices) for each in world} == {
+        frozenset(index for each in world for index in each.indices[:3])
+    }
+    # All samples of a step, gathered from the workers by the program: the same.
+    again = samplers(place, 3, range(12), seed=3)
+    for each in again:
+        each.record_indices(index for other in world for index in other.indices[:3])
+    assert again[1].state_dict() == world[1].state_dict()
+
+
+def test_states(place):
+    """state_dict, load_state_dict: of all kinds, and sizes that are no multiple of eight."""
+    (one,) = samplers(place, 1, range(13), seed=3)
+    one.set_epoch(4)
+    one.record_batch(0, 4)
+    one.record_indices(one.get_indices(2, 4))
+    state = one.state_dict()
+    assert (state["epoch"], state["processed_num"]) == (4, 8)
+    (other,) = samplers(place, 1, range(13), pickle.loads(pickle.dumps(state)), seed=3)
+    assert other.epoch == 4
+    assert other.processed_indices == one.processed_indices
+    assert set(other) == set(range(13)) - one.processed_indices
+    (older,) = samplers(place, 1, range(13), {"epoch": 4, "processed_indices": one.processed_indices}, seed=3)
+    assert older.state_dict() == state
+    (newer,) = samplers(place, 1, range(13), {"epoch": 4, "processed_num": 5}, seed=3)
+    one.set_epoch(4)
+    assert list(newer) == list(one)[5:]
+
+
+def test_refusals(place):
+    """ElasticSampler: what cannot be is refused, and nothing has changed then."""
+    (one,) = samplers(place, 1, range(10))
+    one.record_batch(0, 3)
+    before = one.state_dict()
+    for wrong in [(0, 0), (0, -2)]:
+        with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.record_batch: batch_size is "):
+            one.record_batch(*wrong)
+    for wrong in [(4, 3), (-1, 3), (0, 0), (0, -2)]:
+        with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.get_indices: "):
+            one.get_indices(*wrong)
+    with pytest.raises(InvalidRequestError, match="no sample 10"):
+        one.record_indices([0, 10])
+    for wrong in [
+        {"epoch": 1},
+        {"epoch": 1, "processed_mask": b"abc"},
+        {"epoch": 1, "processed_mask": b"\xff\xff"},
+        {"epoch": 1, "processed_num": -1},
+        {"epoch": 1, "processed_indices": {3, 10}},
+        {"epoch": 1, "processed_indices": {-1}},
+    ]:
+        with pytest.raises(InvalidRequestError, match="Fix: "):
+            one.load_state_dict(wrong)
+    assert one.state_dict() == before
+
+
+def test_pickle_goes_on(place):
+    """A pickled sampler goes on where it was."""
+    (one,) = samplers(place, 1, range(20), seed=9)
+    one.record_batch(0, 6)
+    two = pickle.loads(pickle.dumps(one))
+    two.reset()
+    assert type(two) is type(one)
+    assert set(two) == set(one.indices[6:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batches", [False, True], ids=["sampler", "batch_sampler"])
+def test_loader_reads_ahead(place, workers, batches):
+    """DataLoader: what it has read ahead does not count; the same epoch goes on with the rest."""
+    gluon = pytest.importorskip("mxnet").gluon
+    data = gluon.data.ArrayDataset(np.arange(50))
+    (one,) = samplers(place, 1, data, seed=2)
+    assert isinstance(one, gluon.data.Sampler)
+    if batches:
+        how = {"batch_sampler": gluon.data.BatchSampler(one, 4, "keep")}
+    else:
+        how = {"sampler": one, "batch_size": 4}
+    loader = gluon.data.DataLoader(data, num_workers=workers, **how)
+    seen = []
+    for number, batch in enumerate(loader):
+        if number == 5:
+            break
+        seen += batch.asnumpy().tolist()
+        one.record_batch(number, 4)
+    assert one.processed_indices == set(seen)
+    one.reset()
+    assert len(loader) == 8
+    for number, batch in enumerate(loader):
+        seen += batch.asnumpy().tolist()
+        one.record_batch(number, 4)
+    assert sorted(seen) == list(range(50))
+    assert one.processed_num == 50
+
+
+def run_epoch(place, seed):
+    """A random epoch; returns how often each sample was in a step that was kept, and what padding may have added."""
+    choose = random.Random(seed)
+    count = choose.choice([1, 2, 5, 17, 64, choose.randrange(1, 200)])
+    options = {"shuffle": choose.random() < 0.8, "seed": choose.randrange(100)}
+    committed = {"epoch": choose.randrange(3), "processed_num": 0}
+    kept: Counter = Counter()
+    world, padding, by_indices = [], 0, choose.random() < 0.3
+    while committed["processed_num"] < count:
+        # Another world: workers that stay restore what they committed, newcomers get it from rank 0.
+        size = choose.randint(1, 9)
+        stay = [each for each in world[:size] if choose.random() < 0.7]
+        world = stay + samplers(place, size - len(stay), range(count), **options)
+        for rank, each in enumerate(world):
+            place(rank, size)
+            each.load_state_dict(committed)
+        batch_size = choose.randint(1, 8)
+        batches = [[each.indices[at : at + batch_size] for at in range(0, len(each), batch_size)] for each in world]
+        since: Counter = Counter()
+        for number in range(len(batches[0])):
+            steps = [of_rank[number] for of_rank in batches]
+            since.update(index for step in steps for index in step)
+            for each, step in zip(world, steps):
+                if by_indices:
+                    each.record_indices(step)
+                else:
+                    each.record_batch(number, batch_size)
+            assert all(each.state_dict() == world[0].state_dict() for each in world)
+            what = choose.random()
+            if what < 0.3:  # a commit
+                committed, kept, since = world[0].state_dict(), kept + since, Counter()
+            elif what < 0.4:  # a failure: what was not committed is lost
+                break
+            elif what < 0.5:  # an update: what was done is kept
+                committed, kept, since = world[0].state_dict(), kept + since, Counter()
+                break
+        else:
+            committed, kept = world[0].state_dict(), kept + since
+        padding = size - 1
+    return count, kept, padding
+
+
+def test_every_sample_once_in_random_epochs(place):
+    """ElasticSampler: exactly once per epoch apart from padding, for any resizes, failures, updates, batch sizes."""
+    for seed in range(1000):
+        count, kept, padding = run_epoch(place, seed)
+        assert set(kept) == set(range(count)), f"seed {seed}: a sample was left out"
+        assert sum(kept.values()) - count <= padding, f"seed {seed}: samples were counted twice: {kept}"

@@ -1,0 +1,242 @@
+"""`State` and `ObjectState` in one process: what is saved, what comes back, and in which order things are called."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd import elastic
+from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State
+from kvstore_hvd.elastic.copies import deep_copy
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError
+from kvstore_hvd.process import engine
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """A world of one, which other tests do not see."""
+    monkeypatch.setattr(engine, "_current", engine.Engine())
+
+
+def state(**values):
+    """A state whose broadcasts come back as they are."""
+    return ObjectState(lambda value: value, lambda: 0, **values)
+
+
+def test_attributes_roll_back():
+    """ObjectState: attributes and what was done to lists, dicts and arrays since the last commit."""
+    one = state(epoch=0, losses=[1.0], best={"step": [3]}, table=np.zeros(3))
+    one.epoch, one.losses = 1, [1.0, 0.5]
+    one.commit()
+    one.epoch = 2
+    one.losses.append(0.25)
+    one.best["step"].append(4)
+    one.table += 1
+    one.restore()
+    assert (one.epoch, one.losses, one.best) == (1, [1.0, 0.5], {"step": [3]})
+    assert one.table.tolist() == [0, 0, 0]
+    # What came back is a copy, too.
+    one.losses.append(7)
+    one.restore()
+    assert one.losses == [1.0, 0.5]
+
+
+def test_values_given_first_are_saved():
+    """ObjectState: without any commit, the first values come back."""
+    history = [1]
+    one = state(history=history)
+    history.append(2)
+    one.restore()
+    assert one.history == [1]
+
+
+def test_shared_values_stay_shared():
+    """ObjectState: two attributes that are one object are one object after a restore."""
+    shared = [1]
+    one = state(a=shared, b={"x": shared})
+    one.restore()
+    assert one.a is one.b["x"]
+
+
+def test_save_that_fails_keeps_the_last_one():
+    """ObjectState.save: a value that cannot be copied is named, and the last commit is whole."""
+    one = state(a=1, b=2)
+    one.a, one.b = 10, threading.Lock()
+    with pytest.raises(InvalidRequestError, match=r"state 'b': a value of lock cannot be copied(.|\n)*Fix: "):
+        one.save()
+    one.restore()
+    assert (one.a, one.b) == (1, 2)
+
+
+def test_a_failed_computation_keeps_the_last_one():
+    """ObjectState.save: an array whose computation failed is not saved, and the last commit is whole."""
+    mx = pytest.importorskip("mxnet")
+    one = state(a=1, b=mx.nd.ones((2,)))
+    one.a = 10
+    with pytest.raises(mx.base.MXNetError):
+        mx.nd.random.normal(0, -1, shape=(2,), out=one.b)  # fails where it is computed
+        one.save()
+    one.restore()
+    assert one.a == 1
+    assert one.b.asnumpy().tolist() == [1, 1]
+
+
+def test_names_that_are_taken():
+    """ObjectState: an attribute must not hide a method."""
+    for name in ("commit", "sync", "reset", "_rank"):
+        with pytest.raises(InvalidRequestError, match=f"'{name}'"):
+            state(**{name: 1})
+
+
+def test_sync_takes_what_was_saved():
+    """ObjectState.sync: what rank 0 saved last, in place of what is there."""
+    one = ObjectState(lambda value: {"epoch": 5, "names": ["a"]}, lambda: 1, epoch=0, names=[])
+    one.sync()
+    assert (one.epoch, one.names) == (5, ["a"])
+    one.names.append("b")
+    one.restore()
+    assert one.names == ["a"]
+
+
+def test_order_of_calls():
+    """State: commit is save, then check_host_updates; on_reset is reset, then the callbacks in order."""
+    calls = []
+
+    class Recorded(State):
+        def save(self):
+            calls.append("save")
+
+        def check_host_updates(self):
+            calls.append("check")
+
+        def reset(self):
+            calls.append("reset")
+
+    one = Recorded(None, None)
+    one.register_reset_callbacks([lambda: calls.append("a"), lambda: calls.append("b")])
+    one.register_reset_callbacks([lambda: calls.append("c")])
+    one.commit()
+    one.on_reset()
+    assert calls == ["save", "check", "reset", "a", "b", "c"]
+
+
+def test_updates_interrupt_once():
+    """check_host_updates: an update interrupts once, whatever was done since the last commit is saved with it."""
+    one = state(step=0)
+    one.check_host_updates()
+    one.on_hosts_updated(3, HostUpdateResult.added)
+    one.step = 4
+    with pytest.raises(HostsUpdatedInterrupt) as raised:
+        one.check_host_updates()
+    assert raised.value.skip_sync is False
+    one.step = 5
+    one.restore()
+    assert one.step == 4
+    one.commit()
+    one.on_hosts_updated(3, HostUpdateResult.added)  # told again
+    one.on_hosts_updated(2, HostUpdateResult.removed)  # late
+    one.commit()
+
+
+@pytest.mark.parametrize(
+    ("told", "skips"),
+    [([1], True), ([2], False), ([3], False), ([1, 2], False), ([2, 1], False), ([1, 1], True)],
+    ids=str,
+)
+def test_only_removals_skip_the_sync(told, skips):
+    """check_host_updates: workers that only go need no sync; updates that were not acted on add up."""
+    one = state()
+    for number, result in enumerate(told, 1):
+        one.on_hosts_updated(number, result)
+    with pytest.raises(HostsUpdatedInterrupt) as raised:
+        one.commit()
+    assert raised.value.skip_sync is skips
+
+
+def test_reset_forgets_updates():
+    """on_reset: what was told of the old world does not interrupt the new one."""
+    one = state()
+    one.on_hosts_updated(1, HostUpdateResult.added)
+    one.on_reset()
+    one.commit()
+
+
+def test_interrupt_is_no_error_of_the_package():
+    """HostsUpdatedInterrupt: Horovod's name, base and attribute; ``except KVHvdError`` lets it pass."""
+    assert issubclass(HostsUpdatedInterrupt, RuntimeError)
+    assert not issubclass(HostsUpdatedInterrupt, KVHvdError)
+    assert HostsUpdatedInterrupt(True).skip_sync is True
+    assert kvstore_hvd.HostsUpdatedInterrupt is HostsUpdatedInterrupt
+    assert (HostUpdateResult.no_update, HostUpdateResult.removed, HostUpdateResult.added) == (0, 1, 2)
+    assert HostUpdateResult.mixed == HostUpdateResult.removed | HostUpdateResult.added == 3
+
+
+def test_horovods_names():
+    """kvstore_hvd.mxnet.elastic: the names of kvstore_hvd.elastic, as a module and as an attribute."""
+    hvd = importlib.import_module("kvstore_hvd.mxnet")
+    module = importlib.import_module("kvstore_hvd.mxnet.elastic")
+    assert hvd.elastic is module
+    for name in elastic.__all__:
+        if name != "ElasticSampler" or "mxnet" in sys.modules:
+            assert getattr(module, name) is getattr(elastic, name)
+
+
+@pytest.mark.parametrize("kind", ["nd", "np"])
+def test_arrays_of_mxnet_are_copied(kind):
+    """deep_copy: arrays of MXNet, on their devices, of all dtypes and shapes; shared ones stay shared."""
+    mx = pytest.importorskip("mxnet")
+    module = getattr(mx, kind)
+    x = module.array([1.5, 2.5], dtype="float16", ctx=mx.cpu(1))
+    with mx.util.np_shape(True):
+        y = mx.np.ones((0, 3))
+
+    class Holder:
+        def __init__(self):
+            self.array = x
+
+    given = {"list": [x, x], "tuple": (y,), "object": Holder()}
+    copied = deep_copy(given)
+    x[:] = 0
+    assert copied["list"][0] is copied["list"][1] is copied["object"].array
+    assert type(copied["list"][0]) is type(x)
+    assert copied["list"][0].ctx == mx.cpu(1)
+    assert copied["list"][0].asnumpy().tolist() == [1.5, 2.5]
+    assert copied["tuple"][0].shape == (0, 3)
+
+
+def test_deep_copy_leaves_singletons_alone():
+    """deep_copy: modules of a program's own kind of copying and cycles do not trouble it."""
+
+    class Single:
+        def __deepcopy__(self, memo):
+            return self
+
+    single, cycle = Single(), []
+    cycle.append(cycle)
+    copied = deep_copy([single, cycle, int, copy.copy])
+    assert copied[0] is single
+    assert copied[1][0] is copied[1]
+    assert copied[2:] == [int, copy.copy]
+
+
+def test_arrays_of_what_copies_itself_are_left_to_it():
+    """deep_copy: nothing is read that an object with a kind of copying of its own may not copy."""
+    mx = pytest.importorskip("mxnet")
+
+    class Single:
+        def __init__(self, array):
+            self.array = array
+
+        def __deepcopy__(self, memo):
+            return self
+
+    single = Single(mx.nd.random.normal(0, -1, shape=(3,)))  # fails when it is executed
+    assert deep_copy([single])[0] is single
+    with pytest.raises(Exception, match="gaussian"):
+        single.array.wait_to_read()

@@ -1,0 +1,208 @@
+"""The name ``horovod``: what stands behind it, and when it is left to others."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from multiprocessing import spawn
+from pathlib import Path
+
+import pytest
+
+from kvstore_hvd import errors, log
+from kvstore_hvd.horovod import alias as horovod_alias
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    """Take the alias, and all that was imported by it, away again."""
+
+    def forget() -> None:
+        horovod_alias.uninstall()
+        for name in [n for n in sys.modules if n.partition(".")[0] in ("horovod", "stand_in")]:
+            del sys.modules[name]
+
+    forget()
+    path = list(sys.path)
+    yield
+    forget()
+    sys.path[:] = path
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Put a package of its own behind ``horovod.mxnet``; returns its name."""
+    package = tmp_path / "stand_in"
+    package.mkdir()
+    (package / "__init__.py").write_text("from stand_in import mpi_ops\nfrom stand_in.mpi_ops import size\n")
+    (package / "mpi_ops.py").write_text("def size(): return 7\n")
+    (package / "compression.py").write_text("from stand_in.mpi_ops import size\n")
+    (package / "broken.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(horovod_alias._NAMES, "horovod.mxnet", "stand_in")
+    return "stand_in"
+
+
+def test_without_it_there_is_no_horovod() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("horovod")
+
+
+def test_both_names_mean_one_module(stand_in: str) -> None:
+    horovod_alias.install()
+    import horovod.mxnet as hvd
+    import horovod.mxnet.compression
+    import horovod.mxnet.mpi_ops
+
+    assert hvd is sys.modules[stand_in]
+    assert horovod.mxnet is hvd
+    assert horovod.mxnet.mpi_ops is sys.modules["stand_in.mpi_ops"]
+    assert horovod.mxnet.compression is sys.modules["stand_in.compression"]
+    assert horovod.mxnet.compression.size is hvd.size
+    assert hvd.size() == 7
+
+
+def test_modules_keep_their_own_specification(stand_in: str) -> None:
+    horovod_alias.install()
+    module = importlib.import_module("horovod.mxnet.mpi_ops")
+    assert module.__name__ == "stand_in.mpi_ops"
+    assert module.__spec__ is not None
+    assert module.__spec__.name == "stand_in.mpi_ops"
+    assert module.__package__ == "stand_in"
+    # A reload is one of the module itself.
+    assert importlib.reload(module) is module
+
+
+def test_nothing_is_imported_before_a_script_does(stand_in: str) -> None:
+    horovod_alias.install()
+    importlib.import_module("horovod")
+    assert importlib.util.find_spec("horovod.mxnet") is not None
+    assert stand_in not in sys.modules
+
+
+def test_the_package_itself() -> None:
+    horovod_alias.install()
+    import horovod
+
+    assert tuple(int(part) for part in horovod.__version__.split(".")) >= (0, 28, 1)
+    assert Path(horovod.__file__).is_file()
+    assert horovod.__path__
+    assert horovod.__doc__
+
+
+def test_common() -> None:
+    horovod_alias.install()
+    from horovod.common.exceptions import HorovodInternalError
+    from horovod.common.util import check_extension, extension_available, gpu_available, is_iterable, split_list
+
+    assert HorovodInternalError is errors.HorovodInternalError
+    assert extension_available("mxnet")
+    assert not extension_available("torch")
+    check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", "/x.py", "mpi_lib")
+    with pytest.raises(ImportError, match=r"Extension horovod\.torch is not available"):
+        check_extension("horovod.torch")
+    assert not gpu_available("mxnet")
+    assert (is_iterable([]), is_iterable(3)) == (True, False)
+    assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
+    assert split_list([1], 3) == [[1], [], []]
+    with pytest.raises(ValueError, match="num_parts is 0"):
+        split_list([1], 0)
+
+
+def test_elastic() -> None:
+    horovod_alias.install()
+    import horovod.common.elastic
+    import horovod.mxnet as hvd
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+    from kvstore_hvd import elastic
+
+    assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
+    assert hvd.elastic.ObjectState is elastic.ObjectState
+    assert horovod.common.elastic is elastic
+    assert (HorovodInternalError, HostsUpdatedInterrupt) == (errors.HorovodInternalError, errors.HostsUpdatedInterrupt)
+
+
+def test_run() -> None:
+    horovod_alias.install()
+    import horovod
+    import horovod.runner
+
+    import kvstore_hvd
+
+    assert horovod.run is kvstore_hvd.run
+    assert horovod.runner.run is kvstore_hvd.run
+    with pytest.raises(errors.LaunchError, match=r"kvhvdrun -np N --as-horovod python script\.py"):
+        horovod.runner.run_commandline()
+
+
+@pytest.mark.parametrize("name", ["torch", "tensorflow", "tensorflow.keras", "keras", "spark", "ray", "mxnet.absent"])
+def test_what_is_not_offered_is_said(stand_in: str, name: str) -> None:
+    horovod_alias.install()
+    with pytest.raises(ModuleNotFoundError, match=r"horovod\.mxnet") as caught:
+        importlib.import_module(f"horovod.{name}")
+    # Of the parent, when that is missing already.
+    assert f"horovod.{name}".startswith(str(caught.value.name))
+    assert "offered: " in str(caught.value)
+    assert "horovod.runner" in str(caught.value)
+
+
+def test_a_missing_library_is_not_taken_for_a_missing_module(stand_in: str) -> None:
+    horovod_alias.install()
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("horovod.mxnet.broken")
+    assert caught.value.name == "no_such_library"
+    assert "horovod.mxnet.broken" not in sys.modules
+
+
+def test_nothing_of_ours_can_be_reached_by_chance() -> None:
+    horovod_alias.install()
+    for name in ("horovod.engine", "horovod.launcher", "horovod.common.log"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_horovod_itself_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, imported: bool
+) -> None:
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(log, "_said", set())
+    if imported:
+        importlib.import_module("horovod")
+    with caplog.at_level(logging.WARNING, "kvstore_hvd"):
+        horovod_alias.install()
+        horovod_alias.install()
+        assert importlib.import_module("horovod").__version__ == "real"
+        with pytest.raises(ModuleNotFoundError) as caught:
+            importlib.import_module("horovod.runner")
+    assert "kvstore_hvd" not in str(caught.value)
+    assert [str(tmp_path / "horovod") in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_folder_of_that_name_is_no_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horovod" / "examples").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    horovod_alias.install()
+    assert importlib.import_module("horovod").__version__ == "0.28.1"
+
+
+def test_it_is_installed_once() -> None:
+    before = len(sys.meta_path)
+    horovod_alias.install()
+    horovod_alias.install()
+    assert len(sys.meta_path) == before + 1
+    original = getattr(spawn.get_preparation_data, horovod_alias._WRAPPED)
+    assert original.__module__ == spawn.__name__
+    horovod_alias.uninstall()
+    assert len(sys.meta_path) == before
+
+
+def test_every_name_of_the_table_is_below_the_root() -> None:
+    assert all(name == "horovod" or name.startswith("horovod.") for name in horovod_alias._NAMES)

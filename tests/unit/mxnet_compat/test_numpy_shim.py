@@ -1,0 +1,435 @@
+"""The NumPy and Python shim: it adds what is missing, replaces nothing, and is there before MXNet is.
+
+The real thing, MXNet on many versions of NumPy and Python, is tests/integration/shim_matrix.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.errors import KVHvdError
+from kvstore_hvd.mxnet_compat import numpy_shim
+from kvstore_hvd.mxnet_compat.numpy_shim import ImportHook
+from support.patience import patient
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = {*numpy_shim._NAMES, *numpy_shim._FINANCIAL}
+HAS_MXNET = importlib.util.find_spec("mxnet") is not None
+
+
+def python(script: str, *, cwd: Path = ROOT, **variables: str) -> str:
+    """Run a script in a fresh interpreter; return what it printed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVHVD_")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=cwd,
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# -- Names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_numpy() -> Any:
+    """Make a NumPy without any of the names."""
+    bare = types.ModuleType("numpy")
+    bare.__version__ = "2.9.9"  # type: ignore[attr-defined]
+    for name in ("bool_", "inf", "nan", "all", "any", "prod", "round", "isin", "sort"):
+        setattr(bare, name, getattr(np, name))
+    bare.trapezoid = getattr(np, "trapezoid", None) or np.trapz  # type: ignore[attr-defined]
+    return bare
+
+
+def with_numpy(numpy: Any, action: Callable[[], None]) -> None:
+    """Do something while this is what ``import numpy`` gives; NumPy itself would not work meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "numpy", numpy)
+        action()
+
+
+def test_missing_names_are_added(bare_numpy: Any) -> None:
+    assert not NAMES & set(vars(bare_numpy))
+    with_numpy(bare_numpy, numpy_shim._add_numpy_names)
+    assert set(vars(bare_numpy)) >= NAMES
+    assert bare_numpy.bool is np.bool_
+    assert (bare_numpy.PINF, bare_numpy.NINF, bare_numpy.Inf) == (np.inf, -np.inf, np.inf)
+    assert np.isnan([bare_numpy.NAN, bare_numpy.NaN]).all()
+    assert (bare_numpy.PZERO, np.signbit(bare_numpy.PZERO), np.signbit(bare_numpy.NZERO)) == (0, False, True)
+    assert bare_numpy.compat.basestring is str
+    values = np.array([[3, 1], [2, 4]])
+    assert bare_numpy.in1d(values, [1, 2]).tolist() == [False, True, True, False]
+    assert bare_numpy.in1d(values, [1, 2], invert=True).tolist() == [True, False, False, True]
+    assert bare_numpy.msort(values).tolist() == [[2, 1], [3, 4]]
+    assert bare_numpy.product(values) == 24
+    assert bare_numpy.alltrue(values)
+    assert bare_numpy.sometrue(values)
+    assert bare_numpy.round_(1.26, 1) == 1.3
+    assert bare_numpy.trapz(np.array([1.0, 2.0])) == 1.5
+    with pytest.raises(NotImplementedError, match=r"^numpy\.npv was removed from NumPy; numpy_financial has it\.$"):
+        bare_numpy.npv(0.1, [1])
+
+
+def test_names_that_exist_are_left_alone(bare_numpy: Any) -> None:
+    mine = {name: object() for name in NAMES}
+    vars(bare_numpy).update(mine)
+    with_numpy(bare_numpy, numpy_shim._add_numpy_names)
+    assert {name: getattr(bare_numpy, name) for name in NAMES} == mine
+
+
+def test_the_numpy_that_is_installed_gets_all_names() -> None:
+    script = (
+        "import numpy as np, warnings; from kvstore_hvd.mxnet_compat import numpy_shim; before = dict(vars(np))\n"
+        "numpy_shim.prepare(); after = vars(np)\n"
+        "assert all(after[name] is value for name, value in before.items() if name != '__warningregistry__')\n"
+        "missing = [name for name in (*numpy_shim._NAMES, *numpy_shim._FINANCIAL) if not hasattr(np, name)]\n"
+        "assert not missing, missing"
+    )
+    python(script)
+
+
+def test_no_numpy_is_no_error() -> None:
+    with_numpy(None, numpy_shim._add_numpy_names)
+
+
+def test_the_documentation_lists_every_name() -> None:
+    page = (ROOT / "docs" / "numpy-shim.md").read_text()
+    missing = [name for name in sorted(NAMES) if not re.search(rf"`{name}`", page)]
+    assert not missing, f"docs/numpy-shim.md does not name {missing}"
+
+
+# -- distutils ----------------------------------------------------------------------------------------------------
+
+
+def test_versions_compare() -> None:
+    version = numpy_shim._Version
+    assert version("1.26.4") >= version("1.6.0")
+    assert version("2.0.0rc1+cpu") > version("1.17")
+    assert version("1.15") < version("1.17")
+    assert version("1.17") == version("1.17")
+
+
+def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
+    # -S: without site-packages, hence without the distutils of setuptools
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import numpy_shim as shim\n"
+        "shim._add_distutils()\n"
+        "from distutils.version import LooseVersion, StrictVersion\n"
+        "assert StrictVersion('1.26.4') >= StrictVersion('1.6.0')\n"
+        "ours = sys.version_info >= (3, 12)\n"
+        "assert bool(shim._our_distutils) == ours\n"
+        "shim.finish()\n"
+        "assert ('distutils' not in sys.modules) == ours"
+    )
+    folder = Path(numpy_shim.__file__).parent
+    command = [sys.executable, "-S", "-W", "ignore", "-c", script, str(folder)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
+    assert done.returncode == 0, done.stderr
+
+
+# -- Texts and arrays ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((np.int64(2), 3), "(2, 3)"),
+        ([np.float64(1.0), np.float32(0.5)], "[1.0, 0.5]"),
+        ((np.int64(2),), "(2,)"),
+        (((np.int64(1), 2), [np.bool_(True)]), "((1, 2), [True])"),
+        ((), "()"),
+        (("a", None), "('a', None)"),
+        (np.float64(1.5), "1.5"),
+        ("text", "text"),
+        (True, "True"),
+    ],
+)
+def test_text_of_parameters(value: object, text: str) -> None:
+    assert numpy_shim._plain(value) == text
+
+
+def test_text_modules_get_their_own_str(bare_numpy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_module, taken = types.ModuleType("x"), types.ModuleType("y")
+    mine = taken.str = object()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mxnet._ctypes.ndarray", text_module)
+    monkeypatch.setitem(sys.modules, "mxnet._ctypes.symbol", taken)
+    bare_numpy.__version__ = "1.26.4"
+    with_numpy(bare_numpy, numpy_shim.finish)
+    assert not hasattr(text_module, "str")
+    bare_numpy.__version__ = "2.0.0"
+    with_numpy(bare_numpy, numpy_shim.finish)
+    assert text_module.str is numpy_shim._plain
+    assert taken.str is mine
+
+
+def test_array_protocol() -> None:
+    class Fake:
+        def asnumpy(self) -> Any:
+            return np.ones(2, "float32")
+
+        __array__ = numpy_shim._array
+
+    assert np.array(Fake()).dtype == np.float32
+    assert np.asarray(Fake(), dtype="int8").tolist() == [1, 1]
+    with pytest.raises(ValueError, match="a copy is needed"):
+        Fake().__array__(copy=False)
+
+
+# -- The import hook ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make a module ``kvhvd_probe``; it appends to ``builtins.kvhvd_events`` when it is run."""
+    import builtins
+
+    events: list[str] = []
+    monkeypatch.setattr(builtins, "kvhvd_events", events, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "kvhvd_probe.py"
+    path.write_text("import builtins\nbuiltins.kvhvd_events.append('run')\n")
+    importlib.invalidate_caches()
+    finders = list(sys.meta_path)
+    yield path
+    sys.meta_path[:] = finders
+    sys.modules.pop("kvhvd_probe", None)
+
+
+def events() -> list[str]:
+    import builtins
+
+    found: list[str] = builtins.kvhvd_events  # type: ignore[attr-defined]
+    return found
+
+
+def hook(tag: str) -> ImportHook:
+    made = ImportHook(
+        "kvhvd_probe", lambda: events().append(f"before {tag}"), lambda: events().append(f"after {tag}"), tag
+    )
+    made.install()
+    return made
+
+
+def test_hook_surrounds_the_first_import(module: Path) -> None:
+    hook("a")
+    import kvhvd_probe
+
+    assert events() == ["before a", "run", "after a"]
+    assert ImportHook.find("a") is None
+    assert type(kvhvd_probe.__loader__).__name__ == "SourceFileLoader"
+    assert kvhvd_probe.__spec__.loader is kvhvd_probe.__loader__
+    importlib.reload(kvhvd_probe)
+    assert events()[3:] == ["run"]
+
+
+def test_hooks_nest(module: Path) -> None:
+    hook("inner")
+    hook("outer")
+    import kvhvd_probe  # noqa: F401
+
+    assert events() == ["before outer", "before inner", "run", "after inner", "after outer"]
+    assert ImportHook.find("inner") is ImportHook.find("outer") is None
+
+
+def test_looking_for_the_module_does_not_use_the_hook_up(module: Path) -> None:
+    made = hook("a")
+    assert importlib.util.find_spec("kvhvd_probe") is not None
+    assert ImportHook.find("a") is made
+    import kvhvd_probe  # noqa: F401
+
+    assert events() == ["before a", "run", "after a"]
+
+
+def test_a_failed_import_can_be_tried_again(module: Path) -> None:
+    made = hook("a")
+    text = module.read_text()
+    module.write_text("raise RuntimeError('broken')\n")
+    with pytest.raises(RuntimeError, match="broken"):
+        importlib.import_module("kvhvd_probe")
+    assert ImportHook.find("a") is made
+    module.write_text(text + "# longer, so that no cached code fits\n")
+    importlib.import_module("kvhvd_probe")
+    assert events() == ["before a", "before a", "run", "after a"]
+
+
+def test_a_module_that_is_not_there(module: Path) -> None:
+    module.unlink()
+    hook("a")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("kvhvd_probe")
+    assert caught.value.name == "kvhvd_probe"
+    assert events() == []
+
+
+def test_uninstalled_hook_does_nothing(module: Path) -> None:
+    made = hook("a")
+    made.uninstall()
+    made.uninstall()
+    importlib.import_module("kvhvd_probe")
+    assert events() == ["run"]
+
+
+def test_installing_twice_installs_one() -> None:
+    script = (
+        "import sys; from kvstore_hvd.mxnet_compat import numpy_shim as shim\n"
+        "shim.uninstall()\n"
+        "for _ in range(2): shim.install()\n"
+        "count = lambda: sum(getattr(finder, 'tag', None) == shim._TAG for finder in sys.meta_path)\n"
+        "assert count() == 1; shim.uninstall(); assert count() == 0; shim.uninstall()"
+    )
+    python(script)
+
+
+# -- Start-up files -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Make a site-packages with the start-up files, and an mxnet that only looks at its NumPy."""
+    folder = tmp_path / "site"
+    (folder / "mxnet").mkdir(parents=True)
+    (folder / "mxnet" / "__init__.py").write_text(
+        "import numpy\nseen = hasattr(numpy, 'sometrue') and hasattr(numpy, 'npv')\n"
+    )
+    for name in ("kvstore_hvd_startup.py", "kvstore_hvd_shim.pth"):
+        shutil.copy(ROOT / "startup" / name, folder)
+    return folder
+
+
+# What an interpreter with that site-packages does at its start. Its own start-up files may be those of an installed
+# kvstore_hvd, whose finder is taken away first.
+START = """
+import os, site, sys
+sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, 'tag', None) != 'kvstore_hvd.numpy_shim']
+for name in ('kvstore_hvd_startup', '_kvstore_hvd_numpy_shim'): sys.modules.pop(name, None)
+sys.path[:] = [p for p in sys.path if p not in ('', os.getcwd())]
+folder, checkout = {folder!r}, {checkout!r}
+sys.path.insert(0, folder)
+before = set(sys.modules)
+site.addsitedir(folder)
+new = set(sys.modules) - before
+finders = [f for f in sys.meta_path if getattr(f, 'tag', None) == 'kvstore_hvd.numpy_shim']
+if checkout: sys.path.insert(0, checkout)
+"""
+
+
+def started(folder: Path, checkout: str = str(ROOT)) -> str:
+    return START.format(folder=str(folder), checkout=checkout)
+
+
+def test_start_is_cheap(site: Path) -> None:
+    python(started(site) + "assert new == {'kvstore_hvd_startup'}, new\nassert len(finders) == 1")
+
+
+def test_plain_import_is_shimmed_without_the_package(site: Path) -> None:
+    check = (
+        "import importlib.util; assert importlib.util.find_spec('mxnet')\n"
+        "import mxnet; assert mxnet.seen\n"
+        "assert 'kvstore_hvd' not in sys.modules\n"
+        "assert not [f for f in sys.meta_path if getattr(f, 'tag', None)], sys.meta_path\n"
+    )
+    python(started(site) + check, cwd=site)
+
+
+def test_start_and_package_shim_once(site: Path) -> None:
+    check = (
+        "from kvstore_hvd.mxnet_compat import numpy_shim; numpy_shim.install()\n"
+        "assert sum(getattr(f, 'tag', None) == numpy_shim._TAG for f in sys.meta_path) == 1\n"
+    )
+    python(started(site) + check, cwd=site)
+
+
+@pytest.mark.parametrize("value", ["0", "off", "False"])
+def test_start_is_switched_off(site: Path, value: str) -> None:
+    python(started(site) + "assert not finders", KVHVD_NUMPY_SHIM=value)
+
+
+def test_start_without_the_package(site: Path) -> None:
+    # The start-up files outlived the package, or it cannot be found: MXNet is imported as if they were not there.
+    hide = "sys.meta_path.insert(1, type('Hide', (), {'find_spec': staticmethod(hide)}))\n"
+    script = (
+        started(site, checkout="")
+        + "def hide(name, path=None, target=None):\n"
+        + "    if name == 'kvstore_hvd': raise ModuleNotFoundError(name)\n"
+        + hide
+        + "import mxnet; assert not [f for f in sys.meta_path if getattr(f, 'tag', None)]"
+    )
+    python(script, cwd=site)
+
+
+@pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
+def test_real_mxnet_after_a_start(site: Path) -> None:
+    shutil.rmtree(site / "mxnet")
+    check = (
+        "import mxnet as mx, numpy as np\n"
+        "assert np.array(mx.nd.ones((2, 2))).tolist() == [[1, 1], [1, 1]]\n"
+        "assert 'kvstore_hvd' not in sys.modules\n"
+    )
+    python(started(site) + check, cwd=site)
+
+
+# -- Without MXNet ------------------------------------------------------------------------------------------------
+
+
+def test_require_mxnet_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mxnet", None)
+    with pytest.raises(mxnet_compat.MXNetUnavailableError) as caught:
+        mxnet_compat.require_mxnet()
+    assert str(caught.value) == f"MXNet is not installed.\n  Fix: {mxnet_compat.pip_command()}"
+    assert isinstance(caught.value, KVHvdError)
+    assert isinstance(caught.value, ImportError)
+
+
+def test_require_mxnet_passes_on_why_it_fails(tmp_path: Path) -> None:
+    (tmp_path / "mxnet.py").write_text("import numpy; numpy.no_such_name")
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(1, {str(ROOT)!r})\n"
+        "from kvstore_hvd import mxnet_compat\n"
+        "try: mxnet_compat.require_mxnet()\n"
+        "except mxnet_compat.MXNetUnavailableError as error: print(error)"
+    )
+    told = python(script, cwd=tmp_path)
+    assert told.startswith("MXNet cannot be imported: AttributeError: module 'numpy' has no attribute 'no_such_name'.")
+    assert f"  Fix: {mxnet_compat.pip_command()} (and leave KVHVD_NUMPY_SHIM unset)" in told
+
+
+@pytest.mark.parametrize(
+    ("version", "command"),
+    [
+        ((3, 9), "pip install mxnet==1.9.1 'numpy<1.24'"),
+        ((3, 12), "pip install mxnet==1.9.1 'numpy<2'"),
+        ((3, 13), "pip install --no-deps mxnet==1.9.1 && pip install numpy 'graphviz<0.9' requests"),
+    ],
+)
+def test_pip_command(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], command: str) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, 0, "final", 0))
+    assert mxnet_compat.pip_command() == command
+
+
+def test_the_package_is_importable_without_mxnet() -> None:
+    check = (
+        "import sys; sys.modules['mxnet'] = None\n"
+        "import kvstore_hvd\n"
+        "from kvstore_hvd import mxnet_compat\n"
+        "assert not mxnet_compat.is_ndarray(1) and not mxnet_compat.is_np_ndarray(1)\n"
+    )
+    python(check)

@@ -1,0 +1,397 @@
+"""What the stall report says, and when; with a world that is told what to answer, and a clock that is set by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore_hvd.errors import PeerLostError
+from kvstore_hvd.native.records import Missed, Waiting
+from kvstore_hvd.process import stacks
+from kvstore_hvd.process.stall import StallInspector
+from kvstore_hvd.worlds.namespaces import Namespaces
+from kvstore_hvd.worlds.topology import Host, Inside, Topology
+from support.fake_native import FakeAdapter, FakeCommunicator
+from support.patience import patient
+
+
+class World(FakeCommunicator):
+    """Answers what the test has set; every rank is this process unless `pids` says otherwise."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(FakeAdapter(size))
+        self.answer: list[Waiting] | None = []
+        self.late_for: list[Missed] | None = []
+        self.pids: dict[int, int] = {}
+
+    def waiting(self, age_s: float) -> list[Waiting] | None:
+        """As set."""
+        return self.answer if self.answer is None else [one for one in self.answer if one.age_s >= age_s]
+
+    def missed(self, most: int) -> list[Missed] | None:
+        """As set."""
+        return self.late_for if self.late_for is None else self.late_for[:most]
+
+    def process(self, rank: int) -> tuple[int, str]:
+        """A process that lives."""
+        pid = self.pids.get(rank, os.getpid())
+        return pid, f"rank {rank} (node, pid {pid})"
+
+
+class Stage:
+    """One rank's inspector and what it logs."""
+
+    def __init__(
+        self, rank: int, size: int, check_s: float, shutdown_s: float, records: list[str], inside: Inside | None
+    ) -> None:
+        self.world, self.records = World(size), records
+        topology = Topology.of(rank, [Host.here()] * size, source="launcher", inside=inside)
+        self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
+
+    def look(self, now: float) -> list[str]:
+        """Look once; returns what was logged."""
+        del self.records[:]
+        assert self.inspector.look(now)
+        return list(self.records)
+
+
+@pytest.fixture
+def stage() -> Iterator[object]:
+    """Make stages; what the package logs is caught."""
+    records: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logger, handler = logging.getLogger("kvstore_hvd"), Handler()
+    logger.addHandler(handler)
+
+    def make(
+        rank: int = 0, size: int = 4, check_s: float = 60.0, shutdown_s: float = 0.0, inside: Inside | None = None
+    ) -> Stage:
+        return Stage(rank, size, check_s, shutdown_s, records, inside)
+
+    yield make
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def stopped() -> Iterator[int]:
+    """The id of a process that is stopped."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    os.kill(child.pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
+def waiting(key: int, age_s: float, late: tuple[int, ...] = (1,), by_all: bool = False) -> Waiting:
+    return Waiting(f"s0/{key}", f"allreduce 'w{key}' (key {key})", age_s, 1000.0 + key, late, by_all)
+
+
+# -- Who waits ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over(stage) -> None:
+    here = stage()
+    reported = []
+    for now in range(300):
+        here.world.answer = [waiting(0, now), waiting(1, now - 0.5)]
+        if here.look(now):
+            reported.append(now)
+    assert reported == [60, 120, 240]
+    here.world.answer = []
+    assert here.look(301) == ["the stall is over: rank 0 has what it waited 299 s for."]
+    assert here.look(302) == []
+
+
+def test_a_process_set_is_named_with_its_ranks_among_all(stage) -> None:
+    here = stage(size=3, inside=Inside(7, (0, 4, 5), 9))
+    here.world.answer = [waiting(0, 61)]
+    (text,) = here.look(0)
+    assert text.startswith("rank 0 has waited 61 s for other workers of process set 7.\n")
+    assert "submitted by ranks 0, 5, not by rank 4" in text
+    here.world.answer = []
+    assert here.look(1) == ["the stall of process set 7 is over: rank 0 has what it waited 61 s for."]
+    late = stage(rank=1, size=3, inside=Inside(7, (0, 4, 5), 9))
+    late.world.late_for = [Missed("s0/3", 1)]
+    late.look(0)
+    (text,) = late.look(60)
+    assert text.startswith("the other workers of process set 7 have waited 60 s for rank 4.\n")
+    alone = stage(size=2, check_s=1.0, shutdown_s=2.0, inside=Inside(7, (3, 8), 9))
+    alone.world.answer = [waiting(0, 2.5)]
+    alone.look(0)
+    (text,) = alone.world.left
+    assert text.startswith("abort: rank 3 waited 2 s, longer than the stall shutdown time, for rank 8\n")
+
+
+def test_the_report_names_operations_ranks_and_processes(stage) -> None:
+    here = stage()
+    here.world.answer = [waiting(0, 61), waiting(1, 62.4, (1, 3)), waiting(2, 59)]
+    (text,) = here.look(0)
+    assert text.splitlines() == [
+        "rank 0 has waited 62 s for other workers.",
+        "  allreduce 'w1' (key 1): 62 s, submitted by ranks 0, 2, not by ranks 1, 3",
+        "  allreduce 'w0' (key 0): 61 s, submitted by ranks 0, 2-3, not by rank 1",
+        f"  rank 1 (node, pid {os.getpid()}): it reports where it is",
+        f"  rank 3 (node, pid {os.getpid()}): it reports where it is",
+    ]
+
+
+def test_many_operations_are_counted(stage) -> None:
+    here = stage()
+    here.world.answer = [waiting(key, 70 - key / 10) for key in range(40)]
+    lines = here.look(0)[0].splitlines()
+    assert len(lines) == 9
+    assert "'w5'" in lines[6]
+    assert lines[7] == "  ... and 34 more"
+
+
+def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog) -> None:
+    """It is told once, for those who look, and never ends the world."""
+    rank = stage(rank=0, shutdown_s=70.0)
+    left = Waiting("~left", "allreduce 'left'", 61.0, 1000.0, (2,), False)
+    rank.world.answer = [left]
+    with caplog.at_level(logging.INFO, "kvstore_hvd"):
+        (text,) = rank.look(1061.0)
+        assert text.startswith("rank 0 has waited 61 s for rank 2, where there is more input")
+        assert f"pid {os.getpid()}" in text
+        assert caplog.records[-1].levelno == logging.INFO
+        rank.world.answer = [dataclasses.replace(left, age_s=600.0)]
+        assert rank.look(1600.0) == []
+        rank.world.answer = [dataclasses.replace(left, since=2000.0, late=())]  # all have come
+        assert rank.look(2061.0) == []
+    assert rank.world.left == []
+
+
+def test_the_lowest_rank_that_waits_speaks(stage) -> None:
+    for rank, late, speaks in [(0, (1,), True), (2, (1,), False), (2, (0, 1), True), (3, (0, 1), False)]:
+        here = stage(rank)
+        here.world.answer = [waiting(0, 61, late)]
+        assert bool(here.look(0)) == speaks, (rank, late)
+
+
+def test_a_stopped_rank_cannot_speak_and_is_said_to_be_stopped(stage, stopped: int) -> None:
+    here = stage(2)
+    here.world.pids = {0: stopped}
+    here.world.answer = [waiting(0, 61, (1,))]
+    assert len(here.look(0)) == 1
+    here.world.answer = [waiting(1, 61, (0,))]
+    here.world.pids[1] = stopped
+    (over, text) = here.look(1)
+    assert "over" in over
+    assert text.splitlines()[-1] == (
+        f"  rank 0 (node, pid {stopped}): its process is stopped; `kill -CONT {stopped}` lets it go on"
+    )
+
+
+def test_a_rank_that_never_joined_is_named(stage) -> None:
+    here = stage()
+    here.world.pids = {1: 0}
+    here.world.answer = [waiting(0, 61)]
+    assert here.look(0)[0].splitlines()[-1] == "  rank 1 (node, pid 0)"
+
+
+def test_a_stall_inside_the_collective(stage) -> None:
+    here = stage()
+    here.world.answer = [waiting(0, 61, (2,), True), waiting(1, 61, (), True)]
+    text = here.look(0)[0]
+    assert "allreduce 'w0' (key 0): 61 s, submitted by all; rank 2 stopped inside it" in text
+    assert "allreduce 'w1' (key 1): 61 s, submitted by all; none of them moves" in text
+
+
+def test_a_new_culprit_is_worth_a_report(stage) -> None:
+    here = stage()
+    here.world.answer = [waiting(0, 61)]
+    assert here.look(0)
+    here.world.answer = [waiting(0, 62), waiting(1, 60.5)]
+    assert not here.look(1)
+    here.world.answer = [waiting(0, 63), waiting(1, 61), waiting(2, 60, (3,))]
+    assert "rank 3" in here.look(2)[0]
+
+
+def test_the_next_stall_is_another_one(stage) -> None:
+    here = stage()
+    here.world.answer = [waiting(0, 61)]
+    assert here.look(0)
+    here.world.answer = [waiting(1, 60)]
+    over, begin = here.look(1)
+    assert over.startswith("the stall is over")
+    assert "'w1'" in begin
+
+
+def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage, stopped: int) -> None:
+    here = stage()
+    here.world.answer = None
+    assert not any(here.look(now) for now in range(100)), "nobody is stopped: it is only busy"
+    here.world.pids = {2: stopped}
+    (text,) = here.look(100)
+    assert text.startswith("rank 0 has stood still in the engine for 100 s")
+    assert f"kill -CONT {stopped}" in text
+
+
+def test_a_rank_that_is_blocked_again_and_again_for_a_moment_says_nothing(stage, stopped: int) -> None:
+    here = stage()
+    here.world.pids = {2: stopped}
+    for now in range(200):
+        here.world.answer = [] if now % 50 == 0 else None
+        assert not here.look(now)
+
+
+def test_after_a_long_silence_the_next_report_is_not_due_at_once(stage) -> None:
+    """As after the reporting process itself was stopped."""
+    here = stage()
+    reported = []
+    for age_s in (500, 501, 502, 959, 961, 962):
+        here.world.answer = [waiting(0, age_s)]
+        if here.look(age_s):
+            reported.append(age_s)
+    assert reported == [500, 961]
+
+
+def test_the_shutdown_time_fails_the_world_with_the_same_text(stage) -> None:
+    here = stage(check_s=60.0, shutdown_s=90.0)
+    here.world.answer = [waiting(0, 61)]
+    assert len(here.look(0)) == 1
+    assert not here.world.left
+    assert not here.inspector.has_given_up
+    here.world.answer = [waiting(0, 90)]
+    here.look(30)
+    (text,) = here.world.left
+    assert text.startswith("abort: rank 0 waited 90 s, longer than the stall shutdown time, for rank 1\n")
+    assert "allreduce 'w0' (key 0): 90 s, submitted by ranks 0, 2-3, not by rank 1" in text
+    assert here.inspector.has_given_up
+    here.world.failure = PeerLostError("lost")
+    assert not here.inspector.look(31), "a lost world needs no more reports"
+
+
+def test_a_shutdown_time_below_the_check_time_counts(stage) -> None:
+    here = stage(check_s=60.0, shutdown_s=5.0)
+    here.world.answer = [waiting(0, 5)]
+    assert here.look(0)
+    assert here.world.left
+
+
+# -- Who is late --------------------------------------------------------------------------------------------------
+
+
+def test_a_late_rank_names_what_it_missed_and_where_it_is(stage) -> None:
+    here = stage(1)
+    reported = []
+    for now in range(250):
+        here.world.late_for = [Missed(f"s0/{key}", 7) for key in range(8)]
+        for text in here.look(now):
+            reported.append(now)
+            lines = text.splitlines()
+            assert lines[0] == f"the other workers have waited {now} s for rank 1."
+            assert lines[1] == ("  It has not submitted <s0/0>, <s0/1>, <s0/2>, <s0/3>, <s0/4>, <s0/5>, ... and 2 more")
+            assert lines[2].startswith("  main thread, innermost call last")
+            assert "in test_a_late_rank_names_what_it_missed_and_where_it_is" in text
+    assert reported == [60, 120, 240]
+
+
+def test_a_rank_that_is_last_in_every_step_is_not_late(stage) -> None:
+    here = stage(1)
+    for now in range(200):
+        here.world.late_for = [Missed("s0/0", now // 50)]  # another operation of that name every 50 s
+        assert not here.look(now)
+
+
+def test_a_look_without_an_answer_changes_nothing(stage) -> None:
+    here = stage(1)
+    for now in range(70):
+        here.world.late_for = None if now % 2 else [Missed("s0/0", 7)]
+        assert bool(here.look(now)) == (now == 60)
+
+
+# -- The thread ---------------------------------------------------------------------------------------------------
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "kvstore_hvd-stall"]
+
+
+def until(condition) -> None:
+    end = time.monotonic() + patient(30)
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_the_thread_looks_and_ends(stage) -> None:
+    before = len(threads())
+    here = stage(check_s=0.02)
+    here.world.answer = [waiting(0, 61)]
+    here.inspector.start()
+    until(lambda: here.records)
+    here.inspector.stop()
+    until(lambda: len(threads()) == before)
+    lost = stage(check_s=0.02)
+    lost.world.failure = PeerLostError("lost")
+    lost.inspector.start()
+    until(lambda: len(threads()) == before)
+
+
+def test_a_report_that_fails_ends_the_reports_only(stage) -> None:
+    before = len(threads())
+    here = stage(check_s=0.02)
+    here.world.answer = 5  # type: ignore[assignment]
+    here.inspector.start()
+    until(lambda: len(threads()) == before and here.records)
+    assert here.records == ["there will be no more stall reports: TypeError: 'int' object is not iterable"]
+
+
+# -- Stacks and names ---------------------------------------------------------------------------------------------
+
+
+def test_stacks_are_bounded_and_leave_out_our_own_threads() -> None:
+    go, seen = threading.Event(), []
+
+    def deep(depth: int) -> None:
+        deep(depth - 1) if depth else go.wait()
+
+    others = [threading.Thread(target=deep, args=(40,), name=f"reader-{i}") for i in range(5)]
+    others.append(threading.Thread(target=deep, args=(1,), name="kvstore_hvd-exit"))
+    for thread in others:
+        thread.start()
+    until(lambda: stacks.python_stacks().count("in wait") >= 3)
+    # As the inspector does: from a thread of its own.
+    looker = threading.Thread(target=lambda: seen.append(stacks.python_stacks()), name="kvstore_hvd-stall")
+    looker.start()
+    looker.join()
+    go.set()
+    for thread in others:
+        thread.join()
+    text = seen[0]
+    assert text.startswith("main thread, innermost call last")
+    assert "in test_stacks_are_bounded_and_leave_out_our_own_threads" in text
+    assert "kvstore_hvd-" not in text
+    assert "outer calls left out" in text
+    assert "more threads" in text
+    assert len(text.splitlines()) < 100
+
+
+def test_names_on_the_wire_are_told_in_the_users_words() -> None:
+    class Store:
+        def label(self, key: str) -> str:
+            return f"'weight' (key {key})"
+
+    names, first, second = Namespaces(), Store(), Store()
+    assert [names.add(first.label), names.add(second.label)] == ["s0", "s1"]
+    assert names.describe("s1/3") == "'weight' (key 3)"
+    assert names.describe("np/loss") == "'loss'"
+    assert names.describe("np/a/b") == "'a/b'"
+    assert names.describe("barrier/s0") == "barrier 's0'"
+    del second
+    assert names.describe("s1/3") == "s1 '3'"

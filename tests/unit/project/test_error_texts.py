@@ -1,0 +1,95 @@
+"""Every error that a user can meet is one of the package's, and says what to do: by the syntax trees of the sources."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvstore_hvd import errors
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "kvstore_hvd"
+TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+# Builtin exceptions that a program may meet, because Python or Horovod asks for just these.
+PROTOCOLS = {
+    "AttributeError": "a module or an object has no such attribute",
+    "NotImplementedError": "an abstract method, for a program's own classes",
+    "SystemExit": "the end of a command",
+    "StopIteration": "the end of an iteration",
+}
+# Files whose builtin exceptions are caught by their only callers, or belong to another protocol.
+INTERNAL = {
+    "as_horovod/common/util.py": "Horovod's helpers, which raise what Horovod's raise",
+    "config.py": "what a parser of a setting refuses; Config.from_environ makes a ConfigError of all of them",
+    "driver/driver.py": "what a daemon says is checked, and its connection ended",
+    "driver/jobs.py": "as in driver.py",
+    "driver/options.py": "caught by its caller, which names the option",
+    "gpu/kernels.py": "arguments of our own code",
+    "gpu/launcher.py": "arguments of our own code",
+    "gpu/tables.py": "arguments of our own code",
+    "horovod_alias.py": "an import fails with ModuleNotFoundError",
+    "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
+    "recording/trace.py": "caught by its only callers",
+    "recording/parts.py": "an OSError that its callers make a text of",
+    "rendezvous.py": "an OSError that the next attempt follows",
+    "wire/sockets.py": "an OSError that the next attempt follows",
+    "wire/connection.py": "a message that cannot be read; a WireError is made of it",
+}
+# Lines for the developer, or facts that become part of a text that has a fix.
+WITHOUT_FIX = {
+    "mpi_world.py": "a row of kvhvdrun --check-build",
+    "driver/discovery.py": "said once by the launcher, which tries again",
+    "gpu/launcher.py": "a fact for native/src/messages.cpp, which adds the fix",
+    "gpu/nccl.py": "as in launcher.py",
+    "comm/ring.py": "a detail of the error of comm/executors.py",
+    "gpu/memory.py": "as in ring.py",
+}
+
+
+def raised(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield name_of(node.exc), node.exc
+
+
+def name_of(call: ast.Call) -> str:
+    """The name of what is called; with its module where there is one."""
+    return ast.unparse(call.func)
+
+
+def test_no_builtin_exception_is_raised() -> None:
+    faults = []
+    for place, tree in TREES.items():
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imported = {name.asname or name.name for node in imports for name in node.names}
+        for name, call in raised(tree):
+            kind = getattr(builtins, name, None)
+            is_builtin = isinstance(kind, type) and issubclass(kind, BaseException) and name not in imported
+            if is_builtin and name not in PROTOCOLS and place not in INTERNAL:
+                faults.append(f"{place}:{call.lineno} raises {name}: use one of kvstore_hvd.errors")
+    assert not faults, "\n".join(faults)
+
+
+def test_every_text_has_a_fix() -> None:
+    faults = []
+    for place, tree in TREES.items():
+        if place in WITHOUT_FIX or place == "errors.py":
+            continue
+        for node in ast.walk(tree):
+            is_text = isinstance(node, ast.Call) and name_of(node) == "message"
+            if is_text and all(each.arg != "fix" for each in node.keywords):
+                faults.append(f"{place}:{node.lineno}: no fix")
+        for name, call in raised(tree):
+            if name in errors.__all__ and call.args and isinstance(call.args[0], (ast.Constant, ast.JoinedStr)):
+                text = ast.unparse(call.args[0])
+                if "Fix: " not in text:
+                    faults.append(f"{place}:{call.lineno}: {text} has no fix")
+    assert not faults, "\n".join(faults)
+
+
+def test_what_is_left_out_is_there() -> None:
+    for place in (*INTERNAL, *WITHOUT_FIX):
+        assert place in TREES, f"there is no {place}: take it off the list"

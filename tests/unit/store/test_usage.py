@@ -1,0 +1,137 @@
+"""What a store counts, how much of it it keeps, and what its report looks like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore_hvd.native.records import Statistics, Times
+from kvstore_hvd.store import usage
+from kvstore_hvd.store.usage import OTHER_KEYS, Batch, Measured, Report, Usage
+
+NOTHING: dict[str, Any] = {
+    "algorithm": "",
+    "staged": "",
+    "submitted": 0.0,
+    "ms": {name: {"mean": 0.0, "last": 0.0} for name in ("queued", "reducing", "exposed")},
+}
+
+
+def unknown(key: str) -> None:
+    """What an engine knows that has measured nothing."""
+
+
+def test_nothing_was_done() -> None:
+    assert Usage().report({}, unknown) == {
+        "operations": {},
+        "bytes": 0,
+        "ms": {"queued": 0.0, "reducing": 0.0, "exposed": 0.0},
+        "keys": {},
+    }
+
+
+def test_counts_by_key_and_in_total() -> None:
+    counted = Usage()
+    counted.add("broadcast", 3, 8)
+    counted.add("pushpull", "3", 8)
+    counted.add("pushpull", "loss", 4)
+    report = counted.report({"3": "weight"}, unknown)
+    assert (report["operations"], report["bytes"]) == ({"broadcast": 1, "pushpull": 2}, 20)
+    assert report["keys"] == {
+        "weight": {"operations": {"broadcast": 1, "pushpull": 1}, "bytes": 16, **NOTHING},
+        "loss": {"operations": {"pushpull": 1}, "bytes": 4, **NOTHING},
+    }
+
+
+def test_keys_that_are_used_once_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "MAX_KEYS", 3)
+    counted = Usage()
+    for step in range(100):
+        counted.add("pushpull", 0, 4)
+        counted.add("pushpull", f"once/{step}", 8)
+    report = counted.report({}, unknown)
+    assert (report["operations"], report["bytes"]) == ({"pushpull": 200}, 1200)
+    assert list(report["keys"]) == ["0", "once/0", "once/1", OTHER_KEYS]
+    assert report["keys"]["0"] == {"operations": {"pushpull": 100}, "bytes": 400, **NOTHING}
+    assert report["keys"][OTHER_KEYS] == {"operations": {"pushpull": 98}, "bytes": 98 * 8, **NOTHING}
+
+
+def test_batches_that_are_used_once_are_not_kept() -> None:
+    counted = Usage()
+    batches = [Batch("pushpull", [("weight", 4)]) for _ in range(1000)]
+    for batch in batches:
+        counted.add_batch(batch)
+    assert sum(batch.times for batch in batches) <= usage._MOST_BATCHES  # the others are settled
+    assert counted.report({}, unknown)["operations"] == {"pushpull": 1000}
+
+
+def test_batches_count_like_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_MOST_BATCHES", 2)
+    batched, single = Usage(), Usage()
+    batches = [Batch("pushpull", [(key, 4 * key), ("loss", 1)]) for key in (1, 2, 3)]
+    for time in range(3):
+        for batch in batches * 2:
+            batched.add_batch(batch)
+            for key, array_bytes in batch.sizes:
+                single.add(batch.operation, key, array_bytes)
+        if time == 1:
+            assert batched.report({}, unknown) == single.report({}, unknown)
+    for _ in range(2):
+        assert batched.report({}, unknown) == single.report({}, unknown)
+
+
+def test_times_are_means_and_totals_in_milliseconds() -> None:
+    counted = Usage()
+    for _ in range(4):
+        counted.add("pushpull", 0, 4)
+    statistics = Statistics(4, 16, "two-shot", Times(1.0, 2.0, 0.5), Times(0.25, 1.0, 0.0), 77.0)
+    report = counted.report({"0": "weight"}, {"0": Measured(statistics, "3 devices")}.get)
+    assert report["ms"] == {"queued": 1000.0, "reducing": 2000.0, "exposed": 500.0}
+    assert report["keys"]["weight"] == {
+        "operations": {"pushpull": 4},
+        "bytes": 16,
+        "algorithm": "two-shot",
+        "staged": "3 devices",
+        "submitted": 77.0,
+        "ms": {
+            "queued": {"mean": 250.0, "last": 250.0},
+            "reducing": {"mean": 500.0, "last": 1000.0},
+            "exposed": {"mean": 125.0, "last": 0.0},
+        },
+    }
+
+
+def test_a_report_prints_as_a_table() -> None:
+    counted = Usage()
+    counted.add("pushpull", 0, 3 << 20)
+    counted.add("broadcast", "loss", 4)
+    statistics = Statistics(1, 3 << 20, "two-shot", Times(0.001, 0.002, 0.0), Times(0.001, 0.002, 0.0), 0.0)
+    entries = counted.report({"0": "weight"}, {"0": Measured(statistics, "3 devices")}.get)
+    report = Report(
+        {
+            "workers": 2,
+            "rounds": {"count": 3, "exposed_ms": 1.5, "reducing_ms": 0.5},
+            "arena": {"used": 1 << 20, "capacity": 8 << 20},
+            **entries,
+        }
+    )
+    assert str(report).splitlines() == [
+        "2 workers; 1 pushpull, 1 broadcast; 3.0 MiB; 1.0 ms queued, 2.0 ms reducing, 0.0 ms exposed "
+        "(1.5 ms in 3 rounds, 0.5 of it reducing); arena: 1.0 of 8.0 MiB",
+        "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
+        "weight      1  3145728  two-shot       1.000        2.000       0.000  3 devices",
+        "loss        1        4",
+    ]
+    nothing = Report(
+        {
+            "workers": 1,
+            "rounds": {"count": 0, "exposed_ms": 0.0, "reducing_ms": 0.0},
+            "arena": {"used": 0, "capacity": 0},
+            **Usage().report({}, unknown),
+        }
+    )
+    assert str(nothing) == (
+        "1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed "
+        "(0.0 ms in 0 rounds, 0.0 of it reducing); no arena"
+    )

@@ -1,0 +1,348 @@
+"""Which world a process finds itself in, and what it refuses. Real MPIs are tested in tests/integration."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstore_hvd.errors import InvalidRequestError, LaunchError
+from kvstore_hvd.horovod import variables as horovod_variables
+from kvstore_hvd.worlds import bootstrap
+from kvstore_hvd.worlds.mpi import world as mpi_world
+from kvstore_hvd.worlds.topology import Host, Topology
+
+config_module = importlib.import_module("kvstore_hvd.config")
+PREFIXES = ("KVHVD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
+LAUNCHED = {"KVHVD_RANK": "1", "KVHVD_SIZE": "3", "KVHVD_JOB": "job", "KVHVD_SECRET": "5a" * 32}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start without any launcher's variables or MPI; afterwards the configuration is read anew."""
+    for name in config_module.environment():
+        if name.startswith(PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    config_module.reload()
+    yield
+    monkeypatch.undo()
+    config_module.reload()
+
+
+def discover(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], comm: Any = None) -> bootstrap.World:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    config_module.reload()
+    return bootstrap.discover(comm)
+
+
+# -- Topology -----------------------------------------------------------------------------------------------------
+
+
+def hosts(*names: str) -> list[Host]:
+    return [Host(name.rstrip("'"), name) for name in names]
+
+
+def test_one_host() -> None:
+    topology = Topology.of(2, hosts("a", "a", "a"), source="mpi")
+    assert (topology.rank, topology.size, topology.local_rank, topology.local_size) == (2, 3, 2, 3)
+    assert (topology.cross_rank, topology.cross_size) == (0, 1)
+    assert topology.hosts == ("a", "a", "a")
+    assert topology.local_ranks == (0, 1, 2)
+    assert topology.host_count == 1
+
+
+def test_interleaved_hosts_of_unequal_size() -> None:
+    all_hosts = hosts("a", "b", "a", "b", "b")
+    seen = [Topology.of(rank, all_hosts, source="mpi") for rank in range(5)]
+    assert [t.local_rank for t in seen] == [0, 0, 1, 1, 2]
+    assert [t.local_size for t in seen] == [2, 3, 2, 3, 3]
+    assert [t.cross_rank for t in seen] == [0, 1, 0, 1, 0]
+    assert [t.cross_size for t in seen] == [2, 2, 2, 2, 1]
+    assert seen[3].local_ranks == (1, 3, 4)
+    assert seen[3].host == "b"
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    topology = Topology.of(0, hosts("a", "a'", "a", "a'"), source="mpi")
+    assert topology.hosts == ("a", "a#2", "a", "a#2")
+    assert topology.local_ranks == (0, 2)
+
+
+def test_this_host_is_stable() -> None:
+    assert Host.here() == Host.here()
+    assert Host.here().identity
+
+
+# -- A world of one -----------------------------------------------------------------------------------------------
+
+
+def test_without_a_launcher_the_world_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
+    world = discover(monkeypatch, {})
+    assert (world.topology.rank, world.topology.size, world.topology.source) == (0, 1, "single")
+    assert world.communicator is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+    ],
+)
+def test_one_rank_needs_no_mpi(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert discover(monkeypatch, environ).topology.source == "single"
+
+
+def test_two_worlds_of_one_never_meet() -> None:
+    one, other = bootstrap.single_world(), bootstrap.single_world()
+    assert one.job != other.job
+    assert one.secret != other.secret
+
+
+def test_horovodrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match=r"Horovod's launcher started 4 workers(.|\n)*Fix: .*kvhvdrun"):
+        discover(monkeypatch, {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"})
+
+
+def horovods(rank: int, size: int) -> dict[str, str]:
+    """Return Horovod's variables of a worker of kvhvdrun."""
+    return horovod_variables.of_worker("localhost", horovod_variables.Seat(rank, size, rank, size))
+
+
+def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a worker starts, with all of its variables, with kvhvdrun's taken away, or only those of its rank."""
+    assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
+    assert discover(monkeypatch, {"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
+    topology = discover(monkeypatch, {**LAUNCHED, **horovods(1, 3)}).topology
+    assert (topology.rank, topology.size, topology.source) == (1, 3, "launcher")
+    # Another one's are no news, and do not count.
+    topology = discover(monkeypatch, {**LAUNCHED, **horovods(5, 7)}).topology
+    assert (topology.rank, topology.size) == (1, 3)
+
+
+def test_horovodrun_is_refused_also_with_all_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**horovods(0, 4), "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    with pytest.raises(LaunchError, match="Horovod's launcher started 4 workers"):
+        discover(monkeypatch, found)
+
+
+# -- kvhvdrun -----------------------------------------------------------------------------------------------------
+
+
+def test_kvhvdruns_variables_make_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    world = discover(monkeypatch, {**LAUNCHED, "KVHVD_EPOCH": "4"})
+    topology = world.topology
+    assert (topology.rank, topology.size, topology.local_rank, topology.local_size) == (1, 3, 1, 3)
+    assert (topology.epoch, topology.source) == (4, "launcher")
+    assert (world.job, world.secret) == ("job", b"\x5a" * 32)
+    assert world.next_epoch().topology.epoch == 5
+
+
+@pytest.mark.parametrize("variable", ["KVHVD_JOB", "KVHVD_SECRET", "KVHVD_SIZE", "KVHVD_RANK"])
+def test_incomplete_variables_are_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    with pytest.raises(LaunchError, match=f"incomplete: {variable} not set"):
+        discover(monkeypatch, {name: value for name, value in LAUNCHED.items() if name != variable})
+
+
+def test_a_rank_beyond_the_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="KVHVD_RANK=3 is not below KVHVD_SIZE=3"):
+        discover(monkeypatch, {**LAUNCHED, "KVHVD_RANK": "3"})
+
+
+def test_mpirun_inside_kvhvdrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="by kvhvdrun and by mpirun"):
+        discover(monkeypatch, {**LAUNCHED, "PMI_SIZE": "2", "PMI_RANK": "0"})
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 1, 2], range(3), (0, 1, 2)])
+def test_all_ranks_are_the_whole_world(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    world = discover(monkeypatch, LAUNCHED, ranks)
+    assert (world.topology.rank, world.topology.size, world.job) == (1, 3, "job")
+
+
+def test_some_ranks_are_a_world_of_their_own_in_the_order_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = discover(monkeypatch, LAUNCHED, [2, 1])
+    assert (world.topology.rank, world.topology.size) == (1, 2)
+    assert world.job != "job"
+
+
+def test_a_rank_that_is_not_listed_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert discover(monkeypatch, LAUNCHED, [0, 2]).topology.size == 1
+
+
+@pytest.mark.parametrize("ranks", [[0, 3], [1, 1], [-1], ["a"], "01", 2, object()])
+def test_wrong_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        discover(monkeypatch, LAUNCHED, ranks)
+
+
+def test_ranks_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert discover(monkeypatch, {}, [0]).topology.size == 1
+    with pytest.raises(InvalidRequestError, match="distinct ranks from 0 to 0"):
+        discover(monkeypatch, {}, [0, 1])
+
+
+# -- MPI, played by a stand-in ------------------------------------------------------------------------------------
+
+
+class FakeComm:
+    """A communicator whose other ranks answer like this one, each from the host given."""
+
+    def __init__(self, rank: int, size: int, on: list[str] | None = None) -> None:
+        self.rank, self.size, self._on = rank, size, on
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Dup(self) -> FakeComm:
+        return self
+
+    def Is_inter(self) -> bool:
+        return False
+
+    def Set_errhandler(self, handler: str) -> None:
+        self.handler = handler
+
+    def allgather(self, item: Any) -> list[Any]:
+        if self._on is None or not isinstance(item, mpi_world.Introduction):
+            return [item] * self.size
+        return [dataclasses.replace(item, host=Host(host, host)) for host in self._on]
+
+
+def fake_mpi(size: int, vendor: str = "Open MPI", version: tuple[int, ...] = (5, 0, 11), **more: Any) -> Any:
+    module = types.ModuleType("mpi4py.MPI")
+    calls: list[str] = []
+    module.__dict__.update(
+        COMM_WORLD=FakeComm(0, size, more.get("on")),
+        COMM_NULL=object(),
+        Comm=FakeComm,
+        THREAD_MULTIPLE=3,
+        ERRORS_RETURN="return",
+        Exception=type("Exception", (RuntimeError,), {}),
+        Init_thread=lambda level: calls.append(f"Init_thread({level})"),
+        Is_initialized=lambda: more.get("initialised", False) or bool(calls),
+        Is_finalized=lambda: more.get("finalised", False),
+        get_vendor=lambda: (vendor, version),
+        calls=calls,
+    )
+    return module
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: Any, imported: bool = False) -> Any:
+    """Let `from mpi4py import MPI` find the stand-in."""
+    package = types.ModuleType("mpi4py")
+    package.__dict__.update(MPI=module, rc=types.SimpleNamespace(initialize=True, finalize=None))
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    if imported:
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
+    return package
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_VERSION": "5.0.11"}
+
+
+def test_mpi_is_started_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fake_mpi(4)
+    package = install(monkeypatch, module)
+    world = discover(monkeypatch, OPEN_MPI)
+    assert module.calls == ["Init_thread(3)"]
+    assert (package.rc.initialize, package.rc.finalize) == (True, None)  # as it was
+    assert (world.topology.size, world.topology.source) == (4, "mpi")
+    assert world.communicator.allgather("x") == ["x"] * 4
+
+
+def test_an_initialised_mpi_is_used_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fake_mpi(2, initialised=True)
+    install(monkeypatch, module, imported=True)
+    assert discover(monkeypatch, {}).topology.source == "mpi"
+    assert module.calls == []
+
+
+def test_a_finalised_mpi_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_mpi(2, initialised=True, finalised=True), imported=True)
+    assert discover(monkeypatch, {}).topology.source == "single"
+
+
+def test_kvhvdrun_comes_before_an_initialised_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_mpi(1, initialised=True), imported=True)
+    assert discover(monkeypatch, LAUNCHED).topology.source == "launcher"
+
+
+def test_a_communicator_of_one_under_kvhvdrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_mpi(1, initialised=True), imported=True)
+    with pytest.raises(LaunchError, match="the communicator has size 1"):
+        discover(monkeypatch, LAUNCHED, FakeComm(0, 1))
+
+
+def test_a_world_of_one_under_a_launcher_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_mpi(1))
+    with pytest.raises(LaunchError) as caught:
+        discover(monkeypatch, OPEN_MPI)
+    assert str(caught.value) == (
+        "MPI world size is 1, but the launcher asked for 4.\n"
+        "  mpirun: Open MPI 5.0.11; mpi4py loaded: Open MPI 5.0.11\n"
+        "  Fix: run `mpirun -n 4 python train.py` with the mpirun of the MPI that mpi4py loads."
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "vendor", "version"),
+    [
+        (OPEN_MPI, "MPICH", (5, 0, 2)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "Open MPI", (5, 0, 11)),
+        (OPEN_MPI, "Open MPI", (4, 1, 4)),
+    ],
+)
+def test_another_mpi_is_refused_before_it_is_started(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], vendor: str, version: tuple[int, ...]
+) -> None:
+    module = fake_mpi(4, vendor, version)
+    install(monkeypatch, module)
+    with pytest.raises(LaunchError, match="started by the mpirun of another MPI") as caught:
+        discover(monkeypatch, environ)
+    assert f"mpi4py loaded: {vendor} {'.'.join(map(str, version))}" in str(caught.value)
+    assert module.calls == []
+
+
+def test_an_old_open_mpirun_starts_a_new_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_mpi(4))
+    environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_hnp_uri": "x"}
+    assert discover(monkeypatch, environ).topology.size == 4
+
+
+def test_a_missing_mpi4py_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match=r"mpi4py is not installed(.|\n)*-m pip install mpi4py"):
+        discover(monkeypatch, OPEN_MPI)
+
+
+def test_several_hosts_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_mpi(4, on=["a", "b", "a", "b"]))
+    with pytest.raises(LaunchError) as caught:
+        discover(monkeypatch, OPEN_MPI)
+    assert "on 2 hosts, and several hosts are not supported yet" in str(caught.value)
+    assert "a: ranks 0, 2\n  b: ranks 1, 3" in str(caught.value)
+
+
+def test_comm_null_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fake_mpi(2, initialised=True)
+    module.COMM_NULL = FakeComm(0, 0)
+    install(monkeypatch, module, imported=True)
+    with pytest.raises(InvalidRequestError, match="intracommunicator"):
+        discover(monkeypatch, {}, module.COMM_NULL)
+
+
+def test_initialised_mpi_survives_a_half_imported_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.ModuleType("mpi4py.MPI"))
+    assert mpi_world.initialised_mpi() is None

@@ -1,0 +1,328 @@
+"""The meeting that hands out the segment: who comes, who stays away, and who has no business there.
+
+Ranks are threads of this process; each has its own sockets, as processes would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.wire.authentication import mac
+from kvstore_hvd.worlds import rendezvous
+from kvstore_hvd.worlds.rendezvous import share_segment, socket_name
+from kvstore_hvd.worlds.topology import Host, Topology, World
+from support.patience import patient
+
+LONG_S = patient(60.0)
+JOBS = iter(range(1_000_000))
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def worlds(size: int, secret: bytes = b"s" * 32) -> list[World]:
+    """The world of `size` ranks on this host, as each rank sees it."""
+    job = f"test-{os.getpid()}-{next(JOBS)}"
+    hosts = [Host.here()] * size
+    return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in range(size)]
+
+
+def memory(told: Sequence[str] = ()) -> int:
+    return os.memfd_create("test", os.MFD_CLOEXEC)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(64) as executor:
+        yield executor
+
+
+def start(
+    pool: ThreadPoolExecutor,
+    world: World,
+    create: Callable[[Sequence[str]], int] = memory,
+    timeout_s: float = LONG_S,
+    version: str = "",
+    tell: str = "",
+) -> Future[int]:
+    return pool.submit(share_segment, world, create, version=version, tell=tell, timeout_s=timeout_s)
+
+
+def connect(name: bytes, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
+    """Connect to the server as soon as there is one."""
+    while True:
+        stranger = socket.socket(socket.AF_UNIX, kind)
+        stranger.settimeout(LONG_S)
+        try:
+            stranger.connect(name)
+            return stranger
+        except ConnectionRefusedError:
+            stranger.close()
+            threading.Event().wait(0.002)
+
+
+def results(*futures: Future[int]) -> list[int]:
+    return [future.result(LONG_S) for future in futures]
+
+
+def same_file(descriptors: list[int]) -> bool:
+    inodes = {(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in descriptors}
+    for fd in descriptors:
+        os.close(fd)
+    return len(inodes) == 1
+
+
+def test_alone_nobody_is_met() -> None:
+    fd = share_segment(worlds(1)[0], memory)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 33])
+def test_all_ranks_get_the_same_memory(pool: ThreadPoolExecutor, size: int) -> None:
+    calls: list[Sequence[str]] = []
+
+    def create(told: Sequence[str]) -> int:
+        calls.append(told)
+        return memory()
+
+    futures = [start(pool, world, create, tell=f"of {rank} é") for rank, world in enumerate(worlds(size))]
+    descriptors = [future.result(LONG_S) for future in futures]
+    (told,) = calls
+    assert sorted(told) == sorted(f"of {rank} é" for rank in range(size)), "one is made, of what all tell"
+    assert len(set(descriptors)) == size
+    assert not any(os.get_inheritable(fd) for fd in descriptors)
+    assert same_file(descriptors)
+
+
+def test_nobody_returns_before_the_slowest_has_come(pool: ThreadPoolExecutor) -> None:
+    first, second, slow = worlds(3)
+    early = [start(pool, first), start(pool, second)]
+    connect(socket_name(first)).close()  # the server runs
+    assert not any(future.done() for future in early)
+    late = start(pool, slow)
+    assert same_file([future.result(LONG_S) for future in [*early, late]])
+
+
+@pytest.mark.parametrize("present", [(0,), (1,), (1, 2), (0, 1)])
+def test_a_world_that_is_lost_is_waited_for_no_longer(pool: ThreadPoolExecutor, present: tuple[int, ...]) -> None:
+    """Whoever waits, for the server or in it, goes at once, with the reason."""
+    lost: list[str] = [""]
+    group = [dataclasses.replace(world, lost=lambda: lost[0]) for world in worlds(3)]
+    early = [start(pool, group[rank]) for rank in present]
+    threading.Event().wait(0.1)
+    assert not any(future.done() for future in early)
+    lost[0] = "worker 2 was killed."
+    for future in early:
+        with pytest.raises(LaunchError, match=r"need not meet any more: worker 2 was killed\."):
+            future.result(5.0)
+
+
+def test_epochs_and_jobs_do_not_meet(pool: ThreadPoolExecutor) -> None:
+    one, other = worlds(2), worlds(2)
+    groups = [one, other, [world.next_epoch() for world in one]]
+    assert len({socket_name(group[0]) for group in groups}) == 3
+    futures = [[start(pool, world) for world in group] for group in groups]
+    results = [[future.result(LONG_S) for future in group] for group in futures]
+    assert len({os.fstat(group[0]).st_ino for group in results}) == 3
+    assert all(same_file(group) for group in results)
+
+
+def test_nothing_stays_open(pool: ThreadPoolExecutor) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert same_file([future.result(LONG_S) for future in [start(pool, world) for world in worlds(4)]])
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\0", b"GET / HTTP/1.0\r\n\r\n", os.urandom(200), b"KVHVD\x01" + bytes(200), bytes(65536)],
+    ids=["silence", "zero", "http", "random", "magic", "long"],
+)
+def test_a_stranger_changes_nothing(pool: ThreadPoolExecutor, garbage: bytes) -> None:
+    first, second = worlds(2)
+    leader = start(pool, first)
+    strangers = [connect(socket_name(first)) for _ in range(5)]
+    for stranger in strangers[:-1]:
+        if garbage:
+            stranger.send(garbage)
+    follower = start(pool, second)
+    # The strangers are still connected: nobody waits for them.
+    assert same_file(results(leader, follower))
+    for stranger in strangers:
+        received, descriptors, _, _ = socket.recv_fds(stranger, 65536, 4)
+        assert len(received) == 38  # the challenge, and nothing else
+        assert not descriptors
+        stranger.close()
+
+
+def test_many_strangers_are_bounded(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_MAX_STRANGERS", 4)
+    first, second = worlds(2)
+    leader = start(pool, first)
+    strangers = [connect(socket_name(first)) for _ in range(20)]
+    for stranger in strangers:
+        assert len(stranger.recv(100)) == 38
+    # The oldest have to go: who has just come is given time to prove itself.
+    for stranger in strangers[:-4]:
+        assert stranger.recv(100) == b""
+    for stranger in strangers[-4:]:
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.recv(100)
+    follower = start(pool, second)
+    assert same_file(results(leader, follower))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_socket_of_another_kind_cannot_connect(pool: ThreadPoolExecutor) -> None:
+    first, second = worlds(2)
+    leader = start(pool, first)
+    connect(socket_name(first)).close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream, pytest.raises(OSError, match=r".*"):
+        stream.connect(socket_name(first))
+    assert same_file(results(leader, start(pool, second)))
+
+
+def test_a_peer_with_another_secret_is_no_peer(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = worlds(2)
+    name = socket_name(first)
+    monkeypatch.setattr(rendezvous, "socket_name", lambda world: name)  # it found the name out
+    wrong = dataclasses.replace(second, secret=b"x" * 32)
+    leader = start(pool, first)
+    intruder = start(pool, wrong, timeout_s=0.3)
+    with pytest.raises(LaunchError, match="rank 0 did not arrive"):
+        intruder.result(LONG_S)
+    assert not leader.done()
+    assert same_file(results(leader, start(pool, second)))
+
+
+def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor) -> None:
+    second = worlds(2)[1]
+    before = set(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
+        impostor.bind(socket_name(second))
+        impostor.listen(16)
+        follower = start(pool, second, timeout_s=0.5)
+        accepted, _ = impostor.accept()
+        accepted.send(b"KVHVD\x01" + bytes(32))
+        accepted.recv(4096)
+        trap = memory()
+        socket.send_fds(accepted, [b"\x01" + bytes(32)], [trap])
+        with pytest.raises(LaunchError, match="another process answers in its place"):
+            follower.result(LONG_S)
+        accepted.close()
+        os.close(trap)
+    assert set(os.listdir("/proc/self/fd")) == before  # what it was sent is not kept
+
+
+def test_a_server_that_never_speaks_does_not_hang_the_peer(pool: ThreadPoolExecutor) -> None:
+    second = worlds(2)[1]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mute:
+        mute.bind(socket_name(second))
+        mute.listen(16)
+        with pytest.raises(LaunchError, match="rank 0 did not arrive within"):
+            start(pool, second, timeout_s=0.3).result(LONG_S)
+
+
+def test_replayed_hello_is_refused(pool: ThreadPoolExecutor) -> None:
+    first, second = worlds(2)
+    leader = start(pool, first)
+    with connect(socket_name(first)) as one, connect(socket_name(first)) as other:
+        nonce = one.recv(100)[6:]
+        body = rendezvous._MAGIC + bytes(32) + rendezvous._HELLO.pack(1, 1)
+        other.recv(100)
+        # Right for the first connection, sent on the second.
+        other.send(body + mac(second.secret, b"client", nonce, body))
+        assert other.recv(100) == b""
+    assert same_file(results(leader, start(pool, second)))
+
+
+def test_missing_ranks_are_named_on_every_rank_that_came(pool: ThreadPoolExecutor) -> None:
+    four = worlds(4)
+    leader = start(pool, four[0], timeout_s=0.5)
+    second = start(pool, four[1])
+    with pytest.raises(LaunchError, match=r"\[rank 0/4\] ranks 2-3 did not arrive within 0.5 s") as caught:
+        leader.result(LONG_S)
+    assert "arrived: ranks 0-1" in str(caught.value)
+    assert "KVHVD_START_TIMEOUT" in str(caught.value)
+    with pytest.raises(LaunchError, match="ranks 2-3 did not arrive") as caught:
+        second.result(LONG_S)
+    assert str(caught.value).startswith("[rank 1/4] the start failed")
+
+
+def test_a_missing_leader_is_named(pool: ThreadPoolExecutor) -> None:
+    with pytest.raises(LaunchError, match=r"\[rank 1/2\] rank 0 did not arrive within 0.2 s"):
+        start(pool, worlds(2)[1], timeout_s=0.2).result(LONG_S)
+
+
+def test_a_peer_that_ends_meanwhile_is_named_at_once(pool: ThreadPoolExecutor) -> None:
+    three = worlds(3)
+    leader = start(pool, three[0])
+    with connect(socket_name(three[0])) as peer:
+        nonce = peer.recv(100)[6:]
+        body = rendezvous._MAGIC + bytes(32) + rendezvous._HELLO.pack(2, 4711)
+        peer.send(body + mac(three[0].secret, b"client", nonce, body))
+    with pytest.raises(LaunchError, match=r"rank 2 \(pid 4711\) ended while"):
+        leader.result(LONG_S)
+
+
+def test_two_processes_of_one_rank(pool: ThreadPoolExecutor) -> None:
+    three = worlds(3)
+    leader = start(pool, three[0])
+    twins = [start(pool, three[1]), start(pool, three[1])]
+    while not any(twin.done() for twin in twins):
+        threading.Event().wait(0.005)
+    failed = next(twin for twin in twins if twin.done())
+    with pytest.raises(LaunchError, match="rank 1 has already joined from another process"):
+        failed.result()
+    rest = [twin for twin in twins if twin is not failed]
+    assert same_file([future.result(LONG_S) for future in [leader, *rest, start(pool, three[2])]])
+
+
+def test_two_leaders(pool: ThreadPoolExecutor) -> None:
+    first, second = worlds(2)
+    leader = start(pool, first)
+    connect(socket_name(first)).close()
+    with pytest.raises(LaunchError, match="another process already holds this place"):
+        start(pool, first).result(LONG_S)
+    assert same_file(results(leader, start(pool, second)))
+
+
+def test_versions_that_differ_are_named_on_every_rank(pool: ThreadPoolExecutor) -> None:
+    three = worlds(3)
+    futures = [start(pool, world, version=version) for world, version in zip(three, ["1.0", "1.1", "1.0"])]
+    for future in futures:
+        with pytest.raises(LaunchError, match="different versions") as caught:
+            future.result(LONG_S)
+        assert "1.0: ranks 0, 2" in str(caught.value)
+        assert "1.1: rank 1" in str(caught.value)
+
+
+def test_a_failing_create_is_told_to_everybody(pool: ThreadPoolExecutor) -> None:
+    def create(told: Sequence[str]) -> int:
+        raise MemoryError("no memory for the segment")
+
+    first, second = worlds(2)
+    leader, follower = start(pool, first, create), start(pool, second)
+    with pytest.raises(MemoryError):
+        leader.result(LONG_S)
+    with pytest.raises(LaunchError, match="no memory for the segment"):
+        follower.result(LONG_S)
+
+
+def test_the_name_does_not_show_job_or_secret() -> None:
+    world = worlds(2)[0]
+    name = socket_name(world)
+    assert name.startswith(b"\0")  # abstract: no file
+    assert world.job.encode() not in name
+    assert world.secret not in name
+    assert b"s" * 32 not in repr(world).encode()

@@ -1,0 +1,274 @@
+"""A worker's line to its launcher: places in worlds, updates, and what becomes of a worker without it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstore_hvd import wire
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.worlds.worker_line import WorkerLine
+from support.patience import patient
+
+SECRET = b"s" * 32
+HOSTS = [["node", "this one"]] * 3
+PLACES = [0, 2, 1]
+LONG_S = patient(30.0)
+
+
+class Daemon:
+    """What stands behind the line."""
+
+    def __init__(self) -> None:
+        self.name = f"kvstore_hvd-test-{secrets.token_hex(8)}"
+        self.listener = wire.Listener(self.name, SECRET, {"role": "daemon"})
+        self.worker: Any = None
+        self.received: list[dict[str, Any]] = []
+        self._lock = threading.Lock()  # of who sends: tests do it from timers, too
+
+    def accept(self) -> dict[str, Any]:
+        """Wait for the worker; returns who it says it is."""
+        deadline = time.monotonic() + LONG_S
+        while self.worker is None and time.monotonic() < deadline:
+            select.select([self.listener], [], [], 0.1)
+            for each in self.listener.accept():
+                self.worker = each
+        identity: dict[str, Any] = self.worker.identity
+        return identity
+
+    def take(self) -> dict[str, Any]:
+        """The next message of the worker."""
+        while not self.received:
+            assert select.select([self.worker], [], [], LONG_S)[0]
+            self.received += self.worker.receive()
+        return self.received.pop(0)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message to the worker."""
+        with self._lock:
+            self.worker.send({"t": kind, **fields})
+
+    def world(self, epoch: int, rank: int = 1) -> None:
+        """Give out a world."""
+        self.send("world", epoch=epoch, rank=rank, size=3, hosts=HOSTS, places=PLACES, job="job")
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    one = Daemon()
+    yield one
+    one.listener.close()
+
+
+@pytest.fixture
+def line(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLine]:
+    """The line; its loss is noted instead of ending the tests."""
+    ended = threading.Event()
+    monkeypatch.setattr(WorkerLine, "_end", lambda self, error: ended.set())
+    made: list[WorkerLine] = []
+    thread = threading.Thread(target=lambda: made.append(WorkerLine(daemon.name, SECRET, 7)))
+    thread.start()
+    assert daemon.accept() == {"role": "worker", "worker": 7, "pid": os.getpid()}
+    thread.join(LONG_S)
+    yield made[0]
+    daemon.worker.close()
+    assert ended.wait(LONG_S)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_first_world_of_a_new_job(daemon: Daemon, line: WorkerLine) -> None:
+    daemon.world(0)
+    world, is_real = line.enter()
+    assert is_real
+    assert (world.topology.rank, world.topology.size, world.topology.epoch) == (1, 3, 0)
+    assert (world.topology.local_rank, world.topology.source) == (2, "launcher")
+    assert world.topology.local_ranks == (0, 2, 1)
+    assert (world.job, world.secret, world.lost()) == ("job", SECRET, "")
+    assert daemon.take()["t"] == "enter"
+    line.joined(world)
+    assert daemon.take() == {"t": "joined", "epoch": 0}
+    line.synced()
+    assert daemon.take() == {"t": "synced", "epoch": 0}
+
+
+def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
+    daemon.send("place", rank=2, size=3, hosts=HOSTS, places=PLACES)
+    world, is_real = line.enter()
+    assert not is_real
+    assert (world.topology.rank, world.topology.epoch) == (2, -1)
+    assert daemon.take()["t"] == "enter"
+    threading.Timer(0.05, daemon.world, [4]).start()
+    assert line.next_world("start", "").topology.epoch == 4
+    assert daemon.take() == {"t": "ready", "epoch": -1, "cause": "start", "text": ""}
+
+
+def test_a_lost_world(daemon: Daemon, line: WorkerLine) -> None:
+    """Who listens is told at once, and worlds that are lost before they are taken are left out."""
+    told: list[tuple[int, str]] = []
+    line.on_void = lambda epoch, text: told.append((epoch, text))
+    daemon.world(0)
+    world, _ = line.enter()
+    daemon.send("void", epoch=0, text="worker 3 was killed")
+    until(lambda: told == [(0, "worker 3 was killed")])
+    assert world.lost() == "worker 3 was killed"
+
+    def give_out() -> None:
+        daemon.world(1)
+        time.sleep(0.05)
+        daemon.send("void", epoch=1, text="another")
+        daemon.world(2)
+
+    threading.Timer(0.05, give_out).start()
+    world = line.next_world("lost", "PeerLostError")
+    if world.topology.epoch == 1:  # taken before it was lost
+        until(world.lost)
+        world = line.next_world("meeting", "")
+    assert world.topology.epoch == 2
+    assert world.lost() == ""
+
+
+def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, line: WorkerLine) -> None:
+    """The launcher waits for a word from every worker that it gave the world to."""
+    daemon.world(0)
+    first, _ = line.enter()
+    daemon.world(1)
+    daemon.send("void", epoch=1, text="worker 3 was killed")
+    until(lambda: line.void(1))
+    assert line.void(0) == first.lost() == "worker 3 was killed"  # and so are those before it
+    assert line.void(2) == ""
+    threading.Timer(0.05, daemon.world, [2]).start()
+    assert line.next_world("lost", "").topology.epoch == 2
+    assert [daemon.take() for _ in range(3)][2] == {
+        "t": "ready",
+        "epoch": 1,
+        "cause": "meeting",
+        "text": "worker 3 was killed",
+    }
+
+
+def test_updates(daemon: Daemon, line: WorkerLine) -> None:
+    """One that came before a world was given out is part of it."""
+    told: list[tuple[int, int]] = []
+    line.on_update = lambda number, result: told.append((number, result))
+    daemon.world(0)
+    line.enter()
+    assert line.update is None
+    daemon.send("updated", number=1, result=2)
+    until(lambda: told == [(1, 2)])
+    assert line.update == (1, 2)
+    daemon.world(1)
+    line.next_world("updated", "")
+    assert line.update is None
+    daemon.send("updated", number=2, result=1)
+    until(lambda: line.update == (2, 1))
+
+
+def test_the_end_of_the_job(daemon: Daemon, line: WorkerLine) -> None:
+    daemon.send("fail", text="too many resets.")
+    with pytest.raises(LaunchError, match="the job ends: too many resets"):
+        line.enter()
+
+
+def test_a_worker_that_is_not_needed(daemon: Daemon, line: WorkerLine) -> None:
+    daemon.world(0)
+    line.enter()
+    daemon.send("leave", text="its slot was removed")
+    with pytest.raises(SystemExit) as end:
+        line.next_world("updated", "")
+    assert end.value.code == 0
+
+
+def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon: Daemon, line: WorkerLine) -> None:
+    """Not for who was sending as it was forked, either."""
+    with line._lock:
+        child = os.fork()
+        if child == 0:
+            line.finished()
+            os._exit(0)
+    try:
+        until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
+    line.finished()
+    assert daemon.take() == {"t": "finished"}
+
+
+def test_nobody_answers() -> None:
+    from kvstore_hvd.worlds import worker_line
+
+    before, worker_line._CONNECT_S = worker_line._CONNECT_S, 0.2
+    try:
+        with pytest.raises(LaunchError, match="the daemon of the job does not answer"):
+            WorkerLine("kvstore_hvd-test-nobody", SECRET, 0)
+    finally:
+        worker_line._CONNECT_S = before
+
+
+PROGRAM = """
+import os, sys, time
+from kvstore_hvd.worlds.worker_line import WorkerLine
+line = WorkerLine(sys.argv[1], b"s" * 32, 0)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_line_ends_with_its_worker(daemon: Daemon) -> None:
+    """Although a process lives that the worker has forked."""
+    command = [sys.executable, "-c", PROGRAM, daemon.name]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        daemon.accept()
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"here\n"
+        worker.kill()
+        assert select.select([daemon.worker], [], [], LONG_S)[0]
+        with pytest.raises(wire.WireError, match="closed the connection"):
+            daemon.worker.receive()
+    finally:
+        os.killpg(worker.pid, 9)
+        worker.communicate()
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_worker_ends_without_its_line(daemon: Daemon, is_refused: bool) -> None:
+    """Nobody watches over it; what it forked does not keep the line open, and is not ended by it."""
+    command = [sys.executable, "-c", PROGRAM, daemon.name]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        daemon.accept()
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"here\n"
+        if is_refused:
+            daemon.send("refused", text="another process has called init().")
+        daemon.worker.close()
+        assert worker.wait(LONG_S) == 1
+    finally:
+        os.killpg(worker.pid, 9)
+    assert worker.stderr is not None
+    said = worker.stderr.read()
+    if is_refused:
+        assert b"lost: another process has called init(). This process ends." in said
+    else:
+        assert b"the line to the daemon of this job is lost: the other side closed the connection." in said
