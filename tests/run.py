@@ -29,8 +29,8 @@ from support.results import Results, read
 
 TESTS = Path(__file__).resolve().parent
 STEPS = ("unit", "parallel", "integration")
-# As in the table of docs/contract.md (tests/unit/project/test_contract.py compares). Three: what is wrong only with a number
-# that is no power of two. Who starts the ranks matters little beyond that.
+# As in the table of docs/contract.md (tests/unit/project/test_contract.py compares). Three: what is wrong only with a
+# number that is no power of two. Who starts the ranks matters little beyond that.
 RANKS = {"kvhvdrun": (1, 2, 4), "mpirun": (3,)}
 QUICK_RANKS = {"kvhvdrun": (), "mpirun": (2,)}
 # How many processes of pytest share the integration tests, which wait for most of their time. They look only at what

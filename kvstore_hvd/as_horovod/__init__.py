@@ -1,4 +1,4 @@
-"""What a program finds under the name ``horovod`` (see horovod_alias.py); ``horovod.mxnet`` is `kvstore_hvd.mxnet`."""
+"""What a program finds under the name ``horovod`` (see horovod/alias.py); ``horovod.mxnet`` is `kvstore_hvd.mxnet`."""
 
 from __future__ import annotations
 

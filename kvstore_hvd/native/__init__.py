@@ -108,7 +108,7 @@ def _native() -> Any:
 
 def _why_not_built() -> str:
     """The message where the extension is missing."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     fact = f"the native extension of kvstore_hvd is missing: {here} belongs to a source tree that was not built."
     # Python looks into the script's folder first: a script that lies in the source tree never finds the installed copy.
     installed = next((path.parent for entry in sys.path for path in Path(entry).glob("kvstore_hvd/_native.*.so")), None)

@@ -73,7 +73,7 @@ def test_each_row_names_tests_that_are_run(behaviour: str, tests: str) -> None:
     in_ci = 0
     for each in named:
         path, _, name = each.partition("::")
-        assert re.fullmatch(r"tests/(\w+/test_\w+\.py|native/\w+\.cpp)", path), f"{each} is no test"
+        assert re.fullmatch(r"tests/(\w+(?:/\w+)*/test_\w+\.py|native/\w+\.cpp)", path), f"{each} is no test"
         assert (ROOT / path).exists(), f"there is no {path}"
         if path.endswith(".cpp"):
             assert f'"{name}"' in (ROOT / path).read_text(), f"{path} has no test of this text: {name}"

@@ -30,21 +30,21 @@ INTERNAL = {
     "gpu/kernels.py": "arguments of our own code",
     "gpu/launcher.py": "arguments of our own code",
     "gpu/tables.py": "arguments of our own code",
-    "horovod_alias.py": "an import fails with ModuleNotFoundError",
+    "horovod/alias.py": "an import fails with ModuleNotFoundError",
     "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
     "recording/trace.py": "caught by its only callers",
     "recording/parts.py": "an OSError that its callers make a text of",
-    "rendezvous.py": "an OSError that the next attempt follows",
+    "worlds/rendezvous.py": "an OSError that the next attempt follows",
     "wire/sockets.py": "an OSError that the next attempt follows",
     "wire/connection.py": "a message that cannot be read; a WireError is made of it",
 }
 # Lines for the developer, or facts that become part of a text that has a fix.
 WITHOUT_FIX = {
-    "mpi_world.py": "a row of kvhvdrun --check-build",
+    "worlds/mpi/world.py": "a row of kvhvdrun --check-build",
     "driver/discovery.py": "said once by the launcher, which tries again",
     "gpu/launcher.py": "a fact for native/src/messages.cpp, which adds the fix",
     "gpu/nccl.py": "as in launcher.py",
-    "comm/ring.py": "a detail of the error of comm/executors.py",
+    "comm/device/ring.py": "a detail of the error of comm/device/executors.py",
     "gpu/memory.py": "as in ring.py",
 }
 

@@ -306,6 +306,6 @@ def test_scalars_and_empty_arrays_take_part(fake, kv, shape):
 
 
 def test_bad_names_of_attributes():
-    with pytest.raises(AttributeError, match="no attribute 'horovod'"):
-        _ = kvstore_hvd.horovod
+    with pytest.raises(AttributeError, match="no attribute 'HOROVOD'"):
+        _ = kvstore_hvd.HOROVOD
     assert kvstore_hvd.Horovod is mx.kvstore.KVStoreBase.kv_registry["horovod"]
