@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
-SOURCES = sorted(str(path) for folder in ("src", "mxnet", "bindings") for path in Path("native", folder).glob("*.cpp"))
+SOURCES = sorted(str(path) for path in Path("native").rglob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("native").rglob("*.hpp"))
 # -ffp-contract=off: a fused multiply-add would round differently from kernel to kernel, and so from rank to rank.
 FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
@@ -38,7 +38,7 @@ class BuildExt(build_ext):
     def build_extension(self, ext: Pybind11Extension) -> None:
         """Compile and link ``ext``."""
         if not SOURCES:
-            raise RuntimeError("there is no native/*/*.cpp to build the extension from; is this a whole checkout?")
+            raise RuntimeError("there is no native/**/*.cpp to build the extension from; is this a whole checkout?")
         compile_one = self.compiler._compile
         extra = X86_64_FLAGS if self.plat_name.endswith("x86_64") else {}
 
@@ -105,7 +105,7 @@ setup(
             "kvstore_hvd._native",
             sources=SOURCES,
             depends=HEADERS,
-            include_dirs=["native/include", "native"],
+            include_dirs=["native"],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             libraries=["dl"],

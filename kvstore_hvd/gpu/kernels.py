@@ -251,7 +251,7 @@ def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = Fal
     dtype, op : str
         Keys of `DTYPES` and `OPS`.
     as_half : bool
-        Sums of float32 and float64 as if they were float16 (see ``native/include/kvstore_hvd/reduce.hpp``); without
+        Sums of float32 and float64 as if they were float16 (see ``native/reduce/reduce.hpp``); without
         effect on others.
     ranks : int
         How many take part; 0 gives a name that works for any number (two or more for ``ring``). One rank with scales

@@ -47,7 +47,7 @@ __all__ = [
     "thresholds",
 ]
 
-# The codes are part of the shared-memory protocol: native/include/kvstore_hvd/types.hpp.
+# The codes are part of the shared-memory protocol: native/base/types.hpp.
 DTYPES = {
     "float16": 0,
     "bfloat16": 1,
@@ -70,11 +70,11 @@ ITEM_BYTES = {
     "int64": 8,
 }
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
-#: How many tensors a world knows at a time: native/include/kvstore_hvd/world.hpp.
+#: How many tensors a world knows at a time: native/shm/world.hpp.
 MAX_NAMES = 8192
 COLLECTIVES = {"allreduce": 0, "broadcast": 1, "exchange": 2, "reducescatter": 3}
 
-# native/include/kvstore_hvd/status.hpp
+# native/base/status.hpp
 _EXCEPTIONS: dict[int, type[errors.KVHvdError]] = {
     1: errors.MismatchError,
     2: errors.InputFailedError,
@@ -161,7 +161,7 @@ def scale(dtype: str, source: int, target: int, count: int, prescale: float, pos
 
 
 def thresholds(changes: str = "") -> dict[str, Threshold]:
-    """All thresholds by name (``native/include/kvstore_hvd/thresholds.hpp`` says what they mean).
+    """All thresholds by name (``native/shm/thresholds.hpp`` says what they mean).
 
     Parameters
     ----------

@@ -3,13 +3,13 @@
 #include <optional>
 #include <tuple>
 
-#include "bind.hpp"
-#include "errors.hpp"
-#include "kvstore_hvd/blocking.hpp"
-#include "kvstore_hvd/engine.hpp"
-#include "kvstore_hvd/liveness.hpp"
-#include "kvstore_hvd/process.hpp"
-#include "kvstore_hvd/running_time.hpp"
+#include "base/blocking.hpp"
+#include "base/process.hpp"
+#include "base/running_time.hpp"
+#include "bindings/bind.hpp"
+#include "bindings/errors.hpp"
+#include "engine/engine.hpp"
+#include "shm/liveness.hpp"
 
 namespace py = pybind11;
 

@@ -1,7 +1,7 @@
 #include <system_error>
 
-#include "bind.hpp"
-#include "errors.hpp"
+#include "bindings/bind.hpp"
+#include "bindings/errors.hpp"
 
 namespace py = pybind11;
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "bind.hpp"
-#include "errors.hpp"
+#include "bindings/bind.hpp"
+#include "bindings/errors.hpp"
 #include "mxnet/adapter.hpp"
 #include "mxnet/local_reduction.hpp"
 

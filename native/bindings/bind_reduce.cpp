@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include "bind.hpp"
-#include "kvstore_hvd/reduce.hpp"
+#include "bindings/bind.hpp"
+#include "reduce/reduce.hpp"
 
 namespace py = pybind11;
 

@@ -4,10 +4,10 @@
 #include <utility>
 #include <vector>
 
-#include "bind.hpp"
-#include "kvstore_hvd/arena.hpp"
-#include "kvstore_hvd/segment.hpp"
-#include "kvstore_hvd/world.hpp"
+#include "bindings/bind.hpp"
+#include "shm/arena.hpp"
+#include "shm/segment.hpp"
+#include "shm/world.hpp"
 
 namespace py = pybind11;
 

@@ -1,11 +1,11 @@
-// How a Status becomes a Python exception: by the function that kvstore_hvd/native/__init__.py sets, which knows the classes of
-// kvstore_hvd/errors.py.
+// How a Status becomes a Python exception: by the function that kvstore_hvd/native/__init__.py sets, which knows the
+// classes of kvstore_hvd/errors.py.
 #pragma once
 
 #include <exception>
 #include <utility>
 
-#include "kvstore_hvd/status.hpp"
+#include "base/status.hpp"
 
 namespace kvstore_hvd {
 

@@ -1,4 +1,4 @@
-#include "bind.hpp"
+#include "bindings/bind.hpp"
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The native engine; imported by kvstore_hvd.native only.";

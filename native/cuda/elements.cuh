@@ -1,5 +1,5 @@
 // The element types: how one is widened, scaled, combined and narrowed again. The meaning of every step, and so every
-// bit, is that of the CPU engine: native/include/kvstore_hvd/reduce.hpp.
+// bit, is that of the CPU engine: native/reduce/reduce.hpp.
 //
 // An element type has `Raw`, its bits in memory, and `Sum`, what is computed with. Between two ranks of a ring a
 // partial result travels as Raw: suspend() and resume().

@@ -4,7 +4,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "kvstore_hvd/process.hpp"
+#include "base/process.hpp"
 #include "mxnet/operation.hpp"
 #include "mxnet/refusal.hpp"
 

@@ -9,14 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "kvstore_hvd/arena.hpp"
-#include "kvstore_hvd/engine.hpp"
-#include "kvstore_hvd/status.hpp"
-#include "kvstore_hvd/types.hpp"
+#include "base/status.hpp"
+#include "base/types.hpp"
+#include "engine/engine.hpp"
 #include "mxnet/engine_abi.hpp"
 #include "mxnet/step.hpp"
 #include "mxnet/turns.hpp"
 #include "mxnet/unread_errors.hpp"
+#include "shm/arena.hpp"
 
 namespace kvstore_hvd::mxnet {
 

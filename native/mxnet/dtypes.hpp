@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "kvstore_hvd/types.hpp"
+#include "base/types.hpp"
 #include "mxnet/engine_abi.hpp"
 
 namespace kvstore_hvd::mxnet {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "kvstore_hvd/status.hpp"
+#include "base/status.hpp"
 
 namespace kvstore_hvd::mxnet {
 

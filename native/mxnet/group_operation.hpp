@@ -12,9 +12,9 @@
 #include <thread>
 #include <vector>
 
-#include "kvstore_hvd/request.hpp"
-#include "kvstore_hvd/status.hpp"
+#include "base/status.hpp"
 #include "mxnet/step.hpp"
+#include "request/request.hpp"
 
 namespace kvstore_hvd::mxnet {
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "kvstore_hvd/reduce.hpp"
-#include "kvstore_hvd/status.hpp"
+#include "base/status.hpp"
 #include "mxnet/engine_abi.hpp"
+#include "reduce/reduce.hpp"
 
 namespace kvstore_hvd::mxnet {
 

@@ -7,10 +7,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "kvstore_hvd/messages.hpp"
 #include "mxnet/dtypes.hpp"
 #include "mxnet/error_text.hpp"
 #include "mxnet/refusal.hpp"
+#include "request/messages.hpp"
 
 namespace kvstore_hvd::mxnet {
 namespace {

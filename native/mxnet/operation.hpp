@@ -7,11 +7,11 @@
 #include <thread>
 #include <vector>
 
-#include "kvstore_hvd/engine.hpp"
-#include "kvstore_hvd/request.hpp"
+#include "engine/engine.hpp"
 #include "mxnet/engine_abi.hpp"
 #include "mxnet/turns.hpp"
 #include "mxnet/unread_errors.hpp"
+#include "request/request.hpp"
 
 namespace kvstore_hvd::mxnet {
 

@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <string>
 
-#include "kvstore_hvd/request.hpp"
-#include "kvstore_hvd/status.hpp"
+#include "base/status.hpp"
+#include "request/request.hpp"
 
 namespace kvstore_hvd::mxnet {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "kvstore_hvd/engine.hpp"
-#include "kvstore_hvd/status.hpp"
+#include "base/status.hpp"
+#include "engine/engine.hpp"
 #include "mxnet/engine_abi.hpp"
 #include "mxnet/turns.hpp"
 #include "mxnet/unread_errors.hpp"

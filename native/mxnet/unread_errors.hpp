@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "kvstore_hvd/status.hpp"
+#include "base/status.hpp"
 #include "mxnet/engine_abi.hpp"
 
 namespace kvstore_hvd::mxnet {

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "kvstore_hvd/engine.hpp"
+#include "engine/engine.hpp"
 
 namespace kvstore_hvd {
 

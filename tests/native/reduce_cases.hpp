@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "kvstore_hvd/reduce.hpp"
+#include "reduce/reduce.hpp"
 #include "reduce_reference.hpp"
 
 namespace kvstore_hvd::reduce_tests {

@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "kvstore_hvd/reduce.hpp"
+#include "reduce/reduce.hpp"
 
 namespace kvstore_hvd::reduce_tests {
 

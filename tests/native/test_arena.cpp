@@ -9,10 +9,10 @@
 #include <string>
 
 #include "check.hpp"
-#include "kvstore_hvd/arena.hpp"
-#include "kvstore_hvd/reduce.hpp"
-#include "kvstore_hvd/world.hpp"
 #include "ranks.hpp"
+#include "reduce/reduce.hpp"
+#include "shm/arena.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {

@@ -13,12 +13,12 @@
 #include <thread>
 
 #include "check.hpp"
-#include "kvstore_hvd/device_queue.hpp"
-#include "kvstore_hvd/pipeline.hpp"
-#include "kvstore_hvd/reduce.hpp"
-#include "kvstore_hvd/tensor_table.hpp"
-#include "kvstore_hvd/world.hpp"
+#include "engine/device_queue.hpp"
+#include "engine/pipeline.hpp"
+#include "engine/tensor_table.hpp"
 #include "ranks.hpp"
+#include "reduce/reduce.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {

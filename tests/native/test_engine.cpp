@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "check.hpp"
-#include "kvstore_hvd/reduce.hpp"
 #include "ranks.hpp"
+#include "reduce/reduce.hpp"
 
 namespace kvstore_hvd {
 namespace {

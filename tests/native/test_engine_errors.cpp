@@ -5,8 +5,8 @@
 #include <thread>
 
 #include "check.hpp"
-#include "kvstore_hvd/arena.hpp"
 #include "ranks.hpp"
+#include "shm/arena.hpp"
 
 namespace kvstore_hvd {
 namespace {

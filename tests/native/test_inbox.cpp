@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "kvstore_hvd/inbox.hpp"
+#include "shm/inbox.hpp"
 
 namespace kvstore_hvd {
 namespace {

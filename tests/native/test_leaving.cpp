@@ -6,10 +6,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/gate.hpp"
 #include "check.hpp"
-#include "kvstore_hvd/arena.hpp"
-#include "kvstore_hvd/gate.hpp"
 #include "ranks.hpp"
+#include "shm/arena.hpp"
 
 namespace kvstore_hvd {
 namespace {

@@ -12,11 +12,11 @@
 #include <thread>
 
 #include "check.hpp"
-#include "kvstore_hvd/alarm.hpp"
-#include "kvstore_hvd/liveness.hpp"
-#include "kvstore_hvd/process_end.hpp"
-#include "kvstore_hvd/world.hpp"
 #include "ranks.hpp"
+#include "shm/alarm.hpp"
+#include "shm/liveness.hpp"
+#include "shm/process_end.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {

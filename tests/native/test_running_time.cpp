@@ -1,8 +1,8 @@
 // Time in which this process did not run does not count.
 #include <chrono>
 
+#include "base/running_time.hpp"
 #include "check.hpp"
-#include "kvstore_hvd/running_time.hpp"
 
 namespace kvstore_hvd {
 namespace {

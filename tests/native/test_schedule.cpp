@@ -3,10 +3,10 @@
 #include <string>
 
 #include "check.hpp"
-#include "kvstore_hvd/schedule.hpp"
-#include "kvstore_hvd/segment.hpp"
-#include "kvstore_hvd/tensor_table.hpp"
+#include "engine/schedule.hpp"
+#include "engine/tensor_table.hpp"
 #include "ranks.hpp"
+#include "shm/segment.hpp"
 
 namespace kvstore_hvd {
 namespace {

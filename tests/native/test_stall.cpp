@@ -5,13 +5,13 @@
 #include <atomic>
 #include <string>
 
+#include "base/blocking.hpp"
 #include "check.hpp"
-#include "kvstore_hvd/alarm.hpp"
-#include "kvstore_hvd/blocking.hpp"
-#include "kvstore_hvd/schedule.hpp"
-#include "kvstore_hvd/tensor_table.hpp"
-#include "kvstore_hvd/world.hpp"
+#include "engine/schedule.hpp"
+#include "engine/tensor_table.hpp"
 #include "ranks.hpp"
+#include "shm/alarm.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {

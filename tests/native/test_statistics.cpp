@@ -3,8 +3,8 @@
 #include <string>
 
 #include "check.hpp"
-#include "kvstore_hvd/statistics.hpp"
 #include "ranks.hpp"
+#include "report/statistics.hpp"
 
 namespace kvstore_hvd {
 namespace {

@@ -5,10 +5,10 @@
 #include <thread>
 
 #include "check.hpp"
-#include "kvstore_hvd/alarm.hpp"
-#include "kvstore_hvd/tensor_table.hpp"
-#include "kvstore_hvd/world.hpp"
+#include "engine/tensor_table.hpp"
 #include "ranks.hpp"
+#include "shm/alarm.hpp"
+#include "shm/world.hpp"
 
 namespace {
 

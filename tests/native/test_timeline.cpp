@@ -4,8 +4,8 @@
 #include <string>
 
 #include "check.hpp"
-#include "kvstore_hvd/timeline.hpp"
 #include "ranks.hpp"
+#include "report/timeline.hpp"
 
 namespace kvstore_hvd {
 namespace {

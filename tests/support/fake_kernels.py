@@ -207,7 +207,7 @@ def _ring(what: str, world: Any, launch: Any, meeting: _Meeting, inputs: Any, ou
 
 
 def _reduced(what: str, launch: Any, parts: list[Any]) -> Any:
-    """In rank order, as native/include/kvstore_hvd/reduce.hpp says."""
+    """In rank order, as native/reduce/reduce.hpp says."""
     dtype = what.partition("_")[0]
     op = next(name for name, code in native.OPS.items() if code == launch["op"])
     if len(parts) == 1 and launch["prescale"] == launch["postscale"] == 1.0 and not what.endswith("as_half"):

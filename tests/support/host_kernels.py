@@ -25,7 +25,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 def compiled(folder: Path) -> Path:
     """The kernels as a library in the folder."""
     path = folder / "libkernels.so"
-    includes = [f"-I{ROOT / each}" for each in ("native/cuda", "native/include", "tests/native/cuda")]
+    includes = [f"-I{ROOT / each}" for each in ("native/cuda", "native", "tests/native/cuda")]
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
     source = ROOT / "tests" / "support" / "host_kernels.cpp"
     subprocess.run([str(COMPILER), *flags, *includes, "-o", str(path), str(source)], check=True)

@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <cstdio>
 
-#include "kvstore_hvd/world.hpp"
+#include "shm/world.hpp"
 
 int main() {
   using kvstore_hvd::World;

@@ -186,7 +186,7 @@ def test_a_script_that_is_not_executable_gets_a_hint(tmp_path: Path, capfd: pyte
 
 
 def test_as_many_workers_as_the_native_engine_takes() -> None:
-    header = Path(__file__).resolve().parents[2] / "native/include/kvstore_hvd/failure.hpp"
+    header = Path(__file__).resolve().parents[2] / "native/shm/failure.hpp"
     match = re.search(r"kMaxRanks = (\d+);", header.read_text())
     assert match is not None
     assert int(match[1]) == capacity.MAX_WORKERS

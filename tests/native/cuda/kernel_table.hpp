@@ -5,7 +5,7 @@
 #include <string>
 
 #include "kernels.cu"
-#include "kvstore_hvd/reduce.hpp"
+#include "reduce/reduce.hpp"
 
 namespace kvstore_hvd::gpu::tests {
 

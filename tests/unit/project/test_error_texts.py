@@ -42,7 +42,7 @@ INTERNAL = {
 WITHOUT_FIX = {
     "worlds/mpi/world.py": "a row of kvhvdrun --check-build",
     "driver/discovery.py": "said once by the launcher, which tries again",
-    "gpu/launcher.py": "a fact for native/src/messages.cpp, which adds the fix",
+    "gpu/launcher.py": "a fact for native/request/messages.cpp, which adds the fix",
     "gpu/nccl.py": "as in launcher.py",
     "comm/device/ring.py": "a detail of the error of comm/device/executors.py",
     "gpu/memory.py": "as in ring.py",

@@ -48,8 +48,14 @@ FACADE = "__init__"
 FACADES = {PACKAGE / "mxnet" / "elastic.py"}
 ENVIRONMENT_READERS = {"config", "launch"}
 
+# Of native/, likewise. The rooms of the core know neither Python nor MXNet; the kernels for GPUs (cuda/) are compiled
+# by another compiler, and include nothing of the others.
+CORE_ROOMS = ("base", "reduce", "shm", "request", "report", "engine")
+NATIVE_ROOMS = (*CORE_ROOMS, "mxnet", "bindings")
+
 MODULES = sorted(PACKAGE.rglob("*.py"))
-CORE = sorted(path for folder in ("include", "src") for path in (NATIVE / folder).rglob("*.[ch]pp"))
+SOURCES = sorted(NATIVE.rglob("*.[ch]pp"))
+CORE = [path for path in SOURCES if path.relative_to(NATIVE).parts[0] in CORE_ROOMS]
 
 
 def name(path: Path) -> str:
@@ -141,6 +147,30 @@ def test_heavy_libraries_are_imported_inside_functions(path: Path) -> None:
     names |= {node.module for node in top if isinstance(node, ast.ImportFrom) and node.module and not node.level}
     heavy = {imported for imported in names if imported.split(".")[0] in ("mxnet", "mpi4py", "cupy", "horovod")}
     assert not heavy, f"{name(path)} imports {heavy} as soon as it is imported itself"
+
+
+INCLUDE = re.compile(r'^\s*#\s*include "(.+)"', re.MULTILINE)
+
+
+def test_includes_go_downward() -> None:
+    wrong = []
+    for path in SOURCES:
+        here = path.relative_to(NATIVE).parts[0]
+        if here == "cuda":
+            continue
+        for included in INCLUDE.findall(path.read_text()):
+            there = included.split("/")[0]
+            if there not in NATIVE_ROOMS or NATIVE_ROOMS.index(there) > NATIVE_ROOMS.index(here):
+                wrong.append(f"{name(path)} includes {included}")
+    assert not wrong, "not downward:\n" + "\n".join(wrong)
+
+
+def test_includes_go_around_no_circle() -> None:
+    graph = {str(path.relative_to(NATIVE)): set(INCLUDE.findall(path.read_text())) for path in SOURCES}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("path", CORE, ids=name)

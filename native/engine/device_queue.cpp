@@ -1,0 +1,114 @@
+#include "engine/device_queue.hpp"
+
+#include <utility>
+
+#include "shm/segment.hpp"
+
+namespace kvstore_hvd {
+
+void DeviceQueue::put(DeviceBatch batch) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    batch.number = next_++;
+    for (const DeviceOperation& operation : batch.operations) held_.insert(operation.slot);
+    waiting_.push_back(std::move(batch));
+  }
+  changed_.notify_all();
+}
+
+std::optional<std::uint32_t> DeviceQueue::take_finished() {
+  if (!has_finished()) return std::nullopt;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_.empty()) return std::nullopt;
+  const std::uint32_t slot = finished_.front();
+  finished_.pop_front();
+  finished_count_.store(finished_.size(), std::memory_order_relaxed);
+  return slot;
+}
+
+bool DeviceQueue::holds(std::uint32_t slot) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return held_.count(slot) != 0 && !is_late();
+}
+
+void DeviceQueue::give_up(std::chrono::nanoseconds limit) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_given_up_) return;
+    is_given_up_ = true;
+    patience_.emplace(limit);
+    for (const DeviceBatch& batch : waiting_) {
+      for (const DeviceOperation& operation : batch.operations) held_.erase(operation.slot);
+    }
+    waiting_.clear();
+  }
+  changed_.notify_all();
+}
+
+bool DeviceQueue::others_are_through(const std::function<bool(int)>& is_dead) const {
+  // Relaxed: this process's own, and ordered by whoever ended the last one before it asks.
+  const std::uint32_t own = world_.rank(rank_).batches_ended.load(std::memory_order_relaxed);
+  if (own == 0) return true;
+  // In a lost world the ranks may have begun different batches.
+  const bool is_lost = world_.failure.is_set();
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    const RankState& other = world_.rank(r);
+    // Acquire: what the other device has read, it has read before this rank goes on.
+    if (r == rank_ || other.presence.load(std::memory_order_acquire) == Presence::kLeft || is_dead(r)) continue;
+    const std::uint32_t ended = other.batches_ended.load(std::memory_order_acquire);
+    // The signed distance: counts wrap around.
+    const bool is_through = is_lost ? ended == other.batches_begun.load(std::memory_order_seq_cst)
+                                    : static_cast<std::int32_t>(ended - own) >= 0;
+    if (!is_through) return false;
+  }
+  return true;
+}
+
+void DeviceQueue::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+  }
+  changed_.notify_all();
+}
+
+std::optional<DeviceBatch> DeviceQueue::take(std::chrono::nanoseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait_for(lock, limit, [this] { return !waiting_.empty() || is_given_up_ || is_closed_; });
+  if (waiting_.empty()) return std::nullopt;
+  DeviceBatch batch = std::move(waiting_.front());
+  waiting_.pop_front();
+  RankState& own = world_.rank(rank_);
+  // Sequentially consistent, as are is_set() and what others_are_through() reads: either whoever leaves a lost world
+  // sees this batch, or this rank sees that the world is lost.
+  own.batches_begun.fetch_add(1, std::memory_order_seq_cst);
+  if (world_.failure.is_set()) {
+    for (const DeviceOperation& operation : batch.operations) held_.erase(operation.slot);
+    own.batches_ended.fetch_add(1, std::memory_order_release);  // as in done()
+    return std::nullopt;
+  }
+  std::vector<std::uint32_t>& slots = taken_[batch.number];
+  for (const DeviceOperation& operation : batch.operations) slots.push_back(operation.slot);
+  // There may be room for the next one now. Sequentially consistent, as is the count above: either whoever is woken for
+  // a new tensor sees the room, or this rank sees the tensor.
+  if (world_.ready_on_device.count.load(std::memory_order_seq_cst) != 0) ring_all(world_);
+  return batch;
+}
+
+bool DeviceQueue::done(std::uint64_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = taken_.find(number);
+  if (found == taken_.end()) return false;
+  for (const std::uint32_t slot : found->second) {
+    held_.erase(slot);
+    // Once the world is lost it failed, whatever the device made of it: the others may not have it.
+    if (!is_given_up_) finished_.push_back(slot);
+  }
+  finished_count_.store(finished_.size(), std::memory_order_relaxed);
+  taken_.erase(found);
+  // Release: whatever the device has read was read before whoever sees the count.
+  world_.rank(rank_).batches_ended.fetch_add(1, std::memory_order_release);
+  return true;
+}
+
+}  // namespace kvstore_hvd

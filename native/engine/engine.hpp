@@ -1,0 +1,163 @@
+// The engine of one rank: takes requests, matches them by name with those of the other ranks of its world, and carries
+// them out on a communication thread, highest priority first.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/gate.hpp"
+#include "base/status.hpp"
+#include "engine/device_queue.hpp"
+#include "report/stall.hpp"
+#include "report/statistics.hpp"
+#include "report/timeline.hpp"
+#include "request/request.hpp"
+#include "request/work.hpp"
+#include "shm/segment.hpp"
+
+namespace kvstore_hvd {
+
+struct EngineOptions {
+  // How long a request may wait for the other ranks, and a rank for another inside a collective.
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+  // Watch the other ranks' processes; off when the ranks are threads of one process.
+  bool watch_peers = true;
+  // How messages name this machine.
+  std::string host;
+};
+
+class Engine {
+ public:
+  // Joins the world of `segment` as `rank`. Ranks may arrive in any order; nothing here waits for the others.
+  Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options);
+  // shutdown() if it was not called.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // Null once the world is left.
+  std::shared_ptr<Segment> segment() const;
+  // How what this rank says begins, see describe_speaker(); in a forked child, too.
+  const std::string& speaker() const { return speaker_; }
+
+  // Never sleeps for another rank. When this rank is the last, and the request is small or all arrays lie in arenas, it
+  // may take about 0.2 ms to carry the request out. A request that is wrong, or submitted after a failure, is completed
+  // with its error before submit returns.
+  std::shared_ptr<Work> submit(std::shared_ptr<const Request> request);
+  std::shared_ptr<Work> submit(Request request) { return submit(std::make_shared<Request>(std::move(request))); }
+
+  // Like submit, for a thread that may stay a little longer: where tensors of all ranks (of up to Thresholds::linger
+  // bytes) have lately come at the same time, it stays about 60 us, 120 at most, and completes the request itself if it
+  // can. That saves waking the communication thread, which takes about as long on some machines.
+  std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request);
+  std::shared_ptr<Work> submit_and_linger(Request request) {
+    return submit_and_linger(std::make_shared<Request>(std::move(request)));
+  }
+
+  // Until `work` is done or `limit` has passed; returns whether it is done. The calling thread helps to carry out
+  // collectives meanwhile. One thread at a time for each work.
+  bool wait(Work& work, std::chrono::nanoseconds limit);
+  // The same for a few microseconds, without sleeping.
+  bool wait_briefly(Work& work);
+
+  // Whether all ranks have submitted it, or it is over. Where missed() shows an operation that a rank submitted after
+  // this one, it is so.
+  bool is_met(const Work& work) const;
+  // Bounded by the engine's timeout.
+  const Status& wait(Work& work);
+
+  // Until nothing of this rank is pending, or `limit` has passed; returns whether nothing is.
+  bool wait_for_all(std::chrono::nanoseconds limit);
+
+  // Like submit, for a caller that waits at once: the communication thread is left asleep, which is the fastest way.
+  std::shared_ptr<Work> submit_to_wait(std::shared_ptr<const Request> request);
+  // The same once more, after its request was submitted and is over. Nobody else may look at `work` any more.
+  void submit_to_wait(const std::shared_ptr<Work>& work);
+  Status run(Request request) { return wait(*submit_to_wait(std::make_shared<Request>(std::move(request)))); }
+
+  // Fails all pending and later requests of all ranks of the world with kTransport and this text.
+  void abort(const std::string& text);
+
+  // For the device thread, see DeviceQueue: the next batch, or nothing after `limit`, when the world is lost or left.
+  // end_batch() says that the device does not touch the arrays any more; with a failure the world is lost. It returns
+  // false for what was not taken.
+  std::optional<DeviceBatch> take_batch(std::chrono::nanoseconds limit);
+  bool end_batch(std::uint64_t number, const Status& status = Status());
+
+  // The latched failure of the world, or ok.
+  Status health() const;
+
+  // Bytes of this rank's arrays that were reduced where they lie: those in its arena, if they are
+  // small or those of all ranks are in arenas.
+  std::uint64_t bytes_in_place() const;
+
+  // What this rank has measured of its operations, as Pending::report(); empty in a forked child.
+  EngineStatistics report() const;
+
+  // Records this rank's operations, see Timeline, and ends a round. take_timeline() hands out what has completed since
+  // the last call, also after the shutdown. Nothing of it does anything in a forked child.
+  void start_timeline(std::size_t capacity);
+  void stop_timeline();
+  TimelineEvents take_timeline();
+
+  // The requests of this rank that have been announced for at least `age`, and whom they wait for. Never waits: nothing
+  // when another thread of this rank is inside the engine, where a rank that was stopped with a lock can hold it up.
+  // Empty once the world has failed, and in a forked child.
+  std::optional<std::vector<Waiting>> waiting(std::chrono::nanoseconds age) const;
+
+  // Operations that others have announced and this rank has not, up to `most`; as waiting(). For `described` see
+  // TensorTable.
+  std::optional<std::vector<Missed>> missed(std::size_t most, bool described = false) const;
+
+  // The process of a rank, and how errors name it: "rank 2 (node1, pid 8123)". 0 when it has not joined.
+  struct Process {
+    int pid = 0;
+    std::string text;
+  };
+  Process process(int rank) const;
+
+  // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
+  // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and
+  // the others read the reason. Idempotent. Returns false when the devices of other ranks may still use this one's
+  // memory, for which it waits two seconds.
+  //
+  // Afterwards this engine holds nothing of the world, as soon as the last other call has returned. Requests fail with
+  // kShutdown, health() and bytes_in_place() are what they were, the timeline can be taken, and all else is empty.
+  bool shutdown(const std::string& reason = "");
+
+ private:
+  class Impl;
+  class Visit;
+
+  // What can still be asked for when the world is left.
+  struct Remains {
+    Status health;
+    std::uint64_t bytes_in_place = 0;
+    TimelineEvents timeline;
+  };
+
+  bool forked() const;
+  Status why_outside(const Request& request) const;
+  std::shared_ptr<Work> refuse(std::shared_ptr<const Request> request) const;
+
+  const int rank_, size_;
+  const pid_t owner_;
+  const std::string speaker_;
+  mutable Gate gate_;                   // of impl_
+  mutable std::unique_ptr<Impl> impl_;  // gone when the gate is closed and nobody is inside
+  std::mutex remains_mutex_;
+  bool is_left_ = false;
+  Remains remains_;  // written once, before the gate is closed; the timeline's: under the mutex
+};
+
+}  // namespace kvstore_hvd

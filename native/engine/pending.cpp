@@ -1,0 +1,294 @@
+#include "engine/pending.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "engine/schedule.hpp"
+#include "shm/describe.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::string seconds(std::chrono::nanoseconds duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+}  // namespace
+
+Pending::Pending(World& world, Alarm& alarm, const Messages& messages, const Standstills& standstills)
+    : world_(world),
+      alarm_(alarm),
+      messages_(messages),
+      standstills_(standstills),
+      rank_(alarm.rank()),
+      size_(static_cast<int>(world.size)),
+      table_(world, alarm),
+      in_flight_(kSlots) {}
+
+Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
+  Name& name = names_[work->request().name];
+  Work& added = *work;
+  name.queue.push_back(std::move(work));
+  count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
+  const bool first = name.queue.size() == 1;
+  const Ready ready = first ? start(name, watched) : Ready::kNot;
+  // Only now: the other ranks need not wait for a look at the clock.
+  added.submitted = added.since = Clock::now();
+  rounds_.submitted(name.statistics, added);
+  return Added{ready, first && is_announced(name) ? name.slot.slot : kNoSlot};
+}
+
+Pending::Ready Pending::start(Name& name, bool watched) {
+  if (world_.failure.is_set()) return Ready::kNot;
+  try {
+    if (const auto ready = announce(name, watched)) return *ready;
+    waiting_for_slot_.push_back(name.queue.front()->request().name);
+  } catch (const WorldLost&) {
+  }
+  return Ready::kNot;
+}
+
+// Returns nothing, and has done nothing, when the table has no slot to give.
+std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
+  Work& work = *name.queue.front();
+  for (;;) {
+    if (name.slot.slot == kNoSlot) {
+      const auto found = table_.find(work.request().name);
+      if (!found) return std::nullopt;
+      name.slot = *found;
+    }
+    // While this rank has an operation on the slot, the slot does not change hands; so if it has, there is none of this
+    // rank's in flight that the write below could replace.
+    if (!table_.is_current(name.slot)) {
+      name.slot = SlotHandle{};
+      continue;
+    }
+    in_flight_[name.slot.slot] = InFlight{&work, &name};
+    switch (table_.announce(name.slot, work.request(), watched)) {
+      case TensorTable::Outcome::kStale:
+        in_flight_[name.slot.slot] = InFlight{};
+        name.slot = SlotHandle{};
+        continue;
+      case TensorTable::Outcome::kWaiting:
+        check_left(name.slot.slot, work.request());
+        return Ready::kNot;
+      case TensorTable::Outcome::kLast:
+        Schedule(world_, alarm_).make_ready(name.slot.slot, work.request().priority);
+        for (int r = 0; r < size_; ++r) {
+          if (r != rank_) world_.rank(r).bell.ring();
+        }
+        return world_.slots[name.slot.slot].direct ? Ready::kAlone : Ready::kTogether;
+      case TensorTable::Outcome::kDone:
+        return Ready::kDone;
+    }
+  }
+}
+
+bool Pending::is_announced(const Name& name) const {
+  return !name.queue.empty() && name.slot.slot != kNoSlot &&
+         in_flight_[name.slot.slot].work == name.queue.front().get();
+}
+
+bool Pending::is_met(const Work& work) {
+  if (work.done()) return true;
+  const auto found = names_.find(work.request().name);
+  const auto is_it = [&work](const std::shared_ptr<Work>& one) { return one.get() == &work; };
+  // Whoever completes it takes it out of its queue a moment before it is done.
+  if (found == names_.end() || std::none_of(found->second.queue.begin(), found->second.queue.end(), is_it)) return true;
+  if (!is_announced(found->second) || !is_it(found->second.queue.front())) return false;
+  const std::uint32_t slot = found->second.slot.slot;
+  for (int r = 0; r < size_; ++r) {
+    if (!table_.announced_by(slot, r)) return false;
+  }
+  return true;
+}
+
+void Pending::scheduled(const Entry& entry) const {
+  Clock::time_point now;
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    if (entry.pieces[i].offset != 0) continue;  // not the first chunk
+    if (now == Clock::time_point()) now = Clock::now();
+    Work& work = *in_flight_[entry.pieces[i].slot].work;
+    work.scheduled = now;
+    work.algorithm = entry.algorithm;
+  }
+}
+
+Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) {
+  Name& name = *in_flight_[slot].name;
+  in_flight_[slot] = InFlight{};
+  std::shared_ptr<Work> work = std::move(name.queue.front());
+  name.queue.pop_front();
+  Status status = messages_.disagreement(work->request(), world_.slots[slot]);
+  if (work->algorithm == Algorithm::kInline) {                          // never scheduled
+    if (work->scheduled == Clock::time_point()) work->scheduled = now;  // another rank has carried it out
+    if (world_.mark(slot, rank_).place != kNoPlace) work->algorithm = Algorithm::kDirect;
+  }
+  table_.complete(slot);
+  name.statistics.add(*work, now);
+  timeline_.record(*work, now, !status.ok());
+  if (name.queue.empty() && names_.size() > kSlots) {
+    // Bounds the memory of programs that never use a name twice.
+    forgotten_.add(name.statistics);
+    rounds_.completed(forgotten_, *work, now);
+    names_.erase(work->request().name);
+  } else {
+    rounds_.completed(name.statistics, *work, now);
+    if (!name.queue.empty()) {
+      name.queue.front()->since = now;
+      tell_driver(name, start(name));
+    }
+  }
+  retry_slots();
+  return {std::move(work), std::move(status)};
+}
+
+void Pending::tell_driver(const Name& name, Ready ready) {
+  if (ready == Ready::kDone) world_.rank(rank_).inbox.put(name.slot.slot);
+  if (ready != Ready::kNot) world_.rank(rank_).bell.ring();
+}
+
+Pending::CarriedOut Pending::carried_out() {
+  CarriedOut found;
+  for (const auto& [text, name] : names_) {
+    if (!is_announced(name)) continue;
+    const Work& work = *name.queue.front();
+    if (InlineReduction::is_done(world_, rank_, name.slot.slot)) {
+      found.slots.push_back(name.slot.slot);
+    } else if (work.scheduled == Clock::time_point() && InlineReduction::may_carry_out(world_, work.request())) {
+      int missing = 0;
+      for (int r = 0; r < size_; ++r) missing += !table_.announced_by(name.slot.slot, r);
+      if (missing == 0) found.may_come = true;
+    }
+  }
+  return found;
+}
+
+std::deque<std::shared_ptr<Work>> Pending::take_all(const std::function<bool(std::uint32_t)>& held) {
+  std::deque<std::shared_ptr<Work>> all;
+  const auto now = Clock::now();
+  for (auto& [text, name] : names_) {
+    const std::size_t kept = is_announced(name) && held(name.slot.slot) ? 1 : 0;
+    for (std::size_t i = kept; i < name.queue.size(); ++i) {
+      std::shared_ptr<Work>& work = name.queue[i];
+      if (i > 0) work->since = now;  // it waited for those before it
+      timeline_.record(*work, now, true);
+      all.push_back(std::move(work));
+    }
+    name.queue.resize(kept);
+  }
+  rounds_.forget();
+  waiting_for_slot_.clear();
+  return all;
+}
+
+void Pending::retry_slots() {
+  while (!waiting_for_slot_.empty() && !world_.failure.is_set()) {
+    const auto found = names_.find(waiting_for_slot_.front());
+    try {
+      const auto ready = announce(found->second);
+      if (!ready) return;
+      tell_driver(found->second, *ready);
+    } catch (const WorldLost&) {
+      return;
+    }
+    waiting_for_slot_.pop_front();
+  }
+}
+
+void Pending::check_left() {
+  if (world_.left.load(std::memory_order_acquire) == 0) return;  // as below
+  for (auto& [text, name] : names_) {
+    if (is_announced(name)) check_left(name.slot.slot, name.queue.front()->request());
+  }
+}
+
+void Pending::check_left(std::uint32_t slot, const Request& request) {
+  // Acquire: pairs with the release of Engine::shutdown().
+  if (world_.left.load(std::memory_order_acquire) == 0) return;
+  for (int r = 0; r < size_; ++r) {
+    const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
+    if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
+    const std::string operation = describe_operation(request);
+    alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, r) + " left before it submitted " + operation);
+    return;
+  }
+}
+
+std::chrono::nanoseconds Pending::waited(const Work& work, Clock::time_point now) const {
+  return now - work.since - standstills_.between(work.since, now);
+}
+
+std::string Pending::describe_overdue(std::chrono::nanoseconds timeout,
+                                      const std::function<bool(std::uint32_t)>& held) {
+  const auto now = Clock::now();
+  for (auto& [text, name] : names_) {
+    if (name.queue.empty() || is_patient(text)) continue;
+    const auto waited_for = waited(*name.queue.front(), now);
+    if (waited_for < timeout) continue;
+    // A device has the same time from when it began, and then says whose device it waits for.
+    const auto limit = is_announced(name) && held(name.slot.slot) ? 2 * timeout : timeout;
+    if (waited_for >= limit) return describe_timeout(name, limit);
+  }
+  return "";
+}
+
+EngineStatistics Pending::report() {
+  rounds_.end(Clock::now());
+  EngineStatistics all{{}, rounds_.statistics()};
+  for (const auto& [text, name] : names_) {
+    if (name.statistics.operations > 0) all.names.push_back(NamedStatistics{text, name.statistics});
+  }
+  if (forgotten_.operations > 0) all.names.push_back(NamedStatistics{"", forgotten_});
+  return all;
+}
+
+void Pending::start_timeline(std::size_t capacity) {
+  rounds_.end(Clock::now());
+  timeline_.start(capacity);
+}
+
+std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout) {
+  const Request& request = name.queue.front()->request();
+  std::string text =
+      rank_name(world_, rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
+  if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
+  const Blamed blamed = blamed_for(name.slot.slot);
+  if (blamed.ranks.empty()) return text + "the other ranks, none of which moves";
+  return text + describe_each(world_, blamed.ranks) + ", which " +
+         (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");
+}
+
+Blamed Pending::blamed_for(std::uint32_t slot) {
+  std::vector<int> late, slow;
+  const RankState& own = world_.rank(rank_);
+  const std::uint32_t filled = own.filled.value(), reduced = own.reduced.value();
+  for (int r = 0; r < size_; ++r) {
+    const RankState& other = world_.rank(r);
+    if (!table_.announced_by(slot, r)) late.push_back(r);
+    if (!other.filled.reached(filled) || !other.reduced.reached(reduced)) slow.push_back(r);
+  }
+  const bool by_all = late.empty();
+  return Blamed{std::move(by_all ? slow : late), by_all};
+}
+
+std::vector<Waiting> Pending::waiting(std::chrono::nanoseconds age) {
+  const auto now = Clock::now();
+  std::vector<Waiting> all;
+  for (const auto& [text, name] : names_) {
+    if (!is_announced(name)) continue;
+    const Work& work = *name.queue.front();
+    const auto waited_for = waited(work, now);
+    if (waited_for < age) continue;
+    all.push_back(
+        Waiting{text, describe_operation(work.request()), work.since, waited_for, blamed_for(name.slot.slot)});
+  }
+  return all;
+}
+
+}  // namespace kvstore_hvd

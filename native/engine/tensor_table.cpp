@@ -1,0 +1,304 @@
+#include "engine/tensor_table.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "shm/describe.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+// See Slot::state.
+constexpr std::uint64_t pack(std::uint32_t version, std::uint16_t operations, std::uint16_t announced) {
+  return std::uint64_t{version} << 32 | std::uint64_t{operations} << 16 | announced;
+}
+constexpr std::uint32_t version_of(std::uint64_t state) { return static_cast<std::uint32_t>(state >> 32); }
+constexpr std::uint16_t operations_of(std::uint64_t state) { return static_cast<std::uint16_t>(state >> 16); }
+constexpr std::uint16_t announced_of(std::uint64_t state) { return static_cast<std::uint16_t>(state); }
+static_assert(kMaxRanks < 1 << 16);
+
+// By the rank itself, the only one to write it.
+void add(std::atomic<std::uint32_t>& count, int change) {
+  count.store(count.load(std::memory_order_relaxed) + static_cast<std::uint32_t>(change), std::memory_order_relaxed);
+}
+
+// FNV-1a, 64 bits (Fowler, Noll, Vo). Finds buckets, where names are then compared byte by byte, and compares
+// signatures: those that differ in one byte never collide, others with a chance of about 2^-64.
+std::uint64_t hash_bytes(const void* data, std::size_t bytes) {
+  std::uint64_t hash = 14695981039346656037ULL;
+  for (const auto* byte = static_cast<const unsigned char*>(data); bytes > 0; ++byte, --bytes) {
+    hash = (hash ^ *byte) * 1099511628211ULL;
+  }
+  return hash;
+}
+
+std::string_view name_in(const Slot& slot) { return {slot.name, slot.name_length}; }
+
+}  // namespace
+
+Signature signature_of(const Request& request) {
+  Signature signature;
+  std::memset(&signature, 0, sizeof(signature));  // compared as bytes
+  signature.collective = request.collective;
+  if (!request.input_failure.empty()) {
+    signature.failed = 1;
+    return signature;
+  }
+  signature.dtype = request.dtype;
+  signature.on_device = request.on_device;
+  signature.count = request.count;
+  signature.dims = static_cast<std::uint16_t>(request.shape.size());
+  const std::size_t dims = std::min<std::size_t>(request.shape.size(), kMaxDims);
+  std::copy_n(request.shape.begin(), dims, signature.shape);
+  const std::size_t rest = request.shape.size() - dims;
+  if (rest > 0) {
+    signature.more_dims =
+        static_cast<std::uint32_t>(hash_bytes(request.shape.data() + dims, rest * sizeof(std::int64_t)));
+  }
+  if (request.collective == Collective::kBroadcast) {
+    signature.root = request.root;
+  } else if (request.collective != Collective::kExchange) {
+    signature.op = request.op;
+    signature.as_half = request.as_half && can_be_half(request.dtype, request.op);
+    signature.group = request.group;
+    signature.prescale = request.prescale;
+    signature.postscale = request.postscale;
+  }
+  return signature;
+}
+
+std::optional<SlotHandle> TensorTable::find(std::string_view name) {
+  const std::uint64_t hash = hash_bytes(name.data(), name.size());
+  const SharedLockGuard guard(world_.table_lock, alarm_);
+  std::uint32_t& bucket = world_.buckets[hash % kSlots];
+  for (std::uint32_t link = bucket; link != 0; link = world_.slots[link - 1].next_in_bucket) {
+    const Slot& slot = world_.slots[link - 1];
+    // Relaxed: the version changes only under table_lock.
+    if (slot.hash == hash && name_in(slot) == name) {
+      return SlotHandle{link - 1, version_of(slot.state.load(std::memory_order_relaxed))};
+    }
+  }
+  const auto taken = take_slot();
+  if (!taken) return std::nullopt;
+  Slot& slot = world_.slots[*taken];
+  slot.hash = hash;
+  slot.name_length = static_cast<std::uint32_t>(name.size());
+  std::memcpy(slot.name, name.data(), name.size());
+  slot.next_in_bucket = bucket;
+  bucket = *taken + 1;
+  return SlotHandle{*taken, version_of(slot.state.load(std::memory_order_relaxed))};
+}
+
+std::optional<std::uint32_t> TensorTable::take_slot() {
+  // Relaxed, both: written under the lock. Where missed() reads it, a slot that nobody has announced yet is all zeros.
+  const std::uint32_t used = world_.slots_used.load(std::memory_order_relaxed);
+  if (used < kSlots) {
+    world_.slots_used.store(used + 1, std::memory_order_relaxed);
+    return used;
+  }
+  for (int tried = 0; tried < kSlots; ++tried) {
+    const std::uint32_t candidate = world_.clock_hand;
+    world_.clock_hand = (world_.clock_hand + 1) % kSlots;
+    Slot& slot = world_.slots[candidate];
+    // Acquire, both: a rank counts an announcement before it goes into `state`, so those that `state` knows of are seen
+    // to be under way; and what a completed operation read of the slot was read before it changes hands.
+    std::uint64_t state = slot.state.load(std::memory_order_acquire);
+    if (announced_of(state) != 0 || is_busy(candidate)) continue;
+    // Fails when anything was announced since, even if it is complete: the operations count (modulo 2^16, which is far
+    // more than happens between here and there).
+    const std::uint64_t taken = pack(version_of(state) + 1, 0, 0);
+    if (!slot.state.compare_exchange_strong(state, taken, std::memory_order_acq_rel)) continue;
+    unlink(candidate);
+    return candidate;
+  }
+  return std::nullopt;
+}
+
+bool TensorTable::is_busy(std::uint32_t slot) const {
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    const Mark& mark = world_.mark(slot, r);
+    const std::uint32_t completed = mark.completed.load(std::memory_order_acquire);
+    if (mark.announced.load(std::memory_order_relaxed) != completed) return true;
+  }
+  return false;
+}
+
+void TensorTable::unlink(std::uint32_t slot) {
+  std::uint32_t* link = &world_.buckets[world_.slots[slot].hash % kSlots];
+  while (*link != slot + 1) link = &world_.slots[*link - 1].next_in_bucket;
+  *link = world_.slots[slot].next_in_bucket;
+}
+
+bool TensorTable::is_current(const SlotHandle& handle) const {
+  const std::atomic<std::uint64_t>& state = world_.slots[handle.slot].state;
+  __builtin_prefetch(&state, 1);  // announce() is about to write to it: it need not be fetched twice
+  return version_of(state.load(std::memory_order_relaxed)) == handle.version;  // Relaxed: announce() looks again
+}
+
+TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Request& request, bool watched) {
+  Slot& slot = world_.slots[handle.slot];
+  const Signature signature = signature_of(request);
+  Announcement& announcement = world_.announcement(handle.slot, rank_);
+  Mark& own = world_.mark(handle.slot, rank_);
+  if (std::memcmp(&announcement.signature, &signature, sizeof(signature)) != 0) {
+    announcement.signature = signature;
+    own.digest = hash_bytes(&signature, sizeof(signature));
+  }
+  own.place = place_of(request);
+  own.weight = request.weight;
+  inline_.stage(handle.slot, request, watched);
+  if (signature.failed) {
+    const std::string_view note = utf8_prefix(request.input_failure, sizeof(announcement.note) - 1);
+    std::memcpy(announcement.note, note.data(), note.size());
+    announcement.note[note.size()] = '\0';
+  }
+  add(own.announced, 1);
+
+  // Acquire: that the slot is still this name's says that nobody else reads what was written above.
+  std::uint64_t state = slot.state.load(std::memory_order_acquire);
+  while (version_of(state) == handle.version) {
+    const bool last = announced_of(state) + 1U == world_.size;
+    const std::uint64_t next = last ? pack(handle.version, operations_of(state) + 1, 0) : state + 1;
+    // Release: publishes the announcement. Acquire: the last rank sees the announcements of all others.
+    if (slot.state.compare_exchange_weak(state, next, std::memory_order_acq_rel)) {
+      return last ? decide(handle.slot, request) : Outcome::kWaiting;
+    }
+  }
+  add(own.announced, -1);
+  return Outcome::kStale;
+}
+
+std::uint64_t TensorTable::place_of(const Request& request) const {
+  if (request.on_device || request.collective != Collective::kAllreduce || request.inputs.size() != 1 ||
+      request.outputs.size() != 1 || request.inputs[0] != request.outputs[0]) {
+    return kNoPlace;
+  }
+  const auto array = reinterpret_cast<std::uintptr_t>(request.outputs[0]);
+  const auto arena = reinterpret_cast<std::uintptr_t>(world_.arena(rank_));
+  const std::uint64_t bytes = request.count * size_of(request.dtype);
+  const bool inside =
+      array >= arena && array - arena <= world_.arena_bytes && bytes <= world_.arena_bytes - (array - arena);
+  return inside ? array - arena : kNoPlace;
+}
+
+TensorTable::Outcome TensorTable::decide(std::uint32_t index, const Request& request) {
+  Slot& slot = world_.slots[index];
+  // That of the operation before, before anybody learns that this one is done; otherwise the line stays in all caches.
+  if (slot.error != 0) slot.error = 0;
+  if (all_announced_the_same(index) && inline_.carry_out(index, request)) return Outcome::kDone;
+  agree(index, request);
+  return Outcome::kLast;
+}
+
+bool TensorTable::all_announced_the_same(std::uint32_t slot) const {
+  if (world_.announcement(slot, rank_).signature.failed) return false;
+  const std::uint64_t digest = world_.mark(slot, rank_).digest;
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (world_.mark(slot, r).digest != digest) return false;
+  }
+  return true;
+}
+
+void TensorTable::agree(std::uint32_t index, const Request& request) {
+  Slot& slot = world_.slots[index];
+  slot.agreed = world_.announcement(index, rank_).signature;
+  slot.bytes = slot.agreed.count * size_of(slot.agreed.dtype);
+  slot.scheduled = 0;
+  slot.weights = world_.weights(index);
+  slot.direct = slot.bytes > 0;
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (world_.mark(index, r).place == kNoPlace) slot.direct = 0;
+  }
+  if (all_announced_the_same(index)) return;
+
+  ErrorCode code = ErrorCode::kMismatch;
+  std::string text;
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    const Announcement& announcement = world_.announcement(index, r);
+    if (!announcement.signature.failed) continue;
+    code = ErrorCode::kInputFailed;
+    text +=
+        (text.empty() ? "an array could not be used.\n  " : "\n  ") + rank_name(world_, r) + ": " + announcement.note;
+  }
+  if (code == ErrorCode::kInputFailed) {
+    text += "\n  Nothing was changed on the other ranks. Fix: see the error of that rank.";
+  } else {
+    text = describe_mismatch(world_, index, request.label);
+  }
+  slot.error = static_cast<std::uint32_t>(code);
+  const std::string_view shown = utf8_prefix(text, sizeof(slot.error_text));
+  slot.error_length = static_cast<std::uint32_t>(shown.size());
+  std::memcpy(slot.error_text, shown.data(), shown.size());
+}
+
+void TensorTable::complete(std::uint32_t slot) {
+  Mark& own = world_.mark(slot, rank_);
+  // Release: what this rank read of the slot is read before a new name takes it.
+  own.completed.store(own.completed.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+bool TensorTable::announced_by(std::uint32_t slot, int other) {
+  // Relaxed: for error messages, for ranks that left, where `presence` orders it, and for Pending::is_met().
+  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  return static_cast<std::int32_t>(announced(other) - announced(rank_)) >= 0;
+}
+
+int TensorTable::rank_ahead(std::uint32_t slot) const {
+  // Relaxed: as in announced_by().
+  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  const std::uint32_t own = announced(rank_);
+  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+    if (static_cast<std::int32_t>(announced(r) - own) > 0) return r;
+  }
+  return -1;
+}
+
+std::optional<Announced> TensorTable::announced(std::uint32_t slot, int rank) const {
+  const Signature& signature = world_.announcement(slot, rank).signature;
+  if (signature.failed || signature.dims > kMaxDims) return std::nullopt;
+  return Announced{signature.collective, signature.dtype,     signature.op,
+                   signature.prescale,   signature.postscale, signature.as_half != 0,
+                   signature.group,      signature.count,     {signature.shape, signature.shape + signature.dims}};
+}
+
+std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool described) const {
+  // Version and operations.
+  const auto operation_of = [](std::uint64_t state) { return state >> 16; };
+  std::vector<Missed> found;
+  std::vector<std::uint32_t> places;
+  const std::uint32_t used = world_.slots_used.load(std::memory_order_relaxed);  // Relaxed: see take_slot().
+  for (std::uint32_t slot = 0; slot < used && found.size() < most; ++slot) {
+    // Acquire: the announcements that it counts are counted in the marks too.
+    const std::uint64_t state = world_.slots[slot].state.load(std::memory_order_acquire);
+    if (announced_of(state) == 0 || rank_ahead(slot) < 0) continue;
+    found.push_back(Missed{"", operation_of(state)});
+    places.push_back(slot);
+  }
+  if (found.empty()) return found;
+  // Names are read under the lock: it is held for a short copy only, and not at all where nobody is late.
+  const SharedLockGuard guard(world_.table_lock, rank_, std::try_to_lock);
+  if (!guard.owns_lock()) return std::nullopt;
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const Slot& slot = world_.slots[places[i]];
+    // Relaxed: the version, which says whose the slot is, changes only under the lock.
+    const std::uint64_t state = slot.state.load(std::memory_order_relaxed);
+    if (operation_of(state) != found[i].operation || announced_of(state) == 0) continue;  // it is over
+    if (is_patient(name_in(slot))) continue;
+    Missed one{std::string(name_in(slot)), found[i].operation};
+    if (described) {
+      // The acquire above ordered what that rank has announced; it stays as it is until this rank announces, too.
+      const int rank = rank_ahead(places[i]);
+      if (rank < 0) continue;
+      one.announced = announced(places[i], rank);
+    }
+    found[kept++] = std::move(one);
+  }
+  found.resize(kept);
+  return found;
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,128 @@
+#include "reduce/reduce.hpp"
+
+#include <atomic>
+#include <cstring>
+
+#include "reduce/reduce_kernels.hpp"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <xmmintrin.h>
+#endif
+
+namespace kvstore_hvd {
+namespace {
+
+struct Target {
+  const char* name;
+  detail::ReduceKernel (*kernel)();
+  bool (*cpu_has_it)();
+};
+
+#if defined(__x86_64__)
+// Not among the names that every supported compiler's __builtin_cpu_supports knows.
+bool cpu_has_f16c() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+bool cpu_has_avx2() { return __builtin_cpu_supports("avx2") && cpu_has_f16c(); }
+bool cpu_has_avx512() {
+  return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#else
+bool cpu_has_avx2() { return false; }
+bool cpu_has_avx512() { return false; }
+#endif
+
+// Best first.
+constexpr Target kTargets[] = {
+    {"avx512", &detail::avx512_kernel, &cpu_has_avx512},
+    {"avx2", &detail::avx2_kernel, &cpu_has_avx2},
+    {"scalar", &detail::scalar_kernel, +[] { return true; }},
+};
+
+bool usable(const Target& target) { return target.cpu_has_it() && target.kernel() != nullptr; }
+
+const Target& best_target() {
+  for (const Target& target : kTargets) {
+    if (usable(target)) return target;
+  }
+  return kTargets[2];  // not reached: scalar is always usable
+}
+
+// Null until the first use. Relaxed is enough: a reader needs nothing but the pointer, its target is a constant, and
+// two threads that both find null store the same.
+std::atomic<const Target*> chosen{nullptr};
+
+const Target& target_in_use() {
+  const Target* target = chosen.load(std::memory_order_relaxed);
+  if (target != nullptr) return *target;
+  const Target* const best = &best_target();
+  // Not a plain store, which could overwrite a concurrent set_simd_target.
+  return chosen.compare_exchange_strong(target, best, std::memory_order_relaxed) ? *best : *target;
+}
+
+#if defined(__x86_64__)
+// Libraries built with -ffast-math make threads flush denormals, and a caller may have changed the rounding mode: ranks
+// would get different bits. Sets the default environment for the lifetime of the object.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() : before_(_mm_getcsr()) {
+    if (differs()) _mm_setcsr(kDefault);
+  }
+  ~DefaultFloatEnvironment() {
+    if (differs()) _mm_setcsr(before_);
+  }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+ private:
+  static constexpr unsigned kDefault = 0x1f80;  // all exceptions masked, to nearest, denormals kept
+  static constexpr unsigned kFlags = 0x3f;      // exceptions seen so far: no setting
+  bool differs() const { return (before_ & ~kFlags) != kDefault; }
+
+  const unsigned before_;
+};
+#else
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {}
+};
+#endif
+
+}  // namespace
+
+void reduce(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs, int n_outputs,
+            std::size_t count) {
+  if (n_inputs < 1 || n_outputs < 1 || count == 0) return;
+  const bool as_half = reduction.as_half && can_be_half(reduction.dtype, reduction.op);
+  if (n_inputs == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0 && !as_half) {
+    for (int i = 0; i < n_outputs; ++i) {
+      if (outputs[i] != inputs[0]) std::memcpy(outputs[i], inputs[0], count * size_of(reduction.dtype));
+    }
+    return;
+  }
+  const DefaultFloatEnvironment environment;
+  target_in_use().kernel()(reduction, inputs, n_inputs, outputs, n_outputs, count);
+}
+
+const char* simd_target() { return target_in_use().name; }
+
+bool set_simd_target(const std::string& target) {
+  if (target == "auto") {
+    chosen.store(&best_target(), std::memory_order_relaxed);
+    return true;
+  }
+  for (const Target& candidate : kTargets) {
+    if (target != candidate.name || !usable(candidate)) continue;
+    chosen.store(&candidate, std::memory_order_relaxed);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,91 @@
+#include "report/statistics.hpp"
+
+#include <algorithm>
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void expose(Statistics& statistics, Clock::time_point from, Clock::time_point until) {
+  statistics.last.exposed = std::max(until - from, Clock::duration::zero());
+  statistics.total.exposed += statistics.last.exposed;
+}
+
+}  // namespace
+
+void Statistics::add(const Work& work, Clock::time_point completed) {
+  ++operations;
+  const bool failed = work.algorithm == Algorithm::kFail;
+  if (!failed) bytes += work.request().count * size_of(work.request().dtype);
+  algorithm = work.algorithm;
+  submitted = work.submitted;
+  // Its first chunk may be scheduled before the rank that announces it has looked at the clock.
+  const auto queued = std::max(work.scheduled - work.submitted, Clock::duration::zero());
+  last = Times{queued, completed - work.scheduled, {}};
+  total.queued += last.queued;
+  total.reducing += last.reducing;
+}
+
+void Statistics::add(const Statistics& other) {
+  operations += other.operations;
+  bytes += other.bytes;
+  algorithm = other.algorithm;
+  submitted = other.submitted;
+  last = other.last;
+  total.queued += other.total.queued;
+  total.reducing += other.total.reducing;
+  total.exposed += other.total.exposed;
+}
+
+void Rounds::submitted(Statistics& statistics, Work& work) {
+  if (statistics.round == round_) {
+    end(work.submitted);
+  } else {
+    completed_.clear();
+  }
+  statistics.round = work.round = round_;
+  last_submission_ = work.submitted;
+  begun_ = true;
+  ++under_way_;
+}
+
+void Rounds::completed(Statistics& statistics, const Work& work, Clock::time_point when) {
+  if (work.round == round_) {
+    completed_.push_back(Completed{&statistics, work.submitted, work.scheduled, when});
+    --under_way_;
+  } else if (work.round + 1 == round_) {
+    expose(statistics, std::max(work.submitted, before_), std::min(when, ended_));
+  }
+}
+
+void Rounds::end(Clock::time_point when) {
+  if (!begun_) return;
+  Clock::time_point last = under_way_ > 0 ? when : last_submission_;
+  for (const Completed& one : completed_) {
+    expose(*one.statistics, std::max(one.submitted, last_submission_), one.completed);
+    last = std::max(last, one.completed);
+  }
+  // The union of the times from the first chunk to the last of each: from the end, what is not covered yet.
+  Clock::time_point covered = Clock::time_point::max();
+  for (auto one = completed_.rbegin(); one != completed_.rend(); ++one) {
+    const auto begin = std::max(one->scheduled, last_submission_);
+    const auto end = std::min(one->completed, covered);
+    if (begin < end) statistics_.reducing += end - begin;
+    covered = std::min(covered, begin);
+  }
+  ++statistics_.count;
+  statistics_.exposed += last - last_submission_;
+  forget();
+  before_ = last_submission_;
+  ended_ = when;
+  ++round_;
+}
+
+void Rounds::forget() {
+  completed_.clear();
+  under_way_ = 0;
+  begun_ = false;
+}
+
+}  // namespace kvstore_hvd

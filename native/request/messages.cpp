@@ -1,0 +1,74 @@
+#include "request/messages.hpp"
+
+#include "shm/describe.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+std::string advice(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kPeerLost:
+      return "\n  Fix: restart the job from its last checkpoint, or train within kvstore_hvd.elastic.run, which goes "
+             "on by itself; if all workers are alive, call reset() on every one.";
+    case ErrorCode::kTimeout:
+      return "\n  Fix: see what that rank is doing; if such a wait is legitimate, raise KVHVD_TIMEOUT (seconds).";
+    default:
+      return "\n  Fix: restart, or call reset() on every rank.";
+  }
+}
+
+// The text without the first `part`, if it ends there at a word's end.
+std::string without(std::string text, const std::string& part) {
+  const std::size_t place = text.find(part + " ");
+  return place == std::string::npos ? text : text.erase(place, part.size());
+}
+
+}  // namespace
+
+std::string describe_operation(const Request& request) {
+  return std::string(name_of(request.collective)) + " " + (request.label.empty() ? request.name : request.label);
+}
+
+std::string Messages::prefix() const { return describe_speaker(world_, rank_); }
+
+std::string Messages::prefix(const Request& request) const { return prefix() + describe_operation(request) + ": "; }
+
+Status Messages::invalid(const Request& request, const std::string& fact) const {
+  return Status(ErrorCode::kInvalid,
+                prefix(request) + fact + ".\n  Fix: correct the arguments; nothing was submitted.");
+}
+
+Status Messages::disagreement(const Request& request, const Slot& slot) const {
+  if (slot.error == 0) return Status();
+  return Status(static_cast<ErrorCode>(slot.error), prefix(request) + std::string(slot.error_text, slot.error_length));
+}
+
+Status Messages::lost(const Request& request) const {
+  return lost(prefix(request), without(world_.failure.fact(), " in " + describe_operation(request)));
+}
+
+Status Messages::lost() const { return lost(prefix(), world_.failure.fact()); }
+
+// A fact about the rank that speaks need not name it again: "[rank 0/2] rank 0 waited" is "[rank 0/2] waited".
+Status Messages::lost(const std::string& prefix, std::string fact) const {
+  const std::string own = rank_name(world_, rank_) + " waited ";
+  if (fact.rfind(own, 0) == 0) fact.erase(0, own.size() - std::string("waited ").size());
+  const ErrorCode code = world_.failure.code();
+  return Status(code, prefix + fact + ".\n  This step's buffers are undefined." + advice(code));
+}
+
+Status Messages::left(const Request& request) const { return left(prefix(request)); }
+
+Status Messages::left(const std::string& prefix) {
+  return Status(ErrorCode::kShutdown, prefix +
+                                          "this rank has shut down.\n  Fix: call init() before communicating again; "
+                                          "what was prepared for an earlier world has to be prepared anew.");
+}
+
+Status Messages::forked() {
+  return Status(ErrorCode::kShutdown,
+                "this is a forked child; only the parent may communicate.\n"
+                "  Fix: call the KVStore from the process that created it.");
+}
+
+}  // namespace kvstore_hvd

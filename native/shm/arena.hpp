@@ -1,0 +1,69 @@
+// One rank's arena: memory for arrays that the other ranks of the host read and write in place.
+//
+// Arrays in it look like any others to this process. A collective on arrays that lie in the arena of every rank needs
+// no staging memory.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "shm/segment.hpp"
+
+namespace kvstore_hvd {
+
+// All members may be called from any thread. Shared, so that arrays may outlive the engine of their world.
+class Arena {
+ public:
+  Arena(std::shared_ptr<Segment> segment, int rank);
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // Memory for `bytes` >= 0 bytes, aligned to kAlignment, of unspecified content; null when the arena is full, and in a
+  // forked child.
+  void* allocate(std::size_t bytes);
+  // `memory` came from allocate().
+  void free(void* memory);
+
+  // The world is left: there is no memory for new arrays, and the segment goes with the last one that lies here; at
+  // once if there is none.
+  void retire();
+
+  bool contains(const void* memory) const;
+  std::size_t capacity() const { return capacity_; }
+  std::size_t used() const;
+
+  // In a forked child, once: gives it memory of its own in place of the parent's. Its content is the parent's at the
+  // first access to a page, or later as long as the child only reads. Throws std::system_error; then no access is
+  // possible at all.
+  void after_fork_in_child();
+
+  static constexpr std::size_t kAlignment = 128;
+
+ private:
+  // With the mutex held. What to let go of, once it is released: a segment is unmapped with its last owner.
+  std::shared_ptr<Segment> take_unused();
+
+  std::shared_ptr<Segment> segment_;  // under mutex_; null when it is gone
+  char* const base_;
+  const std::size_t capacity_;
+  const std::ptrdiff_t place_in_segment_;
+  const pid_t owner_;
+  mutable std::mutex mutex_;
+  bool is_retired_ = false;
+  // Whether the memory is gone. Relaxed, as extent_; and who asks for what is in it has an array there, or has none.
+  std::atomic<bool> is_gone_{false};
+  std::size_t used_ = 0;
+  // No array ever reached beyond. Relaxed: a child has what its parent's thread saw before the fork.
+  std::atomic<std::size_t> extent_{0};
+  std::map<std::size_t, std::size_t> free_;                 // offset to bytes; neighbours are always joined
+  std::unordered_map<std::size_t, std::size_t> allocated_;  // offset to bytes
+};
+
+}  // namespace kvstore_hvd

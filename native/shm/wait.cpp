@@ -1,0 +1,146 @@
+#include "shm/wait.hpp"
+
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "base/futex.hpp"
+#include "base/running_time.hpp"
+#include "shm/poll.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::microseconds kSpin{10};
+constexpr std::chrono::microseconds kCallersSpin{100};
+// A yield that took longer gave the core to a busy thread for a slice: sleeping is cheaper than the next one.
+constexpr std::chrono::microseconds kLongYield{50};
+constexpr std::chrono::microseconds kSlice{100};
+constexpr int kYields = 3;
+// While nobody else wants the core these take about as long as waking a sleeper, as kCallersSpin does.
+constexpr int kCallersYields = 60;
+// One that took this long has met a thread that computes: so many waits then do without, each of whose first yields
+// would cost another slice.
+constexpr std::chrono::microseconds kSliceYield{1500};
+constexpr int kWaitsWithoutYields = 100;
+
+thread_local int waits_without_yields = 0;
+
+}  // namespace
+
+int yields_of(const WaitPolicy& policy) {
+  if (policy.yields == 0 || waits_without_yields == 0) return policy.yields;
+  --waits_without_yields;
+  return 0;
+}
+
+bool yield_once() {
+  const auto start = Clock::now();
+  sched_yield();
+  const auto yielded = Clock::now() - start;
+  if (yielded > kSliceYield) waits_without_yields = kWaitsWithoutYields;
+  return yielded <= kLongYield;
+}
+
+WaitPolicy WaitPolicy::for_engine(bool has_core_for_each) {
+  return has_core_for_each ? WaitPolicy{kSpin, 0} : WaitPolicy{std::chrono::nanoseconds(0), kYields};
+}
+
+WaitPolicy WaitPolicy::for_callers(bool has_core_for_each) {
+  WaitPolicy policy = for_engine(has_core_for_each);
+  if (policy.spin.count() > 0) {
+    policy.spin = kCallersSpin;
+  } else {
+    policy.yields = kCallersYields;
+  }
+  return policy;
+}
+
+void request_short_slice() {
+#if defined(SYS_sched_setattr)
+  // struct sched_attr of sched_setattr(2); since Linux 6.12 sched_runtime is the slice of a SCHED_OTHER thread.
+  struct {
+    std::uint32_t size, policy;
+    std::uint64_t flags;
+    std::int32_t nice;
+    std::uint32_t priority;
+    std::uint64_t runtime, deadline, period;
+  } attributes{};
+  if (sched_getscheduler(0) != SCHED_OTHER) return;  // the user chose another policy: leave it
+  attributes.size = sizeof(attributes);
+  attributes.policy = SCHED_OTHER;
+  attributes.nice = getpriority(PRIO_PROCESS, 0);
+  attributes.runtime = static_cast<std::uint64_t>(std::chrono::nanoseconds(kSlice).count());
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+#endif
+}
+
+bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
+  if (poll(policy, [&] { return reached(target); })) return true;
+  failure.check();
+  if (!policy.sleeps) return false;
+  // Sequentially consistent, see post().
+  asleep_.store(1, std::memory_order_seq_cst);
+  const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
+  if (static_cast<std::int32_t>(seen - target) < 0) futex_wait(value_, seen, kMaxSleep);
+  failure.check();
+  return reached(target);
+}
+
+void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
+                       const Failure& failure) {
+  if (poll(policy, [&] { return value() != seen; }) || failure.is_set() || !policy.sleeps) return;
+  asleep_.store(1, std::memory_order_seq_cst);  // As in wait_slow().
+  if (value_.load(std::memory_order_seq_cst) == seen) futex_wait(value_, seen, limit);
+}
+
+void Flag::wake_sleepers() {
+  // Sequentially consistent, see post(): whoever is not woken here goes to sleep after this and sees the new value.
+  if (asleep_.exchange(0, std::memory_order_seq_cst) != 0) wake();
+}
+
+void Flag::wake() const { futex_wake_all(value_); }
+
+bool SharedLock::try_lock(int rank) {
+  std::uint32_t expected = 0;
+  // Acquire on success: sees what the last holder wrote. Relaxed otherwise: nothing is read.
+  if (!word_.compare_exchange_strong(expected, 1, std::memory_order_acquire, std::memory_order_relaxed)) return false;
+  holder_.store(rank, std::memory_order_relaxed);
+  return true;
+}
+
+void SharedLock::lock(Alarm& alarm) {
+  bool locked = try_lock(alarm.rank());
+  for (int i = 0; !locked && i < 64; ++i) {
+    pause_core();
+    locked = try_lock(alarm.rank());
+  }
+  Patience patience(alarm.timeout());
+  while (!locked) {
+    // Acquire, as above. From here on the word says that somebody may sleep.
+    locked = word_.exchange(2, std::memory_order_acquire) == 0;
+    if (locked) break;
+    alarm.failure().check();
+    if (patience.is_over()) {
+      const int holder = holder_.load(std::memory_order_relaxed);
+      alarm.raise(ErrorCode::kTimeout, alarm.name_of(alarm.rank()) + " waited too long for " + alarm.name_of(holder) +
+                                           ", which stopped inside a critical section");
+    }
+    futex_wait(word_, 2, kMaxSleep);
+  }
+  holder_.store(alarm.rank(), std::memory_order_relaxed);
+}
+
+void SharedLock::unlock() {
+  // Release: publishes what the holder wrote to the next one.
+  if (word_.exchange(0, std::memory_order_release) == 2) futex_wake_one(word_);
+}
+
+void SharedLock::wake() const { futex_wake_all(word_); }
+
+}  // namespace kvstore_hvd

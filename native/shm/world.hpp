@@ -1,0 +1,232 @@
+// What lies in a segment: plain structures at fixed offsets, the same for every rank. Zero-filled memory is a valid
+// initial state of all of them, except for the few fields that Segment::create fills in.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/types.hpp"
+#include "shm/failure.hpp"
+#include "shm/inbox.hpp"
+#include "shm/thresholds.hpp"
+#include "shm/wait.hpp"
+
+namespace kvstore_hvd {
+
+inline constexpr int kSlots = 8192;   // tensors known at a time (names, not requests)
+inline constexpr int kEntries = 64;   // scheduled chunks that some rank has not yet taken note of
+inline constexpr int kPieces = 64;    // tensors fused into one chunk
+inline constexpr int kStages = 3;     // chunks in the pipeline: being filled, reduced, collected
+inline constexpr int kMaxName = 240;  // bytes of a request's name
+inline constexpr int kMaxDims = 12;   // dimensions that are compared and printed one by one
+inline constexpr std::uint32_t kNoSlot = 0xffffffff;
+
+enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
+
+// One rank as the others see it. Each flag is written by its rank (the bell by anyone).
+struct RankState {
+  Flag filled;          // entries whose contribution lies in the rank's staging memory
+  Flag reduced;         // entries that the rank has reduced, and whose foreign staging memory it no longer reads
+  Flag bell;            // rung when there may be something to do for the rank
+  Inbox<kSlots> inbox;  // slots whose operation another rank has carried out; one operation is under way on each
+  // Batches that the rank's device thread has begun, and that its device is through with; see DeviceQueue.
+  std::atomic<std::uint32_t> batches_begun;
+  std::atomic<std::uint32_t> batches_ended;
+  std::atomic<Presence> presence;  // Release: publishes the fields below; the others read them after an acquire.
+  std::int32_t pid;
+  std::uint64_t start_time;  // of the process, in clock ticks since boot: tells a recycled pid
+  std::int32_t rank_of_all;  // see Inside; written by Segment::create
+  char host[64];
+};
+
+// What one rank wants to do with a tensor; compared byte by byte across ranks, so padding is spelled out and zero.
+struct Signature {
+  Collective collective;
+  DType dtype;
+  ReduceOp op;
+  std::uint8_t failed;  // this rank's input failed; `Announcement::note` says why
+  std::int32_t root;
+  double prescale;
+  double postscale;
+  std::uint64_t group;  // see Request
+  std::uint64_t count;
+  std::uint16_t dims;
+  std::uint8_t as_half;
+  std::uint8_t on_device;
+  std::uint32_t more_dims;  // a hash of the dimensions beyond kMaxDims
+  std::int64_t shape[kMaxDims];
+};
+static_assert(sizeof(Signature) == 144 && alignof(Signature) == 8);
+// Entries are also counted in 32 bits (flags, the head of the schedule), where the count may wrap.
+static_assert((kEntries & (kEntries - 1)) == 0);
+
+inline constexpr std::uint64_t kNoPlace = ~std::uint64_t{0};
+
+// What one rank wants to do with a tensor, in full; the others look at it only when they disagree.
+struct Announcement {
+  Signature signature;
+  char note[224];
+};
+
+// What the last rank to announce needs to know of each of the others, in one cache line.
+struct alignas(64) Mark {
+  std::uint64_t digest;  // of the signature announced last
+  // Where the rank's array lies: bytes from the start of its arena, or kNoPlace when it is elsewhere.
+  std::uint64_t place;
+  double weight;  // see Request
+  // How many operations the rank has announced and how many of them it has completed; see TensorTable::take_slot().
+  std::atomic<std::uint32_t> announced, completed;
+  // How the rank learns that another one has carried out its operation, see InlineReduction.
+  enum Watch : std::uint32_t { kInbox, kWatched, kDone };
+  std::atomic<std::uint32_t> watch;
+  char payload[28];  // see World::payload()
+};
+static_assert(sizeof(Mark) == 64);
+
+// One tensor. A rank's n-th request under a name is matched with the n-th of all others.
+struct Slot {
+  // From the highest bits down: 32 bits of version, raised when the slot is given to another name; 16 bits that count
+  // operations; 16 bits that say how many ranks have announced the one under way, back to 0 when the last one does.
+  std::atomic<std::uint64_t> state;
+  std::uint32_t next_in_bucket;  // under table_lock
+  std::uint64_t hash;            // under table_lock
+  std::uint32_t name_length;     // under table_lock
+  char name[kMaxName];           // under table_lock
+
+  // What is to be done, written by the last rank to announce before it makes the slot ready, read by whoever schedules
+  // and executes it. Stable until every rank has completed it.
+  Signature agreed;
+  std::uint64_t bytes;
+  std::uint64_t scheduled;  // bytes, under schedule_lock
+  double weights;           // see World::weights()
+  std::uint32_t direct;     // whether every rank's array lies in its arena
+  std::uint32_t error;      // ErrorCode, kOk (0) when agreed
+  std::uint32_t error_length;
+  char error_text[1024];
+};
+
+// A tensor that every rank has announced, waiting to be scheduled.
+struct Ready {
+  std::int32_t priority;
+  std::uint32_t order;  // first come, first served among equals
+  std::uint32_t slot;
+};
+
+// A binary heap of them, highest priority first.
+struct ReadyHeap {
+  alignas(128) std::atomic<std::uint32_t> count;
+  Ready tensors[kSlots];
+};
+
+enum class Algorithm : std::uint32_t {
+  kFail,           // nothing moves: the ranks disagree, the slot says about what
+  kOneShot,        // every rank stages everything and reduces everything: one synchronisation
+  kTwoShot,        // every rank reduces one slice for all: two synchronisations, each byte moves twice
+  kBroadcast,      // the root stages, the others copy
+  kDirect,         // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
+  kInline,         // never scheduled: the last rank to announce reduces what the announcements carry
+  kExchange,       // every rank stages its input and takes what it wants of the others'
+  kReduceScatter,  // every rank stages everything and reduces what it receives
+  kDevice,         // nothing moves here: the ranks' device threads carry out all pieces together
+};
+
+// Part of a tensor inside a chunk.
+struct Piece {
+  std::uint32_t slot;
+  std::uint32_t staged;  // byte offset in the staging memory of the chunk, a multiple of 64
+  std::uint64_t offset;  // byte offset in the tensor
+  std::uint64_t bytes;
+};
+
+// One step of the agreed schedule: what every rank does next.
+struct Entry {
+  Algorithm algorithm;
+  std::int32_t root;
+  std::uint32_t n_pieces;
+  std::uint32_t staged_bytes;  // of all pieces, laid out one after another
+  std::uint32_t part_bytes;    // kDirect: what is claimed at a time
+  Piece pieces[kPieces];
+};
+
+// Who does what of a kDirect entry.
+struct Claims {
+  alignas(128) std::atomic<std::uint32_t> next;  // parts claimed so far, or more
+  alignas(128) std::atomic<std::uint32_t> done;  // parts reduced
+  Flag finished;                                 // at the number of the entry plus one, once all parts are
+};
+
+struct World {
+  std::uint64_t magic;
+  std::uint32_t size;         // ranks
+  std::uint32_t stage_bytes;  // of one rank's staging memory for one chunk
+  std::uint64_t total_bytes;
+  std::uint64_t ranks_offset, announcements_offset, marks_offset, payloads_offset, staging_offset, staging_stride;
+  std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
+  std::uint64_t payload_stride;
+  std::uint32_t set_number, size_of_all;  // see Inside
+  std::uint32_t has_core_for_each;        // whether the ranks may use as many cores as there are ranks
+  Thresholds thresholds;
+
+  Failure failure;
+  std::atomic<std::uint32_t> left;  // ranks that left in good order
+
+  // The table of tensors, see tensor_table.hpp.
+  SharedLock table_lock;
+  // Slots handed out so far (each may have been handed on since); written under the lock.
+  std::atomic<std::uint32_t> slots_used;
+  std::uint32_t clock_hand;       // where the search for an idle slot goes on
+  std::uint32_t buckets[kSlots];  // 1 + slot, 0 when empty
+  Slot slots[kSlots];
+
+  // The schedule, see schedule.hpp.
+  SharedLock schedule_lock;
+  alignas(128) std::atomic<std::uint32_t> head;  // entries published so far
+  std::atomic<std::uint32_t> device_entries;     // those of them that are batches for devices; written under the lock
+  std::uint32_t next_order;
+  ReadyHeap ready, ready_on_device;
+  Entry entries[kEntries];
+  Claims claims[kEntries];
+
+  // The sum of the ranks' weights, in rank order, see Request. For the rank that was last to announce.
+  double weights(std::uint32_t slot) {
+    double sum = 0.0;
+    int present = 0, absent = 0;
+    for (int r = 0; r < static_cast<int>(size); ++r) {
+      const double weight = mark(slot, r).weight;
+      if (weight < 0.0) {
+        ++absent;
+      } else {
+        sum += weight;
+        present += weight > 0.0 ? 1 : 0;
+      }
+    }
+    return absent == 0 || present == 0 ? sum : sum * (present + absent) / present;
+  }
+  char* base() { return reinterpret_cast<char*>(this); }
+  RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }
+  Announcement& announcement(std::uint32_t slot, int r) {
+    return reinterpret_cast<Announcement*>(base() + announcements_offset)[static_cast<std::size_t>(slot) * size + r];
+  }
+  Mark& mark(std::uint32_t slot, int r) {
+    return reinterpret_cast<Mark*>(base() + marks_offset)[static_cast<std::size_t>(slot) * size + r];
+  }
+  // The `bytes` that a rank's announcement carries; a few lie in the line that the others read anyway.
+  char* payload(std::uint32_t slot, int r, std::size_t bytes) {
+    if (bytes <= sizeof(Mark::payload)) return mark(slot, r).payload;
+    return base() + payloads_offset + payload_stride * (static_cast<std::size_t>(slot) * size + r);
+  }
+  // Entries count from 0 and never wrap: 64 bits.
+  char* staging(int r, std::uint64_t entry) {
+    return base() + staging_offset + staging_stride * r + static_cast<std::size_t>(stage_bytes) * (entry % kStages);
+  }
+  char* arena(int r) { return base() + arenas_offset + arena_stride * r; }
+};
+
+// Wakes every sleeper of the world, so that all notice a failure at once.
+void wake_all(World& world);
+
+// Rings every rank's bell.
+void ring_all(World& world);
+
+}  // namespace kvstore_hvd
