@@ -51,7 +51,7 @@ bool DeviceQueue::others_are_through(const std::function<bool(int)>& is_dead) co
   if (own == 0) return true;
   // In a lost world the ranks may have begun different batches.
   const bool is_lost = world_.failure.is_set();
-  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+  for (int r = 0; r < world_.ranks; ++r) {
     const RankState& other = world_.rank(r);
     // Acquire: what the other device has read, it has read before this rank goes on.
     if (r == rank_ || other.presence.load(std::memory_order_acquire) == Presence::kLeft || is_dead(r)) continue;

@@ -16,6 +16,7 @@
 #include "base/gate.hpp"
 #include "base/status.hpp"
 #include "engine/device_queue.hpp"
+#include "engine/engine_options.hpp"
 #include "report/stall.hpp"
 #include "report/statistics.hpp"
 #include "report/timeline.hpp"
@@ -25,14 +26,7 @@
 
 namespace kvstore_hvd {
 
-struct EngineOptions {
-  // How long a request may wait for the other ranks, and a rank for another inside a collective.
-  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
-  // Watch the other ranks' processes; off when the ranks are threads of one process.
-  bool watch_peers = true;
-  // How messages name this machine.
-  std::string host;
-};
+class ActiveEngine;
 
 class Engine {
  public:
@@ -136,7 +130,6 @@ class Engine {
   bool shutdown(const std::string& reason = "");
 
  private:
-  class Impl;
   class Visit;
 
   // What can still be asked for when the world is left.
@@ -153,8 +146,8 @@ class Engine {
   const int rank_, size_;
   const pid_t owner_;
   const std::string speaker_;
-  mutable Gate gate_;                   // of impl_
-  mutable std::unique_ptr<Impl> impl_;  // gone when the gate is closed and nobody is inside
+  mutable Gate gate_;                             // of active_
+  mutable std::unique_ptr<ActiveEngine> active_;  // gone when the gate is closed and nobody is inside
   std::mutex remains_mutex_;
   bool is_left_ = false;
   Remains remains_;  // written once, before the gate is closed; the timeline's: under the mutex

@@ -26,14 +26,14 @@ void InlineReduction::stage(std::uint32_t slot, const Request& request, bool wat
 bool InlineReduction::may_carry_out(World& world, const Request& request) {
   const std::size_t bytes = bytes_of(request);
   return request.collective == Collective::kAllreduce && request.input_failure.empty() && !request.on_device &&
-         (bytes <= world.thresholds.inlined || bytes <= world.thresholds.inlined_direct / world.size);
+         (bytes <= world.thresholds.inlined || bytes <= world.thresholds.inlined_direct / world.ranks);
 }
 
 bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
   if (!may_carry_out(world_, request)) return false;
   const std::size_t bytes = bytes_of(request);
   const bool carried = bytes <= world_.thresholds.inlined;
-  const int size = static_cast<int>(world_.size);
+  const int size = world_.ranks;
   for (int r = 0; r < size; ++r) {
     const std::uint64_t place = world_.mark(slot, r).place;
     if (place == kNoPlace && !carried) return false;

@@ -21,7 +21,7 @@ namespace kvstore_hvd {
 // complete only when all have.
 class InlineReduction {
  public:
-  InlineReduction(World& world, int rank) : world_(world), rank_(rank), inputs_(world.size), outputs_(world.size) {}
+  InlineReduction(World& world, int rank) : world_(world), rank_(rank), inputs_(world.ranks), outputs_(world.ranks) {}
 
   // Before this rank announces; its mark says where its array lies. `watched`: a thread will watch the mark.
   void stage(std::uint32_t slot, const Request& request, bool watched);

@@ -63,7 +63,7 @@ std::string fix_of(const Aspect& aspect, const std::string& label) {
 std::string describe_mismatch(World& world, std::uint32_t slot, const std::string& label) {
   for (const Aspect& aspect : aspects()) {
     std::vector<std::pair<std::string, std::vector<int>>> groups;  // in order of the first rank
-    for (int r = 0; r < static_cast<int>(world.size); ++r) {
+    for (int r = 0; r < world.parties; ++r) {
       const std::string value = aspect.value(world, world.announcement(slot, r).signature);
       auto group = groups.begin();
       while (group != groups.end() && group->first != value) ++group;

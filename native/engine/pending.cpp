@@ -26,7 +26,7 @@ Pending::Pending(World& world, Alarm& alarm, const Messages& messages, const Sta
       messages_(messages),
       standstills_(standstills),
       rank_(alarm.rank()),
-      size_(static_cast<int>(world.size)),
+      parties_(world.parties),
       table_(world, alarm),
       in_flight_(kSlots) {}
 
@@ -79,7 +79,7 @@ std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
         return Ready::kNot;
       case TensorTable::Outcome::kLast:
         Schedule(world_, alarm_).make_ready(name.slot.slot, work.request().priority);
-        for (int r = 0; r < size_; ++r) {
+        for (int r = 0; r < parties_; ++r) {
           if (r != rank_) world_.rank(r).bell.ring();
         }
         return world_.slots[name.slot.slot].direct ? Ready::kAlone : Ready::kTogether;
@@ -102,7 +102,7 @@ bool Pending::is_met(const Work& work) {
   if (found == names_.end() || std::none_of(found->second.queue.begin(), found->second.queue.end(), is_it)) return true;
   if (!is_announced(found->second) || !is_it(found->second.queue.front())) return false;
   const std::uint32_t slot = found->second.slot.slot;
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < parties_; ++r) {
     if (!table_.announced_by(slot, r)) return false;
   }
   return true;
@@ -162,7 +162,7 @@ Pending::CarriedOut Pending::carried_out() {
       found.slots.push_back(name.slot.slot);
     } else if (work.scheduled == Clock::time_point() && InlineReduction::may_carry_out(world_, work.request())) {
       int missing = 0;
-      for (int r = 0; r < size_; ++r) missing += !table_.announced_by(name.slot.slot, r);
+      for (int r = 0; r < parties_; ++r) missing += !table_.announced_by(name.slot.slot, r);
       if (missing == 0) found.may_come = true;
     }
   }
@@ -211,7 +211,7 @@ void Pending::check_left() {
 void Pending::check_left(std::uint32_t slot, const Request& request) {
   // Acquire: pairs with the release of Engine::shutdown().
   if (world_.left.load(std::memory_order_acquire) == 0) return;
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < parties_; ++r) {
     const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
     if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
     const std::string operation = describe_operation(request);
@@ -268,7 +268,7 @@ Blamed Pending::blamed_for(std::uint32_t slot) {
   std::vector<int> late, slow;
   const RankState& own = world_.rank(rank_);
   const std::uint32_t filled = own.filled.value(), reduced = own.reduced.value();
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < parties_; ++r) {
     const RankState& other = world_.rank(r);
     if (!table_.announced_by(slot, r)) late.push_back(r);
     if (!other.filled.reached(filled) || !other.reduced.reached(reduced)) slow.push_back(r);

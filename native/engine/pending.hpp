@@ -130,7 +130,7 @@ class Pending {
   Alarm& alarm_;
   const Messages& messages_;
   const Standstills& standstills_;
-  const int rank_, size_;
+  const int rank_, parties_;
   TensorTable table_;
   std::unordered_map<std::string, Name> names_;
   Statistics forgotten_;

@@ -1,31 +1,22 @@
-// Carries out the schedule: moves one rank's share of the bytes of every entry, through staging memory.
+// Carries out the schedule: moves one rank's share of the bytes of every entry.
 //
 // An entry goes through three stages on every rank; while one entry is filled, the one before is reduced, and the one
 // before that collected:
 //
-//   fill     copy this rank's contribution into its own staging memory, and say so (`filled`)
-//   reduce   one-shot: reduce everybody's contribution into the output
-//            two-shot: reduce one slice, and write the result back into the staging memory of every rank
-//            broadcast: copy the root's staging memory into the output
-//            exchange: copy the parts that this rank takes into the output
-//            reduce-scatter: reduce the part that this rank receives into the output
-//            direct: reduce the parts that nobody has claimed, from all arrays into all arrays
-//            and say so (`reduced`)
-//   collect  two-shot: copy the other slices from this rank's own staging memory into the output
-//            direct: wait for the parts that others have claimed
+//   fill     put this rank's contribution where the others can read it, and say so (`filled`)
+//   reduce   read the others' contributions, and say so (`reduced`)
+//   collect  complete this rank's results
 //
-// Of an entry for devices nothing is filled but their queue; it is complete when they say so.
-//
-// In the two-shot each staging line moves between two cores exactly twice and is never shared for reading: rewriting a
-// line that other cores hold copies of costs more. Staging memory holds kStages entries, used in turn.
+// What is done in each is the algorithm's, see algorithms/. Of an entry for devices nothing is filled but their queue;
+// it is complete when they say so. Staging memory holds kStages entries, used in turn.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <vector>
 
+#include "engine/algorithms/algorithm.hpp"
 #include "engine/device_queue.hpp"
 #include "engine/schedule.hpp"
 #include "request/request.hpp"
@@ -42,6 +33,8 @@ class Pipeline {
   Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
            std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished,
            DeviceQueue& devices);
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
 
   // Does the next piece of work, or waits for the ranks that it depends on, as the policy says but no longer than
   // kMaxSleep. Returns false when there is nothing under way and nothing to begin. Throws WorldLost.
@@ -50,7 +43,7 @@ class Pipeline {
   // As advance(), once the world is lost: goes on with what all ranks have scheduled, as far as this rank needs nothing
   // more of the others, and begins nothing. Whoever lost the world may have completed it before.
   bool finish(const WaitPolicy& policy) {
-    lost_ = true;
+    chunk_.is_lost = true;
     return advance(policy);
   }
 
@@ -67,16 +60,15 @@ class Pipeline {
   std::uint64_t bytes_in_place() const { return bytes_in_place_.load(std::memory_order_relaxed); }
 
  private:
-  // The stages. Each waits before it touches anything; false: the others are not there yet, ask again.
-  bool fill(const Entry& entry, std::uint64_t index);
-  bool reduce_entry(const Entry& entry, std::uint64_t index);
-  bool collect(const Entry& entry, std::uint64_t index);
+  // The stages of an entry. Each waits before it touches anything; false: the others are not there yet, ask again.
+  bool fill(std::uint64_t index);
+  bool reduce_entry(std::uint64_t index);
+  bool collect(std::uint64_t index);
+  // Has chunk_ be that entry.
+  const Steps& turn_to(std::uint64_t index);
   void sum_devices(const Entry& entry);
   void hand_over(const Entry& entry);
-  void reduce_claimed(const Entry& entry, std::uint64_t index);
-  void reduce_range(const Entry& entry, std::uint64_t index, std::uint64_t begin, std::uint64_t end);
-  void take_parts(const Entry& entry, std::uint64_t index);
-  bool wait_all(Flag RankState::* flag, std::uint64_t target) const;
+  void copy_to_other_outputs(const Piece& piece);
   Entry& entry(std::uint64_t index) { return window_[index % kStages]; }
 
   World& world_;
@@ -88,16 +80,13 @@ class Pipeline {
   std::function<void(std::uint32_t)> finished_;
   DeviceQueue& devices_;
 
-  bool lost_ = false;  // see finish()
-
   std::array<Entry, kStages> window_;
   // Entries so far: collected_ <= reduced_ <= filled_ <= fetched_ <= collected_ + kStages. In 64 bits, since the place
   // in the window is taken modulo a number that does not divide 2^32; flags count modulo 2^32.
   std::uint64_t fetched_ = 0, filled_ = 0, reduced_ = 0, collected_ = 0;
   std::uint32_t taken_ = 0;                       // from the inbox, modulo 2^32
   std::atomic<std::uint64_t> bytes_in_place_{0};  // Relaxed: publishes nothing.
-  std::vector<const void*> inputs_;
-  std::vector<void*> outputs_;
+  Chunk chunk_;                                   // the entry that is worked at
 };
 
 }  // namespace kvstore_hvd

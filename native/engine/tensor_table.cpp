@@ -118,7 +118,7 @@ std::optional<std::uint32_t> TensorTable::take_slot() {
 }
 
 bool TensorTable::is_busy(std::uint32_t slot) const {
-  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+  for (int r = 0; r < world_.parties; ++r) {
     const Mark& mark = world_.mark(slot, r);
     const std::uint32_t completed = mark.completed.load(std::memory_order_acquire);
     if (mark.announced.load(std::memory_order_relaxed) != completed) return true;
@@ -160,7 +160,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
   // Acquire: that the slot is still this name's says that nobody else reads what was written above.
   std::uint64_t state = slot.state.load(std::memory_order_acquire);
   while (version_of(state) == handle.version) {
-    const bool last = announced_of(state) + 1U == world_.size;
+    const bool last = announced_of(state) + 1 == world_.parties;
     const std::uint64_t next = last ? pack(handle.version, operations_of(state) + 1, 0) : state + 1;
     // Release: publishes the announcement. Acquire: the last rank sees the announcements of all others.
     if (slot.state.compare_exchange_weak(state, next, std::memory_order_acq_rel)) {
@@ -196,7 +196,7 @@ TensorTable::Outcome TensorTable::decide(std::uint32_t index, const Request& req
 bool TensorTable::all_announced_the_same(std::uint32_t slot) const {
   if (world_.announcement(slot, rank_).signature.failed) return false;
   const std::uint64_t digest = world_.mark(slot, rank_).digest;
-  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+  for (int r = 0; r < world_.parties; ++r) {
     if (world_.mark(slot, r).digest != digest) return false;
   }
   return true;
@@ -209,14 +209,14 @@ void TensorTable::agree(std::uint32_t index, const Request& request) {
   slot.scheduled = 0;
   slot.weights = world_.weights(index);
   slot.direct = slot.bytes > 0;
-  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+  for (int r = 0; r < world_.ranks; ++r) {
     if (world_.mark(index, r).place == kNoPlace) slot.direct = 0;
   }
   if (all_announced_the_same(index)) return;
 
   ErrorCode code = ErrorCode::kMismatch;
   std::string text;
-  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+  for (int r = 0; r < world_.parties; ++r) {
     const Announcement& announcement = world_.announcement(index, r);
     if (!announcement.signature.failed) continue;
     code = ErrorCode::kInputFailed;
@@ -250,7 +250,7 @@ int TensorTable::rank_ahead(std::uint32_t slot) const {
   // Relaxed: as in announced_by().
   const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
   const std::uint32_t own = announced(rank_);
-  for (int r = 0; r < static_cast<int>(world_.size); ++r) {
+  for (int r = 0; r < world_.parties; ++r) {
     if (static_cast<std::int32_t>(announced(r) - own) > 0) return r;
   }
   return -1;

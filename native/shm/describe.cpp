@@ -65,7 +65,7 @@ std::string describe_speaker(World& world, int rank) {
   if (world.set_number != 0) {
     text += ", ";
     if (world.rank(rank).rank_of_all != rank) {
-      text += "rank " + std::to_string(rank) + "/" + std::to_string(world.size) + " in ";
+      text += "rank " + std::to_string(rank) + "/" + std::to_string(world.ranks) + " in ";
     }
     text += "process set " + std::to_string(world.set_number);
   }

@@ -75,7 +75,7 @@ std::optional<int> zombie_status(const RankState& state) {
 }  // namespace
 
 Liveness::Liveness(World& world, int rank, const std::string& host, bool watch)
-    : world_(world), rank_(rank), watch_(watch), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), peers_(world.size) {
+    : world_(world), rank_(rank), watch_(watch), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), peers_(world.ranks) {
   if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "creating an eventfd");
   RankState& self = world_.rank(rank_);
   self.pid = getpid();
@@ -151,7 +151,7 @@ std::optional<Liveness::Death> Liveness::find_death() {
 
 std::vector<int> Liveness::stopped() const {
   std::vector<int> ranks;
-  for (int r = 0; watch_ && r < static_cast<int>(world_.size); ++r) {
+  for (int r = 0; watch_ && r < world_.ranks; ++r) {
     const RankState& state = world_.rank(r);
     // Acquire: pid and start time are complete.
     if (state.presence.load(std::memory_order_acquire) != Presence::kJoined) continue;

@@ -18,7 +18,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303039;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303130;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -118,7 +118,7 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   auto segment = map(fd.get(), layout.total);
   fd.release();
   World& world = segment->world();
-  world.size = static_cast<std::uint32_t>(size);
+  world.ranks = world.parties = size;
   world.stage_bytes = static_cast<std::uint32_t>(layout.stage);
   world.total_bytes = layout.total;
   world.ranks_offset = layout.ranks;
@@ -132,9 +132,10 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.arena_stride = layout.arena_stride;
   world.payload_stride = layout.payload_stride;
   world.thresholds = thresholds;
-  world.thresholds.inlined = std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(world.size)));
+  world.thresholds.inlined =
+      std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(static_cast<std::size_t>(size))));
   world.set_number = inside.number;
-  world.size_of_all = inside.number == 0 ? world.size : static_cast<std::uint32_t>(inside.size);
+  world.size_of_all = inside.number == 0 ? size : inside.size;
   world.has_core_for_each = has_core_for_each.value_or(size <= usable_cores()) ? 1 : 0;
   for (int r = 0; r < size; ++r) world.rank(r).rank_of_all = inside.number == 0 ? r : inside.ranks[r];
   world.magic = kMagic;
@@ -152,8 +153,8 @@ std::shared_ptr<Segment> Segment::attach(int fd) {
   auto segment = map(own.get(), bytes);
   own.release();
   const World& world = segment->world();
-  if (world.magic != kMagic || world.size < 1 || world.size > kMaxRanks || world.total_bytes != bytes ||
-      Layout(world.size, world.arena_bytes).total != bytes) {
+  if (world.magic != kMagic || world.ranks < 1 || world.ranks > kMaxRanks || world.total_bytes != bytes ||
+      Layout(static_cast<std::size_t>(world.ranks), world.arena_bytes).total != bytes) {
     throw std::invalid_argument("not a segment of this build of kvstore_hvd (" + abi() + ")");
   }
   return segment;
@@ -167,7 +168,7 @@ Segment::~Segment() {
   close(fd_);
 }
 
-int Segment::size() const { return static_cast<int>(world_->size); }
+int Segment::size() const { return world_->ranks; }
 
 std::string Segment::abi() {
   return "segment " + std::to_string(kMagic & 0xffffff) + "/" + std::to_string(sizeof(World)) + "/" +
@@ -175,13 +176,13 @@ std::string Segment::abi() {
 }
 
 void ring_all(World& world) {
-  for (int r = 0; r < static_cast<int>(world.size); ++r) world.rank(r).bell.ring();
+  for (int r = 0; r < world.ranks; ++r) world.rank(r).bell.ring();
 }
 
 void wake_all(World& world) {
   world.table_lock.wake();
   world.schedule_lock.wake();
-  for (int r = 0; r < static_cast<int>(world.size); ++r) {
+  for (int r = 0; r < world.ranks; ++r) {
     RankState& rank = world.rank(r);
     rank.filled.wake();
     rank.reduced.wake();

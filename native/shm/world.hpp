@@ -158,14 +158,17 @@ struct Claims {
 
 struct World {
   std::uint64_t magic;
-  std::uint32_t size;         // ranks
+  // Who stages and reduces, and who announces: the ranks, of which each has a place in both. (And who exists in the
+  // world of all, of which this may be a part: see Inside.)
+  std::int32_t ranks, parties;
   std::uint32_t stage_bytes;  // of one rank's staging memory for one chunk
   std::uint64_t total_bytes;
   std::uint64_t ranks_offset, announcements_offset, marks_offset, payloads_offset, staging_offset, staging_stride;
   std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
   std::uint64_t payload_stride;
-  std::uint32_t set_number, size_of_all;  // see Inside
-  std::uint32_t has_core_for_each;        // whether the ranks may use as many cores as there are ranks
+  std::uint32_t set_number;  // see Inside
+  std::int32_t size_of_all;
+  std::uint32_t has_core_for_each;  // whether the ranks may use as many cores as there are ranks
   Thresholds thresholds;
 
   Failure failure;
@@ -192,7 +195,7 @@ struct World {
   double weights(std::uint32_t slot) {
     double sum = 0.0;
     int present = 0, absent = 0;
-    for (int r = 0; r < static_cast<int>(size); ++r) {
+    for (int r = 0; r < parties; ++r) {
       const double weight = mark(slot, r).weight;
       if (weight < 0.0) {
         ++absent;
@@ -206,15 +209,15 @@ struct World {
   char* base() { return reinterpret_cast<char*>(this); }
   RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }
   Announcement& announcement(std::uint32_t slot, int r) {
-    return reinterpret_cast<Announcement*>(base() + announcements_offset)[static_cast<std::size_t>(slot) * size + r];
+    return reinterpret_cast<Announcement*>(base() + announcements_offset)[static_cast<std::size_t>(slot) * parties + r];
   }
   Mark& mark(std::uint32_t slot, int r) {
-    return reinterpret_cast<Mark*>(base() + marks_offset)[static_cast<std::size_t>(slot) * size + r];
+    return reinterpret_cast<Mark*>(base() + marks_offset)[static_cast<std::size_t>(slot) * parties + r];
   }
   // The `bytes` that a rank's announcement carries; a few lie in the line that the others read anyway.
   char* payload(std::uint32_t slot, int r, std::size_t bytes) {
     if (bytes <= sizeof(Mark::payload)) return mark(slot, r).payload;
-    return base() + payloads_offset + payload_stride * (static_cast<std::size_t>(slot) * size + r);
+    return base() + payloads_offset + payload_stride * (static_cast<std::size_t>(slot) * parties + r);
   }
   // Entries count from 0 and never wrap: 64 bits.
   char* staging(int r, std::uint64_t entry) {

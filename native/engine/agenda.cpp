@@ -1,0 +1,144 @@
+#include "engine/agenda.hpp"
+
+#include <algorithm>
+
+namespace kvstore_hvd {
+namespace {
+
+constexpr std::uint64_t kAlignment = 64;  // of pieces in staging memory: a cache line, and a multiple of every element
+
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Lower runs later.
+bool runs_before(const Ready& a, const Ready& b) {
+  if (a.priority != b.priority) return a.priority > b.priority;
+  return static_cast<std::int32_t>(a.order - b.order) < 0;
+}
+// For the heap functions of the standard library, which keep the greatest on top.
+bool heap_less(const Ready& a, const Ready& b) { return runs_before(b, a); }
+
+void pop(ReadyHeap& heap, std::uint32_t& count) {
+  std::pop_heap(heap.tensors, heap.tensors + count, heap_less);
+  --count;
+}
+
+}  // namespace
+
+ChunkPlan plan_chunk(const Thresholds& thresholds, Collective collective, bool direct, std::uint64_t tensor_bytes,
+                     std::uint32_t ranks, std::uint32_t stage_bytes) {
+  constexpr std::uint64_t kMinSlice = 4096;
+  const std::uint64_t plain_chunk = std::min<std::uint64_t>(stage_bytes, thresholds.broadcast_chunk);
+  if (collective == Collective::kBroadcast) return {Algorithm::kBroadcast, plain_chunk};
+  if (collective == Collective::kExchange) return {Algorithm::kExchange, plain_chunk};
+  if (collective == Collective::kReduceScatter) return {Algorithm::kReduceScatter, plain_chunk};
+  if (direct) {
+    const std::uint64_t chunk = std::min<std::uint64_t>(tensor_bytes, thresholds.direct_chunk);
+    const std::uint64_t share = round_up(chunk / ranks, kMinSlice);
+    return {Algorithm::kDirect, thresholds.direct_chunk,
+            std::clamp<std::uint64_t>(share, thresholds.min_part, thresholds.max_part)};
+  }
+  if (tensor_bytes <= thresholds.one_shot) return {Algorithm::kOneShot, stage_bytes};
+  // Four chunks keep the three stages of the pipeline busy; small tensors are cut no finer than a slice worth its
+  // synchronisation.
+  const std::uint64_t largest = tensor_bytes >= thresholds.large ? thresholds.max_slice_large : thresholds.max_slice;
+  const std::uint64_t smallest = std::min(round_up(thresholds.min_chunk / ranks, kMinSlice), largest);
+  const std::uint64_t slice = std::clamp(round_up(tensor_bytes / ranks / 4, kMinSlice), smallest, largest);
+  // Both are multiples of kAlignment, so no element is cut.
+  return {Algorithm::kTwoShot, std::min<std::uint64_t>(slice * ranks, stage_bytes)};
+}
+
+void Agenda::add(std::uint32_t slot, std::int32_t priority) {
+  const Slot& which = world_.slots[slot];
+  // What failed has nothing to do on a device.
+  ReadyHeap& heap = which.error == 0 && which.agreed.on_device != 0 ? world_.ready_on_device : world_.ready;
+  // Relaxed: written under the lock.
+  const std::uint32_t count = heap.count.load(std::memory_order_relaxed);
+  heap.tensors[count] = Ready{priority, world_.next_order++, slot};
+  std::push_heap(heap.tensors, heap.tensors + count + 1, heap_less);
+  // Sequentially consistent, see Schedule::available().
+  heap.count.store(count + 1, std::memory_order_seq_cst);
+}
+
+ReadyHeap* Agenda::next_heap(bool devices_have_room) {
+  // Relaxed, both: written under the lock.
+  ReadyHeap* const here = world_.ready.count.load(std::memory_order_relaxed) != 0 ? &world_.ready : nullptr;
+  ReadyHeap& there = world_.ready_on_device;
+  if (there.count.load(std::memory_order_relaxed) == 0 || !devices_have_room) return here;
+  return here == nullptr || runs_before(there.tensors[0], here->tensors[0]) ? &there : here;
+}
+
+std::optional<Agenda::Decision> Agenda::decide(Entry& entry, bool devices_have_room) {
+  ReadyHeap* const heap = next_heap(devices_have_room);
+  if (heap == nullptr) return std::nullopt;
+  std::uint32_t count = heap->count.load(std::memory_order_relaxed);  // Relaxed: written under the lock.
+  entry.n_pieces = 0;
+  entry.staged_bytes = 0;
+  entry.root = 0;
+  const std::uint32_t first = heap->tensors[0].slot;
+  if (world_.slots[first].error != 0) {
+    entry.algorithm = Algorithm::kFail;
+    entry.pieces[entry.n_pieces++] = Piece{first, 0, 0, 0};
+    pop(*heap, count);
+  } else if (heap == &world_.ready_on_device) {
+    take_batch(entry, *heap, count);
+  } else {
+    take_chunk(entry, *heap, count);
+  }
+  return Decision{heap, count};
+}
+
+void Agenda::take_chunk(Entry& entry, ReadyHeap& heap, std::uint32_t& count) {
+  const auto add = [&](std::uint32_t index, std::uint64_t bytes) {
+    Slot& slot = world_.slots[index];
+    entry.pieces[entry.n_pieces++] = Piece{index, entry.staged_bytes, slot.scheduled, bytes};
+    slot.scheduled += bytes;
+    entry.staged_bytes += static_cast<std::uint32_t>(round_up(bytes, kAlignment));
+    if (slot.scheduled == slot.bytes) pop(heap, count);
+  };
+  const std::uint32_t first = heap.tensors[0].slot;
+  const Slot& slot = world_.slots[first];
+  const Signature& agreed = slot.agreed;
+  const auto plan = [&](std::uint64_t bytes) {
+    return plan_chunk(world_.thresholds, agreed.collective, slot.direct != 0, bytes,
+                      static_cast<std::uint32_t>(world_.ranks), world_.stage_bytes);
+  };
+  entry.root = agreed.root;
+  add(first, std::min(plan(slot.bytes).bytes, slot.bytes - slot.scheduled));
+  // Whole small tensors that come next anyway ride along with the end of this one.
+  while (slot.scheduled == slot.bytes && count > 0 && entry.n_pieces < kPieces) {
+    const std::uint32_t next = heap.tensors[0].slot;
+    const Slot& other = world_.slots[next];
+    const std::uint64_t rest = other.bytes - other.scheduled;
+    if (other.error != 0 || other.agreed.collective != agreed.collective || other.agreed.root != agreed.root ||
+        other.direct != slot.direct || entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
+      break;
+    }
+    add(next, rest);
+  }
+  const ChunkPlan fused = plan(entry.staged_bytes);
+  entry.algorithm = fused.algorithm;
+  entry.part_bytes = static_cast<std::uint32_t>(fused.part);
+}
+
+void Agenda::take_batch(Entry& entry, ReadyHeap& heap, std::uint32_t& count) {
+  const Slot& first = world_.slots[heap.tensors[0].slot];
+  const auto goes_with_it = [&](const Slot& slot) {
+    const Signature &a = slot.agreed, &b = first.agreed;
+    return a.collective == b.collective && a.dtype == b.dtype && a.op == b.op && a.as_half == b.as_half &&
+           a.root == b.root && a.prescale == b.prescale && a.postscale == b.postscale && slot.weights == first.weights;
+  };
+  entry.algorithm = Algorithm::kDevice;
+  entry.root = first.agreed.root;
+  std::uint64_t bytes = 0;
+  do {
+    const std::uint32_t index = heap.tensors[0].slot;
+    Slot& slot = world_.slots[index];
+    if (entry.n_pieces > 0 && (!goes_with_it(slot) || bytes + slot.bytes > world_.thresholds.device_fusion)) return;
+    entry.pieces[entry.n_pieces++] = Piece{index, 0, 0, slot.bytes};
+    slot.scheduled = slot.bytes;
+    bytes += slot.bytes;
+    pop(heap, count);
+  } while (count > 0 && entry.n_pieces < kPieces);
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,246 @@
+#include "engine/driver.hpp"
+
+#include <deque>
+#include <utility>
+
+#include "engine/inline_reduction.hpp"
+#include "shm/poll.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// For how long a submitting thread carries out what it made ready itself. It may be a thread that computes: longer, and
+// the computation behind it would be late.
+constexpr std::chrono::microseconds kInlineTime{200};
+
+}  // namespace
+
+Driver::Driver(EngineState& state)
+    : state_(state),
+      pipeline_(
+          state.world, state.alarm,
+          [this](std::uint32_t slot) -> const Request& { return state_.pending.request_on(slot); },
+          [this](const Entry& entry) { state_.pending.scheduled(entry); },
+          [this](std::uint32_t slot) { complete(slot); }, state.devices) {
+  communication_ = std::thread([this] { communicate(); });
+}
+
+void Driver::stop() {
+  if (!communication_.joinable()) return;
+  {
+    const Lock lock = state_.locked();
+    stopping_ = true;
+  }
+  parked_changed_.notify_all();
+  state_.own().bell.ring();
+  communication_.join();
+}
+
+void Driver::added(Lock& lock, Work& work, const Pending::Added& added, bool caller_waits) {
+  callers_drive_ = caller_waits;
+  if (added.ready == Pending::Ready::kDone) {
+    work.scheduled = work.submitted;
+    return take(lock, work, added.slot, work.submitted);
+  }
+  if (caller_waits && added.ready == Pending::Ready::kNot) work.watched_slot = added.slot;
+  const bool wake_communication = parked_ && !driven_ && (!caller_waits || state_.world.failure.is_set());
+  if (wake_communication) unpark_ = true;
+  bool driven = driven_;
+  lock.unlock();
+  if (added.ready == Pending::Ready::kAlone && !caller_waits &&
+      bytes_of(work.request()) <= state_.world.thresholds.submitter) {
+    if (drive_inline(work)) return;
+    driven = true;
+  }
+  if (wake_communication) parked_changed_.notify_one();
+  // Who drives may be asleep, and a caller that waits drives if no one does.
+  if (added.ready != Pending::Ready::kNot && (driven || !caller_waits)) state_.own().bell.ring();
+}
+
+// Completes what was carried out inline, on the thread that learns of it. `lock` is that of the mutex, and given up.
+void Driver::take(Lock& lock, Work& work, std::uint32_t slot, Clock::time_point when) {
+  pipeline_.take(slot);
+  Pending::Completed completed = state_.pending.complete(slot, when);
+  if (work.request().on_done) lock.unlock();
+  work.finish(std::move(completed.status));
+  if (!lock.owns_lock()) EngineState::acquire(lock);
+  state_.pending.settle(1);
+  const bool driven = driven_, waited_for = waiters_ > 0;
+  lock.unlock();
+  if (waited_for) changed_.notify_all();
+  if (driven) state_.own().bell.ring();  // it may be this that the driver waits for
+}
+
+bool Driver::wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
+  if (work.done() || state_.forked()) return true;
+  if (work.watched_slot != kNoSlot && watch(work, policy)) return true;
+  return drive_until([&] { return work.done(); }, limit, policy);
+}
+
+// Looks at the mark of the work's slot until another rank has carried it out, the bell rings, or the policy's time is
+// over; completes the work in the first case. Otherwise returns false: the driver will complete it, or has.
+bool Driver::watch(Work& work, const WaitPolicy& policy) {
+  const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
+  World& world = state_.world;
+  const Flag& bell = state_.own().bell;
+  poll(policy, [&] { return InlineReduction::is_done(world, state_.rank, slot) || bell.value() != work.bell_before; });
+  Lock lock = state_.locked();
+  // Once the world is lost, another thread may have failed the work already. And the driver completes what was
+  // scheduled: the mark may by now be that of the next operation on the slot.
+  if (world.failure.is_set() || !state_.pending.is_in_flight(slot, work)) return false;
+  if (InlineReduction::give_up(world, state_.rank, slot)) return false;
+  take(lock, work, slot, Clock::now());
+  return true;
+}
+
+// Carries out what has just become ready, for about kInlineTime at most, and without going to sleep for a part that
+// another rank has claimed. Returns false when another thread is at it.
+bool Driver::drive_inline(const Work& work) {
+  {
+    const Lock lock = state_.locked();
+    if (driven_) return false;
+    driven_ = true;
+  }
+  const auto end = Clock::now() + kInlineTime;
+  WaitPolicy impatient = state_.policy;
+  impatient.sleeps = false;
+  while (!work.done() && drive(impatient) && Clock::now() < end) {
+  }
+  const Lock lock = state_.locked();
+  stop_driving();
+  return true;
+}
+
+// One step as the driver, or a wait of about kMaxSleep for other ranks. Returns whether there was anything to do.
+// Exceptions: as Work::finish().
+bool Driver::drive(const WaitPolicy& policy) noexcept {
+  try {
+    if (!state_.world.failure.is_set()) {
+      if (pipeline_.advance(policy)) return true;
+      check_left();
+      if (!state_.world.failure.is_set()) return false;
+    }
+  } catch (const WorldLost&) {
+  }
+  state_.devices.give_up(kDevicesEnd);
+  if (!std::exchange(finished_, true)) finish_what_is_done(policy);
+  fail_pending();
+  return false;
+}
+
+// With the mutex held. What is left goes on without this thread.
+void Driver::stop_driving() {
+  driven_ = false;
+  if (waiters_ > 0) changed_.notify_all();
+  if (is_idle()) return;
+  if (parked_) {
+    unpark_ = true;
+    parked_changed_.notify_one();
+  } else if (pipeline_.has_work()) {
+    state_.own().bell.ring();
+  }
+}
+
+// The communication thread: listens to the bell, and drives when no other thread does. When it finds another thread
+// driving it parks, so that the bell then wakes one thread only.
+void Driver::communicate() {
+  request_short_slice();
+  Flag& bell = state_.own().bell;
+  for (;;) {
+    const std::uint32_t seen = bell.value();
+    {
+      Lock lock = state_.locked();
+      // After a failure there is nothing to listen for; and as long as callers do the driving, the bell shall not
+      // wake this thread as well.
+      if (driven_ || state_.world.failure.is_set() || (callers_drive_ && is_idle())) {
+        parked_ = true;
+        unpark_ = false;
+        parked_changed_.wait(lock, [&] { return stopping_ || unpark_; });
+        parked_ = false;
+      }
+      if (stopping_) return;
+      if (driven_) continue;
+      driven_ = true;
+    }
+    while (drive(state_.policy)) {
+    }
+    {
+      const Lock lock = state_.locked();
+      stop_driving();
+    }
+    // Without spinning: it would take the core from whoever submits the next operation.
+    bell.wait_change(seen, WaitPolicy{}, kIdleTick, state_.world.failure);
+  }
+}
+
+void Driver::complete(std::uint32_t slot) {
+  Pending::Completed completed;
+  {
+    const Lock lock = state_.locked();
+    completed = state_.pending.complete(slot, Clock::now());
+  }
+  completed.work->finish(std::move(completed.status));
+  settle(1);
+}
+
+// `count` operations are over, and their callers may look.
+void Driver::settle(std::size_t count) {
+  {
+    // Under the lock, or a waiter that has just looked would miss the notification.
+    const Lock lock = state_.locked();
+    state_.pending.settle(count);
+    if (waiters_ == 0) return;
+  }
+  changed_.notify_all();
+}
+
+void Driver::check_left() {
+  // Acquire: pairs with the release in shutdown().
+  if (state_.world.left.load(std::memory_order_acquire) == 0) return;
+  const Lock lock = state_.locked();
+  state_.pending.check_left();
+}
+
+// The world is lost; once. Whoever lost it may have done so right after an operation that is complete for it, and so
+// has to be for this rank.
+void Driver::finish_what_is_done(const WaitPolicy& policy) {
+  try {
+    while (pipeline_.finish(policy)) {
+    }
+  } catch (const WorldLost&) {
+  }
+  Patience patience(kMaxSleep);
+  for (;;) {
+    Pending::CarriedOut found;
+    {
+      const Lock lock = state_.locked();
+      found = state_.pending.carried_out();
+    }
+    for (const std::uint32_t slot : found.slots) {
+      pipeline_.take(slot);
+      complete(slot);
+    }
+    // Whoever carries it out tells one rank after the other, and may have told the one that lost the world.
+    if (!found.may_come || patience.is_over()) return;
+    about_to_block();
+    std::this_thread::sleep_for(kLook);
+  }
+}
+
+// The world is lost, or this rank leaves: nothing that is pending will happen.
+void Driver::fail_pending() {
+  std::deque<std::shared_ptr<Work>> lost;
+  {
+    const Lock lock = state_.locked();
+    lost = state_.pending.take_all([this](std::uint32_t slot) { return state_.devices.holds(slot); });
+  }
+  const Messages& messages = state_.messages;
+  for (const auto& work : lost) {
+    work->finish(state_.world.failure.is_set() ? messages.lost(work->request()) : messages.left(work->request()));
+  }
+  settle(lost.size());
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,111 @@
+// Carrying out the schedule of one rank: at any time at most one thread does, and is the driver. It is whichever thread
+// waits for an operation, one that has just submitted one, or the communication thread.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "base/blocking.hpp"
+#include "base/running_time.hpp"
+#include "engine/engine_state.hpp"
+#include "engine/pipeline.hpp"
+#include "request/work.hpp"
+
+namespace kvstore_hvd {
+
+// How often to look whether another rank is through with what it carries out: inline once the world is lost, or on its
+// device.
+inline constexpr std::chrono::milliseconds kLook{1};
+// How long the device thread may take to end what it carries out, once the world is lost.
+inline constexpr std::chrono::seconds kDevicesEnd{10};
+
+class Driver {
+ public:
+  // Starts the communication thread.
+  explicit Driver(EngineState& state);
+  ~Driver() { stop(); }
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  // A work was added to the pending ones, with the lock held, which this gives up: completes it, carries it out, or
+  // wakes who will. `caller_waits`: this thread calls wait() next.
+  void added(Lock& lock, Work& work, const Pending::Added& added, bool caller_waits);
+
+  // Until `done` or `limit` has passed; returns whether it is done. Drives meanwhile, if no other thread does.
+  template <class Done>
+  bool drive_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy);
+  bool wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy& policy);
+
+  // Takes no lock, so that the watcher never waits for one before it has looked at the other ranks.
+  bool is_idle() const { return state_.pending.count() == 0; }
+
+  std::uint64_t bytes_in_place() const { return pipeline_.bytes_in_place(); }
+
+  // Ends the communication thread.
+  void stop();
+
+ private:
+  void take(Lock& lock, Work& work, std::uint32_t slot, std::chrono::steady_clock::time_point when);
+  bool watch(Work& work, const WaitPolicy& policy);
+  bool drive_inline(const Work& work);
+  bool drive(const WaitPolicy& policy) noexcept;
+  void stop_driving();
+  void communicate();
+
+  void complete(std::uint32_t slot);
+  void settle(std::size_t count);
+  void finish_what_is_done(const WaitPolicy& policy);
+  void fail_pending();
+  void check_left();
+
+  EngineState& state_;
+  // With the engine's mutex, as are the flags.
+  std::condition_variable changed_;         // something completed, or the driver's place is free
+  std::condition_variable parked_changed_;  // unpark_, stopping_
+  int waiters_ = 0;
+  bool driven_ = false, callers_drive_ = false, parked_ = false, unpark_ = false, stopping_ = false;
+
+  Pipeline pipeline_;      // the driver's
+  bool finished_ = false;  // the driver's: finish_what_is_done() was called
+  std::thread communication_;
+};
+
+template <class Done>
+bool Driver::drive_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
+  Patience patience(limit);
+  Lock lock = state_.locked();
+  ++waiters_;
+  for (bool waited = false;; waited = true) {
+    lock.unlock();
+    if (done()) break;
+    if (waited && patience.is_over()) break;
+    EngineState::acquire(lock);
+    if (driven_) {
+      if (done()) continue;
+      about_to_block();
+      changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
+      continue;
+    }
+    driven_ = true;
+    lock.unlock();
+    Flag& bell = state_.own().bell;
+    const auto longest = std::min<std::chrono::nanoseconds>(kMaxSleep, limit);
+    while (!done() && !patience.is_over()) {
+      const std::uint32_t seen = bell.value();
+      if (!drive(policy) && !done()) bell.wait_change(seen, policy, longest, state_.world.failure);
+    }
+    EngineState::acquire(lock);
+    stop_driving();
+  }
+  EngineState::acquire(lock);
+  --waiters_;
+  lock.unlock();
+  return done();
+}
+
+}  // namespace kvstore_hvd

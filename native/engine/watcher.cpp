@@ -1,0 +1,62 @@
+#include "engine/watcher.hpp"
+
+#include <string>
+
+#include "shm/describe.hpp"
+
+namespace kvstore_hvd {
+
+Watcher::Watcher(EngineState& state, Driver& driver)
+    : state_(state),
+      driver_(driver),
+      liveness_(state.world, state.rank, state.options.host, state.options.watch_peers),
+      dead_(static_cast<std::size_t>(state.size)) {
+  thread_ = std::thread([this] { watch(); });
+}
+
+void Watcher::stop() {
+  if (!thread_.joinable()) return;
+  stopping_.store(true, std::memory_order_relaxed);  // Relaxed: interrupt() ends the sleep soon enough.
+  liveness_.interrupt();
+  thread_.join();
+}
+
+void Watcher::watch() {
+  while (!stopping_.load(std::memory_order_relaxed)) {  // as above
+    const bool busy = !driver_.is_idle();
+    if (const auto death = liveness_.poll(busy ? kBusyTick : kIdleTick)) {
+      dead_[static_cast<std::size_t>(death->rank)].store(true, std::memory_order_relaxed);
+      state_.alarm.raise(ErrorCode::kPeerLost, describe_rank(state_.world, death->rank) + " " + death->how);
+    }
+    state_.standstills.look();
+    if (busy && !state_.world.failure.is_set()) look_after_pending();
+    if (state_.world.failure.is_set()) {
+      driver_.drive_until([this] { return driver_.is_idle(); }, kBusyTick, state_.policy);
+    }
+  }
+}
+
+void Watcher::look_after_pending() {
+  std::string fact;
+  {
+    // Whoever has the lock may wait in a critical section for a rank that has just died there, and this thread is the
+    // one that would notice: it tries again at the next tick.
+    const Lock lock(state_.mutex, std::try_to_lock);
+    if (!lock.owns_lock()) return;
+    Pending& pending = state_.pending;
+    pending.check_left();
+    const auto held = [this](std::uint32_t slot) { return state_.devices.holds(slot); };
+    fact = pending.describe_overdue(state_.options.timeout, held);
+    pending.retry_slots();
+  }
+  if (fact.empty()) return;
+  // Whom this rank waits for may itself wait for one that is stopped.
+  for (const int r : liveness_.stopped()) {
+    const std::string whole = describe_rank(state_.world, r);  // host and process are told once
+    const bool is_told = fact.find(whole) != std::string::npos;
+    fact += ".\n  " + (is_told ? rank_name(state_.world, r) : whole) + " is stopped";
+  }
+  state_.alarm.raise(ErrorCode::kTimeout, fact);
+}
+
+}  // namespace kvstore_hvd

@@ -1,0 +1,39 @@
+// The thread that notices lost ranks and passed deadlines, and makes sure that a failure reaches what is pending.
+#pragma once
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "engine/driver.hpp"
+#include "engine/engine_state.hpp"
+#include "shm/liveness.hpp"
+
+namespace kvstore_hvd {
+
+class Watcher {
+ public:
+  // Has this rank join its world, and starts the thread.
+  Watcher(EngineState& state, Driver& driver);
+  ~Watcher() { stop(); }
+  Watcher(const Watcher&) = delete;
+  Watcher& operator=(const Watcher&) = delete;
+
+  // Whether the rank's process is gone. Relaxed: only whether to wait on.
+  bool is_dead(int rank) const { return dead_[static_cast<std::size_t>(rank)].load(std::memory_order_relaxed); }
+
+  void stop();
+
+ private:
+  void watch();
+  void look_after_pending();
+
+  EngineState& state_;
+  Driver& driver_;
+  Liveness liveness_;
+  std::vector<std::atomic<bool>> dead_;  // by rank; written by the thread
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace kvstore_hvd
