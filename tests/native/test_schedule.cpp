@@ -33,14 +33,14 @@ std::uint32_t make_ready(World& world, const std::string& name, std::size_t coun
   Request request = allreduce(name, data);
   request.on_device = on_device;
   std::uint32_t slot = kNoSlot;
-  for (int r = 0; r < static_cast<int>(world.size); ++r) {
+  for (int r = 0; r < world.ranks; ++r) {
     Alarm alarm(world, r, std::chrono::seconds(10));
     TensorTable table(world, alarm);
     const auto handle = table.find(name);
     check(handle.has_value(), "a slot");
     slot = handle->slot;
     const auto outcome = table.announce(*handle, request);
-    const bool last = r + 1 == static_cast<int>(world.size);
+    const bool last = r + 1 == world.ranks;
     check(outcome == (last ? TensorTable::Outcome::kLast : TensorTable::Outcome::kWaiting), "outcome");
   }
   if (direct) world.slots[slot].direct = 1;
