@@ -44,9 +44,10 @@ mxnet-extra-2.0.0b1 := ,mxnet2
 # Both MXNets declare numpy<2, of which there is no wheel for Python 3.13 and later; the package's shim makes NumPy 2
 # work, so there MXNet is installed without the dependencies it declares.
 NEW_PYTHON := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info >= (3, 13) else "")')
-# The compilers of kernels for GPUs, which need no GPU, in the first environment only: they are large.
-gpu-extra-1.9.1-openmpi := ,test-gpu
-EXTRAS := test,lint,native$(gpu-extra-$(MXNET)-$(MPI))$(mpi-extra-$(MPI))$(if $(NEW_PYTHON),,$(mxnet-extra-$(MXNET)))
+# The compilers of kernels for GPUs, which need no GPU, and a second type checker, in the first environment only: they
+# are large.
+large-extra-1.9.1-openmpi := ,test-gpu,test-types
+EXTRAS := test,lint,native$(large-extra-$(MXNET)-$(MPI))$(mpi-extra-$(MPI))$(if $(NEW_PYTHON),,$(mxnet-extra-$(MXNET)))
 
 INPUTS := setup.cfg setup.py pyproject.toml Makefile \
           $(shell find kvstore_hvd native startup -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.pth' \

@@ -9,7 +9,7 @@ Importing this package registers the store, now if MXNet is imported already, el
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.calling import run
@@ -103,11 +103,15 @@ def topology() -> Topology:
     return _engine().topology
 
 
-def __getattr__(name: str) -> Any:
-    # The class derives from one of MXNet's, which may be absent: it is made when it is asked for.
-    if name == "Horovod":
-        return make_store_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from kvstore_hvd.store.kvstore import Horovod
+else:
+
+    def __getattr__(name: str) -> Any:
+        # The class derives from one of MXNet's, which may be absent: it is made when it is asked for.
+        if name == "Horovod":
+            return make_store_class()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _prepare_mxnet()

@@ -13,7 +13,7 @@ def train(state):
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.elastic import sampler as _sampler
 from kvstore_hvd.elastic.gluon_state import GluonState
@@ -43,7 +43,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _sampler.__all__:
-        return getattr(_sampler, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from kvstore_hvd.elastic.sampler import ElasticSampler
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _sampler.__all__:
+            return getattr(_sampler, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,12 +28,26 @@ from kvstore_hvd.process import engine
 __all__ = ["run", "run_fn"]
 
 Result = TypeVar("Result")
+Saved = TypeVar("Saved", bound="Synchronised")
+if TYPE_CHECKING:
+    from typing_extensions import Concatenate, ParamSpec
+
+    Arguments = ParamSpec("Arguments")
+
+
+class Synchronised(Protocol):
+    """A state of a training, see `kvstore_hvd.elastic.State`."""
+
+    def sync(self) -> None: ...
+    def restore(self) -> None: ...
+    def on_reset(self) -> None: ...
+
 
 # Of the calls of `run` in this process. A worker that came later makes the first one when the others make another.
 _numbers = itertools.count(1)
 
 
-def run(func: Callable[..., Result]) -> Callable[..., Result]:
+def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Concatenate[Saved, Arguments], Result]:
     """Let training go on when workers are lost, come, or go.
 
     Parameters
@@ -63,11 +77,13 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     return run_fn(func, reset=None)
 
 
-def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None) -> Callable[..., Result]:
+def run_fn(
+    func: Callable[Concatenate[Saved, Arguments], Result], reset: Callable[[], None] | None = None
+) -> Callable[Concatenate[Saved, Arguments], Result]:
     """As `run`, with what to do in the place of `kvstore_hvd.reset` to meet the workers of the next world."""
 
     @functools.wraps(func)
-    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Result:
+    def wrapper(state: Saved, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         notification_manager.init()
         loop = _Loop(state, reset)
         loop.begin()
@@ -99,7 +115,7 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None] | None = None)
         finally:
             loop.end()
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]
 
 
 class _Loop:

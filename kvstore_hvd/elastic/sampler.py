@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.process import engine
 
-__all__ = ["ElasticSampler"]  # noqa: F822 - made when it is asked for
+__all__ = ["ElasticSampler"]
 
 Indices = Any  # numpy.ndarray of int64
 
@@ -307,8 +307,15 @@ def _make() -> type:
     return type("ElasticSampler", (SamplerMethods, base), namespace)
 
 
-def __getattr__(name: str) -> Any:
-    # The class derives from one of MXNet's: it is made when it is asked for.
-    if name in __all__:
-        return _make()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+
+    class ElasticSampler(SamplerMethods, Any):
+        __doc__ = SamplerMethods.__doc__
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        # The class derives from one of MXNet's: it is made when it is asked for.
+        if name in __all__:
+            return _make()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,28 +10,136 @@ trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd', {'learning_rate': 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.errors import HorovodInternalError
-from kvstore_hvd.mxnet import functions as _functions
-from kvstore_hvd.mxnet import mpi_ops as _mpi_ops
 from kvstore_hvd.mxnet import optimizer as _optimizer
 from kvstore_hvd.mxnet import sync_batch_norm as _sync_batch_norm
 from kvstore_hvd.mxnet.compression import Compression
-from kvstore_hvd.mxnet.functions import *  # noqa: F403
-from kvstore_hvd.mxnet.mpi_ops import *  # noqa: F403
+from kvstore_hvd.mxnet.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_parameters,
+    broadcast_trainer_states,
+)
+from kvstore_hvd.mxnet.mpi_ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    ReduceOp,
+    Sum,
+    add_process_set,
+    allgather,
+    allreduce,
+    allreduce_,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_reducescatter,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    reducescatter,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 
-__all__ = ["Compression", "HorovodInternalError"]
-__all__ += _functions.__all__
-__all__ += _mpi_ops.__all__
-__all__ += _optimizer.__all__
-__all__ += _sync_batch_norm.__all__
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_parameters",
+    "broadcast_trainer_states",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "elastic":  # stands above this package
-        return importlib.import_module("kvstore_hvd.mxnet.elastic")
-    for module in (_optimizer, _sync_batch_norm):
-        if name in module.__all__:
-            return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from kvstore_hvd.mxnet import elastic as elastic
+    from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
+    from kvstore_hvd.mxnet.sync_batch_norm import SyncBatchNorm
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "elastic":  # stands above this package
+            return importlib.import_module("kvstore_hvd.mxnet.elastic")
+        for module in (_optimizer, _sync_batch_norm):
+            if name in module.__all__:
+                return getattr(module, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

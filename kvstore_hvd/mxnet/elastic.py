@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd import elastic as _elastic
 
-__all__ = list(_elastic.__all__)
+if TYPE_CHECKING:
+    from kvstore_hvd.elastic import *  # noqa: F403
+else:
+    __all__ = list(_elastic.__all__)
 
-
-def __getattr__(name: str) -> Any:
-    return getattr(_elastic, name)
+    def __getattr__(name: str) -> Any:
+        return getattr(_elastic, name)

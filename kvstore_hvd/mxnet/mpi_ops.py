@@ -12,13 +12,36 @@ import dataclasses
 import hashlib
 import warnings
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.mxnet import basics, gradients
+from kvstore_hvd.mxnet import gradients
 from kvstore_hvd.mxnet.all_to_all import alltoall
-from kvstore_hvd.mxnet.basics import *  # noqa: F403
+from kvstore_hvd.mxnet.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from kvstore_hvd.mxnet.basics_object import HorovodBasics
 from kvstore_hvd.mxnet.calls import check_array, check_list, check_name, make_call, names_for, operations, root_in
 from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
@@ -46,23 +69,47 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
     "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
     "reducescatter",
     "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
 ]
-__all__ += basics.__all__
+
+#: An array of MXNet: NDArray, or its ndarray of NumPy's interface. The result is of the same class.
+Tensor = TypeVar("Tensor")
 
 # Programs reach for Horovod's object of this name.
 _basics = HorovodBasics()
 
 
 def allreduce(
-    tensor: Any,
+    tensor: Tensor,
     average: Optional[bool] = None,
     name: Optional[str] = None,
     priority: int = 0,
@@ -70,7 +117,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     op: Optional[ReduceOp] = None,
-) -> Any:
+) -> Tensor:
     """Reduce an array over the workers, into a new array. Asynchronous.
 
     Of row_sparse arrays the rows that any worker has are reduced; the call waits for them, and takes `Sum` and
@@ -111,11 +158,12 @@ def allreduce(
         The world is lost.
     """
     how = ("allreduce", average, op, prescale_factor, postscale_factor)
-    return _allreduce(how, [tensor], name, priority, process_set, in_place=False)[0]
+    reduced: Tensor = _allreduce(how, [tensor], name, priority, process_set, in_place=False)[0]
+    return reduced
 
 
 def allreduce_(
-    tensor: Any,
+    tensor: Tensor,
     average: Optional[bool] = None,
     name: Optional[str] = None,
     priority: int = 0,
@@ -123,14 +171,15 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     op: Optional[ReduceOp] = None,
-) -> Any:
+) -> Tensor:
     """Reduce an array over the workers in place, and return it. Parameters and exceptions as `allreduce`."""
     how = ("allreduce", average, op, prescale_factor, postscale_factor)
-    return _allreduce(how, [tensor], name, priority, process_set, in_place=True)[0]
+    reduced: Tensor = _allreduce(how, [tensor], name, priority, process_set, in_place=True)[0]
+    return reduced
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: Optional[bool] = None,
     name: Optional[str] = None,
     priority: int = 0,
@@ -138,7 +187,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     op: Optional[ReduceOp] = None,
-) -> Sequence[Any]:
+) -> Sequence[Tensor]:
     """Reduce arrays over the workers, into new ones: all, or none where the workers disagree. Asynchronous.
 
     Parameters
@@ -162,7 +211,7 @@ def grouped_allreduce(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: Optional[bool] = None,
     name: Optional[str] = None,
     priority: int = 0,
@@ -170,19 +219,19 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     op: Optional[ReduceOp] = None,
-) -> Sequence[Any]:
+) -> Sequence[Tensor]:
     """Reduce arrays over the workers in place, and return them. Parameters and exceptions as `grouped_allreduce`."""
     how = ("grouped_allreduce", average, op, prescale_factor, postscale_factor)
     return _allreduce(how, tensors, name, priority, process_set, in_place=True)
 
 
 def broadcast(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     name: Optional[str] = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Tensor:
     """Give every worker the root's array, as a new array. Asynchronous.
 
     Within ``mx.autograd.record()`` the root's array gets the sum of all workers' gradients, the others get zeros.
@@ -206,18 +255,20 @@ def broadcast(
     KVHvdError, TypeError
         As `allreduce`.
     """
-    return _broadcast(tensor, root_rank, name, priority, process_set, in_place=False)
+    received: Tensor = _broadcast(tensor, root_rank, name, priority, process_set, in_place=False)
+    return received
 
 
 def broadcast_(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     name: Optional[str] = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Tensor:
     """Overwrite an array with the root's, and return it. Parameters and exceptions as `broadcast`."""
-    return _broadcast(tensor, root_rank, name, priority, process_set, in_place=True)
+    received: Tensor = _broadcast(tensor, root_rank, name, priority, process_set, in_place=True)
+    return received
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

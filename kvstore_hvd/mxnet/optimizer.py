@@ -9,7 +9,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
@@ -20,7 +20,7 @@ from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.kvstore import make_store_class
 from kvstore_hvd.store.operations import Reduction, submit_all
 
-__all__ = ["DistributedOptimizer", "DistributedTrainer"]  # noqa: F822 - made when they are asked for
+__all__ = ["DistributedOptimizer", "DistributedTrainer"]
 
 
 class Scale(NamedTuple):
@@ -326,8 +326,18 @@ def _make(name: str) -> type:
     return type(name, (methods, base), {"__doc__": methods.__doc__, "__module__": __name__})
 
 
-def __getattr__(name: str) -> Any:
-    # The classes derive from MXNet's: they are made when they are asked for.
-    if name in __all__:
-        return _make(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+
+    class DistributedTrainer(TrainerMethods, Any):
+        __doc__ = TrainerMethods.__doc__
+
+    class DistributedOptimizer(OptimizerMethods, Any):
+        __doc__ = OptimizerMethods.__doc__
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        # The classes derive from MXNet's: they are made when they are asked for.
+        if name in __all__:
+            return _make(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

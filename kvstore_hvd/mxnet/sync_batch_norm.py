@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
@@ -11,7 +11,7 @@ from kvstore_hvd.mxnet.batch_norm import operator_type
 from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 
-__all__ = ["SyncBatchNorm"]  # noqa: F822 - made when it is asked for
+__all__ = ["SyncBatchNorm"]
 
 # In the operator's order.
 _PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
@@ -148,8 +148,15 @@ def _make() -> type:
     return type("SyncBatchNorm", (SyncBatchNormMethods, base), description)
 
 
-def __getattr__(name: str) -> Any:
-    # The class derives from MXNet's: it is made when it is asked for.
-    if name in __all__:
-        return _make()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+
+    class SyncBatchNorm(SyncBatchNormMethods, Any):
+        __doc__ = SyncBatchNormMethods.__doc__
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        # The class derives from MXNet's: it is made when it is asked for.
+        if name in __all__:
+            return _make()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Literal, Optional, TypeVar
 
 import numpy as np
 
@@ -26,13 +26,15 @@ from kvstore_hvd.process import engine
 
 __all__ = ["allreduce", "allreduce_init", "barrier", "broadcast"]
 
-Array = Any  # numpy.ndarray of any dtype
+#: A numpy.ndarray, or an array on a GPU. The result is of the same class.
+Array = TypeVar("Array")
+Op = Literal["sum", "average", "min", "max", "product"]
 
 
 def allreduce(
     array: Array,
     name: str,
-    op: str = "sum",
+    op: Op = "sum",
     out: Optional[Array] = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
@@ -70,7 +72,7 @@ def allreduce(
     """
     _check_call("allreduce", name, op)
     if _is_on_gpu(array):
-        return gpu_ops.allreduce(array, name, op, out, float(prescale), float(postscale))
+        return gpu_ops.allreduce(array, name, op, out, float(prescale), float(postscale))  # type: ignore[no-any-return]
     out = _check_arrays("allreduce", name, array, out)
     _run("allreduce", name, array, out, op, float(prescale), float(postscale))
     return out
@@ -79,7 +81,7 @@ def allreduce(
 def allreduce_init(
     array: Array,
     name: str,
-    op: str = "sum",
+    op: Op = "sum",
     out: Optional[Array] = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
@@ -155,7 +157,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
         raise InvalidRequestError(_text("broadcast", name, f"there is no rank {root!r}.", fix))
     _check_call("broadcast", name)
     if _is_on_gpu(array):
-        return gpu_ops.broadcast(array, int(root), name, out)
+        return gpu_ops.broadcast(array, int(root), name, out)  # type: ignore[no-any-return]
     out = _check_arrays("broadcast", name, array, out)
     _run("broadcast", name, array, out, root=int(root))
     return out
@@ -166,15 +168,15 @@ def barrier(name: str = "barrier") -> None:
     engine.current().barrier(name)
 
 
-def _is_on_gpu(array: Array) -> bool:
+def _is_on_gpu(array: Any) -> bool:
     return not isinstance(array, np.ndarray) and is_on_gpu(array)
 
 
 def _run(
     collective: str,
     name: str,
-    array: Array,
-    out: Array,
+    array: Any,
+    out: Any,
     op: str = "sum",
     prescale: float = 1.0,
     postscale: float = 1.0,
@@ -191,8 +193,8 @@ def _run(
 def _request(
     collective: str,
     name: str,
-    array: Array,
-    out: Array,
+    array: Any,
+    out: Any,
     op: str,
     prescale: float,
     postscale: float,
@@ -213,7 +215,7 @@ def _request(
     )
 
 
-def _alone(array: Array, prescale: float, postscale: float, out: Array) -> None:
+def _alone(array: Any, prescale: float, postscale: float, out: Any) -> None:
     if prescale == 1.0 and postscale == 1.0:
         if out is not array:
             np.copyto(out, array)
@@ -233,7 +235,7 @@ def _check_call(operation: str, name: str, op: str = "sum") -> None:
         raise InvalidRequestError(_text(operation, name, f"there is no op {op!r}.", fix))
 
 
-def _check_arrays(operation: str, name: str, array: Array, out: Optional[Array]) -> Array:
+def _check_arrays(operation: str, name: str, array: Any, out: Optional[Any]) -> Any:
     """The array for the result, after checking everything about both that one worker can see."""
     _check_array(operation, name, array, "array")
     if out is None:
@@ -253,7 +255,7 @@ def _check_arrays(operation: str, name: str, array: Array, out: Optional[Array])
     return out
 
 
-def _check_array(operation: str, name: str, array: Array, role: str) -> None:
+def _check_array(operation: str, name: str, array: Any, role: str) -> None:
     if not isinstance(array, np.ndarray):
         fact = f"{role} is a {type(array).__name__}, not a numpy.ndarray."
         fix = "pass a NumPy array; arrays of MXNet go through a store, mx.kv.create('horovod')."
@@ -279,7 +281,7 @@ def _name_of(dtype: Any) -> str:
     return str(dtype.name) if dtype.name in native.DTYPES and dtype.isnative else ""
 
 
-def _address(array: Array) -> int:
+def _address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -501,3 +501,9 @@ class StoreMethods:
 
 #: What stores have unless somebody has replaced it.
 _PUSHPULL = StoreMethods.pushpull
+
+
+if TYPE_CHECKING:
+
+    class Horovod(StoreMethods, Any):
+        __doc__ = StoreMethods.__doc__
