@@ -1,6 +1,7 @@
-# Two commands do all the set-up on a machine that has python3 (with venv), a C++17 compiler and make:
+# These commands do all the set-up on a machine that has python3 (with venv), a C++17 compiler and make:
 #
 #   make demo      train the digits example with two workers
+#   make dev       an environment that runs the sources as they are; again: compile what has changed
 #   make test      run unit, parallel and integration tests; docs/contract.md says with how many workers
 #
 # Choices:  PYTHON=python3.12   MXNET=1.9.1 | 2.0.0b1   MPI=openmpi | mpich | none   TESTS='--help'
@@ -55,11 +56,14 @@ INPUTS := setup.cfg setup.py pyproject.toml Makefile \
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help venv demo test test-mpich soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean
+.PHONY: help venv dev demo test test-mpich soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo test test-mpich soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean"
+	@echo "Targets: demo dev test test-mpich soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean"
+
+# $(1): the command that installs packages
+mxnet_for_new_python = $(if $(NEW_PYTHON),$(1) --no-deps mxnet==$(MXNET) && $(1) 'graphviz<0.9' requests)
 
 venv: $(STAMP)
 
@@ -70,17 +74,34 @@ $(STAMP): $(INPUTS)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	rm -rf build/lib* build/bdist*
 	KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python -m pip install --quiet '.[$(EXTRAS)]'
-ifneq ($(NEW_PYTHON),)
-	$(BIN)/python -m pip install --quiet --no-deps mxnet==$(MXNET)
-	$(BIN)/python -m pip install --quiet 'graphviz<0.9' requests
-endif
+	$(call mxnet_for_new_python,$(BIN)/python -m pip install --quiet)
 	@test -d $(DEMO) || { rm -rf $(DEMO).part && $(BIN)/python -m pip install --quiet --target $(DEMO).part \
 		scikit-learn "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')" && \
 		rm -rf $(DEMO).part/numpy* && mv $(DEMO).part $(DEMO); }
 	@touch $@
 
-demo: $(STAMP) examples/digits.py
-	PYTHONPATH=$(DEMO) $(BIN)/kvhvdrun -np 2 $(BIN)/python examples/digits.py
+# In an environment of its own, which needs no MPI and no compilers of kernels: a quarter of the size.
+demo: $(VENV)-demo/.installed examples/digits.py
+	$(VENV)-demo/bin/kvhvdrun -np 2 $(VENV)-demo/bin/python examples/digits.py
+
+$(VENV)-demo/.installed: $(INPUTS)
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	rm -rf build/lib* build/bdist*
+	KVHVD_BUILD_JOBS=$(JOBS) $(@D)/bin/python -m pip install '.[demo$(if $(NEW_PYTHON),,$(mxnet-extra-$(MXNET)))]'
+	$(call mxnet_for_new_python,$(@D)/bin/python -m pip install)
+	@touch $@
+
+# One test: .venv-...-dev/bin/python -m pytest tests/unit/store/test_keys.py
+dev: $(VENV)-dev/.installed
+	KVHVD_BUILD_JOBS=$(JOBS) $(VENV)-dev/bin/python setup.py --quiet build_ext --inplace
+
+$(VENV)-dev/.installed: setup.cfg pyproject.toml startup
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install 'setuptools>=64' wheel 'pybind11>=2.12'
+	KVHVD_BUILD_JOBS=$(JOBS) $(@D)/bin/python -m pip install --no-build-isolation --editable \
+	  '.[test,lint,native$(mpi-extra-$(MPI))$(if $(NEW_PYTHON),,$(mxnet-extra-$(MXNET)))]'
+	$(call mxnet_for_new_python,$(@D)/bin/python -m pip install)
+	@touch $@
 
 test: $(STAMP)
 	$(BIN)/python tests/run.py --out build/tests/$(VENV:.venv-%=%) $(TESTS)

@@ -21,8 +21,9 @@ from setuptools.command.editable_wheel import editable_wheel
 
 SOURCES = sorted(str(path) for path in Path("native").rglob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("native").rglob("*.hpp"))
+# -MMD: which headers a source includes, see _is_outdated.
 # -ffp-contract=off: a fused multiply-add would round differently from kernel to kernel, and so from rank to rank.
-FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+FLAGS = ["-O3", "-MMD", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 # Instruction sets that only these files may use; the CPU is asked at run time. Elsewhere they compile to nothing.
 X86_64_FLAGS = {
     "reduce_avx2.cpp": ["-mavx2", "-mf16c"],
@@ -33,7 +34,7 @@ STARTUP_FILES = sorted(path for suffix in ("pth", "py") for path in Path("startu
 
 
 class BuildExt(build_ext):
-    """Adds the flags of single sources, and compiles only what is older than its source or any header."""
+    """Adds the flags of single sources, and compiles only what is older than its source or a header of it."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         """Compile and link ``ext``."""
@@ -76,9 +77,12 @@ class EditableWheel(editable_wheel):
 
 
 def _is_outdated(obj: str, src: str) -> bool:
-    if not os.path.exists(obj):
+    try:
+        rule = Path(obj).with_suffix(".d").read_text()  # "obj: src header header ...", written by the compiler
+        paths = rule.replace("\\\n", " ").partition(":")[2].split()
+        return any(os.path.getmtime(path) > os.path.getmtime(obj) for path in (src, *paths, "setup.py"))
+    except FileNotFoundError:  # never compiled, or a header is gone
         return True
-    return any(os.path.getmtime(path) > os.path.getmtime(obj) for path in (src, *HEADERS, "setup.py"))
 
 
 def _add_to_wheel(wheel: Path, files: list[Path]) -> None:
