@@ -94,9 +94,9 @@ class Reference:
     def _definition(self, module: str, public: str, value: Any) -> Any:
         """Where a name is defined: a class that is made at run time (it derives from MXNet's) has a base for that."""
         if inspect.isclass(value):
-            return next(
-                each for each in (self._at(base.__module__, base.__qualname__) for base in value.__mro__) if each
-            )
+            found = (self._at(base.__module__, base.__qualname__) for base in value.__mro__)
+            # What derives from Any stands for it where only type checkers look.
+            return next(each for each in found if each and "Any" not in map(str, each.bases))
         if inspect.isroutine(value):
             return self._at(value.__module__, value.__qualname__)
         return self._imported(module, public)

@@ -36,11 +36,16 @@ if TYPE_CHECKING:
 
 
 class Synchronised(Protocol):
-    """A state of a training, see `kvstore_hvd.elastic.State`."""
+    """What the loop asks of a state, see `kvstore_hvd.elastic.State`."""
 
-    def sync(self) -> None: ...
-    def restore(self) -> None: ...
-    def on_reset(self) -> None: ...
+    def sync(self) -> None:
+        """Give every worker the state of rank 0."""
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+
+    def on_reset(self) -> None:
+        """Adapt to a new world."""
 
 
 # Of the calls of `run` in this process. A worker that came later makes the first one when the others make another.

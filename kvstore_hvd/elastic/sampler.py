@@ -310,7 +310,7 @@ def _make() -> type:
 if TYPE_CHECKING:
 
     class ElasticSampler(SamplerMethods, Any):
-        __doc__ = SamplerMethods.__doc__
+        """See `SamplerMethods`; as type checkers see it."""
 
 else:
 

@@ -329,10 +329,10 @@ def _make(name: str) -> type:
 if TYPE_CHECKING:
 
     class DistributedTrainer(TrainerMethods, Any):
-        __doc__ = TrainerMethods.__doc__
+        """See `TrainerMethods`; as type checkers see it."""
 
     class DistributedOptimizer(OptimizerMethods, Any):
-        __doc__ = OptimizerMethods.__doc__
+        """See `OptimizerMethods`; as type checkers see it."""
 
 else:
 

@@ -151,7 +151,7 @@ def _make() -> type:
 if TYPE_CHECKING:
 
     class SyncBatchNorm(SyncBatchNormMethods, Any):
-        __doc__ = SyncBatchNormMethods.__doc__
+        """See `SyncBatchNormMethods`; as type checkers see it."""
 
 else:
 

@@ -506,4 +506,4 @@ _PUSHPULL = StoreMethods.pushpull
 if TYPE_CHECKING:
 
     class Horovod(StoreMethods, Any):
-        __doc__ = StoreMethods.__doc__
+        """See `StoreMethods`; as type checkers see it."""
