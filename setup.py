@@ -79,8 +79,9 @@ class EditableWheel(editable_wheel):
 def _is_outdated(obj: str, src: str) -> bool:
     try:
         rule = Path(obj).with_suffix(".d").read_text()  # "obj: src header header ...", written by the compiler
-        paths = rule.replace("\\\n", " ").partition(":")[2].split()
-        return any(os.path.getmtime(path) > os.path.getmtime(obj) for path in (src, *paths, "setup.py"))
+        # Those of others have absolute paths, some in an environment that pip has made for one build.
+        own = [path for path in rule.replace("\\\n", " ").partition(":")[2].split() if not os.path.isabs(path)]
+        return any(os.path.getmtime(path) > os.path.getmtime(obj) for path in (*own, "setup.py"))
     except FileNotFoundError:  # never compiled, or a header is gone
         return True
 
