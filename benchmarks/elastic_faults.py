@@ -39,9 +39,9 @@ def next_step(job: ElasticJob, since: float, world: int) -> float:
     """Return the seconds until all members of a world after the given one have made a step."""
 
     def made() -> float:
-        for ready in job.events("epoch_ready"):
-            if ready["epoch"] > world:
-                steps = [job.done(worker, ready["epoch"]) for worker in ready["workers"]]
+        for ready in job.events("generation_ready"):
+            if ready["generation"] > world:
+                steps = [job.done(worker, ready["generation"]) for worker in ready["workers"]]
                 if all(steps) and min(each[0]["t"] for each in steps) > since:
                     return max(each[0]["t"] for each in steps)
         return 0.0
@@ -107,7 +107,7 @@ def slots_changed(job: ElasticJob, workers: int, count: int, *, added: bool) -> 
 
 def last_step_before(job: ElasticJob, worker: int, world: int) -> float:
     """Return when a worker made its last step before this world."""
-    return max(line["t"] for line in job.lines("done", worker) if line["epoch"] < world)
+    return max(line["t"] for line in job.lines("done", worker) if line["generation"] < world)
 
 
 # -- A job for each fault -----------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ class Config:
         _text,
         "",
         "KVHVD_THRESHOLDS",
-        doc="Sizes in bytes at which the engine changes its way, NAME=BYTES,...: what benchmarks/tune.py prints.",
+        doc="Algorithm selection thresholds in bytes, NAME=BYTES,...: what benchmarks/tune.py prints.",
     )
     gpu_path: str = _knob(
         _choice("auto", "nccl", "kernels", "staged"),
@@ -373,7 +373,7 @@ class Config:
     secret: bytes = _knob(
         _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
     )
-    epoch: int = _knob(_count, 0, "KVHVD_EPOCH", doc="Set by kvhvdrun: number of the world, counted from 0.")
+    generation: int = _knob(_count, 0, "KVHVD_GENERATION", doc="Set by kvhvdrun: number of the world, counted from 0.")
     worker: int | None = _knob(
         _count, None, "KVHVD_WORKER", doc="Set by kvhvdrun: number of this worker in an elastic job."
     )

@@ -208,7 +208,7 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
                 "KVHVD_SLOT": str(slots[rank]),
                 "KVHVD_JOB": job,
                 "KVHVD_SECRET": secret,
-                "KVHVD_EPOCH": "0",
+                "KVHVD_GENERATION": "0",
                 **of_worker(slots[rank].host, Seat(rank, count, rank, count)),
             },
             share_of_cores(cores, rank, count) if options.bind_cores else (),
@@ -234,7 +234,7 @@ def _is_of_outer_job(name: str) -> bool:
         "KVHVD_SIZE",
         "KVHVD_SLOT",
         "KVHVD_SECRET",
-        "KVHVD_EPOCH",
+        "KVHVD_GENERATION",
     )
 
 

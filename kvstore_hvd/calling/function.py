@@ -118,7 +118,7 @@ def run(
         raise InvalidRequestError(message("both hosts and hostfile name hosts.", operation="run", fix=fix))
     if use_mpi or mpi_args is not None:
         fact = "use_mpi and mpi_args cannot be honoured: run starts workers that find each other without MPI."
-        fix = "leave them away, or put the function into a script: mpirun -np N python script.py"
+        fix = "omit them, or put the function into a script: mpirun -np N python script.py"
         raise InvalidRequestError(message(fact, operation="run", fix=fix))
     if not (executable or sys.executable):
         raise LaunchError(message("this process does not know its Python.", operation="run", fix="pass executable."))

@@ -15,7 +15,7 @@ class Outcome:
     """Collects the reports of one job. A context manager, which lets go of their files."""
 
     def __init__(self) -> None:
-        self._results: dict[tuple[int, int], Report] = {}  # by epoch and place
+        self._results: dict[tuple[int, int], Report] = {}  # by generation and place
         self._failures: list[tuple[Sender, Failure]] = []  # in the order in which they came
         self._refusal = ""
         self._reason = ""  # the launcher's, why the job has failed
@@ -31,7 +31,7 @@ class Outcome:
         """Take a report."""
         sender = report.sender
         if report.kind is Kind.RESULT:
-            self._results[sender.epoch, sender.place] = report  # large ones are read once all are there
+            self._results[sender.generation, sender.place] = report  # large ones are read once all are there
             return
         try:
             value = report.value()
@@ -63,8 +63,8 @@ class Outcome:
             raise LaunchError(self._refusal)
         if code != 0:
             raise self._error(code)
-        last = max((epoch for epoch, _ in self._results), default=-1)
-        chosen = {place: report for (epoch, place), report in self._results.items() if epoch == last}
+        last = max((generation for generation, _ in self._results), default=-1)
+        chosen = {place: report for (generation, place), report in self._results.items() if generation == last}
         missing = sorted(set(range(_size(list(chosen.values())))) - set(chosen))
         if missing or not chosen:
             raise self._error(code, missing)
@@ -72,8 +72,8 @@ class Outcome:
 
     def _error(self, code: int, missing: list[int] | None = None) -> RunError:
         """Why there are no results. The first failure that was not another's consequence comes first."""
-        latest = max((sender.epoch for sender, _ in self._failures), default=-1)
-        failures = [each for each in self._failures if each[0].epoch == latest]
+        latest = max((sender.generation for sender, _ in self._failures), default=-1)
+        failures = [each for each in self._failures if each[0].generation == latest]
         if failures:
             sender, failure = next((each for each in failures if not each[1].is_secondary), failures[0])
             return _failed(sender, failure, self._reason if sender.worker is not None else "")

@@ -33,17 +33,17 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Sender:
-    """The place of a worker, as it reports: `worker` is its number in an elastic job, `epoch` is -1 before a world."""
+    """The place of a worker, as it reports. `worker`: its number in an elastic job; `generation`: -1 before a world."""
 
     rank: int = 0
     size: int = 1
-    epoch: int = -1
+    generation: int = -1
     worker: int | None = None
 
     @property
     def is_of_world(self) -> bool:
         """Whether there is a rank: workers of an elastic job have none before their first world."""
-        return self.worker is None or self.epoch >= 0
+        return self.worker is None or self.generation >= 0
 
     @property
     def place(self) -> int:
@@ -96,7 +96,7 @@ class Reporter:
         """
         fd = pack(value)
         try:
-            head = json.dumps([kind.value, sender.rank, sender.size, sender.epoch, sender.worker])
+            head = json.dumps([kind.value, sender.rank, sender.size, sender.generation, sender.worker])
             socket.send_fds(self._socket, [head.encode()], [fd])
         finally:
             os.close(fd)

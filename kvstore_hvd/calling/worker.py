@@ -84,7 +84,7 @@ def _sender() -> Sender:
     place = engine.current().last_place
     if place is None:
         return Sender(worker=known.worker)
-    return Sender(place.rank, place.size, place.epoch, known.worker)
+    return Sender(place.rank, place.size, place.generation, known.worker)
 
 
 def _left(error: SystemExit) -> Failure:

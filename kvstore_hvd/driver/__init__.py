@@ -1,1 +1,1 @@
-"""The launcher of elastic jobs: who takes part in which epoch, and the processes that it takes."""
+"""The launcher of elastic jobs: who takes part in which generation, and the processes that it takes."""

@@ -153,10 +153,10 @@ class ElasticDriver:
         self._act_on_time(self._look_at_clock())
         self._act()
         workers = len(self._job.workers.running)
-        epoch = self._job.epoch
+        generation = self._job.generation
         self._status.update(
-            f"kvhvdrun: epoch {epoch.number}, {len(epoch.left)} of {workers} workers; {self._last_event}"
-            if epoch.begun
+            f"kvhvdrun: generation {generation.number}, {len(generation.left)} of {workers} workers; {self._last_event}"
+            if generation.begun
             else f"kvhvdrun: {workers} workers start; {self._last_event}"
         )
         self._connections.arm()

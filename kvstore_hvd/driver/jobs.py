@@ -13,8 +13,8 @@ from typing import Any
 
 from kvstore_hvd.driver.actions import Action, Actions
 from kvstore_hvd.driver.departures import Departures
-from kvstore_hvd.driver.epochs import ADDED, REMOVED, Epoch, Phase
 from kvstore_hvd.driver.failures import Failures
+from kvstore_hvd.driver.generations import ADDED, REMOVED, Generation, Phase
 from kvstore_hvd.driver.reasons import (
     Reason,
     because_of,
@@ -61,7 +61,7 @@ class Job:
         self._settings = settings
         self._slots = Slots(settings.cooldown, chance)
         self._roster = Roster()
-        self._epoch = Epoch(-1, (), now, settings.start_timeout_s, settings.timeout_s)
+        self._generation = Generation(-1, (), now, settings.start_timeout_s, settings.timeout_s)
         self._begun = False  # there were slots enough to start
         self._succeeded = False  # a worker has ended with 0
         self._short = Wait(now)  # for workers, of which there are too few
@@ -84,9 +84,9 @@ class Job:
         return self._actions.take()
 
     @property
-    def epoch(self) -> Epoch:
-        """The last epoch that was given out."""
-        return self._epoch
+    def generation(self) -> Generation:
+        """The last generation that was given out."""
+        return self._generation
 
     @property
     def workers(self) -> Roster:
@@ -102,16 +102,23 @@ class Job:
         """Where a worker will be in its first world, if nothing happens until then; asked when it is started."""
         worker = self._roster.get(number)
         assert worker is not None
-        coming = [each for each in self._roster if each is worker or (each.taking_part and not self._epoch.has(each))]
-        if not self._epoch.begun:
+        coming = [
+            each for each in self._roster if each is worker or (each.taking_part and not self._generation.has(each))
+        ]
+        if not self._generation.begun:
             coming.sort(key=lambda each: self._slots.place_of(each.slot))
-        ranked = [*(each for each in self._epoch.left if each.slot in self._slots), *coming]
+        ranked = [*(each for each in self._generation.left if each.slot in self._slots), *coming]
         rank, places = ranked.index(worker), self._local_ranks(ranked)
         return Seat(rank, len(ranked), places[rank], len(ranked))  # one host
 
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
-        times = [self._epoch.kill_at, self._epoch.wait.tell_at, self._short.tell_at, self._newcomers_join_at()]
+        times = [
+            self._generation.kill_at,
+            self._generation.wait.tell_at,
+            self._short.tell_at,
+            self._newcomers_join_at(),
+        ]
         if self._short.since is not None:
             times.append(self._short.since + self._settings.elastic_timeout_s)
         times += [worker.act_at for worker in self._roster.running]
@@ -133,7 +140,7 @@ class Job:
         if changes:
             self._changes += 1
             self._change = self._changes
-        for worker in self._epoch.left:
+        for worker in self._generation.left:
             gone = worker.slot not in self._slots
             worker.removed_by = (worker.removed_by or self._change) if gone else NO_CHANGE
         self._decide(now)
@@ -184,14 +191,14 @@ class Job:
         kind = message["t"]
         if kind != "enter" and worker.place is None:
             raise ValueError(f"worker {number} says '{kind}' before it has called init()")
-        if message.get("epoch", -1) > worker.epoch:
-            raise ValueError(f"worker {number} tells of an epoch that it was not given")
+        if message.get("generation", -1) > worker.generation:
+            raise ValueError(f"worker {number} tells of a generation that it was not given")
         if kind == "enter":
             self._on_enter(worker, message["host"], now)
         elif kind == "ready":
             self._on_ready(worker, message, now)
         elif kind == "joined":
-            self._on_joined(worker, message["epoch"], now)
+            self._on_joined(worker, message["generation"], now)
         elif kind == "synced":
             worker.synced, worker.finished = True, False  # finished: of an earlier run()
         elif not worker.finished:
@@ -206,43 +213,43 @@ class Job:
         self._actions.note("worker_entered", worker=worker.id)
         if worker.leaving:
             self._departures.repeat(worker)
-        elif not self._epoch.begun:
+        elif not self._generation.begun:
             # There is nobody yet whom it could keep waiting while it prepares: it waits for the first world at once.
             worker.ready = True
-            self._epoch.expect(now, "start")
-        elif not self._epoch.has(worker):
+            self._generation.expect(now, "start")
+        elif not self._generation.has(worker):
             others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
-            ranked = rank_order([*self._epoch.left, *others, worker])
+            ranked = rank_order([*self._generation.left, *others, worker])
             place = {"rank": ranked.index(worker), "size": len(ranked), "hosts": [w.place for w in ranked]}
             self._actions.tell(worker.id, "place", **place, places=self._local_ranks(ranked))
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
-        if worker.ready or worker.leaving or message["epoch"] < worker.epoch:
+        if worker.ready or worker.leaving or message["generation"] < worker.generation:
             return  # said before it knew of the world that it has been given since
         worker.ready, worker.finished = True, False
         cause = message["cause"]
-        if self._epoch.has(worker):
-            if self._epoch.phase is Phase.MEETING or cause in _LOST:
+        if self._generation.has(worker):
+            if self._generation.phase is Phase.MEETING or cause in _LOST:
                 self._void(cause, message["text"], now)
             if cause == "updated":
                 self._failures.committed()
-            self._epoch.expect(now, cause)
+            self._generation.expect(now, cause)
         else:
             worker.ready_at = now
             self._actions.note("newcomer_ready", worker=worker.id)
 
-    def _on_joined(self, worker: Worker, epoch: int, now: float) -> None:
-        if epoch != self._epoch.number or self._epoch.phase is not Phase.MEETING:
+    def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
+        if generation != self._generation.number or self._generation.phase is not Phase.MEETING:
             return
-        if self._epoch.joined(worker):
-            for member in self._epoch.members:
+        if self._generation.joined(worker):
+            for member in self._generation.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
             self._failures.joined(now)
             self._failed_meetings = 0
-            self._actions.note("epoch_joined", epoch=epoch)
+            self._actions.note("generation_joined", generation=generation)
 
     def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
-        missed = [worker for worker in workers if self._epoch.has(worker) and not worker.killed]
+        missed = [worker for worker in workers if self._generation.has(worker) and not worker.killed]
         for worker in workers:
             self._roster.end(worker, code, lines, lost)
             self._actions.note("worker_exited", worker=worker.id, code=code, lines=list(lines))
@@ -254,7 +261,7 @@ class Job:
                 self._on_crash(worker, now)
         for worker in missed:
             # Who has finished and ends after that takes nothing with it that the others need; if it does, they say so.
-            if self._epoch.phase is Phase.MEETING or (code != 0 and not worker.finished):
+            if self._generation.phase is Phase.MEETING or (code != 0 and not worker.finished):
                 self._void("lost", f"worker {worker.id} ({worker.slot}) {worker.ending}", now)
 
     def _on_crash(self, worker: Worker, now: float) -> None:
@@ -282,7 +289,9 @@ class Job:
     def _newcomers(self) -> list[Worker]:
         """Who waits to be in a world for the first time, oldest first."""
         return [
-            worker for worker in self._roster if worker.taking_part and worker.ready and not self._epoch.has(worker)
+            worker
+            for worker in self._roster
+            if worker.taking_part and worker.ready and not self._generation.has(worker)
         ]
 
     def _decide(self, now: float) -> None:
@@ -295,33 +304,33 @@ class Job:
         if self._is_over():
             return
         self._see_off(now)
-        if self._epoch.phase is Phase.TRAINING:
+        if self._generation.phase is Phase.TRAINING:
             self._tell_changes(now)
-        if self._epoch.phase is not Phase.MEETING:
+        if self._generation.phase is not Phase.MEETING:
             self._form(now)
 
     def _kill_late(self, now: float) -> None:
-        if self._epoch.kill_at is None:
+        if self._generation.kill_at is None:
             return
-        late = self._epoch.late()
-        if not self._epoch.begun:
+        late = self._generation.late()
+        if not self._generation.begun:
             late = [worker for worker in self._roster if worker.taking_part and not worker.ready]
-        if self._epoch.wait.is_news(now) and late:
-            seconds = round(self._epoch.kill_at - now, 3)
+        if self._generation.wait.is_news(now) and late:
+            seconds = round(self._generation.kill_at - now, 3)
             self._actions.note("waiting", workers=[worker.id for worker in late], seconds=seconds)
-        if now < self._epoch.kill_at:
+        if now < self._generation.kill_at:
             return
-        self._epoch.wait_no_longer()
+        self._generation.wait_no_longer()
         for worker in late:
             self._departures.kill(worker, "it did not answer while the others waited for it", now)
         if late:
             self._void("timeout", f"worker {late[0].id} ({late[0].slot}) was killed: {late[0].killed}", now)
-        if not self._epoch.begun:
-            self._epoch.expect(now, "start")  # of those that take the place of the killed ones
+        if not self._generation.begun:
+            self._generation.expect(now, "start")  # of those that take the place of the killed ones
 
     def _start(self, now: float) -> None:
         """Fill the slots with workers."""
-        if self._finishing or (self._epoch.begun and not self._epoch.left):
+        if self._finishing or (self._generation.begun and not self._generation.left):
             return
         free = [slot for slot in self._slots if self._slots.usable(slot, now) and not self._roster.on(slot)]
         if not self._begun:
@@ -336,35 +345,39 @@ class Job:
         """End the job when nobody is left who could go on."""
         running = self._roster.running
         if self._succeeded and not running:
-            culprit = self._roster.culprit(self._last_of_slots() if not self._epoch.begun else self._epoch.members)
+            culprit = self._roster.culprit(
+                self._last_of_slots() if not self._generation.begun else self._generation.members
+            )
             self._end(because_of(culprit) if culprit is not None else Reason(0, ""))
-        elif self._epoch.begun and self._state_is_lost:
+        elif self._generation.begun and self._state_is_lost:
             if not self._succeeded:
                 has_begun = any(worker.synced for worker in self._roster)
-                self._end(state_lost(self._epoch.number, has_begun, self._roster.culprit(self._epoch.members)))
-        elif not self._epoch.begun and self._begun and not running:
+                self._end(
+                    state_lost(self._generation.number, has_begun, self._roster.culprit(self._generation.members))
+                )
+        elif not self._generation.begun and self._begun and not running:
             culprit = self._roster.culprit(self._roster)
             if culprit is not None:
                 self._end(because_of(culprit))
         elif self._failures.too_many and not self._finishing:
-            self._end(fail_again(self._roster.culprit(self._epoch.members)))
+            self._end(fail_again(self._roster.culprit(self._generation.members)))
         return self._over
 
     @property
     def _state_is_lost(self) -> bool:
         """Whether training could only begin anew. Before anybody has said that it has begun, any member will do."""
-        having = [worker for worker in self._roster if worker.synced] or self._epoch.members
+        having = [worker for worker in self._roster if worker.synced] or self._generation.members
         return all(worker.code is not None or worker.leaving for worker in having)
 
     def _last_of_slots(self) -> list[Worker]:
-        """The last worker of each slot: before the first epoch, only a crash that was not made good counts."""
+        """The last worker of each slot: before the first generation, only a crash that was not made good counts."""
         return list({worker.slot: worker for worker in self._roster}.values())
 
     def _see_off(self, now: float) -> None:
         """Have those leave who are in no world and will not be."""
         for worker in self._roster.running:
-            useless = worker.slot not in self._slots or (self._finishing and self._epoch.begun)
-            if useless and worker.taking_part and not self._epoch.has(worker):
+            useless = worker.slot not in self._slots or (self._finishing and self._generation.begun)
+            if useless and worker.taking_part and not self._generation.has(worker):
                 self._departures.dismiss(worker, now)
 
     def _newcomers_join_at(self) -> float | None:
@@ -373,44 +386,46 @@ class Job:
         None when there is nothing to tell.
         """
         ready = self._newcomers()
-        are_coming = any(worker.ready for worker in self._epoch.left)
-        if not ready or self._finishing or are_coming or self._epoch.told & ADDED:
+        are_coming = any(worker.ready for worker in self._generation.left)
+        if not ready or self._finishing or are_coming or self._generation.told & ADDED:
             return None
-        if self._epoch.phase is not Phase.TRAINING:
+        if self._generation.phase is not Phase.TRAINING:
             return None
         first = min(ready, key=lambda worker: worker.ready_at)
-        if all(worker.ready for worker in self._roster if worker.taking_part and not self._epoch.has(worker)):
+        if all(worker.ready for worker in self._roster if worker.taking_part and not self._generation.has(worker)):
             return first.ready_at
         took = first.ready_at - first.started_at
         return first.ready_at + min(max(took, _TOGETHER_S), self._settings.start_timeout_s)
 
     def _tell_changes(self, now: float) -> None:
-        """Have the members of the epoch come to their next commit, if the next world would be another one."""
+        """Have the members of the generation come to their next commit, if the next world would be another one."""
         result = 0
-        if any(worker.ready for worker in self._epoch.left):
+        if any(worker.ready for worker in self._generation.left):
             return  # they are coming
-        if any(worker.slot not in self._slots for worker in self._epoch.left):
+        if any(worker.slot not in self._slots for worker in self._generation.left):
             result |= REMOVED
         join_at = self._newcomers_join_at()
         if join_at is not None and now >= join_at:
             result |= ADDED
-        if result | self._epoch.told == self._epoch.told:
+        if result | self._generation.told == self._generation.told:
             return
-        self._epoch.told |= result
+        self._generation.told |= result
         self._updates += 1
-        self._actions.note("updated", epoch=self._epoch.number, number=self._updates, result=self._epoch.told)
-        for worker in self._epoch.left:
-            self._actions.tell(worker.id, "updated", number=self._updates, result=self._epoch.told)
+        self._actions.note(
+            "updated", generation=self._generation.number, number=self._updates, result=self._generation.told
+        )
+        for worker in self._generation.left:
+            self._actions.tell(worker.id, "updated", number=self._updates, result=self._generation.told)
 
     def _form(self, now: float) -> None:
-        """Give the next epoch out, if all are there who must be."""
-        old = self._epoch.left
-        if self._epoch.begun and not old:
+        """Give the next generation out, if all are there who must be."""
+        old = self._generation.left
+        if self._generation.begun and not old:
             self._short.end()
             return  # all have finished
-        awaited = old if self._epoch.begun else [worker for worker in self._roster if worker.taking_part]
+        awaited = old if self._generation.begun else [worker for worker in self._roster if worker.taking_part]
         complete = all(worker.ready for worker in awaited)
-        if not complete and (self._epoch.begun or len(awaited) >= self._least):
+        if not complete and (self._generation.begun or len(awaited) >= self._least):
             self._short.end()
             return
         if complete and any(worker.synced for worker in self._roster) and not any(worker.synced for worker in old):
@@ -419,7 +434,7 @@ class Job:
             for worker in old if self._succeeded else ():
                 self._departures.dismiss(worker, now)
             return
-        newcomers = self._newcomers() if not (self._finishing and self._epoch.begun) else []
+        newcomers = self._newcomers() if not (self._finishing and self._generation.begun) else []
         stay = [worker for worker in old if worker.slot in self._slots or self._finishing]
         having = [worker for worker in old if worker.synced] or old
         if (stay or newcomers) and not any(worker in stay for worker in having):
@@ -448,46 +463,46 @@ class Job:
 
     def _give_out(self, chosen: Sequence[Worker], now: float) -> None:
         settings = self._settings
-        number = self._epoch.number + 1
-        if self._epoch.begun:
-            come = {worker.change for worker in chosen if not self._epoch.has(worker)}
-            gone = {worker.removed_by for worker in self._epoch.left if worker not in chosen}
-            self._resets.add(come | gone, is_loss=self._epoch.phase is Phase.VOID)
+        number = self._generation.number + 1
+        if self._generation.begun:
+            come = {worker.change for worker in chosen if not self._generation.has(worker)}
+            gone = {worker.removed_by for worker in self._generation.left if worker not in chosen}
+            self._resets.add(come | gone, is_loss=self._generation.phase is Phase.VOID)
         if settings.reset_limit is not None and self._resets.count > settings.reset_limit:
             self._end(too_many_resets(settings.reset_limit))
             return
         if self._failed_meetings >= _MAX_FAILED_MEETINGS:
             self._end(never_meet(self._failed_meetings, self._failure))
             return
-        if self._epoch.begun:
+        if self._generation.begun:
             # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
             ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
         else:
             ranked = rank_order(sorted(chosen, key=lambda worker: self._slots.place_of(worker.slot)))
-        before = self._epoch.left
-        self._epoch = Epoch(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
+        before = self._generation.left
+        self._generation = Generation(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
         self._short.end()
         hosts, places = [worker.place for worker in ranked], self._local_ranks(ranked)
-        world = {"epoch": number, "size": len(ranked), "hosts": hosts, "places": places, "job": settings.job}
+        world = {"generation": number, "size": len(ranked), "hosts": hosts, "places": places, "job": settings.job}
         for rank, worker in enumerate(ranked):
-            worker.ready, worker.epoch = False, number
+            worker.ready, worker.generation = False, number
             self._actions.tell(worker.id, "world", **world, rank=rank)
-        self._actions.note("epoch_ready", epoch=number, workers=[worker.id for worker in ranked])
+        self._actions.note("generation_ready", generation=number, workers=[worker.id for worker in ranked])
         for worker in before:
             if worker not in ranked:
                 self._departures.dismiss(worker, now)
 
     def _void(self, cause: str, text: str, now: float) -> None:
-        if self._epoch.phase is Phase.VOID:
+        if self._generation.phase is Phase.VOID:
             return
-        if self._epoch.phase is Phase.MEETING:
+        if self._generation.phase is Phase.MEETING:
             self._failed_meetings += 1
             self._failure = text
-        self._epoch.void(now)
-        self._actions.note("epoch_void", epoch=self._epoch.number, cause=cause, text=text)
-        for worker in self._epoch.members:
+        self._generation.void(now)
+        self._actions.note("generation_void", generation=self._generation.number, cause=cause, text=text)
+        for worker in self._generation.members:
             if worker.alive and not worker.ready and not worker.leaving:
-                self._actions.tell(worker.id, "void", epoch=self._epoch.number, text=text)
+                self._actions.tell(worker.id, "void", generation=self._generation.number, text=text)
 
     def _end(self, reason: Reason) -> None:
         self._over = True

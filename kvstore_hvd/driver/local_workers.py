@@ -17,7 +17,7 @@ from kvstore_hvd.wire import Connection
 
 __all__ = ["LocalWorker", "LocalWorkers", "NotStarted"]
 
-# A worker says a few messages in each epoch. One that says more than this in a second is out of its mind.
+# A worker says a few messages in each generation. One that says more than this in a second is out of its mind.
 _MAX_MESSAGES = 200
 _WINDOW_S = 1.0
 

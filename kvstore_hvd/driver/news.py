@@ -30,9 +30,9 @@ def news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
         return f"worker {worker.id} ({worker.slot}) is killed: {fields['why']}."
     if event == "slot_blacklisted":
         return f"slot {fields['slot']} gets no worker for {fields['seconds']:.0f} s: they crash there."
-    if event == "epoch_ready" and fields["epoch"] > 0:
+    if event == "generation_ready" and fields["generation"] > 0:
         members = fields["workers"]
-        return f"epoch {fields['epoch']} begins with {len(members)} workers: {', '.join(map(str, members))}."
+        return f"generation {fields['generation']}: {len(members)} workers ({', '.join(map(str, members))})."
     if event == "waiting":
         late = [job.workers.get(number) for number in fields["workers"]]
         names = ", ".join(f"{each.id} ({each.slot})" for each in late if each is not None)

@@ -36,7 +36,7 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "elastic jobs", "workers may die and come while the job runs; each of the first three options makes a job one"
     )
-    group.add_argument("--min-np", "--min-num-proc", metavar="N", help="fewest workers to go on with [-np, or 1]")
+    group.add_argument("--min-np", "--min-num-proc", metavar="N", help="minimum world size [-np, or 1]")
     group.add_argument("--max-np", "--max-num-proc", metavar="N", help="most workers [as many as there are slots]")
     group.add_argument(
         "--host-discovery-script", metavar="CMD", help="prints the hosts, one HOST or HOST:N a line; run every second"

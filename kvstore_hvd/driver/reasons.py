@@ -27,9 +27,11 @@ def because_of(culprit: Worker) -> Reason:
     return Reason(culprit.exit_code or _EXIT_FAILED, text, tuple(culprit.lines))
 
 
-def state_lost(epoch: int, has_begun: bool, culprit: Worker | None) -> Reason:
+def state_lost(generation: int, has_begun: bool, culprit: Worker | None) -> Reason:
     """Nobody is left who has the state; of the workers of the last world `culprit` was the first to fail."""
-    text = f"no worker of epoch {epoch} is left" + (" that has the state of the training." if has_begun else ".")
+    text = f"no worker of generation {generation} is left" + (
+        " that has the state of the training." if has_begun else "."
+    )
     if culprit is None:
         return Reason(_EXIT_FAILED, text)
     code, first, lines = because_of(culprit)
@@ -37,7 +39,7 @@ def state_lost(epoch: int, has_begun: bool, culprit: Worker | None) -> Reason:
 
 
 def fail_again(culprit: Worker | None) -> Reason:
-    """The workers fail again and again, and `culprit` was the first one to do so in the last epoch."""
+    """The workers fail again and again, and `culprit` was the first one to do so in the last generation."""
     text = "workers fail again and again, and those that take their places soon do so, too."
     if culprit is None:
         return Reason(_EXIT_FAILED, text)
@@ -52,7 +54,7 @@ def too_few(what: str, needed: int, limit_s: float, details: Sequence[str]) -> R
 
 def never_meet(count: int, failure: str) -> Reason:
     """The workers live, but cannot form a world."""
-    return Reason(_EXIT_FAILED, f"the workers did not meet {count} times in a row. The last time: {failure or '?'}")
+    return Reason(_EXIT_FAILED, f"the rendezvous failed {count} times in a row, the last time with: {failure or '?'}")
 
 
 def too_many_resets(limit: int) -> Reason:

@@ -26,7 +26,7 @@ class Worker:
     change: int = NO_CHANGE  # of the hosts, because of which it was started
     removed_by: int = NO_CHANGE  # that took its slot away
     place: Place | None = None  # once it has called init()
-    epoch: int = -1  # the last one that it was told to meet as
+    generation: int = -1  # the last one that it was told to meet as
     ready: bool = False  # it waits for its next world
     ready_at: float = 0.0  # since when, as a newcomer
     joined_at: float | None = None  # when it was in a world first

@@ -1,4 +1,4 @@
-"""The status line of an elastic job on a terminal: epoch, workers, last event."""
+"""The status line of an elastic job on a terminal: generation, workers, last event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uneven inputs: who has used up its own follows the others until all have, as with PyTorch's ``Join``."""
+"""Uneven inputs: an exhausted worker shadows the others' collectives until all are, as with PyTorch's ``Join``."""
 
 from __future__ import annotations
 

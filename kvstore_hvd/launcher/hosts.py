@@ -79,7 +79,7 @@ def refuse_others(hosts: Iterable[str]) -> None:
             raise LaunchError(
                 message(
                     f"'{host}' is another host, and several hosts are not supported yet.",
-                    fix=f"start on this host: -H localhost:N, or leave -H away; this host is '{socket.gethostname()}'.",
+                    fix=f"start on this host: -H localhost:N, or omit -H; this host is '{socket.gethostname()}'.",
                 )
             )
 

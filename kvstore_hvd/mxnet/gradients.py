@@ -39,7 +39,7 @@ class Tape:
         self._world = world
         self._is_named = is_named
         self._priority = priority
-        self._epoch = world.topology.epoch
+        self._generation = world.topology.generation
 
     def allreduce(self, key: str, array: Any, result: Any, how: Reduction) -> Any:
         """The result as part of the graph: its gradient is reduced as the array was."""
@@ -105,7 +105,7 @@ class Tape:
         return total
 
     def _check_world(self, name: str) -> None:
-        if self._world.topology.epoch != self._epoch:
+        if self._world.topology.generation != self._generation:
             fact, fix = "the forward pass was in a world that is over.", "do the forward pass again."
             raise InvalidRequestError(self._call.message(name, fact, fix))
 

@@ -271,15 +271,15 @@ def _verify_updates(trainer: Any, every: int) -> None:
     if "_update" in vars(trainer):  # the class has a wrapper of its own
         return
     original = trainer._update  # what `step` and `update` call
-    epoch, number = None, 0
+    generation, number = None, 0
 
     @functools.wraps(original)
     def update(*args: Any, **kwargs: Any) -> None:
-        nonlocal epoch, number
+        nonlocal generation, number
         original(*args, **kwargs)
-        present = trainer._kvstore._epoch
+        present = trainer._kvstore._generation
         # Workers that are new to a world have not counted what came before it.
-        epoch, number = present, number + 1 if epoch == present else 1
+        generation, number = present, number + 1 if generation == present else 1
         if number % every == 0:
             labels = labels_of(trainer)
             keys = [(key_of(trainer, param), param) for param in trainer._params]

@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Threshold:
-    """A size in bytes at which the engine changes its way: a multiple of `unit` from `least` to `most`."""
+    """An algorithm selection threshold in bytes: a multiple of `unit` from `least` to `most`."""
 
     value: int
     unit: int

@@ -112,10 +112,10 @@ def allreduce_init(
     scale = (float(prescale), float(postscale))
     world = engine.current()
     if world.is_alone:
-        epoch = world.topology.epoch
+        generation = world.topology.generation
 
         def run_alone() -> Array:
-            if not world.is_alone or world.topology.epoch != epoch:
+            if not world.is_alone or world.topology.generation != generation:
                 fact = "it was prepared in a world that is over: it has to be prepared anew."
                 raise ShutdownError(_text("allreduce", name, fact, "call allreduce_init() again."))
             _alone(array, *scale, out)

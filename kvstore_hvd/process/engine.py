@@ -275,7 +275,7 @@ class Engine(Member):
                 self.join(world)
                 break
             except LaunchError as error:
-                log.logger.info("the workers did not meet: %s", error)
+                log.logger.info("the rendezvous failed: %s", error)
                 world = line.next_world("meeting", str(error).partition("\n")[0])
         self._is_waiting = False
         line.joined(world)
@@ -283,9 +283,9 @@ class Engine(Member):
         if why:
             self.abort(why)
 
-    def _on_void(self, epoch: int, text: str) -> None:
+    def _on_void(self, generation: int, text: str) -> None:
         world = self._world
-        if world is not None and world.topology.epoch <= epoch:
+        if world is not None and world.topology.generation <= generation:
             self.abort(text)
 
     def _rejoin(self, comm: Any = None, cause: str = "reset", text: str = "") -> None:
@@ -298,17 +298,17 @@ class Engine(Member):
             _check_chosen_by_launcher(comm)
         if comm is not None:
             chosen = bootstrap.discover(comm)
-            # Epochs go on, whoever meets: a name of an earlier meeting is not used again.
-            topology = dataclasses.replace(chosen.topology, epoch=world.topology.epoch + 1)
+            # Generations go on, whoever meets: a name of an earlier meeting is not used again.
+            topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
             self._start(dataclasses.replace(chosen, topology=topology))
         elif self._line is not None:
             for inner in self._inner.take_all():  # to be made anew: ranks are not what they were
                 self.keep_arenas(inner)
             self._meet(self._line, self._line.next_world(cause, text))
         else:
-            # A failed attempt does not count: it is made again for the same epoch, or workers that failed a different
-            # number of times would never meet.
-            self.join(world.next_epoch())
+            # A failed attempt does not count: it is made again for the same generation. Workers that failed a different
+            # number of times would never meet otherwise.
+            self.join(world.next_generation())
 
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 

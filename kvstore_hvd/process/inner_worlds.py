@@ -49,7 +49,7 @@ class InnerMember(Member):
                 Topology.of(
                     ranks.index(topology.rank),
                     [Host.here()] * len(ranks),  # one host; see bootstrap
-                    epoch=topology.epoch,
+                    generation=topology.generation,
                     source=topology.source,
                     inside=Inside(self._number, ranks, topology.size, is_outside),
                 ),

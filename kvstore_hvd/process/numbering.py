@@ -15,8 +15,8 @@ __all__ = ["agree_on_numbers", "next_number"]
 class _Unnamed:
     """Counts the calls without a name in one world, for each kind of call."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
         self.counts: dict[str, int] = {}
         self.before = 0  # the largest number of any kind that there may have been, when `counts` was empty
 
@@ -48,8 +48,8 @@ def agree_on_numbers(world: Member) -> None:
 
 
 def _unnamed_in(world: Member) -> _Unnamed:
-    epoch = world.topology.epoch
+    generation = world.topology.generation
     known = _unnamed.get(world)
-    if known is None or known.epoch != epoch:
-        known = _unnamed[world] = _Unnamed(epoch)
+    if known is None or known.generation != generation:
+        known = _unnamed[world] = _Unnamed(generation)
     return known

@@ -1,7 +1,7 @@
 """The part of a timeline that one worker writes: lines of JSON, so that it can be read whatever becomes of the worker.
 
 The first line is an object that says who writes (`Header`). An array is an operation (`records.TimelineEvent`). Further
-objects: ``{"world": 1}``, the operations that follow belong to the world of this epoch; ``{"set": 3}``, to this
+objects: ``{"world": 1}``, the operations that follow belong to the world of this generation; ``{"set": 3}``, to this
 process set in it (0: to all workers); ``{"lost": 12}``, so many operations found no room; ``{"end": "<session>"}``, the
 worker has written everything.
 """
@@ -72,10 +72,10 @@ class PartWriter:
             self.discard()
             raise
 
-    def world(self, epoch: int) -> None:
-        """What follows belongs to the world of this epoch."""
+    def world(self, generation: int) -> None:
+        """What follows belongs to the world of this generation."""
         self._set = 0
-        self._write(f'{{"world":{epoch}}}\n')
+        self._write(f'{{"world":{generation}}}\n')
 
     def add(self, events: Iterable[TimelineEvent], lost: int = 0, process_set: int = 0) -> None:
         """Write operations of a process set (0: of all workers); `lost`: so many more were not recorded."""

@@ -176,7 +176,7 @@ class _Recording:
                 return
             if topology.inside is None:
                 with self._noting_faults():
-                    self._part.world(topology.epoch)
+                    self._part.world(topology.generation)
             if communicator is not None:
                 self._communicators[_set_of(topology)] = communicator
                 communicator.start_timeline(_CAPACITY)

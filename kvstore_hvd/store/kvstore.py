@@ -117,9 +117,9 @@ class StoreMethods:
         return self._engine.topology.cross_size
 
     @property
-    def _epoch(self) -> int:
+    def _generation(self) -> int:
         """Number of the world."""
-        return self._engine.topology.epoch
+        return self._engine.topology.generation
 
     # -- Collectives ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def _whole(low: int, high: int = 2**53) -> Callable[[Any], bool]:
 
 
 _ID = _whole(0)
-_EPOCH = _whole(0)
+_GENERATION = _whole(0)
 _HOST = (str, str)  # name, identity
 
 # A field may be of a type; equal to a text or a number; what a function accepts; one of a set of these; a list of one
@@ -49,12 +49,12 @@ LAUNCHER_TO_DAEMON: Mapping[str, Mapping[str, Any]] = {
 WORKER: Mapping[str, Mapping[str, Any]] = {
     "enter": {"host": _HOST},
     "ready": {
-        "epoch": _whole(-1),
+        "generation": _whole(-1),
         "cause": {"start", "lost", "timeout", "updated", "meeting", "reset"},
         "text": str,
     },
-    "joined": {"epoch": _EPOCH},
-    "synced": {"epoch": _EPOCH},
+    "joined": {"generation": _GENERATION},
+    "synced": {"generation": _GENERATION},
     "finished": {},
 }
 
@@ -62,14 +62,14 @@ WORKER: Mapping[str, Mapping[str, Any]] = {
 LAUNCHER_TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "place": {"rank": _whole(0), "size": _whole(1), "hosts": [_HOST], "places": [_whole(0)]},
     "world": {
-        "epoch": _EPOCH,
+        "generation": _GENERATION,
         "rank": _whole(0),
         "size": _whole(1),
         "hosts": [_HOST],
         "places": [_whole(0)],  # local ranks
         "job": str,
     },
-    "void": {"epoch": _EPOCH, "text": str},
+    "void": {"generation": _GENERATION, "text": str},
     "updated": {"number": _whole(1), "result": {1, 2, 3}},
     "leave": {"text": str},
     "fail": {"text": str},

@@ -146,7 +146,9 @@ def _launcher_world(cfg: Config, ranks: Sequence[int] | None) -> World | None:
         if chosen != tuple(range(size)):
             # Worlds of one job must not meet each other's sockets.
             job += "." + hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
-    topology = Topology.of(chosen.index(rank), [Host.here()] * len(chosen), epoch=cfg.epoch, source="launcher")
+    topology = Topology.of(
+        chosen.index(rank), [Host.here()] * len(chosen), generation=cfg.generation, source="launcher"
+    )
     return World(topology, job, cfg.secret)
 
 

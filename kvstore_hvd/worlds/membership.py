@@ -14,8 +14,8 @@ class Membership(ABC):
     """Gives out worlds, one after the other. Any thread may call its methods."""
 
     def __init__(self) -> None:
-        #: Called when an epoch is lost, with it and the reason. From another thread, as the next one.
-        self.on_void: Callable[[int, str], None] = lambda epoch, text: None
+        #: Called when a generation is lost, with it and the reason. From another thread, as the next one.
+        self.on_void: Callable[[int, str], None] = lambda generation, text: None
         #: Called when workers are to come or go, with a number that grows and a `HostUpdateResult`.
         self.on_update: Callable[[int, int], None] = lambda number, result: None
 

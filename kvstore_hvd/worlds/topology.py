@@ -77,9 +77,9 @@ class Topology:
     """The place of this process in its world. Local ranks follow the order of ranks, or of slots where that is known.
 
     `cross_rank` and `cross_size` are the rank and number among the workers that have this local rank on their host.
-    `hosts` names each rank's host, and names are equal exactly where memory can be shared. `epoch` counts the worlds
-    that this process was in. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``. `inside`: this is a world of some
-    of the workers. `places` are the local ranks of all ranks, where they are given.
+    `hosts` names each rank's host, and names are equal exactly where memory can be shared. `generation` is the world's
+    number: how many this process was in before. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``. `inside`: this
+    is a world of some of the workers. `places` are the local ranks of all ranks, where they are given.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class Topology:
     cross_rank: int
     cross_size: int
     hosts: tuple[str, ...]
-    epoch: int = 0
+    generation: int = 0
     source: str = "single"
     inside: Inside | None = None
     places: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class Topology:
         rank: int,
         hosts: Sequence[Host],
         *,
-        epoch: int = 0,
+        generation: int = 0,
         source: str,
         inside: Inside | None = None,
         places: Sequence[int] = (),
@@ -122,7 +122,7 @@ class Topology:
             cross_rank=column.index(rank),
             cross_size=len(column),
             hosts=names,
-            epoch=epoch,
+            generation=generation,
             source=source,
             inside=inside,
             places=tuple(places),
@@ -211,6 +211,8 @@ class World:
     communicator: Any = field(default=None, repr=False, compare=False)
     lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
 
-    def next_epoch(self) -> World:
-        """The same ranks one epoch later."""
-        return dataclasses.replace(self, topology=dataclasses.replace(self.topology, epoch=self.topology.epoch + 1))
+    def next_generation(self) -> World:
+        """The same ranks one generation later."""
+        return dataclasses.replace(
+            self, topology=dataclasses.replace(self.topology, generation=self.topology.generation + 1)
+        )

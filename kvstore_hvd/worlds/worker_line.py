@@ -60,7 +60,7 @@ class WorkerLine(Membership):
         self._writable = select.poll()
         self._writable.register(self._connection, select.POLLOUT)
         self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._epoch = -1  # of the latest world that was given out
+        self._generation = -1  # of the latest world that was given out
         self._void: tuple[int, str] = (-1, "")  # the latest one that is lost, and why
         self._number, self._result = 0, 0  # of the latest update
         self._number_then = 0  # as the present world was given out
@@ -99,25 +99,25 @@ class WorkerLine(Membership):
         SystemExit
             This worker is not needed any more.
         """
-        self._send({"t": "ready", "epoch": self._epoch, "cause": cause, "text": text})
+        self._send({"t": "ready", "generation": self._generation, "cause": cause, "text": text})
         return self._world(self._take())
 
     def joined(self, world: World) -> None:
         """See `Membership.joined`."""
-        self._send({"t": "joined", "epoch": world.topology.epoch})
+        self._send({"t": "joined", "generation": world.topology.generation})
 
     def synced(self) -> None:
         """See `Membership.synced`."""
-        self._send({"t": "synced", "epoch": self._epoch})
+        self._send({"t": "synced", "generation": self._generation})
 
     def finished(self) -> None:
         """See `Membership.finished`."""
         self._send({"t": "finished"})
 
-    def void(self, epoch: int) -> str:
-        """Why an epoch is lost; empty as long as it is not."""
+    def void(self, generation: int) -> str:
+        """Why a generation is lost; empty as long as it is not."""
         lost, text = self._void
-        return text if epoch <= lost else ""
+        return text if generation <= lost else ""
 
     @property
     def update(self) -> tuple[int, int] | None:
@@ -135,17 +135,17 @@ class WorkerLine(Membership):
                 raise SystemExit(0)
             if answer["t"] == "place":
                 return answer
-            text = self.void(answer["epoch"])
+            text = self.void(answer["generation"])
             if not text:
                 return answer
             # Lost before this worker could meet anybody: the launcher waits to hear that it has given it up.
-            self._send({"t": "ready", "epoch": answer["epoch"], "cause": "meeting", "text": text})
+            self._send({"t": "ready", "generation": answer["generation"], "cause": "meeting", "text": text})
 
     def _world(self, answer: dict[str, Any]) -> World:
-        epoch = answer.get("epoch", -1)
+        generation = answer.get("generation", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
-        topology = Topology.of(answer["rank"], hosts, epoch=epoch, source="launcher", places=answer["places"])
-        return World(topology, answer.get("job", ""), self._secret, lost=lambda: self.void(epoch))
+        topology = Topology.of(answer["rank"], hosts, generation=generation, source="launcher", places=answer["places"])
+        return World(topology, answer.get("job", ""), self._secret, lost=lambda: self.void(generation))
 
     # -- The connection -----------------------------------------------------------------------------------------------
 
@@ -178,14 +178,14 @@ class WorkerLine(Membership):
         if kind == "refused":
             raise wire.WireError(text["text"])
         if kind == "void":
-            self._void = max(self._void, (text["epoch"], text["text"]))
-            self.on_void(text["epoch"], text["text"])
+            self._void = max(self._void, (text["generation"], text["text"]))
+            self.on_void(text["generation"], text["text"])
         elif kind == "updated":
             self._number, self._result = text["number"], text["result"]
             self.on_update(self._number, self._result)
         else:
             if kind == "world":
-                self._epoch, self._number_then = text["epoch"], self._number
+                self._generation, self._number_then = text["generation"], self._number
             self._places.put(text)
 
     def _end(self, error: Exception) -> None:

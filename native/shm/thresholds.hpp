@@ -1,4 +1,4 @@
-// The sizes at which the engine changes its way: one table, measured, and overridable without a rebuild.
+// Algorithm selection thresholds: one table, measured, and overridable without a rebuild.
 #pragma once
 
 #include <cstdint>

@@ -161,9 +161,9 @@ def run(seed: int, folder: Path, marker: str) -> str:
 def _disturb(job: ElasticJob, plan: Plan) -> None:
     """Let everything happen, unless the job ends before."""
     with contextlib.suppress(_Ended):
-        _until(job, lambda: job.events("epoch_ready") or None)
+        _until(job, lambda: job.events("generation_ready") or None)
         for each in plan.disturbances:
-            epoch = job.events("epoch_ready")[-1]["epoch"]
+            generation = job.events("generation_ready")[-1]["generation"]
             if each.calm:
                 _until(job, lambda: _steps_of_newest_world(job) >= 2)
             time.sleep(each.delay_s)
@@ -175,7 +175,7 @@ def _disturb(job: ElasticJob, plan: Plan) -> None:
                 limit = time.monotonic() + 3
                 _until(
                     job,
-                    lambda: time.monotonic() > limit or job.events("epoch_ready")[-1]["epoch"] > epoch,  # noqa: B023
+                    lambda: time.monotonic() > limit or job.events("generation_ready")[-1]["generation"] > generation,  # noqa: B023
                 )
             if each.kind == "pause":
                 _pause(job, each)
@@ -218,10 +218,10 @@ def _until(job: ElasticJob, condition: Any) -> None:
 
 def _steps_of_newest_world(job: ElasticJob) -> int:
     """Count the steps of the newest world, unless it is void."""
-    epoch = job.events("epoch_ready")[-1]["epoch"]
-    if job.events("epoch_void", epoch=epoch):
+    generation = job.events("generation_ready")[-1]["generation"]
+    if job.events("generation_void", generation=generation):
         return 0
-    return len(job.done(job.members()[0], epoch))
+    return len(job.done(job.members()[0], generation))
 
 
 def _assert_state_was_lost(job: ElasticJob, code: int) -> None:
@@ -232,6 +232,6 @@ def _assert_state_was_lost(job: ElasticJob, code: int) -> None:
     assert not job.events("worker_finished"), end
     exited = {each["worker"] for each in job.events("worker_exited")}
     worlds = job.lines("world")
-    newest = max((line["epoch"] for line in worlds), default=-1)
-    alive = {line["worker"] for line in worlds if line["epoch"] == newest} - exited
+    newest = max((line["generation"] for line in worlds), default=-1)
+    alive = {line["worker"] for line in worlds if line["generation"] == newest} - exited
     assert not alive, f"the workers {alive} had the state, and lived"

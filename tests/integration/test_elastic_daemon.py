@@ -24,7 +24,7 @@ from support.jobs import processes, variables_of
 # Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-READY = {"t": "ready", "epoch": -1, "cause": "start", "text": ""}
+READY = {"t": "ready", "generation": -1, "cause": "start", "text": ""}
 
 
 def memory_kib(pid: int) -> int:
@@ -123,7 +123,7 @@ line = open_line()
 assert line.identity['role'] == 'daemon' and line.identity['host'] == 'localhost', line.identity
 line.send({'t': 'enter', 'host': ['localhost', 'boot']})
 for message in hear(line):
-    line.send({'t': 'ready', 'epoch': -1, 'cause': 'reset', 'text': message['text']})
+    line.send({'t': 'ready', 'generation': -1, 'cause': 'reset', 'text': message['text']})
 line.send({'t': 'finished'})
 """
     with FakeLauncher(marker) as launcher:
@@ -139,7 +139,7 @@ line.send({'t': 'finished'})
             said = [m["message"] for m in launcher.heard if m["t"] == "from" and m["worker"] == worker]
             # All of it, though it ended at once; and all of it before its end was told.
             assert said[1:] == [
-                {"t": "ready", "epoch": -1, "cause": "reset", "text": f"for {worker}"},
+                {"t": "ready", "generation": -1, "cause": "reset", "text": f"for {worker}"},
                 {"t": "finished"},
             ]
             kinds = [m["t"] for m in launcher.heard if m["worker"] == worker]
@@ -157,7 +157,7 @@ def test_last_words_of_any_length_come_before_the_end(marker: str) -> None:
     program = """
 line = open_line()
 for number in range(12):
-    line.send({'t': 'ready', 'epoch': -1, 'cause': 'reset', 'text': str(number) + 30_000 * 'x'})
+    line.send({'t': 'ready', 'generation': -1, 'cause': 'reset', 'text': str(number) + 30_000 * 'x'})
 while line.wants_to_write:
     select.select([], [line], [])
     line.flush()
@@ -181,7 +181,7 @@ def test_signals_reach_one_worker_or_all(marker: str) -> None:
 signal.signal(signal.SIGUSR1, lambda *_: print('USR1'))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 line = open_line()
-line.send({'t': 'joined', 'epoch': worker})
+line.send({'t': 'joined', 'generation': worker})
 while True:
     time.sleep(0.01)
 """
@@ -190,7 +190,7 @@ while True:
             launcher.start(worker, program)
         for worker in (0, 1, 2):
             launcher._taken = 0
-            assert launcher.told(worker) == {"t": "joined", "epoch": worker}
+            assert launcher.told(worker) == {"t": "joined", "generation": worker}
         launcher.send("signal", worker=1, signal=signal.SIGUSR1, ended=False)
         launcher.settle()
         launcher.send("signal", worker=2, signal=signal.SIGKILL, ended=True)
@@ -493,16 +493,16 @@ print('another id', refused(worker=1))
 print('no id', refused(worker='0'), refused(role='launcher'), refused(more=1))
 first = open_line()
 print('a second', refused())
-first.send({'t': 'joined', 'epoch': 1})
+first.send({'t': 'joined', 'generation': 1})
 first.close()
 again = open_line()
-again.send({'t': 'joined', 'epoch': 2})
+again.send({'t': 'joined', 'generation': 2})
 again.close()
 if os.fork() == 0:  # as under a shell
     if os.fork() == 0:
         time.sleep(0.2)  # an orphan by now
         line = open_line()
-        line.send({'t': 'joined', 'epoch': 3})
+        line.send({'t': 'joined', 'generation': 3})
         hear(line)
         os._exit(0)
     os._exit(0)
@@ -514,7 +514,7 @@ forever()
         launcher.told(1)
         launcher.start(0, program)
         pid = launcher.next("started", 0)["pid"]
-        assert [launcher.told(0)["epoch"] for _ in range(3)] == [1, 2, 3]
+        assert [launcher.told(0)["generation"] for _ in range(3)] == [1, 2, 3]
         # This process knows the secret, and is no worker.
         for worker in (0, 1, 2):
             identity = {"role": "worker", "worker": worker, "pid": pid}
@@ -544,10 +544,10 @@ def refused(*messages):
     return closed(line)
 assert refused({'t': 'exited', 'worker': 1, 'code': 0, 'lines': []})
 assert refused({'t': 'end', 'text': ''})
-assert refused({'t': 'ready', 'epoch': -1, 'cause': 'start'})
-assert refused({'t': 'ready', 'epoch': -2, 'cause': 'start', 'text': ''})
-assert refused({'t': 'ready', 'epoch': -1, 'cause': 'start', 'text': 'x' * 1048515})  # too long to be passed on
-assert refused(*[{'t': 'joined', 'epoch': 0}] * 1000)
+assert refused({'t': 'ready', 'generation': -1, 'cause': 'start'})
+assert refused({'t': 'ready', 'generation': -2, 'cause': 'start', 'text': ''})
+assert refused({'t': 'ready', 'generation': -1, 'cause': 'start', 'text': 'x' * 1048515})  # too long to be passed on
+assert refused(*[{'t': 'joined', 'generation': 0}] * 1000)
 time.sleep(1)
 line = open_line()
 line.send({'t': 'finished'})
@@ -570,7 +570,7 @@ FUZZER = """
 import random
 generator = random.Random(SEED)
 kinds = ['enter', 'ready', 'joined', 'finished', 'started', 'exited', 'from', 'to', 'start', 'end', 'beat', None, 7]
-names = ['epoch', 'cause', 'text', 'host', 'worker', 'message', 'code', 'lines', 'pid', 'signal', 'more']
+names = ['generation', 'cause', 'text', 'host', 'worker', 'message', 'code', 'lines', 'pid', 'signal', 'more']
 values = [None, True, -1, 0, 1 << 62, 1.5, '', 'start', 'x' * 5000, [], [[]], ['a', 'b'], {}, {'t': 'beat'}]
 def junk():
     fields = {name: generator.choice(values) for name in generator.sample(names, generator.randrange(4))}
@@ -609,7 +609,7 @@ line = open_line()
 line.send({'t': 'enter', 'host': ['a', 'b']})
 while True:
     for message in hear(line):
-        line.send({'t': 'joined', 'epoch': message['epoch']})
+        line.send({'t': 'joined', 'generation': message['generation']})
 """
     with FakeLauncher(marker) as launcher:
         launcher.start(0, quiet)
@@ -632,12 +632,12 @@ while True:
                 strangers.pop(generator.randrange(100)).close()
             launcher.pump()
             if n % 200 == 0:
-                launcher.send("to", worker=0, message={"t": "void", "epoch": n, "text": ""})
+                launcher.send("to", worker=0, message={"t": "void", "generation": n, "text": ""})
         for stranger in strangers:
             stranger.close()
         assert launcher.next("exited", 1)["code"] == 0, f"KVHVD_TEST_SEED={seed}"
         answers = [m["message"] for m in launcher.heard if m["t"] == "from" and m["worker"] == 0][1:]
-        assert answers == [{"t": "joined", "epoch": n} for n in range(0, count, 200)]
+        assert answers == [{"t": "joined", "generation": n} for n in range(0, count, 200)]
         launcher.settle()
         assert descriptors(launcher.daemon.pid) == before
         assert memory_kib(launcher.daemon.pid) < memory + 8192

@@ -63,15 +63,15 @@ def test_killed_workers(start: Start) -> None:
             job.send(members[rank])
         survivors = [worker for rank, worker in enumerate(members) if rank not in ranks]
         job.until_step(after=world)
-        (void,) = job.events("epoch_void", epoch=world)
-        ready = next(each for each in job.events("epoch_ready") if each["epoch"] > void["epoch"])
+        (void,) = job.events("generation_void", generation=world)
+        ready = next(each for each in job.events("generation_ready") if each["generation"] > void["generation"])
         assert ready["workers"] == survivors, "who was ready first, in the old order"
         world = job.until_step(size=4, after=world)
         assert job.members()[: len(survivors)] == survivors
         # Nobody has waited for the newcomers to start.
         came = [each["monotonic"] for each in job.events("newcomer_ready")]
         newcomer = min(time for time in came if time > void["monotonic"])
-        alone = [line for line in job.done(survivors[0], ready["epoch"]) if line["t"] < newcomer]
+        alone = [line for line in job.done(survivors[0], ready["generation"]) if line["t"] < newcomer]
         assert len(alone) >= 3, f"only {len(alone)} steps before the newcomer was ready"
     assert {each["code"] for each in job.events("worker_exited")} == {-signal.SIGKILL}
     end_well(job)
@@ -124,7 +124,7 @@ def test_slots_come_and_go(start: Start, kind: str, begin: int) -> None:
     job.set_slots([("localhost", 1), ("127.0.0.2", 1)])
     job.until_step(size=2, after=world)
     # Nothing was lost in all this: no step was done twice.
-    assert not job.events("epoch_void")
+    assert not job.events("generation_void")
     assert all(each["code"] == 0 for each in job.events("worker_exited")), job.events("worker_exited")
     end_well(job)
 
@@ -176,7 +176,7 @@ def test_losses_while_workers_meet(start: Start) -> None:
     job = start(workers=4, points=points, min_np=1)
     world = job.until_step(size=4)
     job.send(3)
-    job.until(lambda: job.events("epoch_ready")[-1]["epoch"] > world, "the next world")
+    job.until(lambda: job.events("generation_ready")[-1]["generation"] > world, "the next world")
     job.send(job.members()[-1])
     job.until_event("worker_exited", worker=4)
     job.until_step(size=4, after=world)

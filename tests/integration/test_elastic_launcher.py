@@ -48,12 +48,12 @@ def test_a_job_without_faults(job: Any) -> None:
     code, out, err = launch.end()
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == sorted(
-        line for n in range(3) for line in (f"[{n}] epoch 0 rank {n} of 3", f"[{n}] done after 5 steps")
+        line for n in range(3) for line in (f"[{n}] generation 0 rank {n} of 3", f"[{n}] done after 5 steps")
     )
     kinds = [entry["event"] for entry in launch.events]
     assert kinds[:2] == ["job_start", "host_added"]
     assert kinds.count("worker_started") == kinds.count("worker_entered") == kinds.count("worker_finished") == 3
-    assert kinds.index("epoch_ready") < kinds.index("epoch_joined")
+    assert kinds.index("generation_ready") < kinds.index("generation_joined")
     assert launch.members(0) == [0, 1, 2]
     assert kinds[-1] == "job_end"
     end = launch.events[-1]
@@ -152,21 +152,21 @@ def test_a_killed_worker_is_replaced(job: Any, finish: Path, rank: int) -> None:
     code, out, err = launch.end()
     assert code == 0, launch.told()
     assert launch.members(1) in (survivors, [*survivors, 3])
-    last = launch.of("epoch_ready")[-1]
+    last = launch.of("generation_ready")[-1]
     assert last["workers"] == [*survivors, 3]
     assert f"kvhvdrun: worker {rank} (localhost:{rank}) was killed by SIGKILL.\n" in err
-    assert f"[3] epoch {last['epoch']} rank 2 of 3" in out
+    assert f"[3] generation {last['generation']} rank 2 of 3" in out
 
 
 def test_two_are_killed_at_once(job: Any, finish: Path) -> None:
     launch = job("--min-np", "2", "--max-np", "4", acts=f"until={finish}")
     launch.until_joined(0)
     launch.kill(0, 2)
-    launch.until(lambda: [1, 3] in [entry["workers"][:2] for entry in launch.of("epoch_ready")])
+    launch.until(lambda: [1, 3] in [entry["workers"][:2] for entry in launch.of("generation_ready")])
     launch.until_count(4, after=0)
     finish.touch()
     assert launch.end()[0] == 0
-    assert sorted(launch.of("epoch_ready")[-1]["workers"]) == [1, 3, 4, 5]
+    assert sorted(launch.of("generation_ready")[-1]["workers"]) == [1, 3, 4, 5]
 
 
 @pytest.mark.parametrize("when", ["start", "enter", "world"])
@@ -175,21 +175,21 @@ def test_a_worker_dies_on_its_way_into_the_first_world(job: Any, when: str) -> N
     code, _, _ = launch.end()
     assert code == 0, launch.told()
     if when == "world":
-        assert launch.of("epoch_void")[0]["epoch"] == 0
-    assert launch.of("epoch_ready")[-1]["workers"] == [0, 2]
+        assert launch.of("generation_void")[0]["generation"] == 0
+    assert launch.of("generation_ready")[-1]["workers"] == [0, 2]
 
 
 def test_a_survivor_dies_while_the_next_world_is_formed(job: Any) -> None:
     launch = job("--min-np", "1", "--max-np", "3", acts="steps=150 0:die 0:at=10 1:die_at=ready")
     code, _, _ = launch.end()
     assert code == 0, launch.told()
-    assert launch.of("epoch_ready")[-1]["workers"][0] == 2
+    assert launch.of("generation_ready")[-1]["workers"][0] == 2
 
 
 def test_a_newcomer_dies_in_the_meeting(job: Any, finish: Path) -> None:
     launch = job("--min-np", "1", "--max-np", "2", acts=f"until={finish} 1:die 1:at=10 2:die_at=world")
     launch.until(lambda: launch.of("slot_blacklisted"))
-    (met,) = [entry["epoch"] for entry in launch.of("epoch_ready") if entry["workers"] == [0, 2]]
+    (met,) = [entry["generation"] for entry in launch.of("generation_ready") if entry["workers"] == [0, 2]]
     launch.until_joined(met + 1)  # in the lost one, no real worker could have come to its end
     finish.touch()
     code, _, _ = launch.end()
@@ -202,7 +202,7 @@ def test_a_stopped_worker_is_killed_soon_after_the_others_have_timed_out(job: An
     code, _, err = launch.end()
     assert code == 0, launch.told()
     (killed,) = launch.of("worker_killed")
-    void = launch.of("epoch_void")[0]
+    void = launch.of("generation_void")[0]
     assert (killed["worker"], void["cause"]) == (1, "timeout")
     assert launch.events.index(void) < launch.events.index(killed)
     assert "worker 1 (localhost:1) is killed: it did not answer while the others waited for it." in err
@@ -230,7 +230,7 @@ def test_a_program_that_fails_whoever_runs_it(job: Any) -> None:
 def test_the_first_words_are_those_of_the_culprit(job: Any) -> None:
     code, _, err = job("--min-np", "1", acts="crash=5 say=ValueError").end()
     assert code == 5
-    assert "kvhvdrun: no worker of epoch 0 is left" in err
+    assert "kvhvdrun: no worker of generation 0 is left" in err
     assert err.endswith("Its last lines on stderr:\n    ValueError\n")
 
 
@@ -276,12 +276,12 @@ def test_hosts_come_and_go(job: Any, hosts: Path) -> None:
     launch = job("--min-np", "1", "--host-discovery-script", f"cat {hosts}", acts=LONG)
     launch.until_joined(0)
     hosts.write_text("localhost:2\n127.0.0.2\n")
-    epoch, members = launch.until_count(3)
+    generation, members = launch.until_count(3)
     assert members == [0, 1, 2]
     assert [entry["result"] for entry in launch.of("updated")] == [2]
     hosts.write_text("127.0.0.2:1\n")
-    launch.until(lambda: launch.of("epoch_joined")[-1]["epoch"] > epoch)
-    assert launch.members(epoch + 1) == [2]
+    launch.until(lambda: launch.of("generation_joined")[-1]["generation"] > generation)
+    assert launch.members(generation + 1) == [2]
     assert [entry["result"] for entry in launch.of("updated")] == [2, 1]
     ended = {entry["worker"]: entry["code"] for entry in launch.of("worker_exited")}
     launch.until(lambda: len(launch.of("worker_exited")) == 2)
@@ -364,7 +364,7 @@ def test_a_script_that_hangs_does_not_hold_the_job_up(job: Any, hosts: Path, fin
     launch.until_joined_by(0, 2)
     finish.touch()
     assert launch.end()[0] == 0
-    assert launch.of("epoch_ready")[-1]["workers"] == [0, 2]
+    assert launch.of("generation_ready")[-1]["workers"] == [0, 2]
 
 
 def test_another_host_is_not_used(job: Any) -> None:
@@ -393,7 +393,7 @@ def test_the_only_daemon_is_killed(job: Any, marker: str) -> None:
     gone_soon(marker, since)
     assert code == 137
     assert f"was lost with its host: its daemon (pid {daemon}) was killed by SIGKILL." in err
-    assert "no worker of epoch 0 is left" in err
+    assert "no worker of generation 0 is left" in err
 
 
 def test_a_stopped_daemon_is_lost(job: Any, marker: str) -> None:
@@ -420,7 +420,7 @@ def test_one_of_two_daemons_is_killed(job: Any, finish: Path) -> None:
     code, _, err = launch.end()
     assert code == 0, launch.told()
     assert launch.members(1)[0] == 0
-    assert len(launch.of("epoch_ready")[-1]["workers"]) == 3
+    assert len(launch.of("generation_ready")[-1]["workers"]) == 3
     assert err.count("was lost with its host") == 2
 
 
@@ -528,7 +528,7 @@ def test_ctrl_z_and_fg(job: Any, finish: Path) -> None:
     finish.touch()
     code, _, err = launch.end()
     assert (code, err) == (0, ""), launch.told()
-    assert len(launch.of("epoch_ready")) == 1
+    assert len(launch.of("generation_ready")) == 1
 
 
 def test_the_reader_of_the_output_goes_away(job: Any) -> None:
@@ -552,7 +552,7 @@ def test_the_status_line(job: Any) -> None:
             text += data
     os.close(ours)
     assert launch.end()[0] == 0
-    assert b"\x1b[2mkvhvdrun: epoch 0, 2 of 2 workers; epoch joined epoch 0\x1b[0m" in text
+    assert b"\x1b[2mkvhvdrun: generation 0, 2 of 2 workers; generation joined generation 0\x1b[0m" in text
     assert text.rstrip().endswith(b"\x1b[K") or text.endswith(b"\r\x1b[K")
     # What workers write begins on a line of its own.
     assert b"\r\x1b[K[0] done after 40 steps" in text or b"\n[0] done after 40 steps" in text

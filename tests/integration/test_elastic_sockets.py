@@ -80,7 +80,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        eventually(lambda: self.count("epoch_joined") == 1, "the first world")
+        eventually(lambda: self.count("generation_joined") == 1, "the first world")
         self.workers = {event["worker"]: event["pid"] for event in self.events() if event["event"] == "worker_started"}
         self.daemon = parent(self.workers[0])
         self.secret = bytes.fromhex(environ(self.workers[0])["KVHVD_SECRET"])
@@ -224,8 +224,8 @@ class Attacker:
                 {"t": "exited", "worker": 0, "code": 1, "lines": []},
                 {"t": "started", "worker": 0, "pid": 1},
                 {"t": "from", "worker": 1, "message": {"t": "finished"}},
-                {"t": "from", "worker": 1, "message": {"t": "ready", "epoch": 0, "cause": "lost", "text": ""}},
-                {"t": "ready", "epoch": 0, "cause": "timeout", "text": ""},
+                {"t": "from", "worker": 1, "message": {"t": "ready", "generation": 0, "cause": "lost", "text": ""}},
+                {"t": "ready", "generation": 0, "cause": "timeout", "text": ""},
                 {"t": "finished"},
                 {"t": "end", "text": "over"},
                 {"t": "signal", "worker": None, "signal": 9, "ended": True},
@@ -260,7 +260,7 @@ def test_attacks_change_nothing(job: Job, marker: str, count: int) -> None:
         assert job.usage()[name][1] < memory + 8192, f"{told}: memory of the {name}"
     # And the job does what it would have done.
     os.kill(job.workers[0], signal.SIGKILL)
-    eventually(lambda: job.count("epoch_joined") == 2, "a world with the worker's successor")
+    eventually(lambda: job.count("generation_joined") == 2, "a world with the worker's successor")
     code, _, err = end_by(job.launcher, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
     assert job.secret.hex().encode() not in err

@@ -55,7 +55,7 @@ def test_workers_that_all_live_meet_again(marker: str, name: str) -> None:
     assert sorted(report["before"] for report in reports) == [0, 1, 2], output
     for report in reports:
         assert (report["rank"], report["size"]) == (report["before"], 3), output
-        assert (report["epoch"], report["number"], report["total"]) == (1, STEPS, TOTAL), output
+        assert (report["generation"], report["number"], report["total"]) == (1, STEPS, TOTAL), output
 
 
 def test_a_worker_that_dies_is_not_replaced_and_the_others_say_so(marker: str) -> None:

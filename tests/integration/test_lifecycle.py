@@ -35,7 +35,7 @@ def test_workers_meet_again_however_often_some_of_them_failed_to(tmp_path: Path,
     """A reset that timed out on some workers does not keep them from meeting at the next attempt."""
     output = run("late_reset", ranks, str(tmp_path))
     for rank in range(ranks):
-        assert f"rank {rank} epoch 1 total {ranks}" in output, output
+        assert f"rank {rank} generation 1 total {ranks}" in output, output
     assert output.count("failures some") >= ranks - 1, output
 
 

@@ -81,7 +81,7 @@ def test_topology(own: Launcher, ranks: int) -> None:
     assert [r["local_rank"] for r in reports] == list(range(ranks))
     for report in reports:
         assert (report["size"], report["local_size"], report["source"]) == (ranks, ranks, "mpi")
-        assert (report["cross_rank"], report["cross_size"], report["epoch"]) == (0, 1, 0)
+        assert (report["cross_rank"], report["cross_size"], report["generation"]) == (0, 1, 0)
         assert report["gathered"] == [str(rank) for rank in range(ranks)]
     assert len({(r["job"], r["secret"]) for r in reports}) == 1
 
@@ -126,7 +126,7 @@ import os
 from kvstore_hvd.worlds.bootstrap import discover
 from kvstore_hvd.worlds.rendezvous import share_segment
 world = discover()
-fds = [share_segment(w, lambda told: os.memfd_create('x')) for w in (world, world.next_epoch())]
+fds = [share_segment(w, lambda told: os.memfd_create('x')) for w in (world, world.next_generation())]
 report(inodes=[os.fstat(fd).st_ino for fd in fds])
 """
     reports = launch(own, 4, program)

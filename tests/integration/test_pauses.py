@@ -48,9 +48,9 @@ def train(marker: str, tmp_path: Path) -> Iterator[Any]:
 
 
 def assert_nothing_was_lost(job: Any) -> None:
-    told = [entry for entry in job.events if entry["event"] in ("epoch_void", "worker_killed", "slot_blacklisted")]
+    told = [entry for entry in job.events if entry["event"] in ("generation_void", "worker_killed", "slot_blacklisted")]
     assert not told, job.told()
-    assert len(job.of("epoch_ready")) == 1
+    assert len(job.of("generation_ready")) == 1
 
 
 # -- The whole job ------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_an_elastic_job_is_stopped(train: Any, marker: str, longer_s: int) -> No
     job.until(lambda: len(job.done(0, world)) >= steps + 10, "steps after the pause")
     job.finish()
     assert job.end() == 0, job.describe()
-    assert not job.events("epoch_void"), job.describe()
+    assert not job.events("generation_void"), job.describe()
     assert_all_right(job, SAMPLES)
 
 
@@ -213,7 +213,7 @@ def test_launcher_or_daemon_is_stopped(marker: str, tmp_path: Path, who: str) ->
     code, _, _ = launch.end()
     assert code == 0, launch.told()
     assert not launch.of("worker_killed"), launch.told()
-    assert launch.of("epoch_ready")[1]["workers"][:2] == [0, 1]
+    assert launch.of("generation_ready")[1]["workers"][:2] == [0, 1]
     codes = {entry["worker"]: entry["code"] for entry in launch.of("worker_exited")}
     assert [codes[number] for number in range(3)] == [0, 0, -signal.SIGKILL]
 
@@ -420,7 +420,7 @@ def test_four_jobs_at_once(tmp_path: Path, marker: str) -> None:
             job.finish()
         for job in started:
             assert job.process.wait(timeout=300) == 0, job.describe()
-            assert not job.events("epoch_void"), job.describe()
+            assert not job.events("generation_void"), job.describe()
             assert not job.events("worker_killed"), job.describe()
     finally:
         for job in started:

@@ -653,5 +653,5 @@ def test_an_elastic_job_that_fails(notebook: Notebook) -> None:
         """
     out, err = notebook.run(program)
     assert "the function raised KeyError: 'no such layer'." in out, out + err
-    assert "no worker of epoch" in out or "worker " in out
+    assert "no worker of generation" in out or "worker " in out
     assert "Traceback (most recent call last):" in out

@@ -122,7 +122,7 @@ def check(job: Job, victims: Sequence[int]) -> None:
     assert [report["before"] for report in reports] == survivors, text
     assert [report["rank"] for report in reports] == list(range(len(survivors))), text
     assert {report["size"] for report in reports} == {len(survivors)}, text
-    assert len({report["epoch"] for report in reports}) == 1, text
+    assert len({report["generation"] for report in reports}) == 1, text
     assert {(report["number"], report["total"]) for report in reports} == {(STEPS, TOTAL)}, text
     assert [each for each in job.codes() if each < 128] == [job.plan.get("code", 0)] * len(survivors), text
 

@@ -98,7 +98,7 @@ def test_a_lost_world(rank, size):
 
     @elastic.run
     def train(state):
-        worlds.append(engine.current().topology.epoch)
+        worlds.append(engine.current().topology.generation)
         while state.step < 6:
             total = kvstore_hvd.allreduce(np.ones(3), "gradient")
             assert (total == size).all()
@@ -166,7 +166,7 @@ class Told(Membership):
 
     def next_world(self, cause, text):
         self.update, self.cause = None, cause
-        return engine.current()._world.next_epoch()
+        return engine.current()._world.next_generation()
 
     def finished(self):
         pass
@@ -345,7 +345,7 @@ def test_losses_between_worlds(rank, size):
     losses = ["callback", "sync"]
 
     def lose_once(where):
-        if losses and losses[0] == where and engine.current().topology.epoch > first:
+        if losses and losses[0] == where and engine.current().topology.generation > first:
             losses.pop(0)
             lose_the_world(rank, size)
 
@@ -355,7 +355,7 @@ def test_losses_between_worlds(rank, size):
             super().sync()
 
     kvstore_hvd.barrier()
-    first = engine.current().topology.epoch
+    first = engine.current().topology.generation
     state = Fragile(step=0)
     state.register_reset_callbacks([lambda: lose_once("callback")])
 
@@ -365,7 +365,7 @@ def test_losses_between_worlds(rank, size):
             lose_the_world(rank, size)
         state.step += 1
         state.commit()
-        return engine.current().topology.epoch
+        return engine.current().topology.generation
 
     assert train(state) == first + 3
     assert state.step == 1

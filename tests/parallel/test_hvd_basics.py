@@ -55,7 +55,7 @@ def test_what_can_be_done_with_gpus(monkeypatch):
 def test_init_again_does_nothing(world):
     """`init` in a world."""
     hvd.init()
-    assert kvstore_hvd.topology().epoch == world.epoch
+    assert kvstore_hvd.topology().generation == world.generation
 
 
 def test_outside_of_a_world(rank, size):

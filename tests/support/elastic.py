@@ -53,7 +53,7 @@ class _Tail:
             for text in complete.splitlines():
                 line = json.loads(text)
                 self.lines.append(line)
-                self.of[line[self._kind], line.get("epoch")].append(line)
+                self.of[line[self._kind], line.get("generation")].append(line)
         return self.lines
 
 
@@ -152,19 +152,19 @@ class ElasticJob:
         ]
         return sorted(found, key=lambda line: line["t"])
 
-    def done(self, worker: int, epoch: int) -> list[Line]:
+    def done(self, worker: int, generation: int) -> list[Line]:
         """Return the steps that a worker has made in a world."""
         tail = self._tail(worker)
         tail.read()
-        return tail.of["done", epoch]
+        return tail.of["done", generation]
 
     def _tail(self, worker: int) -> _Tail:
         return self._workers.setdefault(worker, _Tail(self.folder / f"worker-{worker}.jsonl", "what"))
 
     def members(self) -> list[int]:
         """Return the workers of the newest world, in the order of ranks."""
-        epochs = self.events("epoch_ready")
-        return list(epochs[-1]["workers"]) if epochs else []
+        generations = self.events("generation_ready")
+        return list(generations[-1]["workers"]) if generations else []
 
     # -- Waiting ------------------------------------------------------------------------------------------------------
 
@@ -188,10 +188,13 @@ class ElasticJob:
         """Wait until steps are made in a world after the given one, of that size; returns the number of the world."""
 
         def made() -> Optional[int]:
-            ready = [each for each in self.events("epoch_ready") if each["epoch"] > after]
+            ready = [each for each in self.events("generation_ready") if each["generation"] > after]
             for each in ready[::-1]:
-                if size in (None, len(each["workers"])) and len(self.done(each["workers"][0], each["epoch"])) >= steps:
-                    return int(each["epoch"]) + 1
+                if (
+                    size in (None, len(each["workers"]))
+                    and len(self.done(each["workers"][0], each["generation"])) >= steps
+                ):
+                    return int(each["generation"]) + 1
             return None
 
         number: int = self.until(made, f"{steps} steps in a world of {size or 'any'} workers after world {after}")
@@ -238,7 +241,7 @@ class ElasticJob:
         new.rename(self.folder / name)
 
     def finish(self) -> None:
-        """Let the workers end after the epoch that they are in."""
+        """Let the workers end after the generation that they are in."""
         (self.folder / "finish").touch()
 
     # -- The end ------------------------------------------------------------------------------------------------------

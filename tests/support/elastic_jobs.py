@@ -53,22 +53,24 @@ class Play:
         """A worker calls init()."""
         self.say(worker, "enter", host=["name", identity])
 
-    def ready(self, worker: int, cause: str = "lost", epoch: int | None = None) -> None:
+    def ready(self, worker: int, cause: str = "lost", generation: int | None = None) -> None:
         """A worker waits for its next world: the first one of a job from init() on, others when it says so."""
         known = self.job.workers.get(worker)
         assert known is not None
         if known.place is None:
             self.enter(worker)
-            if known.ready or known.epoch >= 0:
+            if known.ready or known.generation >= 0:
                 return
-        cause = "start" if known.epoch < 0 else cause
-        self.say(worker, "ready", epoch=known.epoch if epoch is None else epoch, cause=cause, text="")
+        cause = "start" if known.generation < 0 else cause
+        self.say(
+            worker, "ready", generation=known.generation if generation is None else generation, cause=cause, text=""
+        )
 
     def meet(self) -> list[int]:
-        """The members of the current epoch meet; returns them."""
-        epoch = self.job.epoch
-        for member in epoch.members:
-            self.say(member.id, "joined", epoch=epoch.number)
+        """The members of the current generation meet; returns them."""
+        generation = self.job.generation
+        for member in generation.members:
+            self.say(member.id, "joined", generation=generation.number)
         return self.members
 
     def begin(self) -> list[int]:
@@ -96,13 +98,13 @@ class Play:
 
     @property
     def members(self) -> list[int]:
-        """The last epoch, in the order of ranks."""
-        return [worker.id for worker in self.job.epoch.members]
+        """The last generation, in the order of ranks."""
+        return [worker.id for worker in self.job.generation.members]
 
     @property
-    def epoch(self) -> int:
-        """Number of the last epoch."""
-        return self.job.epoch.number
+    def generation(self) -> int:
+        """Number of the last generation."""
+        return self.job.generation.number
 
     @property
     def ending(self) -> End | None:

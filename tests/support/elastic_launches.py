@@ -87,31 +87,37 @@ class Launch:
                 raise AssertionError(f"{why}; waited for {what or condition}\n{self.told()}\n{out!r}\n{text}")
             time.sleep(0.01)  # between two looks at a file; no event tells of its growth
 
-    def until_joined(self, epoch: int) -> list[int]:
-        """Wait until the members of an epoch have met; who they are."""
-        self.until(lambda: any(e["epoch"] == epoch for e in self.of("epoch_joined")), f"epoch {epoch}")
-        return self.members(epoch)
+    def until_joined(self, generation: int) -> list[int]:
+        """Wait until the members of a generation have met; who they are."""
+        self.until(
+            lambda: any(e["generation"] == generation for e in self.of("generation_joined")), f"generation {generation}"
+        )
+        return self.members(generation)
 
     def until_count(self, count: int, after: int = -1) -> tuple[int, list[int]]:
-        """Wait until an epoch after the given one has been joined by so many members; its number and members."""
+        """Wait until a generation after the given one has been joined by so many members; its number and members."""
 
         def found() -> list[tuple[int, list[int]]]:
-            joined = [entry["epoch"] for entry in self.of("epoch_joined") if entry["epoch"] > after]
-            return [(epoch, self.members(epoch)) for epoch in joined if len(self.members(epoch)) == count]
+            joined = [entry["generation"] for entry in self.of("generation_joined") if entry["generation"] > after]
+            return [
+                (generation, self.members(generation))
+                for generation in joined
+                if len(self.members(generation)) == count
+            ]
 
-        self.until(found, f"an epoch with {count} members")
+        self.until(found, f"a generation with {count} members")
         return found()[-1]
 
     def until_joined_by(self, *workers: int) -> None:
-        """Wait until an epoch with these members, in the order of ranks, has been joined."""
+        """Wait until a generation with these members, in the order of ranks, has been joined."""
         self.until(
-            lambda: [*workers] in [self.members(entry["epoch"]) for entry in self.of("epoch_joined")],
-            f"an epoch of {workers}",
+            lambda: [*workers] in [self.members(entry["generation"]) for entry in self.of("generation_joined")],
+            f"a generation of {workers}",
         )
 
-    def members(self, epoch: int) -> list[int]:
-        """Who was given an epoch, in the order of ranks."""
-        (entry,) = [entry for entry in self.of("epoch_ready") if entry["epoch"] == epoch]
+    def members(self, generation: int) -> list[int]:
+        """Who was given a generation, in the order of ranks."""
+        (entry,) = [entry for entry in self.of("generation_ready") if entry["generation"] == generation]
         workers: list[int] = entry["workers"]
         return workers
 

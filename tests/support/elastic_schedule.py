@@ -24,7 +24,7 @@ REPLAY_LIMIT_S = patient(300)
 class Step(NamedTuple):
     """One step of all workers."""
 
-    epoch: int  # of the world
+    generation: int  # of the world
     shown: int  # how often all samples have been seen before: the epoch of the training
     indices: list[list[int]]  # of each rank
 
@@ -55,10 +55,10 @@ def assert_no_commit_lost(job: ElasticJob) -> None:
 
     Who takes a step after a commit knows that all have saved: commit() asks all of them for updates in between.
     """
-    begun = {(line["epoch"], line["step"]) for line in job.lines("step")}
-    made = sorted({(line["epoch"], line["step"]) for line in job.lines("commit")} & begun)
+    begun = {(line["generation"], line["step"]) for line in job.lines("step")}
+    made = sorted({(line["generation"], line["step"]) for line in job.lines("commit")} & begun)
     for world in job.lines("world"):
-        earlier = max((step for epoch, step in made if epoch < world["epoch"]), default=0)
+        earlier = max((step for generation, step in made if generation < world["generation"]), default=0)
         assert world["step"] >= earlier, f"committed was step {earlier}, but: {world}"
 
 
@@ -66,15 +66,15 @@ def steps_that_count(job: ElasticJob, end: Line) -> list[Step]:
     """Return the steps that led to a worker's end: those that were rolled back have no trace in its state."""
     taken: dict[tuple[int, int], dict[int, Line]] = defaultdict(dict)
     for line in job.lines("step"):
-        taken[line["epoch"], line["step"]][line["rank"]] = line
+        taken[line["generation"], line["step"]][line["rank"]] = line
     worlds: list[tuple[int, int, int]] = end["worlds"]
     steps = []
-    for (epoch, size, first), after in zip(worlds, [*(each[2] for each in worlds[1:]), end["steps"]]):
+    for (generation, size, first), after in zip(worlds, [*(each[2] for each in worlds[1:]), end["steps"]]):
         for number in range(first, after):
-            ranks = taken[epoch, number]
-            assert sorted(ranks) == list(range(size)), f"step {number} of world {epoch} has ranks {sorted(ranks)}"
+            ranks = taken[generation, number]
+            assert sorted(ranks) == list(range(size)), f"step {number} of world {generation} has ranks {sorted(ranks)}"
             assert len({line["shown"] for line in ranks.values()}) == 1, ranks
-            steps.append(Step(epoch, ranks[0]["shown"], [ranks[rank]["indices"] for rank in range(size)]))
+            steps.append(Step(generation, ranks[0]["shown"], [ranks[rank]["indices"] for rank in range(size)]))
     return steps
 
 

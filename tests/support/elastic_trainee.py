@@ -109,10 +109,10 @@ class WatchedState(elastic.GluonState):  # type: ignore[misc]
 def train(state: Any, training: Training, log: Log, options: argparse.Namespace) -> None:
     """Train until the file is there; `state.worlds` says in which world which steps were made."""
     topology = kvstore_hvd.init()
-    epoch, size = topology.epoch, topology.size
+    generation, size = topology.generation, topology.size
     # A world all of whose steps were lost has no entry.
-    state.worlds = [*(each for each in state.worlds if each[2] < state.step), [epoch, size, state.step]]
-    log.write("world", epoch=epoch, rank=topology.rank, size=size, step=state.step)
+    state.worlds = [*(each for each in state.worlds if each[2] < state.step), [generation, size, state.step]]
+    log.write("world", generation=generation, rank=topology.rank, size=size, step=state.step)
     while not state.finished:
         dataset = gluon.data.SimpleDataset(list(range(training.samples)))
         loader = gluon.data.DataLoader(
@@ -120,21 +120,23 @@ def train(state: Any, training: Training, log: Log, options: argparse.Namespace)
         )
         for number, batch in enumerate(loader):
             indices = batch.asnumpy().astype(int).tolist()
-            log.write("step", epoch=epoch, rank=topology.rank, step=state.step, shown=state.epoch, indices=indices)
+            log.write(
+                "step", generation=generation, rank=topology.rank, step=state.step, shown=state.epoch, indices=indices
+            )
             loss = training.backward(indices)
             training.step(len(indices), size)
             wait(training)
-            log.write("done", epoch=epoch, step=state.step, loss=loss)
+            log.write("done", generation=generation, step=state.step, loss=loss)
             state.step += 1
             state.sampler.record_batch(number, options.batch_size)
             if state.step % options.commit_every == 0:
-                commit(state, log, epoch)
+                commit(state, log, generation)
             time.sleep(options.pause)
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
         asked = np.array([(options.folder / "finish").exists()], np.int32)
         state.finished = bool(kvstore_hvd.allreduce(asked, "finish", op="max")[0])
-        commit(state, log, epoch)
+        commit(state, log, generation)
 
 
 def wait(training: Training) -> None:
@@ -143,9 +145,9 @@ def wait(training: Training) -> None:
         parameter.data().wait_to_read()
 
 
-def commit(state: Any, log: Log, epoch: int) -> None:
+def commit(state: Any, log: Log, generation: int) -> None:
     """Commit; the line comes before the workers are asked whether there are updates."""
-    log.write("commit", epoch=epoch, step=state.step)
+    log.write("commit", generation=generation, step=state.step)
     state.commit()
 
 

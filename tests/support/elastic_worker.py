@@ -47,9 +47,9 @@ class FakeWorker:
         self.acts = acts
         self.id = int(os.environ["KVHVD_WORKER"])
         self.steps = 0
-        self.epoch = -1
+        self.generation = -1
         self.update = 0
-        self.lost = -1  # the last epoch that is void
+        self.lost = -1  # the last generation that is void
         self.inbox: list[dict[str, Any]] = []
         if "deaf" in acts:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -87,7 +87,7 @@ class FakeWorker:
                 print(f"{message['t']}: {message['text']}", flush=True)
                 raise Left(message["t"])
             if message["t"] == "void":
-                self.lost = max(self.lost, message["epoch"])
+                self.lost = max(self.lost, message["generation"])
             if message["t"] == "updated":
                 self.update = message["result"]
 
@@ -110,17 +110,17 @@ class FakeWorker:
     def next_world(self, cause: str) -> dict[str, Any]:
         """Say that a world is waited for; the next one that is given."""
         self.moment("ready")
-        self.say("ready", epoch=self.epoch, cause=cause, text="")
+        self.say("ready", generation=self.generation, cause=cause, text="")
         return self.take("world")
 
     def run(self) -> None:
         """Train."""
         world = self.first_world()
         while True:
-            self.epoch, self.update = world["epoch"], 0
-            print(f"epoch {world['epoch']} rank {world['rank']} of {world['size']}", flush=True)
+            self.generation, self.update = world["generation"], 0
+            print(f"generation {world['generation']} rank {world['rank']} of {world['size']}", flush=True)
             self.moment("world")
-            self.say("joined", epoch=self.epoch)
+            self.say("joined", generation=self.generation)
             cause = self.train()
             if not cause:
                 break
@@ -144,7 +144,7 @@ class FakeWorker:
             end = time.monotonic() + _STEP_S
             while (left := end - time.monotonic()) > 0:
                 self.hear(left)
-                if self.lost >= self.epoch:
+                if self.lost >= self.generation:
                     return "lost"
             self.steps += 1
             if self.update:

@@ -80,7 +80,7 @@ def with_tests(variables: dict[str, str]) -> dict[str, str]:
 def environment(launcher: Launcher | None = None) -> dict[str, str]:
     """Return the variables for a child: this process's, less those of any launcher it was itself started by."""
     foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_")
-    own = ("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL_", "KVHVD_SLOT", "KVHVD_JOB", "KVHVD_SECRET", "KVHVD_EPOCH")
+    own = ("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL_", "KVHVD_SLOT", "KVHVD_JOB", "KVHVD_SECRET", "KVHVD_GENERATION")
     theirs = ("RANK", "SIZE", "LOCAL_", "CROSS_", "HOSTNAME", "CONTROLLER", "CPU_OPERATIONS")
     names = (*foreign, *own, *(f"HOROVOD_{name}" for name in theirs))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}

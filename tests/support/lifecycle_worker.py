@@ -33,14 +33,17 @@ def late_reset(folder: str) -> None:
     failures = 0
     while True:
         try:
-            epoch = kvstore_hvd.reset().epoch
+            generation = kvstore_hvd.reset().generation
             break
         except kvstore_hvd.LaunchError:
             failures += 1
             assert failures < 100
             signs[topology.rank].touch()
     total = kvstore_hvd.allreduce(np.ones(1), "after")[0]
-    print(f"rank {topology.rank} epoch {epoch} total {total:g} failures {'some' if failures else 'none'}", flush=True)
+    print(
+        f"rank {topology.rank} generation {generation} total {total:g} failures {'some' if failures else 'none'}",
+        flush=True,
+    )
 
 
 def forked_child() -> None:

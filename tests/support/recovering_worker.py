@@ -126,12 +126,12 @@ def main() -> None:
             state.number += 1
             if state.number % 5 == 0:
                 state.commit()
-        if plan.get("late") and engine.current().topology.epoch == 0:
+        if plan.get("late") and engine.current().topology.generation == 0:
             late_loss(before)
 
     train(state)
     topology = engine.current().topology
-    report = {"before": before, "rank": topology.rank, "size": topology.size, "epoch": topology.epoch}
+    report = {"before": before, "rank": topology.rank, "size": topology.size, "generation": topology.generation}
     os.write(1, ("@" + json.dumps({**report, "number": state.number, "total": state.total}) + "\n").encode())
     if plan.get("late") and before == 0:
         sys.stdin.readline()  # of mpirun, which passes it on to rank 0

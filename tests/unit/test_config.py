@@ -33,7 +33,7 @@ def test_defaults() -> None:
     cfg = Config.from_environ({})
     assert (cfg.timeout_s, cfg.start_timeout_s, cfg.exit_timeout_s) == (600.0, 30.0, 30.0)
     assert (cfg.log_level, cfg.simd, cfg.numpy_shim, cfg.allow_local_trainer) == ("warning", "auto", True, False)
-    assert (cfg.rank, cfg.size, cfg.job, cfg.secret, cfg.epoch) == (None, None, "", b"", 0)
+    assert (cfg.rank, cfg.size, cfg.job, cfg.secret, cfg.generation) == (None, None, "", b"", 0)
     assert (cfg.stall_check_s, cfg.stall_check_disable, cfg.stall_shutdown_s, cfg.verify_every) == (60.0, False, 0.0, 0)
     assert cfg.mpi_launch is None
 

@@ -97,7 +97,7 @@ class UlfmMembership(Membership):
         assert mpi is not None
         self._mpi = mpi
         self._pid = os.getpid()
-        self._epoch = world.topology.epoch
+        self._generation = world.topology.generation
         self._lock = threading.Lock()
         self._failed = ""  # why there will be no further world
         self._is_finished = False
@@ -108,7 +108,7 @@ class UlfmMembership(Membership):
         communicator = world.communicator
         limit_s = config().start_timeout_s
         try:
-            ranks = call_within(limit_s, lambda: introduce(communicator, self._epoch))
+            ranks = call_within(limit_s, lambda: introduce(communicator, self._generation))
         except (TimeoutError, mpi.Exception) as error:
             text = f"the workers did not find each other by MPI: {str(error) or f'it took more than {limit_s:g} s'}."
             raise LaunchError(message(text, **world.topology.speaker, fix="look at what they have printed.")) from error
@@ -130,8 +130,8 @@ class UlfmMembership(Membership):
         Returns
         -------
         World
-            Ranks keep their order. One epoch after the latest of any of its workers; its ``lost()`` tells that one of
-            them has died or has given it up.
+            Ranks keep their order. One generation after the latest of any of its workers; its ``lost()`` tells that
+            one of them has died or has given it up.
 
         Raises
         ------
@@ -247,13 +247,13 @@ class UlfmMembership(Membership):
         if is_leaving:
             return None
         assert formed is not None
-        members, epoch = formed
-        self._members, self._epoch = members, epoch
-        world = world_of(members.communicator, members.introductions, epoch)
+        members, generation = formed
+        self._members, self._generation = members, generation
+        world = world_of(members.communicator, members.introductions, generation)
         return dataclasses.replace(world, lost=members.lost)
 
     def _introduce(self, shrunk: Any, is_leaving: bool) -> tuple[Members, int] | None:
-        ranks = introduce(shrunk, self._epoch, is_leaving)
+        ranks = introduce(shrunk, self._generation, is_leaving)
         communicator = shrunk
         if any(each.is_leaving for each in ranks):
             communicator = shrunk.Split(self._mpi.UNDEFINED if is_leaving else 0, shrunk.rank)
@@ -261,7 +261,7 @@ class UlfmMembership(Membership):
         if is_leaving:
             return None
         communicator.Set_errhandler(self._mpi.ERRORS_RETURN)
-        return Members(self._mpi, communicator, ranks), 1 + max(each.epoch for each in ranks)
+        return Members(self._mpi, communicator, ranks), 1 + max(each.generation for each in ranks)
 
     def _agree(self, shrunk: Any, is_formed: bool) -> bool:
         """Whether all have formed it. The same on all workers, whoever dies meanwhile."""

@@ -113,7 +113,7 @@ class Introduction:
     process: int
     started: int  # see `start_time`: tells the process from another one that gets its number later
     user: int
-    epoch: int  # of its last world, -1: none
+    generation: int  # of its last world, -1: none
     is_leaving: bool  # it takes no part in the next one
     job: str  # offered, as the secret: rank 0's count
     secret: bytes = field(repr=False)
@@ -128,18 +128,18 @@ def start_time(process: int) -> int:
         return 0
 
 
-def introduce(communicator: Any, epoch: int = -1, is_leaving: bool = False) -> list[Introduction]:
+def introduce(communicator: Any, generation: int = -1, is_leaving: bool = False) -> list[Introduction]:
     """Tell the other ranks of this one, and hear of them; collective. Raises ``MPI.Exception``."""
     token, secret = secrets.token_hex(8), secrets.token_bytes(32)
     own = Introduction(
-        Host.here(), os.getpid(), start_time(os.getpid()), os.geteuid(), epoch, is_leaving, token, secret
+        Host.here(), os.getpid(), start_time(os.getpid()), os.geteuid(), generation, is_leaving, token, secret
     )
     return list(communicator.allgather(own))
 
 
-def world_of(communicator: Any, ranks: Sequence[Introduction], epoch: int = 0) -> World:
+def world_of(communicator: Any, ranks: Sequence[Introduction], generation: int = 0) -> World:
     """The world of a communicator that is ours alone, once its ranks have introduced themselves."""
-    topology = Topology.of(communicator.rank, [each.host for each in ranks], epoch=epoch, source="mpi")
+    topology = Topology.of(communicator.rank, [each.host for each in ranks], generation=generation, source="mpi")
     return World(topology, ranks[0].job, ranks[0].secret, communicator)
 
 

@@ -158,15 +158,15 @@ class Job:
 
 def test_results_are_those_of_the_last_world() -> None:
     job = Job()
-    job.tell(Kind.RESULT, "old", rank=0, size=3, epoch=1, worker=0)
-    job.tell(Kind.RESULT, "b", rank=1, size=2, epoch=2, worker=1)
-    job.tell(Kind.RESULT, "a", rank=0, size=2, epoch=2, worker=5)
+    job.tell(Kind.RESULT, "old", rank=0, size=3, generation=1, worker=0)
+    job.tell(Kind.RESULT, "b", rank=1, size=2, generation=2, worker=1)
+    job.tell(Kind.RESULT, "a", rank=0, size=2, generation=2, worker=5)
     assert job.outcome.results(0) == ["a", "b"]
 
 
 def test_a_rank_of_the_last_world_without_a_result() -> None:
     job = Job()
-    job.tell(Kind.RESULT, "a", rank=0, size=3, epoch=2, worker=5)
+    job.tell(Kind.RESULT, "a", rank=0, size=3, generation=2, worker=5)
     with pytest.raises(RunError, match="ranks 1-2 ended without a result"):
         job.outcome.results(0)
 
@@ -185,10 +185,10 @@ def test_consequences_are_not_taken_for_the_cause() -> None:
 def test_failures_of_earlier_worlds_do_not_count() -> None:
     job = Job()
     early, late = (failure_of(ValueError(text), None, "the function raised") for text in ("early", "late"))
-    job.tell(Kind.FAILED, early, rank=1, size=2, epoch=0, worker=1)
-    job.tell(Kind.RESULT, "a", rank=0, size=1, epoch=1, worker=0)
+    job.tell(Kind.FAILED, early, rank=1, size=2, generation=0, worker=1)
+    job.tell(Kind.RESULT, "a", rank=0, size=1, generation=1, worker=0)
     assert job.outcome.results(0) == ["a"]
-    job.tell(Kind.FAILED, late, rank=0, size=1, epoch=1, worker=0)
+    job.tell(Kind.FAILED, late, rank=0, size=1, generation=1, worker=0)
     with pytest.raises(RunError, match="ValueError: late"):
         job.outcome.results(1)
 

@@ -19,10 +19,10 @@ def test_members_are_told_of_a_newcomer_when_it_is_ready() -> None:
     for worker in (0, 1):
         assert play.told(worker, "updated") == [{"t": "updated", "number": 1, "result": 2}]
     play.ready(0, "updated")
-    assert play.epoch == 0
+    assert play.generation == 0
     assert play.told(1, "void") == []
     play.ready(1, "updated")
-    assert (play.epoch, play.members) == (1, [0, 1, 2])
+    assert (play.generation, play.members) == (1, [0, 1, 2])
 
 
 def test_members_are_told_of_all_changes_together() -> None:
@@ -48,7 +48,7 @@ def test_a_newcomer_that_gets_ready_during_a_meeting_is_told_of_after_it() -> No
     play.kill(1)
     play.ready(0)
     play.ready(2)
-    assert (play.epoch, play.members) == (1, [0])
+    assert (play.generation, play.members) == (1, [0])
     assert play.told(0, "updated") == []
     play.meet()
     assert play.told(0, "updated") == [{"t": "updated", "number": 1, "result": 2}]
@@ -99,7 +99,7 @@ def test_a_slot_that_goes_and_comes_back_before_the_commit_keeps_its_worker() ->
     play.hosts({"a": 1, "b": 1})
     play.ready(0, "updated")
     play.ready(1, "updated")
-    assert (play.epoch, play.members) == (1, [0, 1])
+    assert (play.generation, play.members) == (1, [0, 1])
     assert play.told(1, "leave") == []
 
 
@@ -152,10 +152,10 @@ def test_when_all_slots_go_the_workers_wait_for_others() -> None:
     play.begin()
     play.hosts({})
     play.ready(0, "updated")
-    assert play.epoch == 0
+    assert play.generation == 0
     play.wait(9)
     play.hosts({"a": 1})
-    assert (play.epoch, play.members) == (1, [0])
+    assert (play.generation, play.members) == (1, [0])
 
 
 # -- Meetings -----------------------------------------------------------------------------------------------------
@@ -165,18 +165,18 @@ def test_a_death_during_a_meeting_voids_it() -> None:
     play = Play({"a": 3}, min_np=1)
     for worker in range(3):
         play.ready(worker)
-    play.say(0, "joined", epoch=0)
+    play.say(0, "joined", generation=0)
     play.kill(2)
-    assert [note["epoch"] for note in play.notes("epoch_void")] == [0]
+    assert [note["generation"] for note in play.notes("generation_void")] == [0]
     assert play.told(0, "void")
     play.ready(0)
     play.ready(1)
-    assert (play.epoch, play.members) == (1, [0, 1])
-    play.say(0, "joined", epoch=0)  # too late
-    play.say(1, "joined", epoch=1)
-    assert play.notes("epoch_joined") == []
-    play.say(0, "joined", epoch=1)
-    assert play.notes("epoch_joined") == [{"epoch": 1}]
+    assert (play.generation, play.members) == (1, [0, 1])
+    play.say(0, "joined", generation=0)  # too late
+    play.say(1, "joined", generation=1)
+    assert play.notes("generation_joined") == []
+    play.say(0, "joined", generation=1)
+    assert play.notes("generation_joined") == [{"generation": 1}]
 
 
 def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
@@ -196,11 +196,11 @@ def test_who_gives_a_meeting_up_voids_it() -> None:
     play.ready(0)
     play.ready(1)
     play.ready(1, "meeting")
-    assert play.notes("epoch_void")[0]["cause"] == "meeting"
+    assert play.notes("generation_void")[0]["cause"] == "meeting"
     assert play.told(0, "void")
     assert not play.told(1, "void")
     play.ready(0, "meeting")
-    assert (play.epoch, play.members) == (1, [0, 1])
+    assert (play.generation, play.members) == (1, [0, 1])
 
 
 def test_a_word_from_before_the_world_changes_nothing() -> None:
@@ -208,17 +208,17 @@ def test_a_word_from_before_the_world_changes_nothing() -> None:
     play.begin()
     play.kill(1)
     play.ready(0)
-    assert play.epoch == 1
-    play.ready(0, epoch=0)
-    assert play.notes("epoch_void")[-1]["epoch"] == 0
-    assert play.epoch == 1
+    assert play.generation == 1
+    play.ready(0, generation=0)
+    assert play.notes("generation_void")[-1]["generation"] == 0
+    assert play.generation == 1
 
 
 def test_a_meeting_that_hangs_altogether_is_ended() -> None:
     play = Play({"a": 2}, min_np=1, start_timeout_s=30)
     play.ready(0)
     play.ready(1)
-    play.say(0, "joined", epoch=0)
+    play.say(0, "joined", generation=0)
     play.wait(41)
     assert play.signals(0) == []
     assert play.signals(1) == [(signal.SIGKILL, False)]
@@ -242,11 +242,11 @@ def test_workers_that_never_meet() -> None:
     play.ready(1)
     for _ in range(20):
         assert play.ending is None
-        play.say(0, "ready", epoch=play.epoch, cause="meeting", text="no memory")
+        play.say(0, "ready", generation=play.generation, cause="meeting", text="no memory")
         play.ready(1, "meeting")
     assert play.ending is not None
     assert play.ending.code == 1
-    assert play.ending.reason == "the workers did not meet 20 times in a row. The last time: no memory"
+    assert play.ending.reason == "the rendezvous failed 20 times in a row, the last time with: no memory"
 
 
 def test_a_meeting_that_succeeds_makes_those_before_it_good() -> None:
@@ -261,7 +261,7 @@ def test_a_meeting_that_succeeds_makes_those_before_it_good() -> None:
         for worker in (0, 1):
             play.ready(worker, "updated")
     assert play.ending is None
-    assert play.epoch == 3 * 20
+    assert play.generation == 3 * 20
 
 
 # -- Hangs --------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed() -> None:
     assert play.notes("worker_killed") == [{"worker": 2, "why": "it did not answer while the others waited for it"}]
     assert play.members == [0, 1]  # not even its end is waited for
     play.kill(2)
-    assert len(play.notes("epoch_void")) == 1
+    assert len(play.notes("generation_void")) == 1
     assert play.starts()[3:] == [(3, "a:2")]
 
 

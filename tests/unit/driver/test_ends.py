@@ -58,7 +58,7 @@ def test_a_worker_that_cannot_be_started_counts_as_crashed() -> None:
 def fail_in_turn(play: Play, code: int = 1, *, hung: bool = False) -> None:
     """All of a world but rank 0 fail, or are killed because they hang; it meets with those that take their places."""
     first, *others = play.members
-    epoch = play.epoch
+    generation = play.generation
     if hung:
         play.ready(first, "timeout")
         play.wait(0.6)
@@ -67,7 +67,7 @@ def fail_in_turn(play: Play, code: int = 1, *, hung: bool = False) -> None:
         play.end(worker, code, "ValueError: always")
     if not hung:
         play.ready(first)
-    while play.ending is None and play.epoch == epoch:
+    while play.ending is None and play.generation == generation:
         for worker in play.running:
             if worker != first:
                 play.ready(worker)
@@ -170,11 +170,11 @@ def test_who_has_finished_is_not_waited_for() -> None:
 def test_who_never_had_the_state_leaves_when_it_is_all_done() -> None:
     play = Play({"a": 2}, min_np=1)
     play.begin()
-    play.say(0, "synced", epoch=0)
+    play.say(0, "synced", generation=0)
     play.say(0, "finished")
     play.end(0)
     play.ready(1, "lost")
-    assert play.epoch == 0
+    assert play.generation == 0
     assert play.told(1, "leave")
     play.end(1)
     assert play.ending is not None
@@ -184,7 +184,7 @@ def test_who_never_had_the_state_leaves_when_it_is_all_done() -> None:
 def test_how_a_worker_ends_that_had_to_leave_is_not_the_code_of_the_job() -> None:
     play = Play({"a": 2}, min_np=1)
     play.begin()
-    play.say(0, "synced", epoch=0)
+    play.say(0, "synced", generation=0)
     play.say(0, "finished")
     play.end(0)
     play.ready(1, "lost")
@@ -210,11 +210,11 @@ def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for() -> None:
     play.begin()
     for kind in ("synced", "finished", "synced"):
         for worker in (0, 1, 2):
-            play.say(worker, kind, **({"epoch": 0} if kind == "synced" else {}))
+            play.say(worker, kind, **({"generation": 0} if kind == "synced" else {}))
     play.kill(2)
     assert play.starts()[3:] == [(3, "a:2")]
     play.ready(0)
-    assert play.epoch == 0
+    assert play.generation == 0
     play.ready(1)
     assert play.members == [0, 1]
 
@@ -226,7 +226,7 @@ def test_too_many_resets() -> None:
     for worker in (0, 2, 3):
         play.ready(worker)
     play.meet()
-    assert play.epoch == 1
+    assert play.generation == 1
     play.kill(2)
     play.ready(0)
     play.ready(3)
@@ -249,12 +249,12 @@ def test_words_out_of_place_change_nothing() -> None:
     with pytest.raises(ValueError, match="there is no worker 7"):
         play.say(7, "finished")
     with pytest.raises(ValueError, match="before it has called init"):
-        play.say(0, "ready", epoch=-1, cause="start", text="")
+        play.say(0, "ready", generation=-1, cause="start", text="")
     play.enter(0)
-    with pytest.raises(ValueError, match="an epoch that it was not given"):
-        play.say(0, "joined", epoch=0)
-    with pytest.raises(ValueError, match="an epoch that it was not given"):
-        play.say(0, "ready", epoch=3, cause="lost", text="")
+    with pytest.raises(ValueError, match="a generation that it was not given"):
+        play.say(0, "joined", generation=0)
+    with pytest.raises(ValueError, match="a generation that it was not given"):
+        play.say(0, "ready", generation=3, cause="lost", text="")
     assert len(play.seen) == seen + 1
     play.kill(0)
     play.say(0, "finished")

@@ -26,14 +26,14 @@ def test_one_object_a_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("of another job\n")
     with EventLog(str(path)) as log:
-        log.write("epoch_ready", {"epoch": 1, "workers": [0, 2]})
+        log.write("generation_ready", {"generation": 1, "workers": [0, 2]})
         log.write("worker_exited", {"worker": 0, "code": 1, "lines": ["a\nb", "é"]})
         log.finish(LIMIT_S)
         assert log.take_lost() == []
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {key: first[key] for key in ("event", "epoch", "workers")} == {
-        "event": "epoch_ready",
-        "epoch": 1,
+    assert {key: first[key] for key in ("event", "generation", "workers")} == {
+        "event": "generation_ready",
+        "generation": 1,
         "workers": [0, 2],
     }
     assert isinstance(first["time"], float)
@@ -116,9 +116,12 @@ def test_a_full_disk_is_told_once() -> None:
 
 
 def test_events_in_words() -> None:
-    assert event_text("epoch_ready", {"epoch": 1, "workers": [0, 2]}) == "epoch ready epoch 1 workers [0, 2]"
-    text = event_text("epoch_void", {"epoch": 1, "cause": "lost", "text": "worker 1\nfailed"})
-    assert text == "epoch void epoch 1 cause lost (worker 1)"
+    assert (
+        event_text("generation_ready", {"generation": 1, "workers": [0, 2]})
+        == "generation ready generation 1 workers [0, 2]"
+    )
+    text = event_text("generation_void", {"generation": 1, "cause": "lost", "text": "worker 1\nfailed"})
+    assert text == "generation void generation 1 cause lost (worker 1)"
     assert event_text("job_start", {"job": "x", "max_np": None, "lines": ["a"]}) == "job start job x"
 
 
@@ -164,12 +167,12 @@ def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
 def test_the_line_is_shown_once_and_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with screen_of(monkeypatch) as screen:
         line = StatusLine(screen.relay)
-        line.update("epoch 1, 2 of 2 workers")
-        assert screen.written() == "\r\x1b[K\x1b[2mepoch 1, 2 of 2 wor\x1b[0m"
-        line.update("epoch 1, 2 of 2 workers")
+        line.update("generation 1, 2 of 2 workers")
+        assert screen.written() == "\r\x1b[K\x1b[2mgeneration 1, 2 of \x1b[0m"
+        line.update("generation 1, 2 of 2 workers")
         assert screen.written() == ""
-        line.update("epoch 2\x1b[31m\né")
-        assert screen.written() == "\r\x1b[K\x1b[2mepoch 2?[31m??\x1b[0m"
+        line.update("generation 2\x1b[31m\né")
+        assert screen.written() == "\r\x1b[K\x1b[2mgeneration 2?[31m??\x1b[0m"
 
 
 def test_the_line_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,28 +9,28 @@ from support.elastic_jobs import Play
 # -- Start --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_epoch_begins_when_all_are_ready() -> None:
+def test_the_first_generation_begins_when_all_are_ready() -> None:
     play = Play({"a": 2, "b": 1}, min_np=2)
     assert play.starts() == [(0, "a:0"), (1, "a:1"), (2, "b:0")]
     play.ready(2)
     play.ready(0)
-    assert play.epoch == -1
+    assert play.generation == -1
     play.ready(1)
-    assert (play.epoch, play.members) == (0, [0, 1, 2])
+    assert (play.generation, play.members) == (0, [0, 1, 2])
     for rank in range(3):
         (world,) = play.told(rank)
         assert world == {
             "t": "world",
-            "epoch": 0,
+            "generation": 0,
             "rank": rank,
             "size": 3,
             "hosts": [("name", "machine")] * 3,
             "places": [0, 1, 2],
             "job": "play",
         }
-    assert play.notes("epoch_joined") == []
+    assert play.notes("generation_joined") == []
     play.meet()
-    assert play.notes("epoch_joined") == [{"epoch": 0}]
+    assert play.notes("generation_joined") == [{"generation": 0}]
 
 
 def test_not_more_workers_than_asked_for() -> None:
@@ -75,12 +75,12 @@ def test_the_start_gives_up_with_the_reason() -> None:
     assert play.ending.reason == "there are 1 slots, 2 are needed, and no more came within 60 s."
 
 
-def test_a_worker_that_dies_before_the_first_epoch_is_replaced_and_waited_for() -> None:
+def test_a_worker_that_dies_before_the_first_generation_is_replaced_and_waited_for() -> None:
     play = Play({"a": 2}, min_np=1)
     play.ready(0)
     play.kill(1)
     assert play.starts()[2:] == [(2, "a:1")]
-    assert play.epoch == -1
+    assert play.generation == -1
     play.ready(2)
     assert play.members == [0, 2]
 
@@ -112,7 +112,7 @@ def test_a_worker_that_never_gets_ready_at_the_start_is_killed() -> None:
     play.wait(2)
     assert play.signals(1) == play.signals(2) == [(signal.SIGKILL, False)]
     play.kill(1, 2)
-    assert play.epoch == -1  # those that take their places are waited for, as long
+    assert play.generation == -1  # those that take their places are waited for, as long
     play.ready(3)
     play.wait(51)
     assert play.signals(4) == [(signal.SIGKILL, False)]
@@ -126,14 +126,18 @@ def test_a_dead_worker_costs_itself_only() -> None:
     play = Play({"a": 3}, min_np=2)
     play.begin()
     play.kill(1)
-    assert play.notes("epoch_void") == [{"epoch": 0, "cause": "lost", "text": "worker 1 (a:1) was killed by SIGKILL"}]
+    assert play.notes("generation_void") == [
+        {"generation": 0, "cause": "lost", "text": "worker 1 (a:1) was killed by SIGKILL"}
+    ]
     for worker in (0, 2):
-        assert play.told(worker, "void") == [{"t": "void", "epoch": 0, "text": "worker 1 (a:1) was killed by SIGKILL"}]
+        assert play.told(worker, "void") == [
+            {"t": "void", "generation": 0, "text": "worker 1 (a:1) was killed by SIGKILL"}
+        ]
     assert play.starts()[3:] == [(3, "a:1")]
     play.ready(0)
-    assert play.epoch == 0
+    assert play.generation == 0
     play.ready(2)  # nobody waits for the new one, which still starts
-    assert (play.epoch, play.members) == (1, [0, 2])
+    assert (play.generation, play.members) == (1, [0, 2])
 
 
 def test_a_newcomer_that_is_ready_in_time_is_taken_along() -> None:
@@ -151,9 +155,9 @@ def test_below_the_least_the_newcomers_are_waited_for() -> None:
     play.begin()
     play.kill(0)
     play.ready(1)
-    assert play.epoch == 0
+    assert play.generation == 0
     play.ready(2)
-    assert (play.epoch, play.members) == (1, [1, 2])
+    assert (play.generation, play.members) == (1, [1, 2])
 
 
 def test_below_the_least_without_slots_it_waits_and_ends_with_the_reason() -> None:
@@ -196,7 +200,7 @@ def test_when_nobody_is_left_the_state_is_lost() -> None:
     assert play.ending is not None
     assert play.ending.code == 9
     assert play.ending.reason == (
-        "no worker of epoch 0 is left. First, worker 1 (a:1) exited with code 9. Its last lines on stderr:"
+        "no worker of generation 0 is left. First, worker 1 (a:1) exited with code 9. Its last lines on stderr:"
     )
     assert play.ending.details == ("ValueError: the cause",)
     assert play.told(2, "fail")
@@ -207,7 +211,7 @@ def test_newcomers_that_never_had_the_state_do_not_go_on_alone() -> None:
     play = Play({"a": 2}, min_np=1)
     play.begin()
     for worker in (0, 1):
-        play.say(worker, "synced", epoch=0)
+        play.say(worker, "synced", generation=0)
     play.kill(1)
     play.ready(0)
     play.meet()
@@ -217,14 +221,16 @@ def test_newcomers_that_never_had_the_state_do_not_go_on_alone() -> None:
     assert play.members == [0, 2]
     play.kill(0)  # while it hands the state to worker 2
     assert play.ending is not None
-    assert play.ending.reason.startswith("no worker of epoch 2 is left that has the state of the training. First, ")
+    assert play.ending.reason.startswith(
+        "no worker of generation 2 is left that has the state of the training. First, "
+    )
     assert play.told(2, "fail")
 
 
 def test_the_last_one_that_has_the_state_stays_until_another_has_it() -> None:
     play = Play({"a": 1, "b": 1}, min_np=1, max_np=2)
     play.begin()
-    play.say(0, "synced", epoch=0)
+    play.say(0, "synced", generation=0)
     play.hosts({"b": 1, "c": 1})
     play.ready(2)
     play.ready(0, "updated")
@@ -235,12 +241,12 @@ def test_the_last_one_that_has_the_state_stays_until_another_has_it() -> None:
 def test_the_state_stays_although_no_newcomer_waits_for_it() -> None:
     play = Play({"a": 1, "b": 1}, min_np=1)
     play.begin()
-    play.say(0, "synced", epoch=0)
+    play.say(0, "synced", generation=0)
     play.hosts({"b": 1})
     play.ready(0, "updated")
     play.ready(1, "updated")
     assert play.meet() == [0, 1]
-    play.say(1, "synced", epoch=1)
+    play.say(1, "synced", generation=1)
     play.ready(0, "updated")
     play.ready(1, "updated")
     assert play.meet() == [1]
@@ -250,7 +256,7 @@ def test_rank_0_has_the_state_if_anybody_has_it() -> None:
     play = Play({"a": 3}, min_np=1)
     play.begin()
     for worker in (0, 1, 2):
-        play.say(worker, "synced", epoch=0)
+        play.say(worker, "synced", generation=0)
     play.kill(1, 2)
     play.ready(0)
     play.ready(3)
@@ -262,7 +268,7 @@ def test_rank_0_has_the_state_if_anybody_has_it() -> None:
     play.ready(4, "updated")
     play.ready(0, "updated")
     assert play.meet() == [0, 3, 4]
-    play.say(4, "synced", epoch=play.epoch)
+    play.say(4, "synced", generation=play.generation)
     play.kill(0)
     play.ready(3)
     play.ready(4)
@@ -273,7 +279,7 @@ def test_who_leaves_with_the_state_does_not_count() -> None:
     play = Play({"a": 1, "b": 1}, min_np=1)
     play.begin()
     for worker in (0, 1):
-        play.say(worker, "synced", epoch=0)
+        play.say(worker, "synced", generation=0)
     play.hosts({"b": 1, "c": 1})
     play.ready(2)
     play.ready(0, "updated")
@@ -291,7 +297,7 @@ def test_a_host_is_lost_with_its_workers() -> None:
     play.job.host_lost("a", "its daemon was killed by SIGKILL", play.now)
     play._take()
     assert [note["worker"] for note in play.notes("worker_exited")] == [0, 1]
-    assert len(play.notes("epoch_void")) == 1
+    assert len(play.notes("generation_void")) == 1
     play.ready(2)
     assert play.members == [2]
     assert play.starts()[3:] == [(3, "a:0"), (4, "a:1")]
@@ -348,8 +354,8 @@ def test_a_newcomer_is_told_a_place_until_it_is_ready() -> None:
 
 
 def places(play: Play) -> dict[str, int]:
-    """The local rank of the worker on each slot, as all members of the epoch have been told it."""
-    members = play.job.epoch.members
+    """The local rank of the worker on each slot, as all members of the generation have been told it."""
+    members = play.job.generation.members
     told = [play.told(member.id, "world")[-1] for member in members]
     assert [one["rank"] for one in told] == list(range(len(members)))
     assert all(one["places"] == told[0]["places"] for one in told)

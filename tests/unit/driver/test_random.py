@@ -35,14 +35,14 @@ class Actor:
         self.entered = self.placed = self.waiting = self.meeting = self.training = False
         self.synced = False
         self.asked = 0  # to come to a commit
-        self.epoch = -1
+        self.generation = -1
 
     def say(self, kind: str, **fields: Any) -> None:
         self.outbox.append({"t": kind, **fields})
 
     def wait(self, cause: str) -> None:
         self.training, self.waiting, self.asked = False, True, 0
-        self.say("ready", epoch=self.epoch, cause="start" if self.epoch < 0 else cause, text="")
+        self.say("ready", generation=self.generation, cause="start" if self.generation < 0 else cause, text="")
 
     def exit(self, code: int) -> None:
         if self.code is None:
@@ -56,12 +56,12 @@ class Actor:
         kind = message["t"]
         if kind == "world":
             assert self.waiting, "a world for a worker that does not wait"
-            self.epoch, self.waiting, self.meeting = message["epoch"], False, True
+            self.generation, self.waiting, self.meeting = message["generation"], False, True
         elif kind == "place":
             assert self.waiting, "a place for a worker that does not ask for one"
             self.waiting, self.placed = False, True
         elif kind == "void":
-            if message["epoch"] == self.epoch and (self.training or self.meeting):
+            if message["generation"] == self.generation and (self.training or self.meeting):
                 self.meeting = False
                 self.wait("lost" if self.training else "meeting")
         elif kind == "updated":
@@ -86,11 +86,11 @@ class Actor:
                 self.wait("meeting")
             else:
                 self.training = True
-                self.say("joined", epoch=self.epoch)
+                self.say("joined", generation=self.generation)
         elif self.training:
             if not self.synced and rng.random() < 0.5:
                 self.synced = True
-                self.say("synced", epoch=self.epoch)
+                self.say("synced", generation=self.generation)
             elif self.asked:
                 self.wait("updated")
             elif not well and rng.random() < 0.05:
@@ -117,8 +117,8 @@ class History:
         )
         self.actors: dict[int, Actor] = {}
         self.hosts: dict[str, int] = {}
-        self.epochs: list[list[int]] = []
-        self.worlds: dict[int, dict[str, Any]] = {}  # of the epoch that is being given out
+        self.generations: list[list[int]] = []
+        self.worlds: dict[int, dict[str, Any]] = {}  # of the generation that is being given out
         self.known_dead: set[int] = set()
         self.synced: set[int] = set()
         self.dismissed: set[int] = set()
@@ -146,7 +146,7 @@ class History:
             elif action.message["t"] == "leave":
                 self.dismissed.add(action.worker)
             elif action.message["t"] == "void":
-                assert action.message["epoch"] == len(self.epochs) - 1
+                assert action.message["generation"] == len(self.generations) - 1
             self.actors[action.worker].inbox.append(action.message)
         elif isinstance(action, Kill):
             if action.ended:
@@ -155,8 +155,8 @@ class History:
                 self.actors[action.worker].exit(-action.number)
         elif isinstance(action, End):
             self.ending = action
-        elif action.event == "epoch_ready":
-            self.check_epoch(action.fields)
+        elif action.event == "generation_ready":
+            self.check_generation(action.fields)
         else:
             self.kinds.add(action.event)
 
@@ -171,21 +171,26 @@ class History:
         assert not self.gone_well, "a worker is started after a success"
         self.actors[action.worker] = Actor(action.worker, slot, self.rng)
 
-    def check_epoch(self, fields: dict[str, Any]) -> None:
-        number, members = fields["epoch"], fields["workers"]
-        assert number == len(self.epochs), "a number of an epoch is used twice, or left out"
+    def check_generation(self, fields: dict[str, Any]) -> None:
+        number, members = fields["generation"], fields["workers"]
+        assert number == len(self.generations), "a number of a generation is used twice, or left out"
         assert len(set(members)) == len(members)
         assert sorted(self.worlds) == sorted(members)
         size = len(members)
         for rank, member in enumerate(members):
             world = self.worlds[member]
-            assert (world["epoch"], world["rank"], world["size"], len(world["hosts"])) == (number, rank, size, size)
+            assert (world["generation"], world["rank"], world["size"], len(world["hosts"])) == (
+                number,
+                rank,
+                size,
+                size,
+            )
             assert member not in self.known_dead
             assert member not in self.dismissed
         self.worlds.clear()
         assert size <= self.settings.max_np
         assert self.gone_well or size >= self.settings.min_np or self.somebody_finished(), "below --min-np"
-        before = self.epochs[-1] if self.epochs else []
+        before = self.generations[-1] if self.generations else []
         old = [member for member in members if member in before]
         assert not before or (old and members[0] in old), "rank 0 is new"
         machines = [self.actors[member].identity for member in members]
@@ -204,8 +209,8 @@ class History:
         for machine in set(machines):
             news = [member in old for member in members if self.actors[member].identity == machine]
             assert news == sorted(news, reverse=True), "a newcomer comes before an old worker of its machine"
-        self.epochs.append(members)
-        self.kinds.add("epoch")
+        self.generations.append(members)
+        self.kinds.add("generation")
 
     def somebody_finished(self) -> bool:
         return any(worker.finished for worker in self.job.workers)
@@ -253,9 +258,9 @@ class History:
     def notice_stopped(self) -> None:
         """Operations with a stopped worker time out. When all are stopped there is nobody to notice it."""
         living = [a for a in self.actors.values() if a.code is None and a.training]
-        stopped = {actor.epoch for actor in living if actor.stopped}
+        stopped = {actor.generation for actor in living if actor.stopped}
         for actor in living:
-            if actor.epoch in stopped and not actor.stopped:
+            if actor.generation in stopped and not actor.stopped:
                 actor.wait("timeout")
         if living and all(actor.stopped for actor in living):
             living[0].stopped = False

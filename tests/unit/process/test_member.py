@@ -115,13 +115,13 @@ def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
 ) -> None:
     """A word about an earlier one, which came late, changes nothing."""
     mine = engine.current()
-    mine._world = World(Topology.of(0, [Host.here()] * 2, epoch=5, source="launcher"), "fake", b"")
+    mine._world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
     mine._on_void(voided, "worker 1 died")
     assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
 
 
-def _world_of_one(epoch: int) -> World:
-    return World(Topology.of(0, [Host.here()], epoch=epoch, source="launcher"), "fake", b"")
+def _world_of_one(generation: int) -> World:
+    return World(Topology.of(0, [Host.here()], generation=generation, source="launcher"), "fake", b"")
 
 
 @pytest.mark.parametrize("held", [0, 1])

@@ -342,7 +342,9 @@ class TestRecorder:
         begin = recorder._recording._header.monotonic_ns  # type: ignore[union-attr]
         recorder.joined(_World(event(begin=begin)), ALONE)
         recorder.left()
-        recorder.joined(_World(event(begin=begin + 10**6)), Topology.of(0, [Host.here()], epoch=1, source="single"))
+        recorder.joined(
+            _World(event(begin=begin + 10**6)), Topology.of(0, [Host.here()], generation=1, source="single")
+        )
         recorder.finish()
         trace = Trace(tmp_path / "t")
         assert len(trace.row(0, "1 (key 1)")) == 4

@@ -25,17 +25,17 @@ GOOD: list[tuple[Any, dict[str, Any]]] = [
     (LAUNCHER_TO_DAEMON, {"t": "end", "text": "done"}),
     (LAUNCHER_TO_DAEMON, {"t": "beat"}),
     (WORKER, {"t": "enter", "host": HOST}),
-    (WORKER, {"t": "ready", "epoch": -1, "cause": "start", "text": ""}),
-    (WORKER, {"t": "ready", "epoch": 7, "cause": "lost", "text": "a peer died"}),
-    (WORKER, {"t": "joined", "epoch": 0}),
-    (WORKER, {"t": "synced", "epoch": 3}),
+    (WORKER, {"t": "ready", "generation": -1, "cause": "start", "text": ""}),
+    (WORKER, {"t": "ready", "generation": 7, "cause": "lost", "text": "a peer died"}),
+    (WORKER, {"t": "joined", "generation": 0}),
+    (WORKER, {"t": "synced", "generation": 3}),
     (WORKER, {"t": "finished"}),
     (LAUNCHER_TO_WORKER, {"t": "place", "rank": 0, "size": 1, "hosts": [HOST], "places": [0]}),
     (
         LAUNCHER_TO_WORKER,
-        {"t": "world", "epoch": 0, "rank": 1, "size": 2, "hosts": [HOST, HOST], "places": [1, 0], "job": "j"},
+        {"t": "world", "generation": 0, "rank": 1, "size": 2, "hosts": [HOST, HOST], "places": [1, 0], "job": "j"},
     ),
-    (LAUNCHER_TO_WORKER, {"t": "void", "epoch": 0, "text": "worker 3 died"}),
+    (LAUNCHER_TO_WORKER, {"t": "void", "generation": 0, "text": "worker 3 died"}),
     (LAUNCHER_TO_WORKER, {"t": "updated", "number": 1, "result": 3}),
     (LAUNCHER_TO_WORKER, {"t": "leave", "text": "removed"}),
     (LAUNCHER_TO_WORKER, {"t": "fail", "text": "too many resets"}),
@@ -81,9 +81,9 @@ def test_unknown_types(kind: object) -> None:
 
 
 def test_true_is_no_number_and_a_long_value_is_not_repeated() -> None:
-    with pytest.raises(WireError, match="has epoch True"):
-        check({"t": "joined", "epoch": True}, WORKER)
+    with pytest.raises(WireError, match="has generation True"):
+        check({"t": "joined", "generation": True}, WORKER)
     with pytest.raises(WireError) as caught:
-        check({"t": "joined", "epoch": "x" * 100_000}, WORKER)
+        check({"t": "joined", "generation": "x" * 100_000}, WORKER)
     assert len(str(caught.value)) < 200
     assert messages.__doc__

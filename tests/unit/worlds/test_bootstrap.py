@@ -141,12 +141,12 @@ def test_horovodrun_is_refused_also_with_all_its_variables(monkeypatch: pytest.M
 
 def test_kvhvdruns_variables_make_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    world = discover(monkeypatch, {**LAUNCHED, "KVHVD_EPOCH": "4"})
+    world = discover(monkeypatch, {**LAUNCHED, "KVHVD_GENERATION": "4"})
     topology = world.topology
     assert (topology.rank, topology.size, topology.local_rank, topology.local_size) == (1, 3, 1, 3)
-    assert (topology.epoch, topology.source) == (4, "launcher")
+    assert (topology.generation, topology.source) == (4, "launcher")
     assert (world.job, world.secret) == ("job", b"\x5a" * 32)
-    assert world.next_epoch().topology.epoch == 5
+    assert world.next_generation().topology.generation == 5
 
 
 @pytest.mark.parametrize("variable", ["KVHVD_JOB", "KVHVD_SECRET", "KVHVD_SIZE", "KVHVD_RANK"])

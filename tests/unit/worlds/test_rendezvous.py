@@ -124,9 +124,9 @@ def test_a_world_that_is_lost_is_waited_for_no_longer(pool: ThreadPoolExecutor, 
             future.result(5.0)
 
 
-def test_epochs_and_jobs_do_not_meet(pool: ThreadPoolExecutor) -> None:
+def test_generations_and_jobs_do_not_meet(pool: ThreadPoolExecutor) -> None:
     one, other = worlds(2), worlds(2)
-    groups = [one, other, [world.next_epoch() for world in one]]
+    groups = [one, other, [world.next_generation() for world in one]]
     assert len({socket_name(group[0]) for group in groups}) == 3
     futures = [[start(pool, world) for world in group] for group in groups]
     results = [[future.result(LONG_S) for future in group] for group in futures]

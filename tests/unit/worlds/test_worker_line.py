@@ -58,9 +58,9 @@ class Daemon:
         with self._lock:
             self.worker.send({"t": kind, **fields})
 
-    def world(self, epoch: int, rank: int = 1) -> None:
+    def world(self, generation: int, rank: int = 1) -> None:
         """Give out a world."""
-        self.send("world", epoch=epoch, rank=rank, size=3, hosts=HOSTS, places=PLACES, job="job")
+        self.send("world", generation=generation, rank=rank, size=3, hosts=HOSTS, places=PLACES, job="job")
 
 
 @pytest.fixture
@@ -96,50 +96,50 @@ def test_the_first_world_of_a_new_job(daemon: Daemon, line: WorkerLine) -> None:
     daemon.world(0)
     world, is_real = line.enter()
     assert is_real
-    assert (world.topology.rank, world.topology.size, world.topology.epoch) == (1, 3, 0)
+    assert (world.topology.rank, world.topology.size, world.topology.generation) == (1, 3, 0)
     assert (world.topology.local_rank, world.topology.source) == (2, "launcher")
     assert world.topology.local_ranks == (0, 2, 1)
     assert (world.job, world.secret, world.lost()) == ("job", SECRET, "")
     assert daemon.take()["t"] == "enter"
     line.joined(world)
-    assert daemon.take() == {"t": "joined", "epoch": 0}
+    assert daemon.take() == {"t": "joined", "generation": 0}
     line.synced()
-    assert daemon.take() == {"t": "synced", "epoch": 0}
+    assert daemon.take() == {"t": "synced", "generation": 0}
 
 
 def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
     daemon.send("place", rank=2, size=3, hosts=HOSTS, places=PLACES)
     world, is_real = line.enter()
     assert not is_real
-    assert (world.topology.rank, world.topology.epoch) == (2, -1)
+    assert (world.topology.rank, world.topology.generation) == (2, -1)
     assert daemon.take()["t"] == "enter"
     threading.Timer(0.05, daemon.world, [4]).start()
-    assert line.next_world("start", "").topology.epoch == 4
-    assert daemon.take() == {"t": "ready", "epoch": -1, "cause": "start", "text": ""}
+    assert line.next_world("start", "").topology.generation == 4
+    assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": ""}
 
 
 def test_a_lost_world(daemon: Daemon, line: WorkerLine) -> None:
     """Who listens is told at once, and worlds that are lost before they are taken are left out."""
     told: list[tuple[int, str]] = []
-    line.on_void = lambda epoch, text: told.append((epoch, text))
+    line.on_void = lambda generation, text: told.append((generation, text))
     daemon.world(0)
     world, _ = line.enter()
-    daemon.send("void", epoch=0, text="worker 3 was killed")
+    daemon.send("void", generation=0, text="worker 3 was killed")
     until(lambda: told == [(0, "worker 3 was killed")])
     assert world.lost() == "worker 3 was killed"
 
     def give_out() -> None:
         daemon.world(1)
         time.sleep(0.05)
-        daemon.send("void", epoch=1, text="another")
+        daemon.send("void", generation=1, text="another")
         daemon.world(2)
 
     threading.Timer(0.05, give_out).start()
     world = line.next_world("lost", "PeerLostError")
-    if world.topology.epoch == 1:  # taken before it was lost
+    if world.topology.generation == 1:  # taken before it was lost
         until(world.lost)
         world = line.next_world("meeting", "")
-    assert world.topology.epoch == 2
+    assert world.topology.generation == 2
     assert world.lost() == ""
 
 
@@ -148,15 +148,15 @@ def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, lin
     daemon.world(0)
     first, _ = line.enter()
     daemon.world(1)
-    daemon.send("void", epoch=1, text="worker 3 was killed")
+    daemon.send("void", generation=1, text="worker 3 was killed")
     until(lambda: line.void(1))
     assert line.void(0) == first.lost() == "worker 3 was killed"  # and so are those before it
     assert line.void(2) == ""
     threading.Timer(0.05, daemon.world, [2]).start()
-    assert line.next_world("lost", "").topology.epoch == 2
+    assert line.next_world("lost", "").topology.generation == 2
     assert [daemon.take() for _ in range(3)][2] == {
         "t": "ready",
-        "epoch": 1,
+        "generation": 1,
         "cause": "meeting",
         "text": "worker 3 was killed",
     }

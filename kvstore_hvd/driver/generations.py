@@ -1,4 +1,4 @@
-"""One epoch of an elastic job: the workers that were given a world, and how far they have come with it."""
+"""One generation of an elastic job: the workers that were given a world, and how far they have come with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvstore_hvd.driver.roster import Worker
 from kvstore_hvd.driver.waits import Wait
 
-__all__ = ["ADDED", "REMOVED", "Epoch", "Phase"]
+__all__ = ["ADDED", "REMOVED", "Generation", "Phase"]
 
 # What a worker is told of changes, as bits: Horovod's numbers of a HostUpdateResult.
 REMOVED, ADDED = 1, 2
@@ -22,15 +22,15 @@ _MEETING_EXTRA_S = 10.0
 
 
 class Phase(enum.Enum):
-    """How far an epoch has come."""
+    """How far a generation has come."""
 
     MEETING = enum.auto()  # given out, and not all have said that they have met
     TRAINING = enum.auto()
     VOID = enum.auto()  # lost, or not begun: the next one is waited for
 
 
-class Epoch:
-    """The number and the members of an epoch, in the order of their ranks. Before the first one the number is -1.
+class Generation:
+    """The number and the members of a generation, in the order of their ranks. Before the first one the number is -1.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Epoch:
         self.number = number
         self.members = list(members)
         self.phase = Phase.MEETING if members else Phase.VOID
-        self.told = 0  # of changes, since the epoch began
+        self.told = 0  # of changes, since the generation began
         self.kill_at: float | None = now + start_timeout_s + _MEETING_EXTRA_S if members else None
         self.wait = Wait()  # of workers that are there, for those that are late
         self._joined: set[int] = set()
@@ -58,7 +58,7 @@ class Epoch:
 
     @property
     def begun(self) -> bool:
-        """Whether this is an epoch at all, and not the time before the first one."""
+        """Whether this is a generation at all, and not the time before the first one."""
         return self.number >= 0
 
     def has(self, worker: Worker) -> bool:
