@@ -48,18 +48,18 @@ void ActiveEngine::submit(const std::shared_ptr<Work>& work, bool caller_waits) 
   }
   work->bell_before = state_.own().bell.value();
   const Pending::Added added = state_.pending.add(work, caller_waits);
-  driver_.added(lock, *work, added, caller_waits);
+  progress_.added(lock, *work, added, caller_waits);
 }
 
 std::shared_ptr<Work> ActiveEngine::submit_and_linger(std::shared_ptr<const Request> request) {
   const bool linger = !state_.forked() && !request->on_device && bytes_of(*request) <= state_.world.thresholds.linger &&
-                      driver_.is_idle() && lingering_.is_promising();
+                      progress_.is_idle() && lingering_.is_promising();
   auto work = submit(std::move(request), linger);
   if (linger) {
     WaitPolicy policy = state_.callers_policy;
     policy.spin = std::min<std::chrono::nanoseconds>(policy.spin, kLinger);
     policy.sleeps = false;
-    lingering_.ended(driver_.wait(*work, kLinger, policy));
+    lingering_.ended(progress_.wait(*work, kLinger, policy));
   }
   return work;
 }
@@ -67,12 +67,12 @@ std::shared_ptr<Work> ActiveEngine::submit_and_linger(std::shared_ptr<const Requ
 // Not with more ranks than cores: the others need this one.
 bool ActiveEngine::wait_briefly(Work& work) {
   if (state_.callers_policy.spin.count() == 0) return work.done();
-  return driver_.wait(work, kBriefly, WaitPolicy{kBriefly, 0, false});
+  return progress_.wait(work, kBriefly, WaitPolicy{kBriefly, 0, false});
 }
 
 // Until nothing of this rank is pending, or `limit` has passed.
 bool ActiveEngine::wait_for_all(std::chrono::nanoseconds limit) {
-  return state_.forked() || driver_.drive_until([this] { return driver_.is_idle(); }, limit, state_.policy);
+  return state_.forked() || progress_.progress_until([this] { return progress_.is_idle(); }, limit, state_.policy);
 }
 
 bool ActiveEngine::is_met(const Work& work) {
@@ -163,10 +163,10 @@ bool ActiveEngine::shutdown(const std::string& reason) {
     }
     leaving_ = true;
   }
-  const auto is_idle = [this] { return driver_.is_idle(); };
+  const auto is_idle = [this] { return progress_.is_idle(); };
   const std::string self = describe_rank(state_.world, state_.rank);
   if (!reason.empty()) state_.alarm.raise(ErrorCode::kPeerLost, self + " ended early: " + reason);
-  driver_.drive_until(is_idle, state_.options.timeout + kBusyTick, state_.policy);
+  progress_.progress_until(is_idle, state_.options.timeout + kBusyTick, state_.policy);
   bool is_pending = false;
   {
     const Lock lock = state_.locked();
@@ -175,7 +175,7 @@ bool ActiveEngine::shutdown(const std::string& reason) {
   }
   if (is_pending) {
     state_.alarm.raise(ErrorCode::kPeerLost, self + " left while its operations were pending");
-    driver_.drive_until(is_idle, std::chrono::hours(1), state_.policy);  // only fails them: the world is lost
+    progress_.progress_until(is_idle, std::chrono::hours(1), state_.policy);  // only fails them: the world is lost
   }
   const bool are_through = await_devices();
   state_.devices.close();
@@ -184,7 +184,7 @@ bool ActiveEngine::shutdown(const std::string& reason) {
   state_.world.left.fetch_add(1, std::memory_order_release);
   ring_all(state_.world);
   // The watcher last: while the communication thread is about, somebody has to look after the other ranks.
-  driver_.stop();
+  progress_.stop();
   watcher_.stop();
   {
     const Lock lock = state_.locked();

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "engine/driver.hpp"
 #include "engine/engine.hpp"
 #include "engine/engine_state.hpp"
 #include "engine/lingering.hpp"
+#include "engine/progress.hpp"
 #include "engine/watcher.hpp"
 
 namespace kvstore_hvd {
@@ -21,14 +21,14 @@ namespace kvstore_hvd {
 class ActiveEngine {
  public:
   ActiveEngine(std::shared_ptr<Segment> segment, int rank, EngineOptions options)
-      : state_(std::move(segment), rank, std::move(options)), driver_(state_), watcher_(state_, driver_) {}
+      : state_(std::move(segment), rank, std::move(options)), progress_(state_), watcher_(state_, progress_) {}
 
   const std::shared_ptr<Segment>& segment() const { return state_.segment; }
 
   std::shared_ptr<Work> submit(std::shared_ptr<const Request> request, bool caller_waits);
   void submit(const std::shared_ptr<Work>& work, bool caller_waits);
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request);
-  bool wait(Work& work, std::chrono::nanoseconds limit) { return driver_.wait(work, limit, state_.callers_policy); }
+  bool wait(Work& work, std::chrono::nanoseconds limit) { return progress_.wait(work, limit, state_.callers_policy); }
   bool wait_briefly(Work& work);
   bool wait_for_all(std::chrono::nanoseconds limit);
   bool is_met(const Work& work);
@@ -39,7 +39,7 @@ class ActiveEngine {
   std::optional<DeviceBatch> take_batch(std::chrono::nanoseconds limit);
   bool end_batch(std::uint64_t number, const Status& status);
 
-  std::uint64_t bytes_in_place() const { return driver_.bytes_in_place(); }
+  std::uint64_t bytes_in_place() const { return progress_.bytes_in_place(); }
   EngineStatistics report();
   void start_timeline(std::size_t capacity);
   void stop_timeline();
@@ -54,7 +54,7 @@ class ActiveEngine {
   bool await_devices();
 
   mutable EngineState state_;
-  Driver driver_;
+  Progress progress_;
   Watcher watcher_;
   Lingering lingering_;
   bool leaving_ = false, left_ = false, gone_ = false;  // under the mutex

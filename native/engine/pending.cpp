@@ -141,14 +141,14 @@ Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) 
     rounds_.completed(name.statistics, *work, now);
     if (!name.queue.empty()) {
       name.queue.front()->since = now;
-      tell_driver(name, start(name));
+      tell_progress(name, start(name));
     }
   }
   retry_slots();
   return {std::move(work), std::move(status)};
 }
 
-void Pending::tell_driver(const Name& name, Ready ready) {
+void Pending::tell_progress(const Name& name, Ready ready) {
   if (ready == Ready::kDone) world_.rank(rank_).inbox.put(name.slot.slot);
   if (ready != Ready::kNot) world_.rank(rank_).bell.ring();
 }
@@ -193,7 +193,7 @@ void Pending::retry_slots() {
     try {
       const auto ready = announce(found->second);
       if (!ready) return;
-      tell_driver(found->second, *ready);
+      tell_progress(found->second, *ready);
     } catch (const WorldLost&) {
       return;
     }

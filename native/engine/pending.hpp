@@ -27,7 +27,7 @@
 namespace kvstore_hvd {
 
 // One thread at a time, unless a member says otherwise. A lost world ends what is under way here silently: whoever
-// drives finds the failure and takes everything away.
+// makes progress finds the failure and takes everything away.
 class Pending {
  public:
   Pending(World& world, Alarm& alarm, const Messages& messages, const Standstills& standstills);
@@ -118,8 +118,8 @@ class Pending {
 
   Ready start(Name& name, bool watched = false);
   std::chrono::nanoseconds waited(const Work& work, std::chrono::steady_clock::time_point now) const;
-  // What became ready is for the driver to go on with.
-  void tell_driver(const Name& name, Ready ready);
+  // What became ready is for the thread that makes progress.
+  void tell_progress(const Name& name, Ready ready);
   std::optional<Ready> announce(Name& name, bool watched = false);
   bool is_announced(const Name& name) const;
   void check_left(std::uint32_t slot, const Request& request);

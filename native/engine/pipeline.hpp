@@ -74,7 +74,7 @@ class Pipeline {
   World& world_;
   int rank_;
   Schedule schedule_;
-  WaitPolicy policy_;  // of the thread that drives at the moment
+  WaitPolicy policy_;  // of the thread that makes progress at the moment
   std::function<const Request&(std::uint32_t)> request_of_;
   std::function<void(const Entry&)> scheduled_;
   std::function<void(std::uint32_t)> finished_;

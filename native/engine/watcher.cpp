@@ -6,9 +6,9 @@
 
 namespace kvstore_hvd {
 
-Watcher::Watcher(EngineState& state, Driver& driver)
+Watcher::Watcher(EngineState& state, Progress& progress)
     : state_(state),
-      driver_(driver),
+      progress_(progress),
       liveness_(state.world, state.rank, state.options.host, state.options.watch_peers),
       dead_(static_cast<std::size_t>(state.size)) {
   thread_ = std::thread([this] { watch(); });
@@ -23,7 +23,7 @@ void Watcher::stop() {
 
 void Watcher::watch() {
   while (!stopping_.load(std::memory_order_relaxed)) {  // as above
-    const bool busy = !driver_.is_idle();
+    const bool busy = !progress_.is_idle();
     if (const auto death = liveness_.poll(busy ? kBusyTick : kIdleTick)) {
       dead_[static_cast<std::size_t>(death->rank)].store(true, std::memory_order_relaxed);
       state_.alarm.raise(ErrorCode::kPeerLost, describe_rank(state_.world, death->rank) + " " + death->how);
@@ -31,7 +31,7 @@ void Watcher::watch() {
     state_.standstills.look();
     if (busy && !state_.world.failure.is_set()) look_after_pending();
     if (state_.world.failure.is_set()) {
-      driver_.drive_until([this] { return driver_.is_idle(); }, kBusyTick, state_.policy);
+      progress_.progress_until([this] { return progress_.is_idle(); }, kBusyTick, state_.policy);
     }
   }
 }

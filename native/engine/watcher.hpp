@@ -5,8 +5,8 @@
 #include <thread>
 #include <vector>
 
-#include "engine/driver.hpp"
 #include "engine/engine_state.hpp"
+#include "engine/progress.hpp"
 #include "shm/liveness.hpp"
 
 namespace kvstore_hvd {
@@ -14,7 +14,7 @@ namespace kvstore_hvd {
 class Watcher {
  public:
   // Has this rank join its world, and starts the thread.
-  Watcher(EngineState& state, Driver& driver);
+  Watcher(EngineState& state, Progress& progress);
   ~Watcher() { stop(); }
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
@@ -29,7 +29,7 @@ class Watcher {
   void look_after_pending();
 
   EngineState& state_;
-  Driver& driver_;
+  Progress& progress_;
   Liveness liveness_;
   std::vector<std::atomic<bool>> dead_;  // by rank; written by the thread
   std::atomic<bool> stopping_{false};

@@ -1,4 +1,4 @@
-#include "engine/driver.hpp"
+#include "engine/progress.hpp"
 
 #include <deque>
 #include <utility>
@@ -17,7 +17,7 @@ constexpr std::chrono::microseconds kInlineTime{200};
 
 }  // namespace
 
-Driver::Driver(EngineState& state)
+Progress::Progress(EngineState& state)
     : state_(state),
       pipeline_(
           state.world, state.alarm,
@@ -27,7 +27,7 @@ Driver::Driver(EngineState& state)
   communication_ = std::thread([this] { communicate(); });
 }
 
-void Driver::stop() {
+void Progress::stop() {
   if (!communication_.joinable()) return;
   {
     const Lock lock = state_.locked();
@@ -38,57 +38,57 @@ void Driver::stop() {
   communication_.join();
 }
 
-void Driver::added(Lock& lock, Work& work, const Pending::Added& added, bool caller_waits) {
-  callers_drive_ = caller_waits;
+void Progress::added(Lock& lock, Work& work, const Pending::Added& added, bool caller_waits) {
+  callers_progress_ = caller_waits;
   if (added.ready == Pending::Ready::kDone) {
     work.scheduled = work.submitted;
     return take(lock, work, added.slot, work.submitted);
   }
   if (caller_waits && added.ready == Pending::Ready::kNot) work.watched_slot = added.slot;
-  const bool wake_communication = parked_ && !driven_ && (!caller_waits || state_.world.failure.is_set());
+  const bool wake_communication = parked_ && !progressing_ && (!caller_waits || state_.world.failure.is_set());
   if (wake_communication) unpark_ = true;
-  bool driven = driven_;
+  bool progressing = progressing_;
   lock.unlock();
   if (added.ready == Pending::Ready::kAlone && !caller_waits &&
       bytes_of(work.request()) <= state_.world.thresholds.submitter) {
-    if (drive_inline(work)) return;
-    driven = true;
+    if (progress_inline(work)) return;
+    progressing = true;
   }
   if (wake_communication) parked_changed_.notify_one();
-  // Who drives may be asleep, and a caller that waits drives if no one does.
-  if (added.ready != Pending::Ready::kNot && (driven || !caller_waits)) state_.own().bell.ring();
+  // Who makes progress may be asleep, and a caller that waits does so itself if no one does.
+  if (added.ready != Pending::Ready::kNot && (progressing || !caller_waits)) state_.own().bell.ring();
 }
 
 // Completes what was carried out inline, on the thread that learns of it. `lock` is that of the mutex, and given up.
-void Driver::take(Lock& lock, Work& work, std::uint32_t slot, Clock::time_point when) {
+void Progress::take(Lock& lock, Work& work, std::uint32_t slot, Clock::time_point when) {
   pipeline_.take(slot);
   Pending::Completed completed = state_.pending.complete(slot, when);
   if (work.request().on_done) lock.unlock();
   work.finish(std::move(completed.status));
   if (!lock.owns_lock()) EngineState::acquire(lock);
   state_.pending.settle(1);
-  const bool driven = driven_, waited_for = waiters_ > 0;
+  const bool progressing = progressing_, waited_for = waiters_ > 0;
   lock.unlock();
   if (waited_for) changed_.notify_all();
-  if (driven) state_.own().bell.ring();  // it may be this that the driver waits for
+  if (progressing) state_.own().bell.ring();  // it may be this that the other thread waits for
 }
 
-bool Driver::wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
+bool Progress::wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
   if (work.done() || state_.forked()) return true;
   if (work.watched_slot != kNoSlot && watch(work, policy)) return true;
-  return drive_until([&] { return work.done(); }, limit, policy);
+  return progress_until([&] { return work.done(); }, limit, policy);
 }
 
 // Looks at the mark of the work's slot until another rank has carried it out, the bell rings, or the policy's time is
-// over; completes the work in the first case. Otherwise returns false: the driver will complete it, or has.
-bool Driver::watch(Work& work, const WaitPolicy& policy) {
+// over; completes the work in the first case. Otherwise returns false: whoever makes progress will complete it, or has.
+bool Progress::watch(Work& work, const WaitPolicy& policy) {
   const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
   World& world = state_.world;
   const Flag& bell = state_.own().bell;
   poll(policy, [&] { return InlineReduction::is_done(world, state_.rank, slot) || bell.value() != work.bell_before; });
   Lock lock = state_.locked();
-  // Once the world is lost, another thread may have failed the work already. And the driver completes what was
-  // scheduled: the mark may by now be that of the next operation on the slot.
+  // Once the world is lost, another thread may have failed the work already. And whoever makes progress completes what
+  // was scheduled: the mark may by now be that of the next operation on the slot.
   if (world.failure.is_set() || !state_.pending.is_in_flight(slot, work)) return false;
   if (InlineReduction::give_up(world, state_.rank, slot)) return false;
   take(lock, work, slot, Clock::now());
@@ -97,25 +97,25 @@ bool Driver::watch(Work& work, const WaitPolicy& policy) {
 
 // Carries out what has just become ready, for about kInlineTime at most, and without going to sleep for a part that
 // another rank has claimed. Returns false when another thread is at it.
-bool Driver::drive_inline(const Work& work) {
+bool Progress::progress_inline(const Work& work) {
   {
     const Lock lock = state_.locked();
-    if (driven_) return false;
-    driven_ = true;
+    if (progressing_) return false;
+    progressing_ = true;
   }
   const auto end = Clock::now() + kInlineTime;
   WaitPolicy impatient = state_.policy;
   impatient.sleeps = false;
-  while (!work.done() && drive(impatient) && Clock::now() < end) {
+  while (!work.done() && progress(impatient) && Clock::now() < end) {
   }
   const Lock lock = state_.locked();
-  stop_driving();
+  stop_progressing();
   return true;
 }
 
-// One step as the driver, or a wait of about kMaxSleep for other ranks. Returns whether there was anything to do.
+// One step, or a wait of about kMaxSleep for other ranks. Returns whether there was anything to do.
 // Exceptions: as Work::finish().
-bool Driver::drive(const WaitPolicy& policy) noexcept {
+bool Progress::progress(const WaitPolicy& policy) noexcept {
   try {
     if (!state_.world.failure.is_set()) {
       if (pipeline_.advance(policy)) return true;
@@ -131,8 +131,8 @@ bool Driver::drive(const WaitPolicy& policy) noexcept {
 }
 
 // With the mutex held. What is left goes on without this thread.
-void Driver::stop_driving() {
-  driven_ = false;
+void Progress::stop_progressing() {
+  progressing_ = false;
   if (waiters_ > 0) changed_.notify_all();
   if (is_idle()) return;
   if (parked_) {
@@ -143,39 +143,39 @@ void Driver::stop_driving() {
   }
 }
 
-// The communication thread: listens to the bell, and drives when no other thread does. When it finds another thread
-// driving it parks, so that the bell then wakes one thread only.
-void Driver::communicate() {
+// The communication thread: listens to the bell, and makes progress when no other thread does. When it finds
+// another one at it, it parks, so that the bell then wakes one thread only.
+void Progress::communicate() {
   request_short_slice();
   Flag& bell = state_.own().bell;
   for (;;) {
     const std::uint32_t seen = bell.value();
     {
       Lock lock = state_.locked();
-      // After a failure there is nothing to listen for; and as long as callers do the driving, the bell shall not
+      // After a failure there is nothing to listen for; and as long as callers make the progress, the bell shall not
       // wake this thread as well.
-      if (driven_ || state_.world.failure.is_set() || (callers_drive_ && is_idle())) {
+      if (progressing_ || state_.world.failure.is_set() || (callers_progress_ && is_idle())) {
         parked_ = true;
         unpark_ = false;
         parked_changed_.wait(lock, [&] { return stopping_ || unpark_; });
         parked_ = false;
       }
       if (stopping_) return;
-      if (driven_) continue;
-      driven_ = true;
+      if (progressing_) continue;
+      progressing_ = true;
     }
-    while (drive(state_.policy)) {
+    while (progress(state_.policy)) {
     }
     {
       const Lock lock = state_.locked();
-      stop_driving();
+      stop_progressing();
     }
     // Without spinning: it would take the core from whoever submits the next operation.
     bell.wait_change(seen, WaitPolicy{}, kIdleTick, state_.world.failure);
   }
 }
 
-void Driver::complete(std::uint32_t slot) {
+void Progress::complete(std::uint32_t slot) {
   Pending::Completed completed;
   {
     const Lock lock = state_.locked();
@@ -186,7 +186,7 @@ void Driver::complete(std::uint32_t slot) {
 }
 
 // `count` operations are over, and their callers may look.
-void Driver::settle(std::size_t count) {
+void Progress::settle(std::size_t count) {
   {
     // Under the lock, or a waiter that has just looked would miss the notification.
     const Lock lock = state_.locked();
@@ -196,7 +196,7 @@ void Driver::settle(std::size_t count) {
   changed_.notify_all();
 }
 
-void Driver::check_left() {
+void Progress::check_left() {
   // Acquire: pairs with the release in shutdown().
   if (state_.world.left.load(std::memory_order_acquire) == 0) return;
   const Lock lock = state_.locked();
@@ -205,7 +205,7 @@ void Driver::check_left() {
 
 // The world is lost; once. Whoever lost it may have done so right after an operation that is complete for it, and so
 // has to be for this rank.
-void Driver::finish_what_is_done(const WaitPolicy& policy) {
+void Progress::finish_what_is_done(const WaitPolicy& policy) {
   try {
     while (pipeline_.finish(policy)) {
     }
@@ -230,7 +230,7 @@ void Driver::finish_what_is_done(const WaitPolicy& policy) {
 }
 
 // The world is lost, or this rank leaves: nothing that is pending will happen.
-void Driver::fail_pending() {
+void Progress::fail_pending() {
   std::deque<std::shared_ptr<Work>> lost;
   {
     const Lock lock = state_.locked();

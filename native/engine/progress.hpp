@@ -1,4 +1,4 @@
-// Carrying out the schedule of one rank: at any time at most one thread does, and is the driver. It is whichever thread
+// Carrying out the schedule of one rank. At any time at most one thread makes progress (MPI's word for it): whichever
 // waits for an operation, one that has just submitted one, or the communication thread.
 #pragma once
 
@@ -24,13 +24,13 @@ inline constexpr std::chrono::milliseconds kLook{1};
 // How long the device thread may take to end what it carries out, once the world is lost.
 inline constexpr std::chrono::seconds kDevicesEnd{10};
 
-class Driver {
+class Progress {
  public:
   // Starts the communication thread.
-  explicit Driver(EngineState& state);
-  ~Driver() { stop(); }
-  Driver(const Driver&) = delete;
-  Driver& operator=(const Driver&) = delete;
+  explicit Progress(EngineState& state);
+  ~Progress() { stop(); }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
 
   // A work was added to the pending ones, with the lock held, which this gives up: completes it, carries it out, or
   // wakes who will. `caller_waits`: this thread calls wait() next.
@@ -38,7 +38,7 @@ class Driver {
 
   // Until `done` or `limit` has passed; returns whether it is done. Drives meanwhile, if no other thread does.
   template <class Done>
-  bool drive_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy);
+  bool progress_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy);
   bool wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy& policy);
 
   // Takes no lock, so that the watcher never waits for one before it has looked at the other ranks.
@@ -52,9 +52,9 @@ class Driver {
  private:
   void take(Lock& lock, Work& work, std::uint32_t slot, std::chrono::steady_clock::time_point when);
   bool watch(Work& work, const WaitPolicy& policy);
-  bool drive_inline(const Work& work);
-  bool drive(const WaitPolicy& policy) noexcept;
-  void stop_driving();
+  bool progress_inline(const Work& work);
+  bool progress(const WaitPolicy& policy) noexcept;
+  void stop_progressing();
   void communicate();
 
   void complete(std::uint32_t slot);
@@ -65,18 +65,18 @@ class Driver {
 
   EngineState& state_;
   // With the engine's mutex, as are the flags.
-  std::condition_variable changed_;         // something completed, or the driver's place is free
+  std::condition_variable changed_;         // something completed, or nobody makes progress any more
   std::condition_variable parked_changed_;  // unpark_, stopping_
   int waiters_ = 0;
-  bool driven_ = false, callers_drive_ = false, parked_ = false, unpark_ = false, stopping_ = false;
+  bool progressing_ = false, callers_progress_ = false, parked_ = false, unpark_ = false, stopping_ = false;
 
-  Pipeline pipeline_;      // the driver's
-  bool finished_ = false;  // the driver's: finish_what_is_done() was called
+  Pipeline pipeline_;      // of the thread that makes progress
+  bool finished_ = false;  // likewise: finish_what_is_done() was called
   std::thread communication_;
 };
 
 template <class Done>
-bool Driver::drive_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
+bool Progress::progress_until(const Done& done, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
   Patience patience(limit);
   Lock lock = state_.locked();
   ++waiters_;
@@ -85,22 +85,22 @@ bool Driver::drive_until(const Done& done, std::chrono::nanoseconds limit, const
     if (done()) break;
     if (waited && patience.is_over()) break;
     EngineState::acquire(lock);
-    if (driven_) {
+    if (progressing_) {
       if (done()) continue;
       about_to_block();
       changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
       continue;
     }
-    driven_ = true;
+    progressing_ = true;
     lock.unlock();
     Flag& bell = state_.own().bell;
     const auto longest = std::min<std::chrono::nanoseconds>(kMaxSleep, limit);
     while (!done() && !patience.is_over()) {
       const std::uint32_t seen = bell.value();
-      if (!drive(policy) && !done()) bell.wait_change(seen, policy, longest, state_.world.failure);
+      if (!progress(policy) && !done()) bell.wait_change(seen, policy, longest, state_.world.failure);
     }
     EngineState::acquire(lock);
-    stop_driving();
+    stop_progressing();
   }
   EngineState::acquire(lock);
   --waiters_;
