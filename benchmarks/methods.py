@@ -13,6 +13,8 @@ import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.process import engine
 
 __all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
@@ -20,7 +22,6 @@ __all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
 IN_ARENA = ", in arena"
 
 Action = Callable[[], object]
-_SUM = native.OPS["sum"]
 
 
 def zeros(shape: Sequence[int]) -> Any:
@@ -95,11 +96,11 @@ class Methods:
         pushpull, wait = self._adapter.pushpull, array.wait_to_read
 
         def store() -> None:
-            pushpull(name, name, [handle], [handle], _SUM, 1.0, 1.0, 0)
+            pushpull(name, name, [handle], [handle])
             wait()
 
         place = [memory.ctypes.data]
-        request = native.request("allreduce", name, name, place, place, [memory.size], "float32")
+        request = native_request(Request("allreduce", name, name, place, place, [memory.size], "float32"))
         found = {"raw (alone)": self._alone.prepare(request, memory, memory), "pushpull (alone)": store}
         if self._mpi is not None:
             found["MPI (alone)"] = _of_mpi(self._mpi, self._mpi.COMM_SELF, memory)

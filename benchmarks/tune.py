@@ -45,6 +45,8 @@ from ranks import (
 )
 
 from kvstore_hvd import native
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.shm import native_request
 
 SCRIPT = Path(__file__).resolve()
 KI, MI = 1 << 10, 1 << 20
@@ -89,14 +91,14 @@ def action_of(segment: native.Segment, engine: native.Engine, rank: int, kind: s
     """Return what rewrites an array and carries out one operation on it."""
     if kind == "direct":
         # Never given back: the world ends with this process.
-        address = native.Arena(segment, rank).impl.allocate(size)
+        address = native.Arena(segment, rank).allocate(size)
         memory = np.ctypeslib.as_array((ctypes.c_float * (size // 4)).from_address(address))
     else:
         memory = np.empty(size // 4, np.float32)
         address = memory.ctypes.data
     collective = "broadcast" if kind == "broadcast" else "allreduce"
-    request = native.request(collective, str(size), str(size), [address], [address], [size // 4], "float32")
-    run, fill = engine.impl.run, memory.fill
+    request = native_request(Request(collective, str(size), str(size), [address], [address], [size // 4], "float32"))
+    run, fill = engine.run, memory.fill
 
     def action() -> None:
         fill(1.0)

@@ -84,15 +84,15 @@ class ShmCommunicator(Communicator):
 
     def submit(self, request: Request) -> native.Work:
         """See `Communicator.submit`."""
-        return self._engine.submit(_native_request(request))
+        return self._engine.submit(native_request(request))
 
     def run(self, request: Request) -> None:
         """See `Communicator.run`."""
-        self._engine.run(_native_request(request))
+        self._engine.run(native_request(request))
 
     def prepare(self, request: Request, result: Any, owner: Any) -> Callable[[], Any]:
         """See `Communicator.prepare`."""
-        return self._engine.prepare(_native_request(request), result, owner)
+        return self._engine.prepare(native_request(request), result, owner)
 
     def wait(self, work: native.Work) -> None:
         """See `Communicator.wait`."""
@@ -234,25 +234,6 @@ def _arena_bytes(topology: Topology) -> int:
     return min(wanted, available)
 
 
-def _native_request(request: Request) -> Any:
-    return native.request(
-        request.collective,
-        request.name,
-        request.label,
-        request.inputs,
-        request.outputs,
-        request.shape,
-        request.dtype,
-        request.op,
-        request.prescale,
-        request.postscale,
-        request.root,
-        request.priority,
-        parts=request.parts,
-        contributed=request.contributed,
-        weight=request.weight,
-        as_half=request.as_half,
-        failure=request.failure,
-        group=request.group,
-        on_device=request.on_device,
-    )
+def native_request(request: Request) -> native.Request:
+    """The same for the engine."""
+    return native.Request(**vars(request))

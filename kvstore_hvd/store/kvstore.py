@@ -480,14 +480,15 @@ class StoreMethods:
             return False
         adapter, prepared = self._engine.used_adapter, None
         if not self._engine.is_alone:
-            prepared = adapter and step.prepared(adapter, self._name, self._wire_names)
+            if adapter is not None:
+                prepared = step.prepared(adapter, self._name, self._wire_names)
             if prepared is None:
                 return False
         with self._engine.submitting():
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
                 how = self._reduction
-                adapter.pushpull_step(prepared, how.as_half, native.OPS[how.op], how.weight)
+                adapter.pushpull_step(prepared, how.as_half, how.op, how.weight)
         return True
 
     def _no_servers(self, method: str) -> None:

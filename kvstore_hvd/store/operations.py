@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import sparse
@@ -180,7 +180,7 @@ class Operations:
             call.label(prepared.key),
             [mxnet_compat.handle_of(array) for array in prepared.inputs],
             [mxnet_compat.handle_of(array) for array in prepared.outputs],
-            native.OPS[how.op],
+            how.op,
             how.prescale,
             how.postscale,
             priority,

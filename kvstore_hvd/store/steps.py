@@ -35,10 +35,12 @@ class Step:
         sizes = [(key, bytes_of(array, mxnet_compat.dtype_name(array))) for key, array, _ in gradients]
         #: What to count each time.
         self.batch = Batch("pushpull", sizes)
-        self._prepared: Any = None
+        self._prepared: native.Step | None = None
         self._prepared_for: object = None
 
-    def prepared(self, adapter: native.MXNetAdapter, names: Callable[[Key], tuple[str, str]], version: object) -> Any:
+    def prepared(
+        self, adapter: native.MXNetAdapter, names: Callable[[Key], tuple[str, str]], version: object
+    ) -> native.Step | None:
         """What `native.MXNetAdapter.pushpull_step` takes; None when an array needs a closer look.
 
         Parameters

@@ -7,7 +7,6 @@
 
 namespace kvstore_hvd {
 
-// The numeric values are part of the Python binding (kvstore_hvd/native/__init__.py maps them to exceptions).
 enum class ErrorCode : std::uint8_t {
   kOk = 0,
   // User errors: that one operation fails on every rank, no array is changed, the world stays usable.
@@ -20,6 +19,15 @@ enum class ErrorCode : std::uint8_t {
   kTransport = 6,
   kShutdown = 7,  // the engine was shut down (also: used in a forked child)
 };
+inline constexpr int kErrorCodes = 8;
+
+// The exception that Python raises, of kvstore_hvd/errors.py.
+constexpr const char* class_name(ErrorCode code) {
+  constexpr const char* kNames[kErrorCodes] = {"KVHvdError",          "MismatchError", "InputFailedError",
+                                               "InvalidRequestError", "PeerLostError", "TimeoutError",
+                                               "TransportError",      "ShutdownError"};
+  return kNames[static_cast<int>(code)];
+}
 
 class [[nodiscard]] Status {
  public:

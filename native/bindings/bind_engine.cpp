@@ -8,6 +8,8 @@
 #include "base/running_time.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/errors.hpp"
+#include "bindings/names.hpp"
+#include "bindings/records.hpp"
 #include "engine/engine.hpp"
 #include "shm/liveness.hpp"
 
@@ -30,40 +32,64 @@ std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
   return result;
 }
 
-std::shared_ptr<Request> make_request(int collective, std::string name, std::string label,
-                                      const std::vector<Address>& inputs, const std::vector<Address>& outputs,
-                                      std::size_t count, std::vector<std::int64_t> shape, int dtype, int op,
-                                      double prescale, double postscale, int root, int priority, bool as_half,
-                                      const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts,
-                                      std::size_t contributed, double weight, std::string input_failure,
-                                      std::uint64_t group, bool on_device) {
-  if (collective < 0 || collective >= kCollectives)
-    throw py::value_error("unknown collective " + std::to_string(collective));
-  if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
-  if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
-  auto made = std::make_shared<Request>();
-  Request& request = *made;
-  request.collective = static_cast<Collective>(collective);
-  request.name = std::move(name);
-  request.label = std::move(label);
-  request.inputs = pointers<const void*>(inputs);
-  request.outputs = pointers<void*>(outputs);
-  request.count = count;
-  request.shape = std::move(shape);
-  request.dtype = static_cast<DType>(dtype);
-  request.op = static_cast<ReduceOp>(op);
-  request.prescale = prescale;
-  request.postscale = postscale;
-  request.root = root;
-  request.priority = priority;
-  request.as_half = as_half;
-  for (const auto& [rank, from, bytes, to] : parts) request.parts.push_back(Part{rank, from, bytes, to});
-  request.contributed = contributed;
-  request.weight = weight;
-  request.input_failure = std::move(input_failure);
-  request.group = group;
-  request.on_device = on_device;
-  return made;
+// A field of a request, by its name in comm.base.Request.
+struct Field {
+  const char* name;
+  void (*set)(Request&, const py::handle& value);
+};
+
+template <auto member>
+void set_field(Request& request, const py::handle& value) {
+  request.*member = value.cast<std::decay_t<decltype(request.*member)>>();
+}
+
+constexpr Field kFields[] = {
+    {"collective",
+     [](Request& r, const py::handle& value) { r.collective = collective_of(value.cast<std::string>()); }},
+    {"name", set_field<&Request::name>},
+    {"label", set_field<&Request::label>},
+    {"inputs",
+     [](Request& r, const py::handle& value) { r.inputs = pointers<const void*>(value.cast<std::vector<Address>>()); }},
+    {"outputs",
+     [](Request& r, const py::handle& value) { r.outputs = pointers<void*>(value.cast<std::vector<Address>>()); }},
+    {"shape",
+     [](Request& r, const py::handle& value) {
+       r.shape = value.cast<std::vector<std::int64_t>>();
+       r.count = 1;
+       for (const std::int64_t extent : r.shape) r.count *= static_cast<std::size_t>(extent);
+     }},
+    {"dtype", [](Request& r, const py::handle& value) { r.dtype = dtype_of(value.cast<std::string>()); }},
+    {"op", [](Request& r, const py::handle& value) { r.op = op_of(value.cast<std::string>()); }},
+    {"prescale", set_field<&Request::prescale>},
+    {"postscale", set_field<&Request::postscale>},
+    {"root", set_field<&Request::root>},
+    {"priority", set_field<&Request::priority>},
+    {"parts",
+     [](Request& r, const py::handle& value) {
+       for (const auto& [rank, from, bytes, to] :
+            value.cast<std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>>()) {
+         r.parts.push_back(Part{rank, from, bytes, to});
+       }
+     }},
+    {"contributed", set_field<&Request::contributed>},
+    {"weight", set_field<&Request::weight>},
+    {"as_half", set_field<&Request::as_half>},
+    {"group", set_field<&Request::group>},
+    {"on_device", set_field<&Request::on_device>},
+    {"failure", set_field<&Request::input_failure>},
+};
+
+std::shared_ptr<Request> make_request(const py::kwargs& values) {
+  auto request = std::make_shared<Request>();
+  std::size_t given = 0;
+  for (const Field& field : kFields) {
+    PyObject* value = PyDict_GetItemString(values.ptr(), field.name);
+    if (value == nullptr) continue;
+    field.set(*request, value);
+    ++given;
+  }
+  if (given != values.size()) throw py::type_error("a Request has no such field");
+  return request;
 }
 
 // The last owner may be the garbage collector, and an engine that nobody has shut down waits for the other ranks when
@@ -72,13 +98,6 @@ void delete_without_gil(Engine* engine) {
   std::optional<py::gil_scoped_release> release;
   if (PyGILState_Check() != 0) release.emplace();
   delete engine;
-}
-
-using Outcome = std::optional<std::pair<int, std::string>>;
-
-Outcome outcome(const Status& status) {
-  if (status.ok()) return std::nullopt;
-  return std::pair(static_cast<int>(status.code()), status.text());
 }
 
 // Waits without the GIL. A signal's exception (Ctrl-C) ends the world first: the arrays may be freed as soon as it
@@ -222,43 +241,43 @@ const char* name_of(Algorithm algorithm) {
 
 double seconds(std::chrono::nanoseconds duration) { return std::chrono::duration<double>(duration).count(); }
 
-// Queued, reducing, exposed.
-py::tuple seconds(const Times& times) {
-  return py::make_tuple(seconds(times.queued), seconds(times.reducing), seconds(times.exposed));
-}
-
-py::tuple report(const Engine& engine) {
+py::object report(const Engine& engine) {
   EngineStatistics all;
   {
     const py::gil_scoped_release release;
     all = engine.report();
   }
-  py::list names;
+  const py::object statistics = record("Statistics"), make_times = record("Times");
+  const auto times = [&](const Times& of) {
+    return make_times(seconds(of.queued), seconds(of.reducing), seconds(of.exposed));
+  };
+  py::dict names;
   for (const auto& [name, one] : all.names) {
-    names.append(py::make_tuple(name, one.operations, one.bytes, name_of(one.algorithm), seconds(one.total),
-                                seconds(one.last), seconds(one.submitted.time_since_epoch())));
+    names[py::str(name)] = statistics(one.operations, one.bytes, name_of(one.algorithm), times(one.total),
+                                      times(one.last), seconds(one.submitted.time_since_epoch()));
   }
-  return py::make_tuple(names, all.rounds.count, seconds(all.rounds.exposed), seconds(all.rounds.reducing));
+  return record("EngineStatistics")(names, all.rounds.count, seconds(all.rounds.exposed), seconds(all.rounds.reducing));
 }
 
 std::int64_t nanoseconds(std::chrono::steady_clock::time_point time) {
   return std::chrono::nanoseconds(time.time_since_epoch()).count();
 }
 
-// The members of TimelineEvent in their order, times in nanoseconds; and how many were lost.
+// What was recorded, and how many events were lost.
 py::tuple take_timeline(Engine& engine) {
   TimelineEvents taken;
   {
     const py::gil_scoped_release release;
     taken = engine.take_timeline();
   }
+  const py::object event = record("TimelineEvent");
   py::list events(taken.events.size());
   for (std::size_t i = 0; i < taken.events.size(); ++i) {
     const TimelineEvent& one = taken.events[i];
-    events[i] = py::make_tuple(one.name, one.label, kvstore_hvd::name_of(one.collective), name_of(one.algorithm),
-                               kvstore_hvd::name_of(one.dtype), kvstore_hvd::name_of(one.op), one.failed, one.round,
-                               one.bytes, nanoseconds(one.submitted), nanoseconds(one.since),
-                               nanoseconds(one.scheduled), nanoseconds(one.completed));
+    events[i] = event(one.name, one.label, kvstore_hvd::name_of(one.collective), name_of(one.algorithm),
+                      kvstore_hvd::name_of(one.dtype), kvstore_hvd::name_of(one.op), one.failed, one.round, one.bytes,
+                      nanoseconds(one.submitted), nanoseconds(one.since), nanoseconds(one.scheduled),
+                      nanoseconds(one.completed));
   }
   return py::make_tuple(events, taken.lost);
 }
@@ -267,26 +286,29 @@ py::tuple take_timeline(Engine& engine) {
 py::object waiting(const Engine& engine, double age_s) {
   const auto all = engine.waiting(std::chrono::nanoseconds(static_cast<std::int64_t>(age_s * 1e9)));
   if (!all) return py::none();
+  const py::object make = record("Waiting");
   py::list result;
   for (const Waiting& one : *all) {
-    result.append(py::make_tuple(one.name, one.operation, seconds(one.waited), seconds(one.since.time_since_epoch()),
-                                 one.blamed.ranks, one.blamed.announced_by_all));
+    result.append(make(one.name, one.operation, seconds(one.waited), seconds(one.since.time_since_epoch()),
+                       py::tuple(py::cast(one.blamed.ranks)), one.blamed.announced_by_all));
   }
   return result;
-}
-
-py::object announced(const Announced& what) {
-  return py::make_tuple(static_cast<int>(what.collective), static_cast<int>(what.dtype), static_cast<int>(what.op),
-                        what.prescale, what.postscale, what.as_half, what.group, what.count, what.shape);
 }
 
 py::object missed(const Engine& engine, std::size_t most, bool described) {
   const auto all = engine.missed(most, described);
   if (!all) return py::none();
+  const py::object make = record("Missed"), announced = record("Announced");
   py::list result;
   for (const Missed& one : *all) {
-    result.append(
-        py::make_tuple(one.name, one.operation, one.announced ? announced(*one.announced) : py::object(py::none())));
+    py::object what = py::none();
+    if (one.announced) {
+      const Announced& told = *one.announced;
+      what = announced(kvstore_hvd::name_of(told.collective), kvstore_hvd::name_of(told.dtype),
+                       kvstore_hvd::name_of(told.op), told.prescale, told.postscale, told.as_half, told.group,
+                       told.count, py::tuple(py::cast(told.shape)));
+    }
+    result.append(make(one.name, one.operation, what));
   }
   return result;
 }
@@ -298,7 +320,7 @@ std::vector<Address> addresses(const std::vector<Pointer>& pointers) {
   return result;
 }
 
-// The members of DeviceBatch and of its operations in their order, without slots; None where there is no batch.
+// Number, collective, operations; None where there is no batch.
 py::object take_batch(Engine& engine, double limit_s) {
   std::optional<DeviceBatch> batch;
   {
@@ -306,24 +328,23 @@ py::object take_batch(Engine& engine, double limit_s) {
     batch = engine.take_batch(std::chrono::nanoseconds(static_cast<std::int64_t>(limit_s * 1e9)));
   }
   if (!batch) return py::none();
+  const Reduction& how = batch->reduction;
+  const py::object make = record("DeviceOperation");
   py::list operations;
   for (const DeviceOperation& one : batch->operations) {
     py::list parts;
     for (const Part& part : one.parts) parts.append(py::make_tuple(part.rank, part.from, part.bytes, part.to));
-    operations.append(py::make_tuple(one.name, one.label, addresses(one.inputs), addresses(one.outputs), one.count,
-                                     one.contributed, parts));
+    operations.append(make(one.name, one.label, addresses(one.inputs), addresses(one.outputs), one.count,
+                           one.contributed, parts, kvstore_hvd::name_of(how.dtype), kvstore_hvd::name_of(how.op),
+                           how.prescale, how.postscale, how.as_half, batch->root));
   }
-  const Reduction& how = batch->reduction;
-  return py::make_tuple(batch->number, kvstore_hvd::name_of(batch->collective), kvstore_hvd::name_of(how.dtype),
-                        kvstore_hvd::name_of(how.op), how.prescale, how.postscale, how.as_half, batch->root,
-                        operations);
+  return py::make_tuple(batch->number, kvstore_hvd::name_of(batch->collective), operations);
 }
 
-bool end_batch(Engine& engine, std::uint64_t number, int code, const std::string& text) {
-  if (code != 0 && (code < static_cast<int>(ErrorCode::kPeerLost) || code > static_cast<int>(ErrorCode::kTransport)))
-    throw py::value_error("not the code of a lost world: " + std::to_string(code));
+bool end_batch(Engine& engine, std::uint64_t number, const py::object& error) {
+  const Status status = error.is_none() ? Status() : loss_by(error);
   const py::gil_scoped_release release;
-  return engine.end_batch(number, code == 0 ? Status() : Status(static_cast<ErrorCode>(code), text));
+  return engine.end_batch(number, status);
 }
 
 py::tuple process(const Engine& engine, int rank) {
@@ -341,16 +362,11 @@ void bind_engine(py::module_& module) {
   module.def("end_as_failed", &end_as_failed, "Have this process, which ends, end with code 1 instead of 0.");
   py::class_<Work, std::shared_ptr<Work>>(module, "Work", "The handle of a submitted request.")
       .def_property_readonly("done", &Work::done)
-      .def_property_readonly("error",
-                             [](const Work& work) { return work.done() ? outcome(work.status()) : Outcome(); });
-
+      .def_property_readonly(
+          "error", [](const Work& work) { return work.done() ? exception_of(work.status()) : py::object(py::none()); });
   py::class_<Request, std::shared_ptr<Request>>(
       module, "Request", "A collective operation on raw addresses; may be submitted any number of times.")
-      .def(py::init(&make_request), py::arg("collective"), py::arg("name"), py::arg("label"), py::arg("inputs"),
-           py::arg("outputs"), py::arg("count"), py::arg("shape"), py::arg("dtype"), py::arg("op"),
-           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0, py::arg("priority") = 0,
-           py::arg("as_half") = false, py::arg("parts") = py::tuple(), py::arg("contributed") = 0,
-           py::arg("weight") = 1.0, py::arg("input_failure") = "", py::arg("group") = 0, py::arg("on_device") = false);
+      .def(py::init(&make_request));
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init(
@@ -385,7 +401,7 @@ void bind_engine(py::module_& module) {
       .def("wait_for_all", &wait_for_all, py::arg("limit_s"))
       .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("is_met", &Engine::is_met, py::arg("work"), py::call_guard<py::gil_scoped_release>())
-      .def("health", [](const Engine& engine) { return outcome(engine.health()); })
+      .def("health", [](const Engine& engine) { return exception_of(engine.health()); })
       .def("report", &report)
       .def("start_timeline", &Engine::start_timeline, py::arg("capacity"), py::call_guard<py::gil_scoped_release>())
       .def("stop_timeline", &Engine::stop_timeline, py::call_guard<py::gil_scoped_release>())
@@ -393,7 +409,7 @@ void bind_engine(py::module_& module) {
       .def("waiting", &waiting, py::arg("age_s"))
       .def("missed", &missed, py::arg("most"), py::arg("described") = false)
       .def("take_batch", &take_batch, py::arg("limit_s"))
-      .def("end_batch", &end_batch, py::arg("number"), py::arg("code") = 0, py::arg("text") = "")
+      .def("end_batch", &end_batch, py::arg("number"), py::arg("error") = py::none())
       .def("process", &process, py::arg("rank"))
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
 }

@@ -1,3 +1,5 @@
+#include <array>
+#include <string>
 #include <system_error>
 
 #include "bindings/bind.hpp"
@@ -8,26 +10,38 @@ namespace py = pybind11;
 namespace kvstore_hvd {
 namespace {
 
-// What makes an exception of an error's code and text; never freed, since errors may come as the interpreter ends.
-PyObject* factory = nullptr;
+// The classes by their codes; never freed, since errors may come as the interpreter ends.
+std::array<py::handle, kErrorCodes> classes;
+
+py::handle class_of(ErrorCode code) { return classes[static_cast<std::size_t>(code)]; }
 
 }  // namespace
 
+py::object exception_of(const Status& status) {
+  return status.ok() ? py::object(py::none()) : class_of(status.code())(status.text());
+}
+
 void set_python_error(const Status& status) {
-  if (factory == nullptr) {  // the extension by itself
-    PyErr_SetString(PyExc_RuntimeError, status.text().c_str());
-    return;
-  }
   try {
-    const py::object error = py::handle(factory)(static_cast<int>(status.code()), status.text());
-    PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+    PyErr_SetObject(class_of(status.code()).ptr(), exception_of(status).ptr());
   } catch (py::error_already_set& failure) {
     failure.restore();
   }
 }
 
-void bind_errors(py::module_& module) {
-  module.def("set_error_factory", [](const py::function& made) { factory = py::object(made).release().ptr(); });
+Status loss_by(const py::handle& error) {
+  ErrorCode found = ErrorCode::kTransport;
+  for (const ErrorCode code : {ErrorCode::kPeerLost, ErrorCode::kTimeout}) {
+    if (py::isinstance(error, class_of(code))) found = code;
+  }
+  return Status(found, py::str(error));
+}
+
+void bind_errors(py::module_&) {
+  const py::module_ errors = py::module_::import("kvstore_hvd.errors");
+  for (std::size_t code = 0; code < classes.size(); ++code) {
+    classes[code] = py::object(errors.attr(class_name(static_cast<ErrorCode>(code)))).release();
+  }
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

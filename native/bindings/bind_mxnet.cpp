@@ -5,11 +5,11 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "bindings/bind.hpp"
 #include "bindings/errors.hpp"
+#include "bindings/names.hpp"
 #include "mxnet/adapter.hpp"
 #include "mxnet/local_reduction.hpp"
 
@@ -58,14 +58,14 @@ void bind_mxnet(py::module_& module) {
       .def(
           "pushpull",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label,
-             const std::vector<Address>& inputs, const std::vector<Address>& outputs, int op, double prescale,
-             double postscale, int priority, bool as_half, double weight, std::uint64_t group) {
-            if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
+             const std::vector<Address>& inputs, const std::vector<Address>& outputs, const std::string& op,
+             double prescale, double postscale, int priority, bool as_half, double weight, std::uint64_t group) {
+            const mxnet::StepReduction how{op_of(op), as_half, weight};
             const py::gil_scoped_release release;
-            check(adapter.pushpull(name, label, handles(inputs), handles(outputs), static_cast<ReduceOp>(op), prescale,
-                                   postscale, priority, as_half, weight, group));
+            check(adapter.pushpull(name, label, handles(inputs), handles(outputs), prescale, postscale, priority, group,
+                                   how));
           },
-          py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("op") = 0,
+          py::arg("name"), py::arg("label"), py::arg("inputs"), py::arg("outputs"), py::arg("op") = "sum",
           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("priority") = 0, py::arg("as_half") = false,
           py::arg("weight") = 1.0, py::arg("group") = 0)
       .def(
@@ -92,12 +92,12 @@ void bind_mxnet(py::module_& module) {
           py::arg("gradients"), WithoutGil())
       .def(
           "pushpull_step",
-          [](MXNetAdapter& adapter, const Step& step, bool as_half, int op, double weight) {
-            if (op < 0 || op >= kReduceOps) throw py::value_error("unknown reduce op " + std::to_string(op));
+          [](MXNetAdapter& adapter, const Step& step, bool as_half, const std::string& op, double weight) {
+            const mxnet::StepReduction how{op_of(op), as_half, weight};
             const py::gil_scoped_release release;
-            check(adapter.pushpull(step, {static_cast<ReduceOp>(op), as_half, weight}));
+            check(adapter.pushpull(step, how));
           },
-          py::arg("step"), py::arg("as_half") = false, py::arg("op") = 0, py::arg("weight") = 1.0)
+          py::arg("step"), py::arg("as_half") = false, py::arg("op") = "sum", py::arg("weight") = 1.0)
       .def(
           "broadcast",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int root,
@@ -106,9 +106,9 @@ void bind_mxnet(py::module_& module) {
           WithoutGil())
       .def(
           "new_array",
-          [](const MXNetAdapter& adapter, const std::vector<std::int64_t>& shape, int dtype) {
-            if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
-            return reinterpret_cast<Address>(adapter.new_array(shape, static_cast<DType>(dtype)));
+          [](const MXNetAdapter& adapter, const std::vector<std::int64_t>& shape, const std::string& dtype) {
+            const std::optional<DType> known = find_value<DType>(dtype, kDTypes);
+            return known ? reinterpret_cast<Address>(adapter.new_array(shape, *known)) : 0;
           },
           py::arg("shape"), py::arg("dtype"), WithoutGil())
       .def(
@@ -124,14 +124,13 @@ void bind_mxnet(py::module_& module) {
           },
           py::arg("array"))
       .def("take_unread_error",
-           [](MXNetAdapter& adapter) -> std::optional<std::pair<int, std::string>> {
+           [](MXNetAdapter& adapter) {
              Status status;
              {
                const py::gil_scoped_release release;
                status = adapter.take_unread_error();
              }
-             if (status.ok()) return std::nullopt;
-             return std::pair(static_cast<int>(status.code()), status.text());
+             return exception_of(status);
            })
       .def("after_fork_in_child", &MXNetAdapter::after_fork_in_child);
 }

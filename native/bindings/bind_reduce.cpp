@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bindings/bind.hpp"
+#include "bindings/names.hpp"
 #include "reduce/reduce.hpp"
 
 namespace py = pybind11;
@@ -17,13 +18,13 @@ void bind_reduce(py::module_& module) {
              "Choose the instruction set; False, and no change, when the CPU or the build lacks it.");
   module.def(
       "scale",
-      [](int dtype, std::uintptr_t input, std::uintptr_t output, std::size_t count, double prescale, double postscale) {
-        if (dtype < 0 || dtype >= kDTypes) throw py::value_error("unknown dtype " + std::to_string(dtype));
+      [](const std::string& dtype, std::uintptr_t input, std::uintptr_t output, std::size_t count, double prescale,
+         double postscale) {
         const void* from = reinterpret_cast<const void*>(input);
         void* to = reinterpret_cast<void*>(output);
-        reduce({static_cast<DType>(dtype), ReduceOp::kSum, prescale, postscale}, &from, 1, &to, 1, count);
+        reduce({dtype_of(dtype), ReduceOp::kSum, prescale, postscale}, &from, 1, &to, 1, count);
       },
-      py::arg("dtype"), py::arg("input"), py::arg("output"), py::arg("count"), py::arg("prescale"),
+      py::arg("dtype"), py::arg("source"), py::arg("target"), py::arg("count"), py::arg("prescale"),
       py::arg("postscale"), py::call_guard<py::gil_scoped_release>(), "One array times both factors.");
 }
 

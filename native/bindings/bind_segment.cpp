@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/bind.hpp"
+#include "bindings/records.hpp"
 #include "shm/arena.hpp"
 #include "shm/segment.hpp"
 #include "shm/world.hpp"
@@ -41,15 +42,19 @@ void bind_segment(py::module_& module) {
       .def_property_readonly("capacity", &Arena::capacity)
       .def_property_readonly("used", &Arena::used)
       .def("after_fork_in_child", &Arena::after_fork_in_child);
-  // Name, value with `text`, unit, least, most. Raises ValueError.
-  module.def("thresholds", [](const std::string& text) {
-    const Thresholds thresholds = parse_thresholds(text);
-    py::list all;
-    for (const ThresholdInfo& info : threshold_infos()) {
-      all.append(py::make_tuple(info.name, thresholds.*info.field, info.unit, info.least, info.most));
-    }
-    return all;
-  });
+  // By name, the values with `text`. Raises ValueError.
+  module.def(
+      "thresholds",
+      [](const std::string& text) {
+        const Thresholds thresholds = parse_thresholds(text);
+        const py::object threshold = record("Threshold");
+        py::dict all;
+        for (const ThresholdInfo& info : threshold_infos()) {
+          all[info.name] = threshold(thresholds.*info.field, info.unit, info.least, info.most);
+        }
+        return all;
+      },
+      py::arg("text") = "");
   module.def("abi", &Segment::abi, "What must be equal for two builds to share a segment.");
 }
 

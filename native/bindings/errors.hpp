@@ -1,6 +1,7 @@
-// How a Status becomes a Python exception: by the function that kvstore_hvd/native/__init__.py sets, which knows the
-// classes of kvstore_hvd/errors.py.
+// How a Status becomes an exception of kvstore_hvd/errors.py, and the other way round.
 #pragma once
+
+#include <pybind11/pybind11.h>
 
 #include <exception>
 #include <utility>
@@ -19,5 +20,11 @@ struct NativeError : std::exception {
 
 // For functions that pybind11 does not call.
 void set_python_error(const Status& status);
+
+// The exception, not raised; None when the status is ok.
+pybind11::object exception_of(const Status& status);
+
+// What loses a world by `error`, an exception whose text is UTF-8: of the code of its class, else a kTransport.
+Status loss_by(const pybind11::handle& error);
 
 }  // namespace kvstore_hvd

@@ -13,14 +13,11 @@
 #include "base/types.hpp"
 #include "engine/engine.hpp"
 #include "mxnet/engine_abi.hpp"
+#include "mxnet/operation.hpp"
 #include "mxnet/step.hpp"
-#include "mxnet/turns.hpp"
-#include "mxnet/unread_errors.hpp"
 #include "shm/arena.hpp"
 
 namespace kvstore_hvd::mxnet {
-
-class Operation;
 
 // All members may be called from any thread; none needs the GIL.
 class MXNetAdapter {
@@ -42,8 +39,8 @@ class MXNetAdapter {
   // operation (kInputFailed, see refusal.hpp: it counts as submitted), or when nothing was submitted.
   // Operations of one name take part in the order of the calls, whichever of their arrays are ready first.
   Status pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
-                  const std::vector<Handle>& outputs, ReduceOp op, double prescale, double postscale, int priority,
-                  bool as_half, double weight = 1.0, std::uint64_t group = 0);
+                  const std::vector<Handle>& outputs, double prescale, double postscale, int priority,
+                  std::uint64_t group, const StepReduction& how);
 
   // The common case in one call: `array` summed in place. Sets `bytes` to its size. Does nothing, and leaves `bytes`
   // empty, when there is anything about the case that needs a closer look: an array without elements, sparse, not on
@@ -75,9 +72,9 @@ class MXNetAdapter {
 
   // Whether the array can be given to pushpull and broadcast as it is, on the CPU or a GPU. oneDNN's own layouts are no
   // obstacle. Does not wait. Throws Error.
-  bool is_dense(Handle array) const { return api_->is_dense(array); }
+  bool is_dense(Handle array) const { return api().is_dense(array); }
   // The same, and it is on the CPU.
-  bool is_plain(Handle array) const { return api_->is_reachable(array); }
+  bool is_plain(Handle array) const { return api().is_reachable(array); }
 
   static const void* chunk_id(Handle array) { return Api::chunk_of(array); }
 
@@ -89,18 +86,17 @@ class MXNetAdapter {
   void after_fork_in_child();
 
  private:
-  Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs);
+  const Api& api() const { return *links_.api; }
+  Status push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs,
+              const StepReduction& how);
   // For what MXNet refused before there was an operation.
   void announce_refused(Request request, const std::string& why);
   // How errors begin: "[rank 0/2] ".
   const std::string& world() const;
 
-  std::shared_ptr<const Api> api_;
+  Links links_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Arena> arena_;
-  std::shared_ptr<UnreadErrors> unread_;
-  std::shared_ptr<Turns> turns_;
-  const bool naive_;
   const pid_t owner_;
 };
 

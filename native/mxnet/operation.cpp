@@ -1,7 +1,6 @@
 #include "mxnet/operation.hpp"
 
 #include <algorithm>
-#include <cstdint>
 #include <exception>
 #include <optional>
 #include <stdexcept>
@@ -21,108 +20,33 @@ std::string describe(DType dtype, std::size_t count) {
 
 bool is_on_device(const View& view) { return view.device() == View::Device::kGpu; }
 
-}  // namespace
-
-Operation::Operation(std::shared_ptr<const Api> api, std::weak_ptr<Engine> engine, std::shared_ptr<UnreadErrors> unread,
-                     std::shared_ptr<Turns> turns, Request request, std::string prefix, std::vector<Array> inputs,
-                     std::vector<Array> outputs, bool naive)
-    : api_(std::move(api)),
-      engine_(std::move(engine)),
-      unread_(std::move(unread)),
-      turns_(std::move(turns)),
-      request_(std::move(request)),
-      prefix_(std::move(prefix)),
-      name_(describe_operation(request_)),
-      inputs_(std::move(inputs)),
-      outputs_(std::move(outputs)),
-      naive_(naive) {}
-
-void Operation::start(const Completion& completion) noexcept {
-  completion_ = completion;
-  Request request;
-  try {
-    request = describe_arrays();
-  } catch (const std::exception& error) {
-    views_.clear();
-    request = request_;
-    request.input_failure = first_line(error.what());
-  }
-  request.on_done = [self = shared_from_this()](const Status& status) { self->finish(status); };
-  turns_->use(request_.name, turn_,
-              [self = shared_from_this(), request = std::move(request)] { self->submit(request); });
-}
-
-void Operation::skipped() noexcept {
-  // MXNet has completed the operation with the error of the one that failed. What is left is to tell the other ranks,
-  // and our own caller, should nobody read the arrays.
-  unread_->add(std::move(outputs_.front()), failed_input(prefix_));
-  Request request = request_;
-  request.input_failure = "an operation that should have produced its input failed; that rank raises the error of it.";
-  announce_failed(std::move(request));
-}
-
-void Operation::refused(const std::string& why) noexcept { announce_failed(as_refused(request_, why)); }
-
-void Operation::announce_failed(Request request) {
-  turns_->use(request_.name, turn_, [self = shared_from_this(), request = std::move(request)] {
-    if (const std::shared_ptr<Engine> engine = self->engine_.lock()) engine->submit(request);
-  });
-}
-
-void Operation::submit(Request request) {
-  const std::shared_ptr<Engine> engine = engine_.lock();
-  if (!engine) {
-    finish(Messages::left(prefix_));
-  } else if (naive_) {
-    static_cast<void>(engine->run(std::move(request)));
-  } else if (std::this_thread::get_id() == pusher_) {
-    engine->submit_and_linger(std::move(request));
-  } else {
-    engine->submit(std::move(request));  // this thread may have computations to do
-  }
-}
-
-Request Operation::describe_arrays() {
-  views_.reserve(inputs_.size() + outputs_.size());
-  open_all(inputs_, false);
-  open_all(outputs_, true);
-  check_overlaps();
-
-  Request request = request_;
-  request.count = views_.front().count();
-  request.shape = views_.front().shape();
-  request.dtype = *dtype_of(views_.front());
-  request.on_device = is_on_device(views_.front());
-  for (std::size_t i = 0; i < inputs_.size(); ++i) request.inputs.push_back(views_[i].data());
-  for (std::size_t i = inputs_.size(); i < views_.size(); ++i) request.outputs.push_back(views_[i].data());
-  return request;
-}
-
-void Operation::open_all(const std::vector<Array>& arrays, bool written) {
-  const std::string which = written ? "an output" : "an input";
+void open_all(const Api& api, const std::vector<Array>& arrays, const char* which, std::vector<View>& views) {
   for (const Array& array : arrays) {
-    if (!api_->is_dense(array.get())) throw std::runtime_error(which + " is sparse or empty.");
-    View view = api_->open(array.get());
-    if (!views_.empty() && is_on_device(view) != is_on_device(views_.front()))
-      throw std::runtime_error("its own arrays are partly on a GPU, partly not.");
+    if (!api.is_dense(array.get())) throw std::runtime_error(std::string(which) + " is sparse or empty.");
+    View view = api.open(array.get());
     const std::optional<DType> dtype = dtype_of(view);
-    if (!dtype)
-      throw std::runtime_error(which + " has dtype " + describe_unsupported(view) + ", which cannot be reduced.");
-    if (!views_.empty()) {
-      const View& first = views_.front();
+    if (!dtype) {
+      throw std::runtime_error(std::string(which) + " has dtype " + describe_unsupported(view) +
+                               ", which cannot be reduced.");
+    }
+    if (!views.empty()) {
+      const View& first = views.front();
+      if (is_on_device(view) != is_on_device(first))
+        throw std::runtime_error("its own arrays are partly on a GPU, partly not.");
       if (dtype != dtype_of(first) || view.count() != first.count()) {
         throw std::runtime_error("its own arrays differ: " + describe(*dtype_of(first), first.count()) + " and " +
                                  describe(*dtype, view.count()) + ".");
       }
     }
-    views_.push_back(std::move(view));
+    views.push_back(std::move(view));
   }
 }
 
-void Operation::check_overlaps() const {
-  const std::size_t bytes = views_.front().count() * size_of(*dtype_of(views_.front()));
-  const auto address = [this](std::size_t i) { return reinterpret_cast<std::uintptr_t>(views_[i].data()); };
-  for (std::size_t written = inputs_.size(); written < views_.size(); ++written) {
+// `views` are the inputs (none if they are the outputs), then the outputs.
+void check_overlaps(const std::vector<View>& views, std::size_t inputs) {
+  const std::size_t bytes = views.front().count() * size_of(*dtype_of(views.front()));
+  const auto address = [&](std::size_t i) { return reinterpret_cast<std::uintptr_t>(views[i].data()); };
+  for (std::size_t written = inputs; written < views.size(); ++written) {
     for (std::size_t other = 0; other < written; ++other) {
       const std::uintptr_t low = std::min(address(written), address(other));
       const std::uintptr_t high = std::max(address(written), address(other));
@@ -131,19 +55,165 @@ void Operation::check_overlaps() const {
   }
 }
 
-void Operation::finish(const Status& status) {
-  views_.clear();
-  if (naive_) {
-    // NaiveEngine ignores errors; the caller of push() asks for the status.
-    status_ = status;
-    completion_.succeed();
-  } else if (status.ok()) {
-    completion_.succeed();
-  } else {
-    // Before completing: whoever has waited for the arrays then finds it.
-    if (!status.latches()) unread_->add(std::move(outputs_.front()), status);
-    completion_.fail(error_text(status));
+// MXNet's engine waits for ever when one operation names a chunk twice. Inputs are held like outputs: a layer that only
+// reads its weights may nevertheless rearrange their memory for oneDNN.
+void add_new_chunks(const std::vector<Array>& arrays, std::vector<const void*>& chunks, std::vector<Handle>& handles) {
+  for (const Array& array : arrays) {
+    const void* chunk = Api::chunk_of(array.get());
+    if (chunk == nullptr || std::find(chunks.begin(), chunks.end(), chunk) != chunks.end()) continue;
+    chunks.push_back(chunk);
+    handles.push_back(array.get());
   }
+}
+
+}  // namespace
+
+Operation::Operation(const Links& links, std::shared_ptr<const Group> group, std::string world,
+                     const StepReduction& how)
+    : links_(links),
+      group_(std::move(group)),
+      world_(std::move(world)),
+      how_(how),
+      pending_(members().size()),
+      failed_(members().size()) {}
+
+Status Operation::push(const std::shared_ptr<Operation>& operation) {
+  Operation& self = *operation;
+  std::vector<Handle> handles;
+  std::vector<const void*> chunks;
+  for (const Member& member : self.members()) {
+    add_new_chunks(member.inputs, chunks, handles);
+    add_new_chunks(member.outputs, chunks, handles);
+  }
+  // While another operation waits for its arrays, this one will probably wait for its own. The first to wait, in a
+  // training, is the one whose gradient is ready last: it may as well wait behind computation.
+  const Place place = self.links_.turns->all_used() ? Place::kHere : Place::kCommunication;
+  self.turns_.reserve(self.members().size());
+  for (const Member& member : self.members()) self.turns_.push_back(self.links_.turns->take(member.request.name));
+  self.links_.api->push(operation, std::move(handles), place, self.members().front().request.priority,
+                        self.group_->title.c_str());
+  return self.links_.naive ? self.status_ : Status();
+}
+
+void Operation::start(const Completion& completion) noexcept {
+  completion_ = completion;
+  // MXNet keeps this object until the completion, which may come before the last of these calls returns.
+  const std::shared_ptr<Operation> self = shared_from_this();
+  for (std::size_t place = 0; place < turns_.size(); ++place) {
+    links_.turns->use(members()[place].request.name, turns_[place], [this, place] { submit(place); });
+  }
+}
+
+void Operation::skipped() noexcept {
+  // MXNet has completed the operation with the error of the one that failed. What is left is to tell the other ranks,
+  // and our own caller, should nobody read the arrays.
+  links_.unread->add(written_by(0), failed_input(prefix_of(0), others()));
+  announce_failed([this](Request request) {
+    request.input_failure =
+        "an operation that should have produced its input" + others() + " failed; that rank raises the error of it.";
+    return request;
+  });
+}
+
+void Operation::refused(const std::string& why) noexcept {
+  announce_failed([&why](Request request) { return as_refused(std::move(request), why); });
+}
+
+void Operation::announce_failed(const std::function<Request(Request)>& failed) {
+  for (std::size_t place = 0; place < turns_.size(); ++place) {
+    links_.turns->use(members()[place].request.name, turns_[place],
+                      [self = shared_from_this(), request = failed(request_of(place))] {
+                        if (const std::shared_ptr<Engine> engine = self->links_.engine.lock()) engine->submit(request);
+                      });
+  }
+}
+
+Request Operation::request_of(std::size_t place) const {
+  Request request = members()[place].request;
+  request.op = how_.op;
+  request.as_half = how_.as_half;
+  request.weight = how_.weight;
+  return request;
+}
+
+// Throws std::exception: what is wrong with the arrays.
+Request Operation::with_arrays(std::size_t place) const {
+  const Member& member = members()[place];
+  const bool in_place = member.inputs.empty();
+  std::vector<View> views;
+  views.reserve(member.inputs.size() + member.outputs.size());
+  open_all(*links_.api, member.inputs, "an input", views);
+  open_all(*links_.api, member.outputs, in_place ? "an input" : "an output", views);
+  check_overlaps(views, member.inputs.size());
+
+  Request request = request_of(place);
+  request.count = views.front().count();
+  request.shape = views.front().shape();
+  request.dtype = *dtype_of(views.front());
+  request.on_device = is_on_device(views.front());
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    const bool is_output = i >= member.inputs.size();
+    if (!is_output || in_place) request.inputs.push_back(views[i].data());
+    if (is_output) request.outputs.push_back(views[i].data());
+  }
+  return request;
+}
+
+void Operation::submit(std::size_t place) {
+  Request request;
+  try {
+    request = with_arrays(place);
+  } catch (const std::exception& error) {
+    request = request_of(place);
+    request.input_failure = first_line(error.what());
+  }
+  request.on_done = [this, place](const Status& status) { finish(place, status); };
+  const std::shared_ptr<Engine> engine = links_.engine.lock();
+  if (!engine) {
+    finish(place, Messages::left(prefix_of(place)));
+  } else if (links_.naive) {
+    static_cast<void>(engine->run(std::move(request)));
+  } else if (std::this_thread::get_id() == pusher_ && place + 1 == turns_.size()) {
+    engine->submit_and_linger(std::move(request));
+  } else {
+    engine->submit(std::move(request));  // this thread may have computations to do
+  }
+}
+
+void Operation::finish(std::size_t place, const Status& status) {
+  if (!status.ok()) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (place < failed_) {
+      failed_ = place;
+      status_ = status;
+    }
+  }
+  // Acquire and release: the last one sees the failures of the others, and what they wrote to the arrays.
+  if (pending_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  // MXNet may release this object before the completion returns.
+  const Completion completion = completion_;
+  // NaiveEngine ignores errors; the caller of push() gets the status.
+  if (status_.ok() || links_.naive) {
+    completion.succeed();
+    return;
+  }
+  // Before completing: whoever has waited for the arrays then finds it.
+  if (!status_.latches()) links_.unread->add(written_by(failed_), status_);
+  completion.fail(error_text(Status(status_)));
+}
+
+std::shared_ptr<const Array> Operation::written_by(std::size_t place) const {
+  return {group_, &members()[place].outputs.front()};
+}
+
+std::string Operation::others() const {
+  if (members().size() == 1) return "";
+  return " (or that of a gradient it is grouped with, " + members().front().request.label + " to " +
+         members().back().request.label + ")";
+}
+
+std::string Operation::prefix_of(std::size_t place) const {
+  return world_ + describe_operation(members()[place].request) + ": ";
 }
 
 }  // namespace kvstore_hvd::mxnet

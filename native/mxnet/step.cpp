@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "mxnet/group_operation.hpp"
 #include "mxnet/refusal.hpp"
+#include "request/messages.hpp"
 
 namespace kvstore_hvd::mxnet {
 
-void Step::add(Gradient gradient, std::size_t bytes) {
-  const void* chunk = Api::chunk_of(gradient.array.get());
+void Step::add(std::string name, std::string label, Array gradient, std::int32_t priority, std::size_t bytes) {
+  const void* chunk = Api::chunk_of(gradient.get());
   const bool is_small = bytes <= kSmall;
   // Two gradients in the same memory are two operations, which MXNet carries out one after the other.
   const bool joins = is_small && !chunks_.empty() && chunks_.size() < kMost &&
@@ -19,10 +19,15 @@ void Step::add(Gradient gradient, std::size_t bytes) {
     chunks_.clear();
   }
   Group& group = *groups_.back();
-  group.push_back(std::move(gradient));
+  Member member;
+  member.request.name = std::move(name);
+  member.request.label = std::move(label);
+  member.request.priority = priority;
+  member.outputs.push_back(std::move(gradient));
+  group.members.push_back(std::move(member));
   if (is_small) chunks_.push_back(chunk);
-  group.front().title = std::string(name_of(Collective::kAllreduce)) + " " + group.front().label;
-  if (group.size() > 1) group.front().title += " and " + std::to_string(group.size() - 1) + " more";
+  group.title = describe_operation(group.members.front().request);
+  if (group.members.size() > 1) group.title += " and " + std::to_string(group.members.size() - 1) + " more";
 }
 
 Status Step::push(const Links& links, const std::string& world, const StepReduction& how) const {
@@ -30,10 +35,10 @@ Status Step::push(const Links& links, const std::string& world, const StepReduct
   std::size_t refused = 0;
   for (const std::shared_ptr<Group>& group : groups_) {
     try {
-      GroupOperation::push(std::make_shared<GroupOperation>(links, group, world, how));
+      static_cast<void>(Operation::push(std::make_shared<Operation>(links, group, world, how)));
     } catch (const Error& error) {
       if (refused++ > 0) continue;
-      title = group->front().title;
+      title = group->title;
       why = error.what();
     }
   }

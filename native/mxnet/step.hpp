@@ -9,44 +9,16 @@
 #include <vector>
 
 #include "base/status.hpp"
-#include "engine/engine.hpp"
 #include "mxnet/engine_abi.hpp"
-#include "mxnet/turns.hpp"
-#include "mxnet/unread_errors.hpp"
+#include "mxnet/operation.hpp"
 
 namespace kvstore_hvd::mxnet {
-
-// An array that is reduced in place.
-struct Gradient {
-  std::string name, label;
-  Array array;
-  std::int32_t priority;
-  std::string title = {};  // of a group's first one: how MXNet's profiler names the group
-};
-
-// Gradients of one operation: none shares memory with another.
-using Group = std::vector<Gradient>;
-
-// How the gradients of a step are reduced; see Request.
-struct StepReduction {
-  ReduceOp op = ReduceOp::kSum;
-  bool as_half = false;
-  double weight = 1.0;
-};
-
-// What the operations of an adapter share. They do not keep the engine alive, see Operation.
-struct Links {
-  std::shared_ptr<const Api> api;
-  std::weak_ptr<Engine> engine;
-  std::shared_ptr<UnreadErrors> unread;
-  std::shared_ptr<Turns> turns;
-};
 
 // Immutable once all gradients are added; may be pushed any number of times, from any thread.
 class Step {
  public:
-  // The gradients keep their order. `bytes`: of the array's elements.
-  void add(Gradient gradient, std::size_t bytes);
+  // A gradient that is reduced in place. They keep their order. `bytes`: of the array's elements.
+  void add(std::string name, std::string label, Array gradient, std::int32_t priority, std::size_t bytes);
 
   // Hands everything to MXNet. `world`: how errors that arise here begin. Returns the first refusal, see refusal.hpp;
   // the gradients of other operations were handed over then.

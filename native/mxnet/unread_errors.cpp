@@ -7,7 +7,7 @@
 
 namespace kvstore_hvd::mxnet {
 
-void UnreadErrors::add(Array array, Status status) {
+void UnreadErrors::add(std::shared_ptr<const Array> array, Status status) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (entries_.size() < kMost) entries_.push_back({std::move(array), std::move(status)});
 }
@@ -27,7 +27,7 @@ Status UnreadErrors::take(const Api& api) {
   std::size_t more = 0;
   for (Entry& entry : entries) {
     try {
-      api.wait_to_read(entry.array.get());
+      api.wait_to_read(entry.array->get());
     } catch (const Error& error) {
       if (!first.ok()) {
         ++more;

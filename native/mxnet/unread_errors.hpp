@@ -2,6 +2,7 @@
 // a program that never reads (it only trains) would not hear of it, so the store asks here.
 #pragma once
 
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -13,7 +14,7 @@ namespace kvstore_hvd::mxnet {
 class UnreadErrors {
  public:
   // `array`: one that the failed operation was to write. Beyond kMost errors nothing is kept: the first ones tell most.
-  void add(Array array, Status status);
+  void add(std::shared_ptr<const Array> array, Status status);
 
   // The first error that no read has raised yet, completed with what MXNet says when that is something else, and with
   // the number of others; ok when there is none. All of them count as read then. Waits for the operations in flight on
@@ -26,7 +27,7 @@ class UnreadErrors {
 
  private:
   struct Entry {
-    Array array;
+    std::shared_ptr<const Array> array;
     Status status;
   };
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat, native
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.shm import native_request
 from support.pair import World, until
 
 mx = pytest.importorskip("mxnet")
@@ -88,7 +90,7 @@ def test_a_step_is_in_turn_with_single_operations(pair: Pair) -> None:
     handle = mxnet_compat.handle_of(ours)
     step = pair.prepare([ours])
     pair.adapter.pushpull_step(step, False)
-    pair.adapter.pushpull("g0", "'g0'", [handle], [handle], native.OPS["sum"], 1.0, 1.0, 0)
+    pair.adapter.pushpull("g0", "'g0'", [handle], [handle])
     pair.adapter.pushpull_step(step, False)
     for factor in (1, 10, 100):
         pair.other.wait(pair.take_part(0, np.full(SMALL, factor, np.float32)))
@@ -123,7 +125,9 @@ def test_sums_as_float16(pair: Pair) -> None:
     theirs = np.ones(SMALL, np.float32)
     where = [theirs.ctypes.data]
     pair.other.wait(
-        pair.other.submit(native.request("allreduce", "g0", "g0", where, where, [SMALL], "float32", as_half=True))
+        pair.other.submit(
+            native_request(Request("allreduce", "g0", "g0", where, where, [SMALL], "float32", as_half=True))
+        )
     )
     assert (ours.asnumpy() == 2).all()
 

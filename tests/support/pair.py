@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.shm import native_request
 from support.arrays import Array
 from support.patience import patient
 
@@ -51,8 +53,7 @@ class World:
 
     def pushpull(self, name: str, inputs: list[Any], outputs: list[Any], priority: int = 0) -> None:
         """Have the adapter sum over both ranks."""
-        code = native.OPS["sum"]
-        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), code, 1.0, 1.0, priority)
+        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), priority=priority)
 
     def broadcast(self, name: str, array: Any, root: int) -> None:
         """Have the adapter broadcast, in place."""
@@ -64,9 +65,8 @@ class World:
         collective = "allreduce" if root < 0 else "broadcast"
         place = [array.ctypes.data]
         dtype = str(array.dtype)
-        return self.other.submit(
-            native.request(collective, name, repr(name), place, place, array.shape, dtype, root=max(root, 0))
-        )
+        request = Request(collective, name, repr(name), place, place, array.shape, dtype, root=max(root, 0))
+        return self.other.submit(native_request(request))
 
     def close(self) -> None:
         """Leave, with both ranks at once: neither has to wait for the other."""

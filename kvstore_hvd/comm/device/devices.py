@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvstore_hvd import log, native
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.comm.device.executor import END_S, Completion, Executor
-from kvstore_hvd.errors import InvalidRequestError, TransportError, message
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdError, TransportError, message
 from kvstore_hvd.native.records import DeviceOperation
 from kvstore_hvd.worlds.topology import Speaker
 
@@ -124,7 +124,7 @@ class DeviceThread:
                 # A part of it may be enqueued: the arrays are the caller's again when the device is done with them.
                 with contextlib.suppress(Exception):
                     self._executor.end(END_S)
-            self._engine.end_batch(number, error)
+            self._engine.end_batch(number, _loss(error))
 
     def _finish(self) -> None:
         while self._under_way:
@@ -134,7 +134,7 @@ class DeviceThread:
                     return
             except BaseException as error:  # noqa: BLE001 - as above
                 self._under_way.popleft()
-                self._engine.end_batch(number, error)
+                self._engine.end_batch(number, _loss(error))
             else:
                 self._under_way.popleft()
                 self._engine.end_batch(number)
@@ -151,3 +151,13 @@ class DeviceThread:
                     time.sleep(_LOOK_S)
             self._engine.end_batch(number, TransportError("its batch was ended"))
         self._stop.wait()
+
+
+def _loss(error: BaseException) -> KVHvdError:
+    """What the other workers are told: the text becomes the fact of an error with a fix of its own."""
+    text = str(error) if isinstance(error, KVHvdError) else f"{type(error).__name__}: {error}"
+    fact = "; ".join(part.rstrip(".") for part in text.split("\n  Fix: "))
+    # The engine takes UTF-8, and the name of a file may be anything else.
+    sendable = fact.encode(errors="backslashreplace").decode()
+    kind = type(error) if isinstance(error, HorovodInternalError) else TransportError
+    return kind(sendable)

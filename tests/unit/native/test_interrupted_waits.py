@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import native
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.errors import TransportError
 from support.patience import patient
 
@@ -20,7 +22,9 @@ def test_nothing_is_under_way_any_more() -> None:
     ours, theirs = (native.Engine(segment, rank, patient(30.0), False) for rank in range(2))
     arrays = [np.ones(3, np.float32) for _ in range(2)]
     requests = [
-        native.request("allreduce", "x", "'x'", [a.ctypes.data], [a.ctypes.data], a.shape, "float32", on_device=True)
+        native_request(
+            Request("allreduce", "x", "'x'", [a.ctypes.data], [a.ctypes.data], a.shape, "float32", on_device=True)
+        )
         for a in arrays
     ]
     ended = False

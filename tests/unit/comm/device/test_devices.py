@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore_hvd.comm.device.devices import DeviceThread
-from kvstore_hvd.errors import TransportError
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError, TimeoutError, TransportError
 from support.patience import patient
 
 
@@ -28,7 +28,7 @@ class Engine:
         return None
 
     def end_batch(self, number: int, error: Exception | None = None) -> None:
-        self.seen.append(f"ended: {error}")
+        self.seen.append(f"ended: {error!r}")
         self.lost = True
         self.ended.set()
 
@@ -65,8 +65,17 @@ class Odd(BaseException):
     """No Exception."""
 
 
-@pytest.mark.parametrize("error", [TransportError("of the executor"), ValueError("of somebody"), Odd("odd")])
-def test_whatever_fails_nobody_waits_for_it(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TransportError("of the executor"), TransportError("of the executor")),
+        (TimeoutError("it is late.\n  Fix: wait."), TimeoutError("it is late; wait")),
+        (InvalidRequestError("another GPU"), TransportError("another GPU")),
+        (ValueError("of \udcff somebody"), TransportError("ValueError: of \\udcff somebody")),
+        (Odd("odd"), TransportError("Odd: odd")),
+    ],
+)
+def test_whatever_fails_nobody_waits_for_it(error: BaseException, told: KVHvdError) -> None:
     class Broken(Device):
         def allreduce(self, batch: Any) -> Any:
             raise error
@@ -84,7 +93,7 @@ def test_whatever_fails_nobody_waits_for_it(error: BaseException) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda args: seen.append(f"escaped: {args.exc_value}"))
         thread.stop()
-    assert seen == [f"ended: {error}"]
+    assert seen == [f"ended: {told!r}"]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -99,7 +108,7 @@ def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits: bool) -> 
         engine.lost = True  # another worker died: the thread, which waits, does not see it
     assert engine.ended.wait(patient(20))
     thread.stop()
-    assert seen == ["enqueued", "device ended", "ended: failed on the way", "closed"]
+    assert seen == ["enqueued", "device ended", "ended: TransportError('ValueError: failed on the way')", "closed"]
 
 
 def test_a_thread_that_waits_is_ended_by_stop_too() -> None:

@@ -19,7 +19,7 @@ from kvstore_hvd.comm.device.nccl import NcclExecutor
 from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.comm.device.split import SplitExecutor
 from kvstore_hvd.comm.device.staged import StagedExecutor
-from kvstore_hvd.comm.shm import _native_request
+from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.errors import ConfigError, LaunchError, MismatchError, TransportError
 from kvstore_hvd.gpu import nccl_library
 from kvstore_hvd.gpu.nccl_library import OLDEST
@@ -43,10 +43,10 @@ class Engines:
 
         class Through:
             def run(self, request: Request) -> None:
-                engine.run(_native_request(request))
+                engine.run(native_request(request))
 
             def submit(self, request: Request) -> native.Work:
-                return engine.submit(_native_request(request))
+                return engine.submit(native_request(request))
 
         return Through()
 

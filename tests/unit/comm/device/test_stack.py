@@ -13,7 +13,7 @@ from kvstore_hvd import errors, native
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.comm.device.devices import DeviceThread
 from kvstore_hvd.comm.device.ring import RingExecutor
-from kvstore_hvd.comm.shm import _native_request
+from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.gpu.devices import Device
 from support.fake_cuda import FakeCuda, fake_cuda
 from support.gpu_ranks import Exchange, HostArray, combined, on_ranks, samples
@@ -29,7 +29,7 @@ def cuda() -> Iterator[FakeCuda]:
 def on_device(array: HostArray, name: str, dtype: str, **fields: Any) -> Any:
     count = array.nbytes // np.dtype(dtype).itemsize
     place = [array.address]
-    return _native_request(
+    return native_request(
         Request("allreduce", name, f"'{name}'", place, place, (count,), dtype, on_device=True, **fields)
     )
 

@@ -1,0 +1,326 @@
+"""The native engine, as type checkers see it. At run time it is loaded by ``kvstore_hvd.native``, at its first use.
+
+Addresses are integers; MXNet's arrays are given as their handles, integers as well. Whatever waits releases the GIL.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstore_hvd.errors import KVHvdError
+from kvstore_hvd.native.records import (
+    DeviceOperation,
+    EngineStatistics,
+    Missed,
+    Threshold,
+    TimelineEvent,
+    Waiting,
+)
+
+def abi() -> str:
+    """What must be equal for two workers to share memory."""
+
+def simd_target() -> str:
+    """The instruction set that the reduction kernels use: scalar, avx2 or avx512."""
+
+def set_simd_target(target: str) -> bool:
+    """Choose the instruction set; False, and nothing changes, when this CPU or build lacks it."""
+
+def scale(dtype: str, source: int, target: int, count: int, prescale: float, postscale: float) -> None:
+    """Multiply `count` elements with both factors, as the reductions of several workers do: with the same kernels.
+
+    `source` and `target` may be equal, and must not overlap otherwise.
+    """
+
+def thresholds(text: str = "") -> dict[str, Threshold]:
+    """All thresholds by name (``native/shm/thresholds.hpp`` says what they mean).
+
+    `text` says what differs from the defaults: ``'one_shot=4096,direct_chunk=2097152'``. Raises ValueError where a name
+    does not exist, or a value is not allowed.
+    """
+
+def has_pidfds() -> bool:
+    """Whether this system tells at once that another worker died, and how."""
+
+def end_as_failed() -> None:
+    """Have the process end with code 1 where it would end with 0, for an exit handler.
+
+    Python ends with the program's own code whatever a handler finds, and does not tell handlers the code.
+    """
+
+def end_by_signal_if_failed() -> None:
+    """Have the process end by SIGKILL where it would end with another code than 0, for an exit handler."""
+
+class Segment:
+    """The shared memory of one world of workers on one host."""
+
+    @staticmethod
+    def create(
+        size: int,
+        arena_bytes: int = 0,
+        thresholds: str = "",
+        set_number: int = 0,
+        size_of_all: int = 0,
+        ranks: Sequence[int] = (),
+        has_core_for_each: bool | None = None,
+    ) -> Segment:
+        """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
+
+        Parameters
+        ----------
+        size, arena_bytes : int
+        thresholds : str
+            What differs from the defaults, see `thresholds`; decides for all workers.
+        set_number, size_of_all, ranks
+            Of a world of some of the workers, as in `topology.Inside`: what messages name.
+        has_core_for_each : bool, optional
+            Whether the workers may use as many cores as they are, so that one that waits may spin. By default as this
+            thread may.
+
+        Raises
+        ------
+        OSError
+            The system has no memory left for it.
+        ValueError
+            As `thresholds`.
+        """
+
+    @staticmethod
+    def attach(fd: int) -> Segment:
+        """The memory behind `fd`, which is duplicated and stays the caller's."""
+
+    @property
+    def size(self) -> int:
+        """How many workers share it."""
+
+    @property
+    def has_core_for_each(self) -> bool:
+        """What `create` was told."""
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor; it belongs to this object."""
+
+class Arena:
+    """Memory of one worker for arrays that the others sum in place; arrays in it keep it alive."""
+
+    def __init__(self, segment: Segment, rank: int) -> None: ...
+    @property
+    def capacity(self) -> int:
+        """Bytes of address space; memory is taken as it is used."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that arrays occupy."""
+
+    def allocate(self, size: int) -> int:
+        """The address of fresh memory; 0 when there is no room."""
+
+    def free(self, memory: int) -> None:
+        """Give memory back that `allocate` gave out."""
+
+    def contains(self, memory: int) -> bool:
+        """Whether the address lies in it."""
+
+    def retire(self) -> None:
+        """Take no new arrays; the memory goes with the last one that lies in it, at once if there is none."""
+
+    def after_fork_in_child(self) -> None:
+        """Give a forked child memory of its own, with the parent's content; once.
+
+        Raises RuntimeError where the system has none; any access would end the child.
+        """
+
+class Request:
+    """A collective operation on raw addresses; may be submitted any number of times.
+
+    Its fields are those of `comm.base.Request`, by keyword. The addresses must stay valid until it is done.
+    """
+
+    def __init__(self, **fields: Any) -> None: ...
+
+class Work:
+    """A request in flight."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the outputs are written or the request has failed."""
+
+    @property
+    def error(self) -> KVHvdError | None:
+        """Why the request failed; None while it runs and when it succeeded."""
+
+class Engine:
+    """One worker's engine in a segment: matches requests with the other workers' and carries them out.
+
+    In a forked child every request fails with `ShutdownError`.
+    """
+
+    def __init__(
+        self, segment: Segment, rank: int, timeout_s: float, watch_peers: bool = True, host: str = ""
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def bytes_in_place(self) -> int:
+        """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
+
+    def submit(self, request: Request) -> Work:
+        """Submit `request`. Never waits."""
+
+    def run(self, request: Request) -> None:
+        """Submit and wait in one. Raises what went wrong, as an exception of ``errors``."""
+
+    def prepare(self, request: Request, result: Any, owner: Any) -> Callable[[], Any]:
+        """A function that runs `request`, any number of times, and returns `result`; it keeps both objects alive."""
+
+    def wait(self, work: Work) -> None:
+        """Until `work` is done, bounded by the engine's timeout. Raises what went wrong."""
+
+    def wait_for_all(self, limit_s: float) -> bool:
+        """Wait until nothing of this worker is pending; False when something still is after `limit_s` seconds.
+
+        A signal's exception, like Ctrl-C's, fails the world first.
+        """
+
+    def is_met(self, work: Work) -> bool:
+        """Whether all workers have submitted `work`; so if `missed` shows what another one submitted after it."""
+
+    def abort(self, text: str) -> None:
+        """Fail all pending and later requests of all workers with this text."""
+
+    def health(self) -> KVHvdError | None:
+        """The latched failure of the world, or None."""
+
+    def take_batch(self, limit_s: float) -> tuple[int, str, list[DeviceOperation]] | None:
+        """For the device thread: what is to be carried out next, with a number and the name of the collective.
+
+        None after `limit_s` seconds, and once the world is lost or left.
+        """
+
+    def end_batch(self, number: int, error: BaseException | None = None) -> bool:
+        """The device does not touch the arrays of a batch any more; an error loses the world.
+
+        The error's text becomes the fact of one with a fix of its own. Another class than that of a lost world counts
+        as a `TransportError`. Returns False for a batch that had ended before.
+        """
+
+    def report(self) -> EngineStatistics:
+        """What was measured; ends a round (see `Times`)."""
+
+    def start_timeline(self, capacity: int) -> None:
+        """Record this worker's operations: up to `capacity` between two calls of `take_timeline`."""
+
+    def stop_timeline(self) -> None:
+        """Record nothing more; what is recorded can still be taken."""
+
+    def take_timeline(self) -> tuple[list[TimelineEvent], int]:
+        """What was completed since the last call, in that order; and how many operations found no room."""
+
+    def waiting(self, age_s: float) -> list[Waiting] | None:
+        """What this worker has waited for, for at least `age_s` seconds; None when nobody can tell just now."""
+
+    def missed(self, most: int, described: bool = False) -> list[Missed] | None:
+        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now.
+
+        `described`: with what they announced. Then no other thread may submit anything at this time.
+        """
+
+    def process(self, rank: int) -> tuple[int, str]:
+        """A worker's process id (0: it has not joined yet), and how errors name it."""
+
+    def shutdown(self, reason: str = "") -> bool:
+        """Leave the world: after the pending requests, or at once and with a reason that the others read.
+
+        Afterwards nothing of the world is held any more, whoever keeps this object. Returns False when the devices of
+        others may still use this worker's memory.
+        """
+
+class LocalReductions:
+    """Reductions of this process's own MXNet arrays, with the kernels that several workers reduce with.
+
+    Parameters
+    ----------
+    library_path : str
+        MXNet's library.
+    naive : bool
+        Whether MXNet runs with NaiveEngine.
+    """
+
+    def __init__(self, library_path: str, naive: bool) -> None: ...
+    def reduce(self, inputs: list[int], output: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        """Sum arrays of equal dtype and size, given as their handles, times both factors; asynchronous.
+
+        `output` may be one of the inputs. All are dense, and in memory that the CPU reaches. Raises `InputFailedError`
+        where MXNet refused it; with NaiveEngine, whatever failed.
+        """
+
+class Step:
+    """The gradients of a Trainer's step, see `MXNetAdapter.prepare`."""
+
+class MXNetAdapter:
+    """Submits MXNet arrays through MXNet's own engine, so that nothing blocks and dependencies are kept.
+
+    With NaiveEngine (`naive`) operations are over, and their errors raised, when a call returns.
+    """
+
+    def __init__(self, engine: Engine, library_path: str, naive: bool = False, arena: Arena | None = None) -> None: ...
+    def is_dense(self, array: int) -> bool:
+        """Whether the array can be given to `pushpull` and `broadcast` as it is."""
+
+    def is_plain(self, array: int) -> bool:
+        """The same, and it lies on the CPU."""
+
+    def chunk_id(self, array: int) -> int:
+        """What tells the storage of arrays apart: equal for views of one array."""
+
+    def pushpull(
+        self,
+        name: str,
+        label: str,
+        inputs: list[int],
+        outputs: list[int],
+        op: str = "sum",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        priority: int = 0,
+        as_half: bool = False,
+        weight: float = 1.0,
+        group: int = 0,
+    ) -> None:
+        """Reduce `inputs` with those of the other workers into each of `outputs`; asynchronous.
+
+        Operations of one name take part in the order of the calls. For `op`, `as_half`, `weight` and `group` see
+        `comm.base.Request`.
+        """
+
+    def pushpull_in_place(self, name: str, label: str, array: int, priority: int, as_half: bool = False) -> int | None:
+        """Sum one array in place; returns its bytes. None, and nothing done, when the case needs a closer look."""
+
+    def prepare(self, gradients: Sequence[tuple[str, str, int, int]]) -> Step | None:
+        """What `pushpull_step` takes, of the (name, label, array, priority) of each array; it keeps their memory.
+
+        None when an array needs a closer look.
+        """
+
+    def pushpull_step(self, step: Step, as_half: bool = False, op: str = "sum", weight: float = 1.0) -> None:
+        """Reduce each array that was prepared in place, as `pushpull` does one after the other; asynchronous.
+
+        Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
+        """
+
+    def broadcast(self, name: str, label: str, array: int, root: int = 0, priority: int = 0) -> None:
+        """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""
+
+    def new_array(self, shape: Sequence[int], dtype: str) -> int:
+        """The NDArrayHandle of a new array in the arena, for the caller to own; 0 when it takes none.
+
+        Its content is unspecified.
+        """
+
+    def take_unread_error(self) -> KVHvdError | None:
+        """The error of an earlier operation that nobody has seen yet, or None; it is given out once."""
+
+    def after_fork_in_child(self) -> None:
+        """Give up threads in a forked child."""
