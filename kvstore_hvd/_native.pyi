@@ -3,7 +3,7 @@
 Addresses are integers; MXNet's arrays are given as their handles, integers as well. Whatever waits releases the GIL.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstore_hvd.errors import KVHvdError
@@ -133,10 +133,10 @@ class Arena:
 class Request:
     """A collective operation on raw addresses; may be submitted any number of times.
 
-    Its fields are those of `comm.base.Request`, by keyword. The addresses must stay valid until it is done.
+    Its fields are those of `comm.base.Request`, by name. The addresses must stay valid until it is done.
     """
 
-    def __init__(self, **fields: Any) -> None: ...
+    def __init__(self, fields: Mapping[str, Any]) -> None: ...
 
 class Work:
     """A request in flight."""

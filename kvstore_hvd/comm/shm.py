@@ -236,4 +236,4 @@ def _arena_bytes(topology: Topology) -> int:
 
 def native_request(request: Request) -> native.Request:
     """The same for the engine."""
-    return native.Request(**vars(request))
+    return native.Request(vars(request))

@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <array>
+#include <iterator>
 #include <optional>
 #include <tuple>
 
@@ -79,16 +81,22 @@ constexpr Field kFields[] = {
     {"failure", set_field<&Request::input_failure>},
 };
 
-std::shared_ptr<Request> make_request(const py::kwargs& values) {
+std::shared_ptr<Request> make_request(const py::dict& values) {
+  // Strings of the interpreter's that are looked up without being hashed; never freed.
+  static const auto* const names = [] {
+    auto* made = new std::array<PyObject*, std::size(kFields)>();
+    for (std::size_t i = 0; i < made->size(); ++i) (*made)[i] = PyUnicode_InternFromString(kFields[i].name);
+    return made;
+  }();
   auto request = std::make_shared<Request>();
   std::size_t given = 0;
-  for (const Field& field : kFields) {
-    PyObject* value = PyDict_GetItemString(values.ptr(), field.name);
+  for (std::size_t i = 0; i < names->size(); ++i) {
+    PyObject* value = PyDict_GetItemWithError(values.ptr(), (*names)[i]);
     if (value == nullptr) continue;
-    field.set(*request, value);
+    kFields[i].set(*request, value);
     ++given;
   }
-  if (given != values.size()) throw py::type_error("a Request has no such field");
+  if (given != values.size()) throw py::value_error("a Request has no such field");
   return request;
 }
 

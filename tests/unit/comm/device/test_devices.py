@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvstore_hvd import errors
 from kvstore_hvd.comm.device.devices import DeviceThread
-from kvstore_hvd.errors import InvalidRequestError, KVHvdError, TimeoutError, TransportError
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError, TransportError
 from support.patience import patient
 
 
@@ -69,7 +70,7 @@ class Odd(BaseException):
     ("error", "told"),
     [
         (TransportError("of the executor"), TransportError("of the executor")),
-        (TimeoutError("it is late.\n  Fix: wait."), TimeoutError("it is late; wait")),
+        (errors.TimeoutError("it is late.\n  Fix: wait."), errors.TimeoutError("it is late; wait")),
         (InvalidRequestError("another GPU"), TransportError("another GPU")),
         (ValueError("of \udcff somebody"), TransportError("ValueError: of \\udcff somebody")),
         (Odd("odd"), TransportError("Odd: odd")),
@@ -108,7 +109,7 @@ def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits: bool) -> 
         engine.lost = True  # another worker died: the thread, which waits, does not see it
     assert engine.ended.wait(patient(20))
     thread.stop()
-    assert seen == ["enqueued", "device ended", "ended: TransportError('ValueError: failed on the way')", "closed"]
+    assert seen == ["enqueued", "device ended", "ended: TransportError('failed on the way')", "closed"]
 
 
 def test_a_thread_that_waits_is_ended_by_stop_too() -> None:
