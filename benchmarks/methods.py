@@ -15,7 +15,7 @@ import numpy as np
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.comm.shm import native_request
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
 
@@ -71,7 +71,7 @@ class Methods:
 
     def arena_zeros(self, shape: Sequence[int]) -> Any:
         """Return a float32 array of MXNet in this worker's arena, where gradients of parameters lie."""
-        handle = engine.current().mxnet_adapter().new_array(tuple(shape), "float32")
+        handle = process.current().member.mxnet_adapter().new_array(tuple(shape), "float32")
         array = mx.nd.NDArray(handle=ctypes.c_void_p(handle))
         array[:] = 0
         return array

@@ -39,7 +39,7 @@ from kvstore_hvd.errors import (
 from kvstore_hvd.horovod import alias as horovod_alias
 from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.ops.numpy_ops import allreduce, allreduce_init, barrier, broadcast
-from kvstore_hvd.process.engine import current as _engine
+from kvstore_hvd.process.process import current as _process
 from kvstore_hvd.store.divergence import verify
 from kvstore_hvd.store.kvstore import make_store_class
 from kvstore_hvd.timeline import start_timeline, stop_timeline
@@ -88,19 +88,19 @@ __all__ = [
 ]
 
 
-init = _engine().init
-shutdown = _engine().shutdown
-reset = _engine().reset
+init = _process().init
+shutdown = _process().shutdown
+reset = _process().reset
 
 
 def is_initialized() -> bool:
     """Whether this process is in a world of workers."""
-    return _engine().is_initialized
+    return _process().is_initialized
 
 
 def topology() -> Topology:
     """Who this worker is and how many there are; joins the world first when this process never did."""
-    return _engine().topology
+    return _process().topology
 
 
 if TYPE_CHECKING:
@@ -117,6 +117,6 @@ else:
 _prepare_mxnet()
 if _config().numpy_shim:
     mxnet_compat.numpy_shim.install()
-mxnet_compat.install_hooks_on_import(make_store_class, _engine().expected_size, _engine().adapter_for_gradients)
+mxnet_compat.install_hooks_on_import(make_store_class, _process().expected_size, _process().adapter_for_gradients)
 if _config().as_horovod:
     horovod_alias.install()

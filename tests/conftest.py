@@ -49,22 +49,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def _engine() -> Any:
-    engine = importlib.import_module("kvstore_hvd.process.engine").current()
-    engine.init()
-    yield engine
-    engine.shutdown()
+def _process() -> Any:
+    process = importlib.import_module("kvstore_hvd.process.process").current()
+    process.init()
+    yield process
+    process.shutdown()
 
 
 @pytest.fixture
-def world(_engine: Any) -> Any:
+def world(_process: Any) -> Any:
     """Return the `Topology` of the initialised world; fails when an earlier test has lost that world."""
     lost = importlib.import_module("kvstore_hvd.errors").HorovodInternalError
     try:
-        _engine.check()
+        _process.member.check()
     except lost as error:
         pytest.fail(f"an earlier test has lost the world: {error}", pytrace=False)
-    return _engine.topology
+    return _process.topology
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvstore_hvd.calling.parcel import unpack
 from kvstore_hvd.calling.paths import take_path
 from kvstore_hvd.calling.reports import Kind, Reporter, Sender
 from kvstore_hvd.config import config
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["main"]
 
@@ -81,7 +81,7 @@ def _sender() -> Sender:
     known = config()
     if known.worker is None:
         return Sender(known.rank or 0, known.size or 1)
-    place = engine.current().last_place
+    place = process.current().last_place
     if place is None:
         return Sender(worker=known.worker)
     return Sender(place.rank, place.size, place.generation, known.worker)

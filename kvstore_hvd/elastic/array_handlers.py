@@ -12,7 +12,7 @@ from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.elastic.images import Image, Spec, Specs
 from kvstore_hvd.mxnet.functions import broadcast_object
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["ArraysHandler", "Details", "drain"]
 
@@ -81,7 +81,7 @@ class ArraysHandler(StagedHandler):
         HorovodInternalError
             The world is lost.
         """
-        world = engine.current()
+        world = process.current().member
         is_root = world.topology.rank == 0
         spare = self._spare
         if is_root:
@@ -106,7 +106,7 @@ class ArraysHandler(StagedHandler):
 
     def settle(self) -> None:
         """See `StagedHandler.settle`."""
-        if engine.current().topology.rank != 0:  # its value is what the others received
+        if process.current().topology.rank != 0:  # its value is what the others received
             self.restore()
 
     def restore(self) -> None:

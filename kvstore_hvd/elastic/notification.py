@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["NotificationManager", "notification_manager"]
 
@@ -19,8 +19,8 @@ class NotificationManager:
 
     def init(self) -> None:
         """Listen to the launcher from now on, if this worker belongs to an elastic job."""
-        engine.current().init()
-        line = engine.current().line
+        process.current().init()
+        line = process.current().line
         if line is not None:
             line.on_update = self.handle_hosts_updated
 
@@ -54,7 +54,7 @@ class NotificationManager:
 
         States forget what they were told of when they are reset, and there might be no other update for a long time.
         """
-        line = engine.current().line
+        line = process.current().line
         update = None if line is None else line.update
         if update is not None:
             self.handle_hosts_updated(*update)

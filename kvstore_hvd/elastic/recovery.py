@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore_hvd import errors
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, PeerLostError, message
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["as_lost_world", "check_recoverable"]
 
@@ -44,7 +44,7 @@ def check_recoverable(error: HorovodInternalError) -> None:
     PeerLostError
         One has died, and nothing can take its place.
     """
-    world = engine.current()
+    world = process.current()
     if world.line is not None or not isinstance(error, PeerLostError):
         return  # whoever lives meets again
     why = world.why_not_replaced()

@@ -23,7 +23,7 @@ from kvstore_hvd.errors import (
     message,
 )
 from kvstore_hvd.mxnet import process_sets
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["run", "run_fn"]
 
@@ -93,7 +93,7 @@ def run_fn(
         loop = _Loop(state, reset)
         loop.begin()
         try:
-            if engine.current().is_waiting:
+            if process.current().is_waiting:
                 loop.meet("start")
             else:
                 notification_manager.repeat()  # of what came while the program prepared
@@ -143,7 +143,7 @@ class _Loop:
             This process is in such a loop already.
         """
         if _Loop.is_running:
-            speaker = engine.current().topology.speaker
+            speaker = process.current().topology.speaker
             fact, fix = "it is called within itself.", "decorate the outer function only."
             raise InvalidRequestError(message(fact, **speaker, operation="elastic.run", fix=fix))
         _Loop.is_running = True
@@ -166,7 +166,7 @@ class _Loop:
         text = str(error).partition("\n")[0]
         log.logger.info("the world is lost, back to the last commit: %s", text)
         cause = _cause_of(error)
-        engine.current().abandon(text)  # whatever is under way fails, and nothing writes to arrays any more
+        process.current().abandon(text)  # whatever is under way fails, and nothing writes to arrays any more
         self._state.restore()
         self.skips_sync = False
         self.meet(cause, text)
@@ -177,7 +177,7 @@ class _Loop:
             try:
                 if self._reset is not None:
                     self._reset()
-                if self._reset is None or engine.current().is_waiting:
+                if self._reset is None or process.current().is_waiting:
                     _meet(cause, text)
                 self._agree()
                 self._state.on_reset()
@@ -193,14 +193,14 @@ class _Loop:
 
     def has_state(self) -> None:
         """The training can go on from this worker, should it be the only one that is left."""
-        line = engine.current().line
+        line = process.current().line
         if line is not None and not self._has_told:
             self._has_told = True
             line.synced()
 
     def finish(self) -> None:
         """Training is over on this worker."""
-        line = engine.current().line
+        line = process.current().line
         if line is not None:
             line.finished()
 
@@ -212,7 +212,7 @@ class _Loop:
         InvalidRequestError
             Others are in a later call of `run`. On this worker only: they go on without it.
         """
-        world = engine.current()
+        world = process.current().member
         with world.submitting():
             own = np.array([self.skips_sync, self._number], np.int64)
             rows = world.all_rows("elastic.run", "elastic/skip", "the start of a world", own)
@@ -227,11 +227,11 @@ class _Loop:
 
 def _cause_of(error: HorovodInternalError) -> str:
     """Why the world is lost: after a timeout, who does not come soon stands still, and is not waited for again."""
-    return "timeout" if isinstance(error, TimeoutError) or engine.current().has_given_up else "lost"
+    return "timeout" if isinstance(error, TimeoutError) or process.current().has_given_up else "lost"
 
 
 def _meet(cause: str, text: str) -> None:
-    world = engine.current()
+    world = process.current()
     if not world.is_waiting:
         # All have agreed on an update: without a reason nobody fails who still waits for the end of that.
         world.abandon("" if cause == "updated" else text or "the world was left")

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["ElasticSampler"]
 
@@ -90,7 +90,7 @@ class SamplerMethods:
 
     def reset(self) -> None:
         """Deal out what is left of the epoch among the workers of the present world."""
-        topology = engine.current().topology
+        topology = process.current().topology
         self.rank, self.num_replicas = topology.rank, topology.size
         if self._order is None:
             self._order = self._epoch_order()
@@ -293,7 +293,7 @@ class SamplerMethods:
         self.reset()
 
     def _text(self, operation: str, fact: str, fix: str) -> str:
-        speaker = engine.current().topology.speaker
+        speaker = process.current().topology.speaker
         return message(fact, **speaker, operation=f"ElasticSampler.{operation}", fix=fix)
 
 

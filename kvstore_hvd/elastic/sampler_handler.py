@@ -7,7 +7,7 @@ from typing import Any
 from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.mxnet.functions import broadcast_object
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["SamplerHandler"]
 
@@ -42,7 +42,7 @@ class SamplerHandler(StagedHandler):
         HorovodInternalError
             The world is lost.
         """
-        world = engine.current()
+        world = process.current().member
         self.stage()
         if world.is_alone:
             return

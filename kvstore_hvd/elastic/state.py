@@ -11,7 +11,7 @@ from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
 from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
 from kvstore_hvd.mxnet.basics import rank
 from kvstore_hvd.mxnet.functions import broadcast_object
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["ObjectState", "State"]
 
@@ -178,8 +178,10 @@ class ObjectState(State):
 
     def _check_same(self, here: list[str], there: list[str]) -> None:
         """Raise on all workers if one has not what rank 0 has."""
-        world = engine.current()
-        if world.is_initialized and not world.is_alone:
+        if not process.current().is_initialized:
+            return
+        world = process.current().member
+        if not world.is_alone:
             fault = f"it has {', '.join(here) or 'nothing'}, but rank 0 has {', '.join(there) or 'nothing'}."
             with world.submitting():
                 raise_on_all(world, fault if here != there else "")
@@ -194,7 +196,6 @@ class ObjectState(State):
     def _present(self) -> dict[str, Any]:
         """Copies of the attributes, as they are now. Raises when the world is lost: they may tell of a failed step."""
         copies = named_copies({name: getattr(self, name) for name in self._saved_state}, "state")
-        world = engine.current()
-        if world.is_initialized:
-            world.check()
+        if process.current().is_initialized:
+            process.current().member.check()
         return copies

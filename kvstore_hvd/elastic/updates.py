@@ -7,7 +7,7 @@ import queue
 
 import numpy as np
 
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["HostUpdateResult", "HostUpdates"]
 
@@ -54,7 +54,7 @@ class HostUpdates:
             number, told = self._messages.get()
             if number > self._last:
                 newest, result = max(newest, number), result | told
-        world = engine.current()
+        world = process.current().member
         with world.submitting():
             row = np.array([self._last, newest, result], np.int64)
             rows = world.all_rows("check_host_updates", _NAME, "check_host_updates", row)

@@ -38,7 +38,7 @@ from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
 from kvstore_hvd.join.withdrawal import Withdrawal, is_withdrawn
 from kvstore_hvd.join.zeros import LEFT, explained
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.process.numbering import next_number
 
@@ -136,7 +136,7 @@ class Join:
             fact = "Using join context manager with multiple process groups"
             raise InvalidRequestError(message(fact, fix="nest one Join for each process set."))
         # That of a process set, if the joinables have one.
-        self._world = engine.current() if groups[0] is None else groups[0].world("Join")
+        self._world = process.current().member if groups[0] is None else groups[0].world("Join")
         # Whether who has no input sees what the others submit; else they tell in each iteration that they are there.
         self._trainers = [hook for hook in self._hooks if isinstance(hook, TrainerHook)]
         self._follows_steps = not self._throws and len(self._trainers) == len(self._hooks)
@@ -165,7 +165,7 @@ class Join:
         self._followed = 0
         self._beginner = None
         self._thread = threading.get_ident()
-        self._held = engine.current().worlds_within(self._world) if self._enable and self._throws else []
+        self._held = process.current().worlds_within(self._world) if self._enable and self._throws else []
         for world in self._held:
             world.hold_unread(1)
         _entered.append(self)
@@ -378,7 +378,7 @@ class Join:
             return False
         who = str(error).partition("]")[0]  # see `Topology.speaker`
         inner = [
-            each.topology.inside for each in engine.current().worlds_within(self._world) if each is not self._world
+            each.topology.inside for each in process.current().worlds_within(self._world) if each is not self._world
         ]
         return not any(re.search(rf"process set {each.number}\b", who) for each in inner if each is not None)
 

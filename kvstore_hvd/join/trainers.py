@@ -21,7 +21,7 @@ from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutErr
 from kvstore_hvd.join.joinable import Joinable, JoinHook
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.native.records import Missed
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.keys import wire_name
@@ -60,7 +60,7 @@ def check_stores(joinables: Sequence[Joinable]) -> None:
     stores = [each.store for each in joinables if isinstance(each, _TrainerJoinable)]
     if len({id(store) for store in stores}) < len(stores):
         fact, fix = "two Trainers use the same store.", "give each its own: kvstore='horovod'."
-        raise InvalidRequestError(message(fact, **stores[0]._engine.topology.speaker, operation="Join", fix=fix))
+        raise InvalidRequestError(message(fact, **stores[0]._member.topology.speaker, operation="Join", fix=fix))
 
 
 class _TrainerJoinable(Joinable):
@@ -95,7 +95,7 @@ class _TrainerJoinable(Joinable):
     @property
     def world(self) -> Member:
         """The workers that it exchanges gradients with."""
-        return self.store._engine
+        return self.store._member
 
     def step(self, original: Callable[..., None], batch_size: Any, ignore_stale_grad: bool) -> None:
         """What ``Trainer.step`` does; `original` is that of MXNet."""
@@ -351,6 +351,6 @@ def _store_of(trainer: Any) -> StoreMethods:
             store = trainer._kvstore_params["kvstore"] = mxnet.kvstore.create(store)
     if not isinstance(store, StoreMethods):
         fact, fix = "it does not exchange gradients.", "create it with kvstore='horovod', or as a DistributedTrainer."
-        speaker = engine.current().topology.speaker
+        speaker = process.current().topology.speaker
         raise InvalidRequestError(message(fact, **speaker, operation="Join", name="Trainer", fix=fix))
     return store

@@ -16,7 +16,7 @@ from kvstore_hvd.join import tokens
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.zeros import explained
 from kvstore_hvd.native.records import Missed
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.process.numbering import agree_on_numbers
 
@@ -59,7 +59,7 @@ class Withdrawal:
         self._world = world
         self._number = number
         # Process sets within it, too: all of their workers are in the Join.
-        self._worlds = engine.current().worlds_within(world)
+        self._worlds = process.current().worlds_within(world)
         self._is_of_join = is_of_join
         self._declined: dict[tuple[Member, str], native.Work] = {}  # under way
         self._followed: set[tuple[Member, str]] = set()

@@ -11,7 +11,7 @@ from kvstore_hvd.errors import InvalidRequestError, KVHvdError, NotInitializedEr
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.nccl_library import library
 from kvstore_hvd.mxnet import process_sets as sets
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.timeline import start_timeline, stop_timeline
 from kvstore_hvd.worlds.mpi.world import initialised_mpi
 from kvstore_hvd.worlds.topology import Topology
@@ -70,7 +70,7 @@ def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, N
     if not all(isinstance(each, sets.ProcessSet) for each in chosen):
         fix = "pass a list of hvd.ProcessSet, or 'dynamic'."
         raise InvalidRequestError(message(f"process_sets is {process_sets!r}.", operation="init", fix=fix))
-    engine.current().init(comm)
+    process.current().init(comm)
     if dynamic:
         sets.allow_dynamic()
     sets.add_at_start(chosen)
@@ -86,18 +86,18 @@ def shutdown() -> None:
     HorovodInternalError, KVHvdError
         As `kvstore_hvd.shutdown`.
     """
-    engine.current().shutdown()
+    process.current().shutdown()
 
 
 def is_initialized() -> bool:
     """Whether this process is in a world of workers, or was forked by one that is."""
-    world = engine.current()
+    world = process.current()
     return world.is_initialized or world.is_forked
 
 
 def _topology() -> Topology:
     # A forked child, such as a worker process of a DataLoader, may ask what its part of the data is.
-    world = engine.current()
+    world = process.current()
     if not is_initialized():
         raise NotInitializedError(message("Horovod has not been initialized.", fix="call hvd.init() first."))
     return world.topology

@@ -124,7 +124,7 @@ class TrainerMethods:
         if prefix is not None and not isinstance(prefix, str):
             _refuse("DistributedTrainer", f"prefix is {prefix!r}.", "pass a str.")
         store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set)
-        self._world, self._process_set = store._engine, process_set
+        self._world, self._process_set = store._member, process_set
         self._sparse_as_dense = _checked_flag("DistributedTrainer", sparse_as_dense)
         self._compression = compression
         #: See `join.trainers`: None means all workers.
@@ -271,7 +271,7 @@ class OptimizerMethods:
         """Within, the optimizer inside divides sums by the number of workers that there are."""
         optimizer = vars(self)["_optimizer"]
         own = optimizer.rescale_grad
-        optimizer.rescale_grad = own * vars(self)["_factor"] / _members_of(vars(self)["_set"], self._store._engine)
+        optimizer.rescale_grad = own * vars(self)["_factor"] / _members_of(vars(self)["_set"], self._store._member)
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
 from kvstore_hvd.mxnet.set_agreement import Part, agreed_sets, row_of
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.inner_worlds import InnerMember
 from kvstore_hvd.process.member import Member
 
@@ -78,7 +78,7 @@ class ProcessSet:
         """This worker's number among the members, -1 if it is none; None unless the set is registered."""
         if self.process_set_id is None:
             return None
-        ranks, own = self.ranks or [], engine.current().topology.rank
+        ranks, own = self.ranks or [], process.current().topology.rank
         return ranks.index(own) if own in ranks else -1
 
     def included(self) -> Optional[bool]:
@@ -102,7 +102,7 @@ class ProcessSet:
         InvalidRequestError
             The set is not registered, or this worker is not a member.
         """
-        world = engine.current()
+        world = process.current()
         if not world.is_initialized:
             fix = "call hvd.init() first."
             raise NotInitializedError(message("Horovod has not been initialized.", operation=operation, fix=fix))
@@ -137,7 +137,7 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def ranks(self) -> Optional[list[int]]:
         """All ranks; None outside of a world."""
-        world = engine.current()
+        world = process.current()
         return list(range(world.topology.size)) if world.is_initialized else None
 
 
@@ -171,14 +171,14 @@ class _Registry:
     def number_of(self, process_set: ProcessSet) -> Optional[int]:
         """Number of a registered set."""
         if process_set is global_process_set:
-            return 0 if engine.current().is_initialized else None
+            return 0 if process.current().is_initialized else None
         found = (number for number, each in self.sets.items() if any(one is process_set for one in each.objects))
         return next(found, None)
 
     def world_of(self, process_set: ProcessSet) -> Member:
         """This worker's part in the world of a registered set."""
         number = self.number_of(process_set)
-        return self.sets[number].member if number else engine.current()
+        return self.sets[number].member if number else process.current().member
 
 
 # With the number of times that this worker had left by then: `shutdown` forgets the sets, `reset` keeps them.
@@ -187,7 +187,7 @@ _latest: tuple[int, _Registry] = (0, _Registry())
 
 def _registry() -> _Registry:
     global _latest
-    departures = engine.current().departures
+    departures = process.current().departures
     if _latest[0] != departures:
         _latest = (departures, _Registry())
     return _latest[1]
@@ -243,7 +243,7 @@ def add_at_start(chosen: Sequence[ProcessSet]) -> None:
 
 def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
     world, registry = global_process_set.world(operation), _registry()
-    if engine.current().is_waiting:
+    if process.current().is_waiting:
         registry.wanted += [each for each in chosen if not any(one is each for one in registry.wanted)]
         return
     rows = [_row(each) for each in chosen]
@@ -259,7 +259,7 @@ def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
             if part not in numbers:
                 numbers[part] = registry.next_number
                 registry.next_number += 1
-                member = engine.current().join_inner(part, numbers[part])
+                member = process.current().join_inner(part, numbers[part])
                 registry.sets[numbers[part]] = _Registered([], member)
         for process_set, each in zip(chosen, agreed):
             _name(process_set, each, numbers)
@@ -289,7 +289,7 @@ def _check_new(operation: str, parts: Sequence[Part], numbers: dict[Part, int]) 
 
 def _name(process_set: ProcessSet, parts: Sequence[Part], numbers: dict[Part, int]) -> None:
     """Have an object stand for what it names: the one set, or this worker's part of several."""
-    own = engine.current().topology.rank
+    own = process.current().topology.rank
     for part in parts:
         objects = _registry().sets[numbers[part]].objects
         if len(parts) == 1 or own in part:
@@ -300,11 +300,11 @@ def _name(process_set: ProcessSet, parts: Sequence[Part], numbers: dict[Part, in
 
 def _row(process_set: ProcessSet) -> Any:
     """What this worker says of a set."""
-    topology, comm = engine.current().topology, process_set.mpi_comm
+    topology, comm = process.current().topology, process_set.mpi_comm
     if not comm:  # COMM_NULL has no ranks: the workers that are not members learn who is
         return row_of(process_set.ranks or [], topology.size)
-    told = comm.allgather((engine.current().job, topology.rank))
-    strangers = any(job != engine.current().job for job, _ in told)
+    told = comm.allgather((process.current().member.job, topology.rank))
+    strangers = any(job != process.current().member.job for job, _ in told)
     ranks = sorted({rank for _, rank in told if rank < topology.size})
     return row_of(ranks, topology.size, of_communicator=True, has_strangers=strangers)
 
@@ -339,7 +339,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         if not number:
             return False
         # Before an unread error is raised, which other workers may not have.
-        engine.current().leave_inner(registry.sets.pop(number).member)
+        process.current().leave_inner(registry.sets.pop(number).member)
     return True
 
 
@@ -355,7 +355,7 @@ def rejoin() -> None:
     LaunchError, HorovodInternalError
         As `register`.
     """
-    world, registry = engine.current(), _registry()
+    world, registry = process.current().member, _registry()
     if world.is_alone:
         told = _as_text(registry)
     else:
@@ -369,7 +369,7 @@ def rejoin() -> None:
         known = before.get(number) or _Registered(wanted, InnerMember(ranks, number))
         registry.sets[number] = known
         if ranks[-1] < world.topology.size:
-            world.join_inner(ranks, number, known.member)
+            process.current().join_inner(ranks, number, known.member)
     foreign = [each for each in registry.wanted if registry.number_of(each) is None]
     registry.wanted.clear()
     if foreign:
@@ -384,7 +384,7 @@ def _as_text(registry: _Registry) -> str:
 
 def process_sets() -> list[ProcessSet]:
     """The registered sets in the order of their numbers, first the global one; none outside of a world."""
-    world = [global_process_set] if engine.current().is_initialized else []
+    world = [global_process_set] if process.current().is_initialized else []
     return [*world, *(each.first for each in _registry().sets.values())]
 
 
@@ -428,5 +428,5 @@ def _check_ranks(ranks: Any) -> list[int]:
 
 
 def _text(fact: str, fix: str, operation: str, details: Sequence[str] = ()) -> str:
-    topology = engine.current().topology
+    topology = process.current().topology
     return message(fact, rank=topology.rank, size=topology.size, operation=operation, details=details, fix=fix)

@@ -13,7 +13,7 @@ from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, is_on_gpu, synchronize
 from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.native.records import DeviceOperation
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["allreduce", "broadcast"]
 
@@ -40,7 +40,7 @@ def _run(
     postscale: float = 1.0,
     root: int = 0,
 ) -> Any:
-    world = engine.current()
+    world = process.current().member
     speaker: dict[str, Any] = {**world.topology.speaker, "operation": collective, "name": name}
     # What has lost the world, or a fork, makes CUDA fail, too: the reason comes before its consequences.
     with world.submitting():
@@ -120,7 +120,7 @@ def _run_alone(request: Request, device: int) -> None:
     # The program's own current device stays what it is.
     with _lock, active(device):
         if device not in _executors:
-            _executors[device] = create_executor(None, engine.current().topology, device)
+            _executors[device] = create_executor(None, process.current().topology, device)
         executor = _executors[device]
         completion = getattr(executor, request.collective)([operation])
         while not completion.done():

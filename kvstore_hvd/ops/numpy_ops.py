@@ -22,7 +22,7 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.gpu.arrays import is_on_gpu
 from kvstore_hvd.ops import gpu_ops
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["allreduce", "allreduce_init", "barrier", "broadcast"]
 
@@ -110,7 +110,7 @@ def allreduce_init(
     _check_call("allreduce", name, op)
     out = _check_arrays("allreduce", name, array, out)
     scale = (float(prescale), float(postscale))
-    world = engine.current()
+    world = process.current().member
     if world.is_alone:
         generation = world.topology.generation
 
@@ -151,7 +151,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
     KVHvdError, InvalidTypeError
         As `allreduce`.
     """
-    size = engine.current().topology.size
+    size = process.current().topology.size
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
         fix = f"use a root of 0 to {size - 1}." if size > 1 else "use root 0."
         raise InvalidRequestError(_text("broadcast", name, f"there is no rank {root!r}.", fix))
@@ -165,7 +165,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
 
 def barrier(name: str = "barrier") -> None:
     """Wait until every worker has called it. Does not wait for pending operations on MXNet arrays."""
-    engine.current().barrier(name)
+    process.current().member.barrier(name)
 
 
 def _is_on_gpu(array: Any) -> bool:
@@ -182,7 +182,7 @@ def _run(
     postscale: float = 1.0,
     root: int = 0,
 ) -> None:
-    world = engine.current()
+    world = process.current().member
     if world.is_alone:
         _alone(array, prescale, postscale, out)
         return
@@ -289,7 +289,7 @@ _VERBS = {"allreduce": "reduce", "broadcast": "broadcast"}
 
 
 def _text(operation: str, name: str, fact: str, fix: str, details: tuple[str, ...] = ()) -> str:
-    topology = engine.current().topology
+    topology = process.current().topology
     return message(
         fact, rank=topology.rank, size=topology.size, operation=operation, name=name, fix=fix, details=details
     )

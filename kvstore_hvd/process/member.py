@@ -25,15 +25,14 @@ from kvstore_hvd.process.stall import StallInspector
 from kvstore_hvd.worlds.namespaces import Namespaces
 from kvstore_hvd.worlds.topology import Topology, World
 
-__all__ = ["Member", "first_unread", "log_unread"]
+__all__ = ["Member", "first_unread", "log_unread", "raise_unread"]
 
 
 class Member:
     """What stores communicate through. All methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        # Another one: who leaves the world holds that, and waits for operators of MXNet that may ask for the adapter.
+        # Of its own: who leaves the world holds the process's, and waits for operators of MXNet that may ask for this.
         self._adapter_lock = threading.Lock()
         self._world: World | None = None
         self._communicator: Communicator | None = None
@@ -44,6 +43,7 @@ class Member:
         self._holds_unread = 0  # who has such errors wait
         self._closed = ""  # why there is no world any more
         self._remedy = ""
+        self._is_waiting = False
         self._forked = False
         self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
         self._namespaces = Namespaces()
@@ -71,9 +71,14 @@ class Member:
                 self._arenas.append(self._communicator.arena)
             with refusals_explained(topology):
                 self._inspect(self._communicator, topology)
-        self._world = world
+        self._world, self._is_waiting = world, False
         self._closed = self._remedy = ""
         log.logger.debug("joined a world: %s", topology)
+
+    def wait_for(self, world: World) -> None:
+        """Take `world` for a guess of the one that this worker will be taken into by `join`."""
+        self._world, self._is_waiting = world, True
+        self._closed = ""
 
     def leave(self, reason: str = "") -> Exception | None:
         """Leave the world; does nothing without one.
@@ -108,12 +113,12 @@ class Member:
             if not early and not self._leaving.wait_for_all():
                 early = "it left while its operations were pending"
             if not early:
-                self._drain()
+                self.drain()
             self._leaving.shutdown(early)
             # Every operation is complete now; MXNet has to hand the results or errors on before the adapter goes. Not
             # if this worker ends early: something may be wrong with MXNet itself.
             if not reason:
-                self._drain()
+                self.drain()
         except BaseException as error:  # Ctrl-C, above all: the others do not wait for this worker until the deadline
             self._leaving.shutdown(f"it was interrupted while it left: {type(error).__name__}")
             raise
@@ -139,14 +144,8 @@ class Member:
         KVHvdError
             An operation failed, and nobody has read its result. This worker has left the world nevertheless.
         """
-        with self._lock:
-            # A world that is lost already has told so, by the operation that failed.
-            was_lost = self._communicator is not None and self._communicator.health() is not None
-            unread = self.leave(reason)
-            if unread is not None and was_lost:
-                log_unread(unread)
-            elif unread is not None:
-                raise unread
+        was_lost = self.is_lost
+        raise_unread(self.leave(reason), was_lost)
 
     def abort(self, text: str) -> None:
         """Fail the pending and later operations of all workers, with this text."""
@@ -156,7 +155,6 @@ class Member:
 
     def after_fork_in_child(self) -> None:
         """Let go of the world; the child may not talk to the other workers."""
-        self._lock = threading.RLock()
         self._adapter_lock = threading.Lock()
         self._inspector = None
         if self._communicator is not None:
@@ -179,6 +177,15 @@ class Member:
     def defer(self, error: Exception | None) -> None:
         """Have the next call raise `error`, unless one waits for that already."""
         self._deferred = self._deferred or error
+
+    def drain(self) -> None:
+        """Wait for MXNet's operations; what one of them failed with is raised by the next call."""
+        if not mxnet_compat.is_imported():
+            return
+        try:
+            mxnet_compat.waitall()
+        except Exception as error:  # noqa: BLE001 - whatever an operation failed with
+            self.defer(error)
 
     def hold_unread(self, change: int) -> None:
         """Leave errors that nobody has read alone, while this was called with 1 more often than with -1.
@@ -209,20 +216,37 @@ class Member:
         self._inspector = StallInspector(communicator, topology, check_s, shutdown_s, self._namespaces.describe)
         self._inspector.start()
 
-    def _drain(self) -> None:
-        if not mxnet_compat.is_imported():
-            return
-        try:
-            mxnet_compat.waitall()
-        except Exception as error:  # noqa: BLE001 - whatever an operation failed with
-            self.defer(error)
-
     # -- What stores need -------------------------------------------------------------------------------------------
 
     @property
+    def world(self) -> World | None:
+        """The present world or the last one; None before the first one."""
+        return self._world
+
+    @property
     def is_initialized(self) -> bool:
-        """Whether this process is in a world."""
+        """Whether this worker is in a world."""
         return self._world is not None and not self._closed
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this worker of an elastic job has come to a running one, and has yet to be taken in."""
+        return self._is_waiting
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this worker is in a world of several."""
+        return self._communicator is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this worker is in a world that every operation fails in."""
+        return self._communicator is not None and self._communicator.health() is not None
+
+    @property
+    def deferred(self) -> Exception | None:
+        """The error that the next call will raise."""
+        return self._deferred
 
     @property
     def is_forked(self) -> bool:
@@ -265,13 +289,26 @@ class Member:
         ------
         ShutdownError
             There is none: this worker left the world, or is a forked child.
+        InvalidRequestError
+            This worker has yet to be taken in.
         """
         communicator = self._communicator
+        if self._is_waiting:
+            fact = "this worker has come to a job that is running, whose workers do not know it yet."
+            fix = "call collectives only within the function that kvstore_hvd.elastic.run wraps."
+            raise InvalidRequestError(message(fact, fix=fix))
         if communicator is None:
-            topology = self.topology
-            fact = self._closed or "there is only one worker."
-            raise ShutdownError(message(fact, **topology.speaker, fix=self._remedy))
+            raise self.closed_error()
         return communicator
+
+    def others(self) -> Communicator | None:
+        """The same; None where this worker is the only one."""
+        return None if self.is_alone else self.communicator()
+
+    def closed_error(self) -> ShutdownError:
+        """What says why there are no other workers."""
+        fact = self._closed or "there is only one worker."
+        return ShutdownError(message(fact, **self.topology.speaker, fix=self._remedy))
 
     @property
     def reaches_gpus(self) -> bool:
@@ -417,6 +454,14 @@ def first_unread(first: Exception | None, other: Exception | None) -> Exception 
     if other is not None and other is not first:
         log_unread(other)
     return first
+
+
+def raise_unread(unread: Exception | None, was_lost: bool) -> None:
+    """Raise what `Member.leave` returned. A world that was lost before has told so, by the operation that failed."""
+    if unread is not None and not was_lost:
+        raise unread
+    if unread is not None:
+        log_unread(unread)
 
 
 def log_unread(error: Exception) -> None:

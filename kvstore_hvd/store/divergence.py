@@ -12,7 +12,7 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidTypeError, message
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 
 __all__ = ["compare", "verify"]
@@ -62,7 +62,7 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, wo
     world : Member, optional
         Whose workers to compare with; by default all.
     """
-    world = world or engine.current()
+    world = world or process.current().member
     if world.is_alone:
         return
     parameters = [(label, param) for label, param in parameters if getattr(param, "_differentiable", True)]
@@ -149,6 +149,6 @@ def _labelled(params: Any) -> list[tuple[str, Any]]:
 
 
 def _wrong(fact: str) -> str:
-    topology = engine.current().topology
+    topology = process.current().topology
     fix = "pass net.collect_params(), or a dict or list of parameters or arrays of MXNet."
     return message(fact, rank=topology.rank, size=topology.size, operation="verify", fix=fix)

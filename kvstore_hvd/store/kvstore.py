@@ -19,7 +19,7 @@ from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
 from kvstore_hvd.native.records import Statistics
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
@@ -38,7 +38,7 @@ def make_store_class() -> type:
     mx = mxnet_compat.require_mxnet()
 
     # Importing MXNet registered its exit handler; ours has to come after it.
-    engine.register_exit_handler()
+    process.register_exit_handler()
     return type(
         "Horovod",
         (StoreMethods, mx.kvstore.KVStoreBase),
@@ -63,18 +63,18 @@ class StoreMethods:
 
     def __init__(self, world: Member | None = None, reduction: Reduction = SUM) -> None:
         # MXNet passes nothing.
-        self._engine = world or engine.current()
         if world is None:
-            engine.current().init()
+            process.current().init()
+        self._member = world or process.current().member
         self._names: dict[str, str] = {}
-        self._namespace = self._engine.next_namespace(self._label)
+        self._namespace = self._member.next_namespace(self._label)
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
         self._reduction = reduction  # see set_gradient_compression()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
         self._staged_reasons: dict[str, str] = {}  # by str(key), of gradients of Trainers
         self._usage = Usage()
         self._count = self._usage.add
-        self._operations = Operations(self._engine, self._namespace, self._count)
+        self._operations = Operations(self._member, self._namespace, self._count)
 
     def __repr__(self) -> str:
         return f"<kvstore_hvd Horovod store {self._namespace}: rank {self.rank} of {self.num_workers}>"
@@ -89,37 +89,37 @@ class StoreMethods:
     @property
     def rank(self) -> int:
         """This worker's number, from 0."""
-        return self._engine.topology.rank
+        return self._member.topology.rank
 
     @property
     def num_workers(self) -> int:
         """Number of workers."""
-        return self._engine.topology.size
+        return self._member.topology.size
 
     @property
     def local_rank(self) -> int:
         """This worker's number among those on its host."""
-        return self._engine.topology.local_rank
+        return self._member.topology.local_rank
 
     @property
     def local_size(self) -> int:
         """Number of workers on this host."""
-        return self._engine.topology.local_size
+        return self._member.topology.local_size
 
     @property
     def cross_rank(self) -> int:
         """This host's number, among the hosts that have a worker with this local rank."""
-        return self._engine.topology.cross_rank
+        return self._member.topology.cross_rank
 
     @property
     def cross_size(self) -> int:
         """Number of hosts that have a worker with this local rank."""
-        return self._engine.topology.cross_size
+        return self._member.topology.cross_size
 
     @property
     def _generation(self) -> int:
         """Number of the world."""
-        return self._engine.topology.generation
+        return self._member.topology.generation
 
     # -- Collectives ------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class StoreMethods:
         HorovodInternalError
             The world is lost.
         """
-        with self._engine.submitting():
+        with self._member.submitting():
             self._operations.broadcast(*self._check("broadcast", key, value, out), priority)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -181,7 +181,7 @@ class StoreMethods:
         """
         if out is None and self._push_in_place(key, value, priority):
             return
-        with self._engine.submitting():
+        with self._member.submitting():
             call, groups = self._check("pushpull", key, value, out, allow_rows=True)
             self._operations.pushpull(call, groups, priority, self._reduction)
 
@@ -193,7 +193,7 @@ class StoreMethods:
         HorovodInternalError
             The world is lost.
         """
-        self._engine.barrier(self._namespace)
+        self._member.barrier(self._namespace)
 
     _barrier = barrier
 
@@ -201,7 +201,7 @@ class StoreMethods:
 
     def init(self, key: Any, value: Any) -> None:
         """Broadcast rank 0's value in place, and keep it for `pull`. Raises as `broadcast`."""
-        with self._engine.submitting():
+        with self._member.submitting():
             call, groups = self._check("init", key, value)
             self._operations.broadcast(call, groups, 0)
             for group in groups:
@@ -213,7 +213,7 @@ class StoreMethods:
 
         Parameters and exceptions as `pushpull`.
         """
-        with self._engine.submitting():
+        with self._member.submitting():
             call, groups = self._check("push", key, value, allow_rows=True)
             for group in groups:
                 group.outs = [buffer_like(group.values[0])]
@@ -241,7 +241,7 @@ class StoreMethods:
             As `pushpull`.
         """
         call = self._call("pull")
-        with self._engine.submitting():
+        with self._member.submitting():
             groups = group_arguments(call, key, out, role="out")
             for group in groups:
                 stored = self._stored.get(str(group.key))
@@ -337,9 +337,9 @@ class StoreMethods:
             begins); one that completes before that last submission is not exposed at all. The exposed times of a
             round overlap: the communication that a step waits for is their maximum, not their sum.
         """
-        memory = self._engine.arena
+        memory = self._member.arena
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}
-        measured = self._engine.report()
+        measured = self._member.report()
         keys = self._usage.report(self._names, lambda key: self._measured(key, measured.names))
         rounds = {
             "count": measured.rounds,
@@ -358,7 +358,7 @@ class StoreMethods:
         LaunchError
             Not all workers came back in time.
         """
-        engine.current().reset()
+        process.current().reset()
 
     def _set_key_labels(self, names: Mapping[Any, str]) -> None:
         """Name keys in messages and reports: a mapping of key to parameter name. Called by the Trainer hook."""
@@ -371,18 +371,18 @@ class StoreMethods:
 
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
         """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
-        divergence.compare(parameters, self._namespace, when, self._engine)
+        divergence.compare(parameters, self._namespace, when, self._member)
 
     def _is_true_anywhere(self, fact: bool) -> bool:
         """Whether it is on any worker; waits for all. Called by the hook of Trainers whose optimizer exchanges."""
-        with self._engine.submitting():
+        with self._member.submitting():
             row = np.array([fact], np.int64)
             name = f"{self._namespace}/overflow"
-            return bool(self._engine.all_rows("Trainer.step", name, "AMP's overflow", row).any())
+            return bool(self._member.all_rows("Trainer.step", name, "AMP's overflow", row).any())
 
     def _gradient_memory(self) -> native.MXNetAdapter | None:
         """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""
-        return self._engine.adapter_for_gradients()
+        return self._member.adapter_for_gradients()
 
     @contextlib.contextmanager
     def _averaging(self, weight: float) -> Iterator[None]:
@@ -396,7 +396,7 @@ class StoreMethods:
 
     def _broadcast_from(self, root: int, key: Key, arrays: Sequence[Any]) -> None:
         """Copy the first of another worker's arrays into all. For Trainers in a Join."""
-        with self._engine.submitting():
+        with self._member.submitting():
             self._operations.broadcast(*self._check("broadcast", key, arrays[0], list(arrays)), 0, root)
 
     # -- How it works -----------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ class StoreMethods:
         return self._call("").label(int(key) if key.isascii() and key.isdigit() else key)
 
     def _call(self, operation: str) -> Call:
-        topology = self._engine.topology
+        topology = self._member.topology
         return Call(operation, topology, self._names, mxnet_compat.is_ndarray)
 
     def _check(
@@ -441,7 +441,7 @@ class StoreMethods:
         """
         if type(value) is list and len(value) == 1:
             value = value[0]
-        adapter = self._engine.current_adapter
+        adapter = self._member.current_adapter
         if (
             adapter is None
             or type(key) not in (int, str)
@@ -478,13 +478,13 @@ class StoreMethods:
         """
         if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled:
             return False
-        adapter, prepared = self._engine.used_adapter, None
-        if not self._engine.is_alone:
+        adapter, prepared = self._member.used_adapter, None
+        if not self._member.is_alone:
             if adapter is not None:
                 prepared = step.prepared(adapter, self._name, self._wire_names)
             if prepared is None:
                 return False
-        with self._engine.submitting():
+        with self._member.submitting():
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
                 how = self._reduction

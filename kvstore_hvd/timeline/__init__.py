@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Union
 
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 __all__ = ["start_timeline", "stop_timeline"]
 
@@ -34,7 +34,7 @@ def start_timeline(file_path: Union[str, os.PathLike[str]], mark_cycles: bool = 
     ShutdownError
         This worker left its world, or is a forked child.
     """
-    engine.current().start_timeline(file_path, mark_cycles)
+    process.current().start_timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -50,4 +50,4 @@ def stop_timeline() -> None:
     HorovodInternalError
         The world is lost. The file is made by the last worker that ends its recording, unless one has died.
     """
-    engine.current().stop_timeline()
+    process.current().stop_timeline()

@@ -165,10 +165,21 @@ def test_shared_memory_is_removed_when_the_launcher_is_killed(marker: str, share
 
 
 def test_elastic_shared_memory_of_a_worker_that_is_killed_is_removed(marker: str, tmp_path: Path, shared: Any) -> None:
-    program = "import os, signal, subprocess, sys\ndef say(text): print(text, end='', flush=True)\n" + SHARED
-    program += "if os.environ['KVHVD_WORKER'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
+    program = (
+        "import os, pathlib, signal, subprocess, sys, time\ndef say(text): print(text, end='', flush=True)\n" + SHARED
+    )
+    # The others end after it: a job that has come to its end before has failed with its last worker.
+    program += """
+killed = pathlib.Path('killed')
+if os.environ['KVHVD_WORKER'] == '0':
+    killed.with_suffix('.part').write_text(str(os.getpid()))
+    killed.with_suffix('.part').rename(killed)
+    os.kill(os.getpid(), signal.SIGKILL)
+while not killed.exists() or pathlib.Path('/proc', killed.read_text()).exists():
+    time.sleep(0.01)
+"""
     command = [sys.executable, "-c", program]
-    launch = Launch(marker, tmp_path, "--min-np", "1", "-H", "localhost:2", command=command)
+    launch = Launch(marker, tmp_path, "--min-np", "1", "-H", "localhost:2", command=command, cwd=tmp_path)
     code, out, err = launch.end()
     assert code == 0, err
     for line in out.splitlines():

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="the
 def offsets(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return where the locks lie in a segment."""
     program = tmp_path_factory.mktemp("offsets") / "offsets"
-    flags = ["-std=c++17", f"-I{ROOT / 'native' / 'include'}"]
+    flags = ["-std=c++17", f"-I{ROOT / 'native'}"]
     subprocess.run([str(COMPILER), *flags, "-o", str(program), str(SUPPORT / "lock_offsets.cpp")], check=True)
     return subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.split()
 

@@ -14,7 +14,7 @@ from kvstore_hvd.comm import shm
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
 from kvstore_hvd.mxnet import gathers
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.host_executor import HostExecutor
 
@@ -37,7 +37,7 @@ def executors(monkeypatch, size):
     monkeypatch.setattr(shm, "create_executor", create)
     kvstore_hvd.barrier()
     kvstore_hvd.reset()
-    engine.current().communicator().start_device(0)
+    process.current().member.communicator().start_device(0)
     yield made
     with contextlib.suppress(HorovodInternalError):
         kvstore_hvd.barrier()  # the others are not disturbed
@@ -53,7 +53,7 @@ def request(array, name, collective="allreduce", **more):
 
 def test_they_give_what_those_on_the_cpu_give(executors, rank, size):
     """An allreduce, average and broadcast of arrays on devices: the bits of those on the CPU."""
-    communicator = engine.current().communicator()
+    communicator = process.current().member.communicator()
     for number, (op, scale) in enumerate([("sum", 1.0), ("average", 0.5), ("max", 1.0)]):
         here, there = contribution(rank, (1000,), "float32"), contribution(rank, (1000,), "float32")
         communicator.run(request(here, f"device/{number}", op=op, prescale=scale))
@@ -66,7 +66,7 @@ def test_they_give_what_those_on_the_cpu_give(executors, rank, size):
 
 def test_batches_are_equal_on_all_workers(executors, rank, size):
     """Arrays in another order on each worker: batches of the same operations in the same order."""
-    communicator = engine.current().communicator()
+    communicator = process.current().member.communicator()
     names = [f"device/{number}" for number in range(40)]
     arrays = {name: np.full(7, rank + 1, np.float32) for name in names}
     works = [communicator.submit(request(arrays[name], name)) for name in (names if rank % 2 else reversed(names))]
@@ -84,15 +84,15 @@ def test_one_device(executors, rank, size):
     with pytest.raises(
         InvalidRequestError, match="an array is on GPU 1, but this worker's operations take place on GPU 0"
     ):
-        engine.current().communicator().start_device(1)
-    engine.current().communicator().run(request(np.ones(5, np.float32), "after"))
+        process.current().member.communicator().start_device(1)
+    process.current().member.communicator().run(request(np.ones(5, np.float32), "after"))
 
 
 def test_one_kind_of_memory(executors, rank, size):
     """An array on a device on some workers only: MismatchError that says so, and the world stays usable."""
     array = np.ones(5, np.float32)
     with pytest.raises(MismatchError, match="the kind of memory"):
-        engine.current().communicator().run(request(array, "mixed", on_device=rank == 0))
+        process.current().member.communicator().run(request(array, "mixed", on_device=rank == 0))
     assert (array == 1).all()
     kvstore_hvd.barrier()
     assert executors == []
@@ -101,7 +101,7 @@ def test_one_kind_of_memory(executors, rank, size):
 @pytest.mark.parametrize(("text", "said"), [("the device broke.", "the device broke"), ("no \udce9", r"no \\udce9")])
 def test_a_device_that_fails_loses_the_world(executors, rank, size, text, said):
     """An executor that raises on one worker: TransportError on all, which names the rank and has the reason."""
-    communicator = engine.current().communicator()
+    communicator = process.current().member.communicator()
     communicator.run(request(np.ones(5, np.float32), "before"))
     kvstore_hvd.barrier()
     if rank == 1:
@@ -140,7 +140,7 @@ def test_an_array_on_another_gpu_is_an_error_of_all(executors, rank, size, monke
 
 def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
     """A device that hangs, and a worker that aborts: what is under way is aborted before callers hear of it."""
-    communicator = engine.current().communicator()
+    communicator = process.current().member.communicator()
     communicator.run(request(np.ones(5, np.float32), "before"))
     kvstore_hvd.barrier()
     executors[0].hangs = True
@@ -149,7 +149,7 @@ def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
         time.sleep(0.001)
     kvstore_hvd.barrier()
     if rank == 0:
-        engine.current().abort("the test ends it")
+        process.current().abort("the test ends it")
     with pytest.raises(TransportError, match="the test ends it"):
         communicator.wait(work)
     assert executors[0].is_aborted

@@ -23,7 +23,7 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import process_sets
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.worlds.membership import Membership
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
@@ -68,7 +68,7 @@ class Traced(elastic.ObjectState):
 def lose_the_world(rank, size, text="lost on purpose"):
     """Have the present world fail on all workers."""
     if rank == size - 1:
-        engine.current().abort(text)
+        process.current().abort(text)
     while True:
         kvstore_hvd.allreduce(np.ones(1), "goes on")
 
@@ -98,7 +98,7 @@ def test_a_lost_world(rank, size):
 
     @elastic.run
     def train(state):
-        worlds.append(engine.current().topology.generation)
+        worlds.append(process.current().topology.generation)
         while state.step < 6:
             total = kvstore_hvd.allreduce(np.ones(3), "gradient")
             assert (total == size).all()
@@ -166,7 +166,7 @@ class Told(Membership):
 
     def next_world(self, cause, text):
         self.update, self.cause = None, cause
-        return engine.current()._world.next_generation()
+        return process.current().member.world.next_generation()
 
     def finished(self):
         pass
@@ -177,7 +177,7 @@ def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
     line = Told()
     if rank < size - 1:
         line.update = None
-    monkeypatch.setattr(engine.current(), "_line", line)
+    monkeypatch.setattr(process.current(), "_line", line)
     state = Traced(step=0)
 
     @elastic.run
@@ -206,8 +206,8 @@ class Late(Told):
 
 def test_an_update_that_comes_while_a_world_forms_counts(rank, size, monkeypatch):
     """The first commit in that world acts on it, also where only one worker was told."""
-    monkeypatch.setattr(engine.current(), "_line", Late() if rank == size - 1 else Told())
-    engine.current()._line.update = None
+    monkeypatch.setattr(process.current(), "_line", Late() if rank == size - 1 else Told())
+    process.current()._line.update = None
     state = Traced(step=0, steps=[])
 
     @elastic.run
@@ -269,8 +269,8 @@ def test_the_launcher_is_told_of_timeouts(error, has_given_up, cause, rank, size
     """It kills at once who stands still then; the stall shutdown time is one, too."""
     line = Told()
     line.update = None
-    monkeypatch.setattr(engine.current(), "_line", line)
-    monkeypatch.setattr(engine.Engine, "has_given_up", property(lambda self: has_given_up and line.cause == ""))
+    monkeypatch.setattr(process.current(), "_line", line)
+    monkeypatch.setattr(process.Process, "has_given_up", property(lambda self: has_given_up and line.cause == ""))
 
     @elastic.run
     def train(state):
@@ -345,7 +345,7 @@ def test_losses_between_worlds(rank, size):
     losses = ["callback", "sync"]
 
     def lose_once(where):
-        if losses and losses[0] == where and engine.current().topology.generation > first:
+        if losses and losses[0] == where and process.current().topology.generation > first:
             losses.pop(0)
             lose_the_world(rank, size)
 
@@ -355,7 +355,7 @@ def test_losses_between_worlds(rank, size):
             super().sync()
 
     kvstore_hvd.barrier()
-    first = engine.current().topology.generation
+    first = process.current().topology.generation
     state = Fragile(step=0)
     state.register_reset_callbacks([lambda: lose_once("callback")])
 
@@ -365,7 +365,7 @@ def test_losses_between_worlds(rank, size):
             lose_the_world(rank, size)
         state.step += 1
         state.commit()
-        return engine.current().topology.generation
+        return process.current().topology.generation
 
     assert train(state) == first + 3
     assert state.step == 1

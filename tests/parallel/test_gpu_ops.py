@@ -20,7 +20,7 @@ from kvstore_hvd.errors import (
     UnsupportedDtypeError,
 )
 from kvstore_hvd.ops import gpu_ops
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.arrays import DTYPES, assert_same_bits, contribution, expected_sum
 from support.fake_cuda import CUDARuntimeError, fake_cuda
 from support.gpu_claims import DLPack, Interface, OnGPU
@@ -199,7 +199,7 @@ def test_reasons_come_before_their_consequences(gpu, rank, size):
     os.waitpid(child, 0)
     kvstore_hvd.barrier()
     if rank == 0:
-        engine.current().abort("the test ends it")
+        process.current().abort("the test ends it")
     with pytest.raises(TransportError, match="the test ends it"):
         while True:
             kvstore_hvd.barrier()

@@ -12,7 +12,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import config
 from kvstore_hvd.errors import TransportError
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.arrays import assert_same_bits, contribution, expected_sum, make
 from support.patience import patient
 
@@ -100,9 +100,9 @@ def test_a_lost_world(rank, size):
     with contextlib.nullcontext() if rank == 0 else contextlib.suppress(TransportError):
         hvd.barrier()
     if rank == 0:
-        engine.current().abort("this is a test")
+        process.current().abort("this is a test")
     deadline = time.monotonic() + patient(30)
-    while engine.current().communicator().health() is None:
+    while process.current().member.communicator().health() is None:
         assert time.monotonic() < deadline, "the abort never arrived"
     x = mx.nd.ones((2, 2))
     calls = [

@@ -12,7 +12,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import log
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError
 from kvstore_hvd.join import Join
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 
@@ -107,12 +107,12 @@ def test_a_lost_world_is_raised(rank, size):
     trainer.step(BATCH * 2)
     mx.nd.waitall()
     if size > 1:
-        engine.current().abort("lost on purpose")
+        process.current().abort("lost on purpose")
         with pytest.raises(HorovodInternalError, match="lost on purpose"):
             for _ in range(100):
                 backward(net, batches_of(rank, 2))
                 trainer.step(BATCH * 2)
-        engine.current().reset()
+        process.current().reset()
 
 
 def test_deferred_parameters(rank, size):

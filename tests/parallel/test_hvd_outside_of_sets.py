@@ -8,7 +8,7 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet import process_sets
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.arrays import assert_same_bits
 from support.gluon import array, backward, gradients, is_mxnet_2, mlp, parameters, samples, weights
 
@@ -162,11 +162,11 @@ def test_who_is_outside_may_be_a_member_in_the_next_world(dynamic, rank, size, k
     registered = process_sets._registry().sets[few.process_set_id]
     for members in ([0], [size - 1], [0]):
         # What another world of all does: the set has the same part of this process, and other workers.
-        engine.current()._inner.remove(registered.member)
-        engine.current().keep_arenas(registered.member)
+        process.current()._inner.remove(registered.member)
+        process.current().member.keep_arenas(registered.member)
         registered.member.leave("the world has changed")
         registered.member._ranks, few._ranks = tuple(members), members
-        engine.current().join_inner(members, few.process_set_id, registered.member)
+        process.current().join_inner(members, few.process_set_id, registered.member)
         before = weights(net)
         backward(net, [batch_of(rank)])
         trainer.step(BATCH)

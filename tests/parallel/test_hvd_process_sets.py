@@ -19,7 +19,7 @@ from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.inner_worlds import InnerMember
 from kvstore_hvd.store import divergence
 from support.arrays import assert_same_bits, contribution, ordered_sum
@@ -217,7 +217,7 @@ def test_many_worlds_fit_into_one(world, rank, size, monkeypatch):
     config.reload()
     members = [0, size - 1]
     try:
-        inner = [engine.current().join_inner(members, 1000 + number) for number in range(40)]
+        inner = [process.current().join_inner(members, 1000 + number) for number in range(40)]
     finally:
         monkeypatch.undo()
         config.reload()
@@ -230,7 +230,7 @@ def test_many_worlds_fit_into_one(world, rank, size, monkeypatch):
             each.communicator().run(Request("allreduce", "x", "'x'", *places, (3,), "float64"))
             assert (result == sum(members)).all()
     for each in inner:
-        engine.current().leave_inner(each)
+        process.current().leave_inner(each)
 
 
 def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
@@ -266,7 +266,7 @@ def test_a_fork_keeps_the_unread_error_of_a_set(dynamic, rank, size):
         if child == 0:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        for world in (inner, engine.current()):
+        for world in (inner, process.current().member):
             with pytest.raises(kvstore_hvd.MismatchError, match=r"'x': ranks disagree on shape"):
                 world.check()
             world.check()
@@ -316,7 +316,7 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
         if rank == 0:
             while not inner.communicator().missed(1):
                 assert time.monotonic() < deadline, "rank 1 never came"
-            engine.current().abort("this is a test")
+            process.current().abort("this is a test")
         while inner.communicator().health() is None:
             assert time.monotonic() < deadline, "the abort never arrived"
         if rank == 1:

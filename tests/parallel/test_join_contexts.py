@@ -10,7 +10,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join, Joinable
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.gluon import mlp, samples
 from support.uneven import (
     BATCH,
@@ -252,7 +252,7 @@ def test_again_after_different_numbers_of_contexts(rank, size):
     data, label = samples(BATCH)
     kvstore_hvd.barrier()  # all are in this test
     if rank == size - 1:
-        engine.current().abort("the test says so")
+        process.current().abort("the test says so")
     else:
         with pytest.raises(HorovodInternalError, match="the test says so"), Join([trainer]):
             pass

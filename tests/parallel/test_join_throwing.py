@@ -13,7 +13,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, MismatchError
 from kvstore_hvd.join import Join, Joinable, JoinHook
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, parameters, weights
 from support.patience import patient
@@ -302,7 +302,7 @@ def test_errors_that_nobody_reads_are_raised_again_after_it(rank, size, ends):
     deadline = time.monotonic() + patient(30)
     with pytest.raises(MismatchError, match="'failing'"):
         while time.monotonic() < deadline:
-            engine.current().check()
+            process.current().member.check()
             time.sleep(0.001)
     del failing
     assert_nothing_is_left(size, f"unread/{ends}")
@@ -312,9 +312,9 @@ def test_operators_need_no_lock_of_who_leaves(rank, size):
     """Those of layers ask for the adapter, while a worker that meets the others again waits for them."""
     kvstore_hvd.barrier()  # all are in this test
     kvstore_hvd.reset()  # there is none yet
-    world = engine.current()
-    asks = threading.Thread(target=lambda: size == 1 or world.mxnet_adapter())
-    with world._lock:
+    member = process.current().member
+    asks = threading.Thread(target=lambda: size == 1 or member.mxnet_adapter())
+    with process.current()._lock:
         asks.start()
         asks.join(60)
         assert not asks.is_alive()

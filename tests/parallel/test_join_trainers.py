@@ -10,7 +10,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.join import Join, Joinable, JoinHook
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 from support.uneven import (
@@ -165,10 +165,10 @@ def test_steps_take_no_additional_operations(rank, size):
     with Join([trainer]):
         train(net, trainer, data, label, [range(BATCH)])
         mx.nd.waitall()
-        before = sum(each.operations for each in engine.current().report().names.values())
+        before = sum(each.operations for each in process.current().member.report().names.values())
         train(net, trainer, data, label, [range(BATCH)] * 3)
         mx.nd.waitall()
-        after = sum(each.operations for each in engine.current().report().names.values())
+        after = sum(each.operations for each in process.current().member.report().names.values())
     assert after - before == (0 if size == 1 else 3 * len(parameters(net)))
 
 

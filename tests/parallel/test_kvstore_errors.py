@@ -17,7 +17,7 @@ from kvstore_hvd.errors import (
     TransportError,
     UnsupportedDtypeError,
 )
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.patience import patient
 
 mx = pytest.importorskip("mxnet")
@@ -185,7 +185,7 @@ def test_errors_that_met_failing_calls_are_all_told(kv, rank, size):
     while not ("'first'" in told and "'second'" in told):
         assert time.monotonic() < deadline, told
         try:
-            engine.current().check()
+            process.current().member.check()
         except MismatchError as error:
             told += str(error)
     for x in arrays:
@@ -265,11 +265,11 @@ def test_lost_world_is_latched_until_reset(world, rank, size):
     kvstore_hvd.barrier("before the abort")
     if rank == 0:
         stores[0].pushpull("x", x)  # the others never join in
-        engine.current().abort("this is a test")
+        process.current().abort("this is a test")
         with pytest.raises(TransportError, match="this is a test"):
             x.asnumpy()
     deadline = time.monotonic() + patient(30)
-    while engine.current().communicator().health() is None:
+    while process.current().member.communicator().health() is None:
         assert time.monotonic() < deadline, "the abort never arrived"
     for store in stores:
         for call in (
@@ -297,7 +297,7 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one(world, rank, 
     token = np.zeros(1)
     place = [token.ctypes.data]
     # Not barrier(), which would raise the error: it must still be there.
-    engine.current().communicator().run(Request("allreduce", "all are here", "", place, place, (1,), "float64"))
+    process.current().member.communicator().run(Request("allreduce", "all are here", "", place, place, (1,), "float64"))
     kvstore_hvd.reset()
     for _ in range(3):
         y = mx.nd.ones(4)

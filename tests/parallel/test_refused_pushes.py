@@ -10,7 +10,7 @@ import pytest
 
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import errors, mxnet_compat, native
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.pair import World, mx, ramp
 from support.refusing_engine import COMPILER, RefusingEngine
 
@@ -39,7 +39,7 @@ def member(world: Any, size: int, refusing: RefusingEngine, monkeypatch: pytest.
     """Return this rank's part in the world of all; its stores use the engine that can refuse."""
     if size == 1:
         pytest.skip("one rank cannot get out of step")
-    member = engine.current()
+    member = process.current().member
     mx.nd.waitall()
     adapter = member.communicator().mxnet_adapter(refusing.path, mxnet_compat.engine_is_naive())
     monkeypatch.setattr(member, "_adapter", adapter)

@@ -15,7 +15,7 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.gluon import gradients, parameters
 from support.networks import built, step, trainer_of
 from support.patience import patient
@@ -139,8 +139,8 @@ def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_
         assert (value.asnumpy() == size).all()
         kept += [prepared, store, value]
         if size > 1:
-            communicator = engine.current().communicator()
-            kept += [communicator, communicator.arena, engine.current().used_adapter]
+            communicator = process.current().member.communicator()
+            kept += [communicator, communicator.arena, process.current().member.used_adapter]
             if number % 2:  # a lost world
                 kvstore_hvd.barrier()
                 communicator.abort("the test says so")

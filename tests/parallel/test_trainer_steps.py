@@ -11,7 +11,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError, MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.store.kvstore import StoreMethods
 from support.arrays import assert_same_bits, contribution, expected_sum, ordered_sum
 from support.gluon import array, is_mxnet_2
@@ -318,7 +318,7 @@ def test_an_unread_error_is_raised_by_the_next_step(rank, size):
     trainer = make_trainer(make_parameters())
     undo = disagree(trainer, rank, size, 1)
     trainer.allreduce_grads()
-    engine.current()._drain()  # as before a fork: it is over on this rank, and the program has not heard of it
+    process.current().member.drain()  # as before a fork: it is over on this rank, and the program has not heard of it
     undo()
     fill(trainer, rank, 1)
     with pytest.raises(MismatchError, match=r"'p01' \(key 1\)"):
@@ -343,8 +343,8 @@ def test_a_failed_input(rank, size):
     with pytest.raises(Exception, match=r"potrf|input") as caught:
         small.wait_to_read()
     assert isinstance(caught.value, mx.base.MXNetError)
-    engine.current()._drain()
-    engine.current()._take_unread()
+    process.current().member.drain()
+    process.current().member._take_unread()
     for step in range(1, 3):
         check_step(trainer, rank, size, step)
 
@@ -358,9 +358,9 @@ def test_a_lost_world_raises_before_anything_is_submitted(rank, size):
     check_step(trainer, rank, size, 0)
     kvstore_hvd.barrier()
     if rank == 0:
-        engine.current().abort("this is a test")
+        process.current().abort("this is a test")
     end = time.monotonic() + patient(60)
-    while engine.current().communicator().health() is None:
+    while process.current().member.communicator().health() is None:
         assert time.monotonic() < end, "the abort never arrived"
         time.sleep(0.01)
     before = pushpulls(trainer)

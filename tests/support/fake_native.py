@@ -15,7 +15,7 @@ from typing import Any
 from kvstore_hvd import native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.worlds.topology import Host, Topology, World
 
 __all__ = ["FakeAdapter", "FakeCommunicator", "Submitted", "fake_world"]
@@ -148,17 +148,17 @@ class FakeCommunicator(Communicator):
 @contextmanager
 def fake_world(rank: int = 0, size: int = 2) -> Iterator[FakeCommunicator]:
     """Put this process into a fake world for the duration; stores created inside belong to it."""
-    mine = engine.Engine()
+    mine = process.Process()
     topology = Topology.of(rank, [Host.here()] * size, source="launcher")
     communicator = FakeCommunicator(FakeAdapter(size))
-    mine._world = World(topology, "fake", b"")
-    mine._communicator = communicator
-    before = engine._current
-    engine._current = mine
+    mine._member._world = World(topology, "fake", b"")
+    mine._member._communicator = communicator
+    before = process._current
+    process._current = mine
     try:
         yield communicator
     finally:
-        engine._current = before
+        process._current = before
 
 
 def _array(handle: int) -> Any:

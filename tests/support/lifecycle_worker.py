@@ -16,7 +16,7 @@ import numpy as np
 
 import kvstore_hvd
 from kvstore_hvd import config
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 
 def late_reset(folder: str) -> None:
@@ -129,7 +129,7 @@ def interrupted(submits: str) -> None:
         store.pushpull("alone", mx.nd.Custom(array, op_type="late") if submits == "late" else array)
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
-            engine.current().shutdown()
+            process.current().shutdown()
         except KeyboardInterrupt:
             print("rank 0 was interrupted", flush=True)
         else:

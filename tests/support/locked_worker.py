@@ -20,7 +20,7 @@ import numpy as np
 
 import kvstore_hvd
 from kvstore_hvd.comm.base import Request
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 case, table, schedule = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 #: Too much for an announcement to carry, and little enough to be submitted with the interpreter lock.
@@ -69,7 +69,7 @@ def tick(entered: threading.Event) -> None:
 
 def rank_1(array: Any) -> None:
     """Announce what rank 0 needs, and be stopped."""
-    communicator = engine.current().communicator()
+    communicator = process.current().member.communicator()
     if case == "schedule":  # rank 0 is the last one, and has to put the tensor into the schedule
         work = communicator.submit(request("x", array))
         stop_with(schedule)
@@ -85,7 +85,7 @@ def rank_0(array: Any) -> None:
     """Sum, while another thread looks."""
     entered = threading.Event()
     threading.Thread(target=tick, args=[entered], daemon=True).start()
-    communicator = engine.current().communicator()
+    communicator = process.current().member.communicator()
     wait_until_stopped(communicator.process(1)[0])
     other = np.ones(1, np.float32)
     if case == "two threads":  # the first one waits for the lock, and has the engine meanwhile

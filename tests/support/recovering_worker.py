@@ -25,7 +25,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic.run import run
 from kvstore_hvd.ops import numpy_ops
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.launched import launched
 
 SIZE = 200_000
@@ -82,7 +82,7 @@ def late_loss(rank: int) -> None:
 
 def step(operation: str, number: int) -> float:
     """One step; returns what every worker must have got."""
-    topology = engine.current().topology
+    topology = process.current().topology
     values = np.full(SIZE, float(number), np.float32)
     if operation == "broadcast":
         root = number % topology.size
@@ -126,11 +126,11 @@ def main() -> None:
             state.number += 1
             if state.number % 5 == 0:
                 state.commit()
-        if plan.get("late") and engine.current().topology.generation == 0:
+        if plan.get("late") and process.current().topology.generation == 0:
             late_loss(before)
 
     train(state)
-    topology = engine.current().topology
+    topology = process.current().topology
     report = {"before": before, "rank": topology.rank, "size": topology.size, "generation": topology.generation}
     os.write(1, ("@" + json.dumps({**report, "number": state.number, "total": state.total}) + "\n").encode())
     if plan.get("late") and before == 0:

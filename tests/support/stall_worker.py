@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import kvstore_hvd
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.patience import patient
 from support.small_training import SmallTraining
 
@@ -39,7 +39,7 @@ def write_a_long_checkpoint() -> None:
 
 def wait_until_missed() -> None:
     """Say how many threads look for stalls once the other ranks wait for this one."""
-    while not engine.current().communicator().missed(1):
+    while not process.current().member.communicator().missed(1):
         time.sleep(0.005)
     print(f"missed, {inspectors()} inspectors", flush=True)
     wait_for("go")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_hvd.comm.agreement import exchange
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.fake_native import fake_world
 
 
@@ -25,6 +25,6 @@ def test_each_worker_has_its_place(rank: int, text: str, told: str) -> None:
     with fake_world(rank=rank, size=3) as communicator:
         others = ["", "", ""]
         others[rank] = told
-        assert exchange(communicator, engine.current().topology, "test", text) == others
+        assert exchange(communicator, process.current().topology, "test", text) == others
         (request,) = communicator.requests
         assert (request.name, request.shape, request.dtype) == ("test", (3, 16384), "uint8")

@@ -10,7 +10,7 @@ import pytest
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, UnsupportedDtypeError
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from support.gluon import array, backward, is_mxnet_2, network, samples
 
 mx = pytest.importorskip("mxnet")
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """A world of one, which other tests do not see."""
-    monkeypatch.setattr(engine, "_current", engine.Engine())
+    monkeypatch.setattr(process, "_current", process.Process())
 
 
 def make_net(contexts=(), **options):

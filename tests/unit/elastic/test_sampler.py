@@ -20,7 +20,7 @@ from kvstore_hvd.worlds.topology import Topology
 def place(monkeypatch):
     """Return a function that makes this process one worker of a world."""
     topology = SimpleNamespace(rank=0, size=1, speaker={"rank": 0, "size": 1})
-    monkeypatch.setattr(module.engine, "current", lambda: SimpleNamespace(topology=topology))
+    monkeypatch.setattr(module.process, "current", lambda: SimpleNamespace(topology=topology))
 
     def put(rank, size):
         topology.rank, topology.size = rank, size

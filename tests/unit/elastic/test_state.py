@@ -15,13 +15,13 @@ from kvstore_hvd import elastic
 from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State
 from kvstore_hvd.elastic.copies import deep_copy
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """A world of one, which other tests do not see."""
-    monkeypatch.setattr(engine, "_current", engine.Engine())
+    monkeypatch.setattr(process, "_current", process.Process())
 
 
 def state(**values):

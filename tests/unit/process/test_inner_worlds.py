@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore_hvd.errors import KVHvdError, MismatchError, PeerLostError
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
 from kvstore_hvd.process.inner_worlds import InnerMember, InnerWorlds
 from support.fake_native import FakeCommunicator, fake_world
 
@@ -44,7 +44,7 @@ def test_who_is_interrupted_as_it_leaves_one_leaves_all(fake: FakeCommunicator, 
     """Nobody waits for this worker, neither in the worlds inside nor in that of all workers."""
     members = [_Left(), _Left()]
     members[interrupted]._lost = KeyboardInterrupt()
-    mine = engine.current()
+    mine = process.current()
     mine._inner = worlds(*members)
     with pytest.raises(KeyboardInterrupt):
         mine.leave()

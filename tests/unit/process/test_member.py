@@ -8,7 +8,8 @@ import pytest
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InputFailedError, KVHvdError, MismatchError
-from kvstore_hvd.process import engine
+from kvstore_hvd.process import process
+from kvstore_hvd.process.member import Member
 from kvstore_hvd.worlds.topology import Host, Topology, World
 from support.fake_native import FakeCommunicator, fake_world
 
@@ -18,7 +19,7 @@ pytest.importorskip("mxnet")
 @pytest.fixture
 def fake() -> Iterator[FakeCommunicator]:
     with fake_world() as communicator:
-        engine.current().mxnet_adapter()
+        process.current().member.mxnet_adapter()
         yield communicator
 
 
@@ -28,36 +29,36 @@ class MXNetError(RuntimeError):
 
 def test_two_errors_that_nobody_has_read_are_both_told(fake: FakeCommunicator) -> None:
     """One was put off, the other one comes from MXNet; once."""
-    engine.current().defer(MismatchError("'first': ranks disagree on shape.\n  details"))
+    process.current().member.defer(MismatchError("'first': ranks disagree on shape.\n  details"))
     fake.adapter.unread.append(InputFailedError("'second': its input failed.\n  details"))
     with pytest.raises(MismatchError) as caught:
-        engine.current().check()
+        process.current().member.check()
     assert "'first'" in str(caught.value)
     assert "'second'" in str(caught.value)
-    engine.current().check()
+    process.current().member.check()
 
 
 def test_one_error_that_comes_twice_is_told_once_in_our_own_class(fake: FakeCommunicator) -> None:
     text = "'first': ranks disagree on shape.\n  details"
-    engine.current().defer(MXNetError(f"Traceback\n{text}"))
+    process.current().member.defer(MXNetError(f"Traceback\n{text}"))
     fake.adapter.unread.append(MismatchError(text))
     with pytest.raises(MismatchError) as caught:
-        engine.current().check()
+        process.current().member.check()
     assert str(caught.value) == text
-    engine.current().check()
+    process.current().member.check()
 
 
 def test_what_was_put_off_first_is_raised(fake: FakeCommunicator) -> None:
     for name in ("first", "second"):
-        engine.current().defer(KVHvdError(name))
-    engine.current().defer(None)
+        process.current().member.defer(KVHvdError(name))
+    process.current().member.defer(None)
     with pytest.raises(KVHvdError, match="first"):
-        engine.current().check()
-    engine.current().check()
+        process.current().member.check()
+    process.current().member.check()
 
 
 def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:
-    mine = engine.Engine()
+    mine = Member()
     mine.join(_world_of_one(0))
     mine.defer(KVHvdError("of the world before"))
     mine.leave()
@@ -68,7 +69,7 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:
 def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake: FakeCommunicator) -> None:
     """Longer than that there are only those that may wait for others for any time."""
     fake.is_pending = True
-    assert engine.current().leave() is None
+    assert process.current().leave() is None
     assert fake.left == ["it left while its operations were pending"]
 
 
@@ -86,7 +87,7 @@ def test_who_is_interrupted_as_it_leaves_has_left(
     monkeypatch.setattr(mxnet_compat, "waitall", waitall)
     if where == "operations":
         fake.interrupted = interruption
-    mine = engine.current()
+    mine = process.current()
     with pytest.raises(KeyboardInterrupt) as caught:
         mine.leave()
     assert caught.value is interruption
@@ -103,7 +104,7 @@ def test_an_error_that_waits_is_not_replaced_by_one_of_mxnet(
         raise ValueError("later")
 
     monkeypatch.setattr(mxnet_compat, "waitall", waitall)
-    mine = engine.current()
+    mine = process.current().member
     earlier = KVHvdError("of an operation")
     mine.defer(earlier)
     assert mine.leave() is earlier
@@ -114,8 +115,8 @@ def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
     fake: FakeCommunicator, voided: int, is_aborted: bool
 ) -> None:
     """A word about an earlier one, which came late, changes nothing."""
-    mine = engine.current()
-    mine._world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
+    mine = process.current()
+    mine.member._world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
     mine._on_void(voided, "worker 1 died")
     assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
 
@@ -126,7 +127,7 @@ def _world_of_one(generation: int) -> World:
 
 @pytest.mark.parametrize("held", [0, 1])
 def test_an_error_that_waits_survives_a_call_that_fails(fake: FakeCommunicator, held: int) -> None:
-    mine = engine.current()
+    mine = process.current().member
     mine.defer(KVHvdError("of an operation"))
     mine.hold_unread(held)
     with pytest.raises(ValueError, match="wrong"), mine.submitting():

@@ -1,7 +1,7 @@
 """The process's place in the world of workers: joining it, leaving it, forking, and starting over.
 
-One `Engine` holds the current world. MXNet creates stores without arguments, so the stores of a process find it through
-`current()`.
+One `Process` holds the current world. MXNet creates stores without arguments, so the stores of a process find it
+through `current()`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import contextlib
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import log, native
 from kvstore_hvd.comm.agreement import exchange
-from kvstore_hvd.comm.base import Communicator
 from kvstore_hvd.config import config, reload
-from kvstore_hvd.errors import InvalidRequestError, LaunchError, ShutdownError, message
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.process.inner_worlds import InnerMember, InnerWorlds
-from kvstore_hvd.process.member import Member, first_unread, log_unread
+from kvstore_hvd.process.member import Member, first_unread, log_unread, raise_unread
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.worlds import bootstrap, worker_line
 from kvstore_hvd.worlds.leaving import ExitWatchdog, early_end
@@ -30,39 +30,52 @@ from kvstore_hvd.worlds.mpi.notice import look_for_mpi
 from kvstore_hvd.worlds.topology import Topology, World
 from kvstore_hvd.worlds.worker_line import WorkerLine
 
-__all__ = ["Engine", "current", "register_exit_handler"]
+__all__ = ["Process", "current", "register_exit_handler"]
 
 
-class Engine(Member):
-    """This process in the world of all workers, and in the worlds inside it."""
+class Process:
+    """This process, with its parts in the world of all workers and in the worlds inside it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.departures = 0  # by `shutdown`
+        self._lock = threading.RLock()
+        self._member = Member()
         self._inner = InnerWorlds()
         self._watchdog: ExitWatchdog | None = None
         self._recorder = Recorder()
         self._line: Membership | None = None  # to who gives out worlds, where workers may come and go
-        self._is_waiting = False  # to be taken in by the others of a running job; the world is a guess until then
+
+    @property
+    def member(self) -> Member:
+        """This worker's part in the world of all; joins it first when this process never did."""
+        if self._member.world is None:
+            self.init()
+        return self._member
 
     @property
     def topology(self) -> Topology:
-        """Who this worker is and how many there are; joins the world first when this process never did.
+        """Who this worker is and how many there are, as `member` knows it; stays readable after `shutdown`."""
+        return self.member.topology
 
-        Stays readable after `shutdown`.
-        """
-        world = self._world
-        return self.init() if world is None else world.topology
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process is in the world of all workers."""
+        return self._member.is_initialized
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of a worker: it knows the world, and is not in it."""
+        return self._member.is_forked
 
     @property
     def has_given_up(self) -> bool:
-        """As `Member.has_given_up`, in the worlds inside it as well."""
-        return super().has_given_up or any(inner.has_given_up for inner in self._inner)
+        """As `Member.has_given_up`, in any of its worlds."""
+        return any(member.has_given_up for member in (self._member, *self._inner))
 
     def expected_size(self) -> int | None:
         """How many workers there are, or what the launcher's variables say about it; None if nobody knows."""
-        if self._world is not None:
-            return self._world.topology.size
+        if self._member.world is not None:
+            return self._member.topology.size
         known = config()
         return known.size or (known.mpi_launch.size if known.mpi_launch is not None else None)
 
@@ -90,20 +103,20 @@ class Engine(Member):
             The environment has settings that cannot be used.
         """
         with self._lock:
-            if self._world is None or self._closed:
-                reload()
-            if self._world is None:
+            if self._member.is_initialized:
+                return self._member.topology
+            reload()
+            world = self._member.world
+            if world is None:
                 line = worker_line.current()
                 if line is not None:
                     self._enter(line, comm)
                 else:
                     self._start(bootstrap.discover(comm))
-            elif self._closed and self._is_waiting and comm is None:
-                self._closed = ""  # it waits again: only within `elastic.run` the others take it in
-            elif self._closed:
-                self._rejoin(comm)
+            elif self._member.is_waiting and comm is None:
+                self._member.wait_for(world)  # again: only within `elastic.run` the others take it in
             else:
-                return self._world.topology
+                self._rejoin(comm)
             self._record_from_start()
             return self.topology
 
@@ -122,11 +135,11 @@ class Engine(Member):
         """
         with self._lock:
             try:
-                super().shutdown(reason)
+                was_lost = self._member.is_lost
+                raise_unread(self.leave(reason), was_lost)
             finally:
                 self._recorder.finish()
-                for inner in self._inner.take_all():
-                    self.keep_arenas(inner)
+                self._forget_inner()
                 self.departures += 1
 
     def reset(self) -> Topology:
@@ -141,7 +154,7 @@ class Engine(Member):
             Not all workers came back in time.
         """
         with self._lock:
-            if self._world is None:
+            if self._member.world is None:
                 return self.init()
             self.abandon("reset() was called")
             self._rejoin()
@@ -151,7 +164,7 @@ class Engine(Member):
         """Leave the world, lost or not, as the first half of `reset`: arrays can be used again, with any content."""
         with self._lock:
             self.leave(reason)
-            self._drain()  # the errors of what was pending belong to the old world
+            self._member.drain()  # the errors of what was pending belong to the old world
 
     def meet(self, cause: str, text: str = "") -> Topology:
         """The other half of `reset`, after `abandon`, or to be taken in by a running job.
@@ -173,12 +186,12 @@ class Engine(Member):
     @property
     def is_waiting(self) -> bool:
         """Whether this worker of an elastic job has come to a running one, and has yet to be taken in by `meet`."""
-        return self._is_waiting
+        return self._member.is_waiting
 
     @property
     def last_place(self) -> Topology | None:
         """The place of this worker in the latest world that it was in, left or not; None before the first one."""
-        return None if self._world is None or self._is_waiting else self._world.topology
+        return None if self._member.world is None or self._member.is_waiting else self._member.topology
 
     def why_not_replaced(self) -> str:
         """Why nobody can go on without a worker that dies; empty where workers may come and go."""
@@ -192,22 +205,8 @@ class Engine(Member):
         """Where the worlds come from when workers may come and go; None where they may not."""
         return self._line
 
-    def communicator(self) -> Communicator:
-        """As `Member.communicator`.
-
-        Raises
-        ------
-        InvalidRequestError
-            This worker has yet to be taken in.
-        """
-        if self._is_waiting:
-            fact = "this worker has come to a job that is running, whose workers do not know it yet."
-            fix = "call collectives only within the function that kvstore_hvd.elastic.run wraps."
-            raise InvalidRequestError(message(fact, fix=fix))
-        return super().communicator()
-
-    def join(self, world: World) -> None:
-        """As `Member.join`, and the worlds inside it again."""
+    def _join(self, world: World) -> None:
+        """Join a world, and those inside it again. Raises as `Member.join`."""
         topology = world.topology
         log.set_rank(topology.rank, topology.size)
         if topology.size > 1:
@@ -216,36 +215,41 @@ class Engine(Member):
                 limit_s = config().exit_timeout_s
                 text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
-        super().join(world)
+        self._member.join(world)
         look_for_mpi(topology)
         if topology.size > 1:
             register_exit_handler()
-        self._recorder.joined(self._communicator, topology)
+        self._recorder.joined(self._member.others(), topology)
         self._inner.join(world)
         self._record(*self._inner)
 
     def leave(self, reason: str = "") -> Exception | None:
-        """As `Member.leave`, after the worlds inside it."""
-        if self._world is None or self._closed:
+        """Leave the world, after those inside it; does nothing without one. Returns and raises as `Member.leave`."""
+        member = self._member
+        if not member.is_initialized:
             return None
         try:
             try:
-                if not reason and self._communicator is not None and self._communicator.health() is None:
-                    self._drain()  # what MXNet has not come to yet may submit more, like a layer of SyncBatchNorm
+                if not reason and member.is_connected and not member.is_lost:
+                    member.drain()  # what MXNet has not come to yet may submit more, like a layer of SyncBatchNorm
                 inner_unread = self._inner.leave(reason)
             except BaseException as error:  # Ctrl-C, above all: nobody waits for this worker in any of these worlds
                 interrupted = f"it was interrupted while it left: {type(error).__name__}"
                 self._inner.leave(interrupted)
-                super().leave(interrupted)
+                member.leave(interrupted)
                 raise
-            return first_unread(inner_unread, super().leave(reason))
+            return first_unread(inner_unread, member.leave(reason))
         finally:
             self._recorder.left()
 
     def abort(self, text: str) -> None:
         """Fail the pending and later operations of all workers, with this text; in the worlds inside it as well."""
-        super().abort(text)
+        self._member.abort(text)
         self._inner.abort(text)
+
+    def _forget_inner(self) -> None:
+        for inner in self._inner.take_all():
+            self._member.keep_arenas(inner)
 
     def _enter(self, line: WorkerLine, comm: Any) -> None:
         _check_chosen_by_launcher(comm)
@@ -257,7 +261,7 @@ class Engine(Member):
             return
         log.set_rank(world.topology.rank, world.topology.size)
         log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
-        self._world, self._is_waiting = world, True
+        self._member.wait_for(world)
 
     def _start(self, world: World) -> None:
         """Join a world that the launcher has not given out; its survivors go on where MPI lets them."""
@@ -266,34 +270,32 @@ class Engine(Member):
             self._line = mpi_recovery.UlfmMembership(world)
             self._meet(self._line, world)
         else:
-            self.join(world)
+            self._join(world)
 
     def _meet(self, line: Membership, world: World) -> None:
         """Join a world that the launcher has given out, or the next one that all of its workers reach."""
         while True:
             try:
-                self.join(world)
+                self._join(world)
                 break
             except LaunchError as error:
                 log.logger.info("the rendezvous failed: %s", error)
                 world = line.next_world("meeting", str(error).partition("\n")[0])
-        self._is_waiting = False
         line.joined(world)
         why = world.lost()  # before there was anything that `_on_void` could have failed
         if why:
             self.abort(why)
 
     def _on_void(self, generation: int, text: str) -> None:
-        world = self._world
+        world = self._member.world
         if world is not None and world.topology.generation <= generation:
             self.abort(text)
 
     def _rejoin(self, comm: Any = None, cause: str = "reset", text: str = "") -> None:
-        assert self._world is not None
-        if self._forked:
-            topology = self._world.topology
-            raise ShutdownError(message(self._closed, **topology.speaker, fix=self._remedy))
-        world = self._world
+        world = self._member.world
+        assert world is not None
+        if self._member.is_forked:
+            raise self._member.closed_error()
         if isinstance(self._line, WorkerLine):
             _check_chosen_by_launcher(comm)
         if comm is not None:
@@ -302,13 +304,16 @@ class Engine(Member):
             topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
             self._start(dataclasses.replace(chosen, topology=topology))
         elif self._line is not None:
-            for inner in self._inner.take_all():  # to be made anew: ranks are not what they were
-                self.keep_arenas(inner)
+            self._forget_inner()  # to be made anew: ranks are not what they were
             self._meet(self._line, self._line.next_world(cause, text))
         else:
             # A failed attempt does not count: it is made again for the same generation. Workers that failed a different
             # number of times would never meet otherwise.
-            self.join(world.next_generation())
+            self._join(world.next_generation())
+
+    def adapter_for_gradients(self) -> native.MXNetAdapter | None:
+        """See `Member.adapter_for_gradients`; also none before the first world."""
+        return self._member.adapter_for_gradients()
 
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 
@@ -325,15 +330,16 @@ class Engine(Member):
             The world is lost.
         """
         with self._lock:
-            assert self._world is not None
+            world = self._member.world
+            assert world is not None
             inner, failure = None, None
             try:
-                inner = self._inner.add(self._world, ranks, number, former)
+                inner = self._inner.add(world, ranks, number, former)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others have to know
                 failure = error
             told = "" if failure is None else f"{type(failure).__name__}: {failure}"
             try:
-                faults = exchange(self._others(), self.topology, "process set", told)
+                faults = exchange(self._member.others(), self.topology, "process set", told)
                 if any(faults):
                     raise LaunchError(self._join_fault(number, faults)) from failure
             except BaseException:
@@ -358,7 +364,9 @@ class Engine(Member):
         """A world that this worker is in, and those of some of its workers and no others; without worlds of one."""
         members = set(world.topology.all_ranks)
         return [
-            each for each in (self, *self._inner) if members.issuperset(each.topology.all_ranks) and not each.is_alone
+            each
+            for each in (self._member, *self._inner)
+            if members.issuperset(each.topology.all_ranks) and not each.is_alone
         ]
 
     def leave_inner(self, inner: InnerMember) -> None:
@@ -371,7 +379,7 @@ class Engine(Member):
                 inner.shutdown()
             finally:
                 self._recorder.left(inner.topology)
-                self.keep_arenas(inner)
+                self._member.keep_arenas(inner)
 
     # -- Timeline ---------------------------------------------------------------------------------------------------
 
@@ -379,7 +387,7 @@ class Engine(Member):
         """See `timeline.start_timeline`; raises as `Recorder.start` and `communicator`."""
         with self._lock:
             topology = self.topology
-            self._recorder.start(file_path, mark_cycles, self._others(), topology)
+            self._recorder.start(file_path, mark_cycles, self._member.others(), topology)
             self._record(*self._inner)
             register_exit_handler()  # with one worker nobody has done so
 
@@ -387,7 +395,7 @@ class Engine(Member):
         """See `timeline.stop_timeline`; raises as `Recorder.stop` and `communicator`."""
         with self._lock:
             if self._recorder.is_recording:
-                self._recorder.stop(self._others(), self.topology)
+                self._recorder.stop(self._member.others(), self.topology)
 
     def _record(self, *inner: InnerMember) -> None:
         """Have the recorder know of worlds inside this one."""
@@ -395,14 +403,11 @@ class Engine(Member):
             if not member.is_alone:
                 self._recorder.joined(member.communicator(), member.topology)
 
-    def _others(self) -> Communicator | None:
-        return None if self.is_alone else self.communicator()
-
     def _record_from_start(self) -> None:
         path = config().timeline
         if path in ("", "DYNAMIC") or self._recorder.is_recording:
             return
-        if self._is_waiting:
+        if self._member.is_waiting:
             text = "the timeline holds the workers that began with the job: this one, which came later, is not in it"
             log.once("timeline-newcomer", logging.WARNING, text)
             return
@@ -416,20 +421,23 @@ class Engine(Member):
 
     def before_fork(self) -> None:
         """Wait for MXNet's operations: it would do so itself, but an unread error there would abort the process."""
-        if self._communicator is not None:
-            self._drain()
-            self._inner.defer(self._deferred)  # nobody can tell whose it was: the next call of any of them raises it
+        if self._member.is_connected:
+            self._member.drain()
+            self._inner.defer(
+                self._member.deferred
+            )  # nobody can tell whose it was: the next call of any of them raises it
 
     def after_fork_in_child(self) -> None:
         """Let go of the world and of those inside it; the child may not talk to the other workers."""
+        self._lock = threading.RLock()
         self._watchdog = None
         with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
             stack.callback(self._inner.after_fork_in_child)
-            stack.callback(super().after_fork_in_child)
+            stack.callback(self._member.after_fork_in_child)
 
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
-        if self._communicator is None:
+        if not self._member.is_connected:
             self._recorder.finish()  # of a world of one, or one that could not be met again
             return
         if self._watchdog is not None:
@@ -455,12 +463,12 @@ def _check_chosen_by_launcher(comm: Any) -> None:
         raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
 
 
-_current = Engine()
+_current = Process()
 _fork_handlers_registered = False
 
 
-def current() -> Engine:
-    """The engine of this process."""
+def current() -> Process:
+    """This process."""
     return _current
 
 
