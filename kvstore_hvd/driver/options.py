@@ -94,7 +94,7 @@ def elastic_plan(
         raise LaunchError(
             message(
                 "--output-filename keeps what each rank writes, and the workers of elastic jobs change their ranks.",
-                fix="leave it away; lines begin with the number of the worker.",
+                fix="omit it; lines begin with the number of the worker.",
             )
         )
     _check_length(command, environment)

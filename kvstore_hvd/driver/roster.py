@@ -24,7 +24,7 @@ class Worker:
     slot: Slot
     started_at: float = 0.0
     change: int = NO_CHANGE  # of the hosts, because of which it was started
-    removed_by: int = NO_CHANGE  # that took its slot away
+    removed_by: int = NO_CHANGE  # that removed its slot
     place: Place | None = None  # once it has called init()
     generation: int = -1  # the last one that it was told to meet as
     ready: bool = False  # it waits for its next world

@@ -40,7 +40,7 @@ class StatusLine:
             self._shown = line
 
     def erase(self) -> None:
-        """Take the line away, at the end or before the launcher stops."""
+        """Erase the line, at the end or before the launcher stops."""
         if self._shown:
             self._relay.insert(2, _ERASE)
             self._shown = b""

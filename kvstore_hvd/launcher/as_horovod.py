@@ -28,7 +28,7 @@ def through_this_package(command: Sequence[str]) -> list[str]:
                 f"--as-horovod knows how to change 'python script.py', and the command begins with '{command[0]}'.",
                 fix=f"kvhvdrun -np N --as-horovod python {' '.join(command)}"
                 if command[0].endswith(".py")
-                else "leave --as-horovod away, and write python -m kvstore_hvd where the command runs python.",
+                else "omit --as-horovod, and write python -m kvstore_hvd where the command runs python.",
             )
         )
     before, program = _split(command)

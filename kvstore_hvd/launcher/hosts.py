@@ -58,7 +58,7 @@ def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
         host, count = match["host"].strip("[]").lower(), int(match["n"] or match["slots"] or default)
         if count < 1:
             raise LaunchError(
-                message(f"'{entry}': a host takes at least 1 worker.", fix="give it a slot, or leave the host away.")
+                message(f"'{entry}': a host takes at least 1 worker.", fix="give it a slot, or omit the host.")
             )
         if host in slots:
             raise LaunchError(message(f"the host '{host}' is named twice.", fix="add its slots up in one entry."))

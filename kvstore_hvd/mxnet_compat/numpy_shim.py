@@ -52,7 +52,7 @@ class ImportHook:
         sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # a finder needs no base class
 
     def uninstall(self) -> None:
-        """Take the hook away; does nothing when it is gone."""
+        """Remove the hook; does nothing when it is gone."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 

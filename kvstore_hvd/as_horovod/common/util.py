@@ -170,7 +170,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
             return reduce_ops.Average if op is None else op
         if op is not None:
             fact = "The op parameter supersedes average. Please provide only one of them."
-            raise InvalidRequestError(message(fact, fix="leave average away."))
+            raise InvalidRequestError(message(fact, fix="omit average."))
         warnings.warn("average is an older name: use op.", DeprecationWarning, stacklevel=2)
         return reduce_ops.Average if average else reduce_ops.Sum
 
