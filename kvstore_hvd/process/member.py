@@ -305,6 +305,10 @@ class Member:
         """The same; None where this worker is the only one."""
         return None if self.is_alone else self.communicator()
 
+    def explain_closed(self, fact: str, remedy: str) -> None:
+        """Say why this worker has left its world, and what to do, to whoever asks for the others from now on."""
+        self._closed, self._remedy = fact, remedy
+
     def closed_error(self) -> ShutdownError:
         """What says why there are no other workers."""
         fact = self._closed or "there is only one worker."

@@ -378,6 +378,9 @@ class Process:
             try:
                 inner.shutdown()
             finally:
+                inner.explain_closed(
+                    "its process set was removed.", "create the Trainer or store again, with a registered set."
+                )
                 self._recorder.left(inner.topology)
                 self._member.keep_arenas(inner)
 

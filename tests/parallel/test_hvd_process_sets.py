@@ -133,7 +133,13 @@ def test_rules(dynamic, rank, size):
         with pytest.raises(kvstore_hvd.MismatchError, match="name different process sets"):
             hvd.add_process_set([0, 1] if rank else [1])
         number = first.process_set_id
+        inner = first.world("this test") if rank == 0 else None
         assert hvd.remove_process_set(first) is True
+        if inner is not None:  # what a store of the set would ask
+            with pytest.raises(
+                kvstore_hvd.ShutdownError, match=r"its process set was removed\.\n  Fix: create the Trainer"
+            ):
+                inner.check()
         assert first.process_set_id is None
         assert hvd.remove_process_set(first) is False
         with pytest.raises(ValueError, match="is not registered"):
