@@ -2,7 +2,8 @@
 
 A script may reduce by itself: collectives of its own on the gradients before each update, or on the parameters every
 few updates (local SGD). That is recognised by what it does: the collectives tell which arrays they read or wrote
-(`note_exchange`), and here is known which arrays a Trainer or Module updates.
+(`note_exchange`), and here is known which arrays a Trainer or Module updates. Of copies one kind is recognised: an
+array with as many elements as all gradients, or all parameters, is taken for a flat buffer of these.
 
 =====================================  ===============================================================================
 Store asked for                        What happens with several workers
@@ -37,6 +38,7 @@ __all__ = ["check_feed_forward", "note_exchange", "patch"]
 
 WorldSize = Callable[[], Optional[int]]
 Arrays = Callable[[Any], Iterator[Any]]
+Sizes = Callable[[Any], Iterator[tuple[int, bool]]]
 ChunkOf = Callable[[int], int]
 
 # Updates after which a Trainer without a store must have exchanged something, or a warning says that it has not.
@@ -51,8 +53,10 @@ _world_size: WorldSize = lambda: None  # noqa: E731
 _is_ours: exchanging.IsOurs = lambda kv: False  # noqa: E731
 # Those of which it is not known yet whether they train alone.
 _watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
-# They by the memory of the arrays that they update. None: to be made anew.
+# They by the memory of the arrays that they update, and by the numbers of elements of all of these. None: to be made
+# anew.
 _by_chunk: Optional[dict[int, list[_Watch]]] = {}
+_by_size: dict[int, list[_Watch]] = {}
 # Whether the FeedForward that is being trained has an optimizer that may exchange as it updates.
 _feeds_own_optimizer = False
 
@@ -67,14 +71,16 @@ class _Watch:
         The store that it asked for; None if it wants none.
     arrays : callable
         Of the owner: yields the arrays of its parameters and gradients.
+    sizes : callable
+        Of the owner: yields the number of elements of each parameter that has an array, and whether it has a gradient.
     broadcast : bool
         Whether a parameter of it was broadcast.
     """
 
-    def __init__(self, owner: Any, asked: Optional[str], arrays: Arrays, broadcast: bool) -> None:
+    def __init__(self, owner: Any, asked: Optional[str], arrays: Arrays, sizes: Sizes, broadcast: bool) -> None:
         self._owner = weakref.ref(owner)
         self._who, self.asked = type(owner).__name__, asked
-        self._arrays = arrays
+        self._arrays, self._sizes = arrays, sizes
         self._broadcast = broadcast
         self._updates = 0
 
@@ -83,6 +89,16 @@ class _Watch:
         owner = self._owner()
         if owner is not None:
             yield from self._arrays(owner)
+
+    def flat_sizes(self) -> set[int]:
+        """How many elements a copy has of all its gradients, and of all its parameters, in one array.
+
+        None where there is but one of them: any other array may have its size.
+        """
+        owner = self._owner()
+        parameters = [] if owner is None else list(self._sizes(owner))
+        trained = [size for size, has_gradient in parameters if has_gradient]
+        return {sum(sizes) for sizes in (trained, [size for size, _ in parameters]) if len(sizes) > 1}
 
     def note(self, chunk: int, chunk_of: ChunkOf, reduces: bool) -> None:
         """A collective has read or written memory that was that of one of these."""
@@ -188,23 +204,34 @@ def note_exchange(arrays: Iterable[Any], chunk_of: ChunkOf, reduces: bool = True
     reduces : bool
         False for a broadcast.
     """
-    global _by_chunk
     if _by_chunk is None:
-        _by_chunk = {}
-        for watch in list(_watches.values()):
-            for array in watch.arrays():
-                _by_chunk.setdefault(chunk_of(handle_of(array)), []).append(watch)
+        _index(chunk_of)
     elif not _by_chunk:
         return
     for array in arrays:
         chunk = chunk_of(handle_of(array))
         for watch in (_by_chunk or {}).get(chunk, ()):
             watch.note(chunk, chunk_of, reduces)
+        if reduces and _by_size:
+            for watch in _by_size.get(array.size, ()):
+                watch.forget()
 
 
-def _watch(owner: Any, asked: Optional[str], arrays: Arrays, broadcast: bool = False) -> None:
+def _index(chunk_of: ChunkOf) -> None:
+    """Find the watches anew by what collectives may have of them."""
     global _by_chunk
-    _watches[owner] = _Watch(owner, asked, arrays, broadcast)
+    _by_chunk = {}
+    _by_size.clear()
+    for watch in list(_watches.values()):
+        for array in watch.arrays():
+            _by_chunk.setdefault(chunk_of(handle_of(array)), []).append(watch)
+        for size in watch.flat_sizes():
+            _by_size.setdefault(size, []).append(watch)
+
+
+def _watch(owner: Any, asked: Optional[str], arrays: Arrays, sizes: Sizes, broadcast: bool = False) -> None:
+    global _by_chunk
+    _watches[owner] = _Watch(owner, asked, arrays, sizes, broadcast)
     _by_chunk = None
 
 
@@ -216,7 +243,7 @@ def _forget(owner: Any) -> None:
 def _arrays_changed() -> None:
     """Parameters have got other arrays."""
     global _by_chunk
-    if _by_chunk:
+    if _watches:
         _by_chunk = None
 
 
@@ -328,7 +355,7 @@ def _watch_trainer(trainer: Any) -> None:
     if not _is_ours(asked) and not _is_synchronised(trainer, trainer._optimizer):
         # Parameters are usually broadcast before they get a Trainer.
         broadcast = any(map(was_broadcast, trainer._params))
-        _watch(trainer, _name_of(asked), _arrays_of_trainer, broadcast)
+        _watch(trainer, _name_of(asked), _arrays_of_trainer, _sizes_of_trainer, broadcast)
 
 
 def _is_synchronised(trainer: Any, optimizer: Any) -> bool:
@@ -341,6 +368,12 @@ def _arrays_of_trainer(trainer: Any) -> Iterator[Any]:
             yield from arrays or ()
 
 
+def _sizes_of_trainer(trainer: Any) -> Iterator[tuple[int, bool]]:
+    for parameter in trainer._params:
+        if parameter._data:
+            yield parameter._data[0].size, parameter._grad is not None
+
+
 # -- Module and FeedForward ---------------------------------------------------------------------------------------
 
 
@@ -351,7 +384,7 @@ def _patch_module(module: type) -> None:
             original(self, kvstore, *args, **kwargs)
             is_new = self._optimizer is not before  # an optimizer that is there already stays
             if is_new and _is_local(self._kvstore) and not _is_synchronised(self, self._optimizer):
-                _watch(self, _name_of(kvstore), _arrays_of_module)
+                _watch(self, _name_of(kvstore), _arrays_of_module, _sizes_of_module)
 
         return init_optimizer
 
@@ -359,7 +392,7 @@ def _patch_module(module: type) -> None:
         def borrow_optimizer(self: Any, shared_module: Any) -> None:
             original(self, shared_module)
             if shared_module in _watches:
-                _watch(self, _watches[shared_module].asked, _arrays_of_module)
+                _watch(self, _watches[shared_module].asked, _arrays_of_module, _sizes_of_module)
 
         return borrow_optimizer
 
@@ -372,6 +405,12 @@ def _arrays_of_module(module: Any) -> Iterator[Any]:
     group = module._exec_group
     for arrays in (*group.param_arrays, *group.grad_arrays):
         yield from (array for array in arrays if array is not None)
+
+
+def _sizes_of_module(module: Any) -> Iterator[tuple[int, bool]]:
+    group = module._exec_group
+    for arrays, gradients in zip(group.param_arrays, group.grad_arrays):
+        yield arrays[0].size, gradients[0] is not None
 
 
 def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:

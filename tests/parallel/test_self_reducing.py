@@ -8,6 +8,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import log
 from kvstore_hvd.errors import UnsynchronisedTrainerError
+from kvstore_hvd.mxnet_compat import unsynchronised
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, parameters, samples, weights
 
@@ -201,6 +202,66 @@ def test_local_sgd(rank, size, caplog, kvstore, every, broadcast):
     assert len(caplog.records) == (size > 1 and kvstore is not None)
 
 
+def flat(arrays):
+    return array(np.concatenate([each.asnumpy().ravel() for each in arrays]))
+
+
+def weights_of(net):
+    return [each.data() for each in parameters(net)]
+
+
+def write_back(buffer, arrays):
+    begin = 0
+    for each in arrays:
+        each[:] = buffer[begin : begin + each.size].reshape(each.shape)
+        begin += each.size
+
+
+@pytest.mark.parametrize("kvstore", STORES)
+@pytest.mark.parametrize("call", ["allreduce", "allreduce_"])
+def test_one_flat_buffer(rank, size, caplog, kvstore, call):
+    """All gradients are copied into one array, which has their number of elements, and back."""
+    net = mlp(seed=3)
+    trainer = trainer_of(net, kvstore)
+    for step in range(STEPS):
+        backward(net, [batch_of(rank, step)])
+        gradients = [each.grad() for each in parameters(net)]
+        write_back(getattr(hvd, call)(flat(gradients), name="flat"), gradients)
+        trainer.step(BATCH)
+    assert_trained(net, reference(size), f"flat/{kvstore}/{call}")
+    assert caplog.records == []
+
+
+def test_a_flat_buffer_of_the_parameters_is_local_sgd(rank, size, monkeypatch):
+    """It counts as an exchange as well as that of the parameters themselves."""
+    monkeypatch.setattr(unsynchronised, "_UPDATES_AFTER_BROADCAST", 3)
+    net = mlp(seed=3 if rank == 0 else 4)
+    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    trainer = trainer_of(net, "device")
+    for step in range(STEPS):
+        backward(net, [batch_of(rank, step)])
+        trainer.step(BATCH)
+        if step % 3 == 2:
+            write_back(hvd.allreduce(flat(weights_of(net)), name="flat"), weights_of(net))
+    assert_trained(net, local_sgd(size, 3), "flat/local")
+
+
+@pytest.mark.parametrize("kvstore", STORES)
+def test_gradients_that_were_made_after_another_collective(rank, size, caplog, kvstore):
+    """The Trainer is there before its parameters have shapes, and something else is reduced meanwhile."""
+    net = mx.gluon.nn.Dense(3, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = trainer_of(net, kvstore)
+    hvd.allreduce(array(np.ones(2, "float32")), name="meanwhile")
+    for step in range(STEPS):
+        backward(net, [batch_of(rank, step)])
+        each_alone(net)
+        trainer.step(BATCH)
+    for i, each in enumerate(weights(net)):
+        assert_equal_on_all_ranks(each, f"late/{kvstore}/{i}")
+    assert caplog.records == []
+
+
 def test_a_reference_model_beside_a_distributed_one(rank, size, caplog):
     """It has no store, on purpose: one warning, whatever becomes of it."""
     net, other = mlp(seed=3), mlp(seed=4)
@@ -223,6 +284,7 @@ def test_who_exchanges_nothing_is_refused(rank, size, kvstore):
     backward(other, [batch_of(rank, 0)])
     each_alone(other)
     hvd.allreduce(mx.nd.ones((2,)))
+    hvd.broadcast(flat(weights_of(net)), root_rank=0)
     if size == 1:
         trainer.step(BATCH)
         return
@@ -231,3 +293,17 @@ def test_who_exchanges_nothing_is_refused(rank, size, kvstore):
         trainer.step(BATCH)
     for old, new in zip(before, weights(net)):
         assert (old == new).all()
+
+
+def test_an_array_of_the_size_of_the_only_parameter_is_no_flat_buffer(size):
+    """It may be anything: a loss, say."""
+    net = mx.gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize()
+    trainer = trainer_of(net, "device")
+    backward(net, [(array(np.ones((2, 1), "float32")), array(np.ones((2, 1), "float32")))])
+    hvd.allreduce(array(np.ones(1, "float32")))
+    if size == 1:
+        trainer.step(2)
+        return
+    with pytest.raises(UnsynchronisedTrainerError):
+        trainer.step(2)
