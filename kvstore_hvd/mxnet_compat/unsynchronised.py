@@ -30,7 +30,7 @@ from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
 from kvstore_hvd.mxnet_compat import exchanging
-from kvstore_hvd.mxnet_compat.arrays import handle_of
+from kvstore_hvd.mxnet_compat.arrays import handle_of, stype_of
 from kvstore_hvd.mxnet_compat.parameters import was_broadcast
 from kvstore_hvd.mxnet_compat.wrapping import wrap
 
@@ -212,7 +212,8 @@ def note_exchange(arrays: Iterable[Any], chunk_of: ChunkOf, reduces: bool = True
         chunk = chunk_of(handle_of(array))
         for watch in (_by_chunk or {}).get(chunk, ()):
             watch.note(chunk, chunk_of, reduces)
-        if reduces and _by_size:
+        # A row_sparse array has no size.
+        if reduces and _by_size and stype_of(array) == "default":
             for watch in _by_size.get(array.size, ()):
                 watch.forget()
 
