@@ -7,8 +7,8 @@ none, so that `compile_kernels` is tested on any machine.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-import locale
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,7 +192,7 @@ def _compile(nvrtc: Any, options: tuple[str, ...], result: Any) -> Any:
     program = nvrtc.createProgram(_source(), "kvstore_hvd.cu", (), ())
     try:
         try:
-            with _same_locale():
+            with same_locale():
                 nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             error.log = nvrtc.getProgramLog(program)
@@ -203,13 +203,15 @@ def _compile(nvrtc: Any, options: tuple[str, ...], result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _same_locale() -> Iterator[None]:
-    """Keep the process's locale: NVRTC of CUDA 11 leaves "C", where Python takes text files for ASCII."""
-    before = locale.setlocale(locale.LC_ALL)
+def same_locale() -> Iterator[None]:
+    """Keep the thread's locale: NVRTC of CUDA 11 leaves "C", where Python takes text files for ASCII."""
+    uselocale = ctypes.CDLL(None).uselocale
+    uselocale.argtypes, uselocale.restype = [ctypes.c_void_p], ctypes.c_void_p
+    before = uselocale(None)
     try:
         yield
     finally:
-        locale.setlocale(locale.LC_ALL, before)
+        uselocale(before)
 
 
 def _compile_failure(error: Any) -> LaunchError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import locale
 import re
 from pathlib import Path
+
+from kvstore_hvd.gpu.module import same_locale
 
 
 class CompileError(Exception):
@@ -66,9 +67,8 @@ class Compiler:
         )
         try:
             texts = [text.encode() for text in (f"--gpu-architecture={architecture}", *options)]
-            before = locale.setlocale(locale.LC_ALL)  # which CUDA 11 changes
-            failed = self._library.nvrtcCompileProgram(program, len(texts), (ctypes.c_char_p * len(texts))(*texts))
-            locale.setlocale(locale.LC_ALL, before)
+            with same_locale():
+                failed = self._library.nvrtcCompileProgram(program, len(texts), (ctypes.c_char_p * len(texts))(*texts))
             log = self._text(program, "ProgramLog")
             if failed:
                 raise CompileError(log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import locale
 import os
 import threading
@@ -114,25 +115,32 @@ def test_what_the_compiler_says_is_passed_on(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_locale_stays(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """NVRTC of CUDA 11 sets it."""
+    """NVRTC of CUDA 11 gives the thread that calls it another one."""
     nvrtc = nvrtc_library()
     compile_program = nvrtc.compileProgram
+    libc = ctypes.CDLL(None)
+    libc.newlocale.restype = libc.uselocale.restype = ctypes.c_void_p
+    libc.newlocale.argtypes, libc.uselocale.argtypes = (
+        [ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p],
+        [ctypes.c_void_p],
+    )
+    mask = 1 << locale.LC_CTYPE
+    others = {name: libc.newlocale(mask, name.encode(), None) for name in ("C", "C.UTF-8")}
 
     def with_another_locale(*arguments: object) -> None:
-        locale.setlocale(locale.LC_ALL, "C")
+        libc.uselocale(others["C"])
         compile_program(*arguments)
 
     monkeypatch.setattr(nvrtc, "compileProgram", with_another_locale)
     if fails:
         cuda.failures["nvrtc"] = NVRTCError(6)
-    before = locale.setlocale(locale.LC_ALL)
+    before = libc.uselocale(others["C.UTF-8"])
     try:
-        locale.setlocale(locale.LC_ALL, "C.UTF-8")
         with pytest.raises(LaunchError) if fails else contextlib.nullcontext():
             load(cuda)
-        assert locale.setlocale(locale.LC_ALL) == "C.UTF-8"
+        assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
     finally:
-        locale.setlocale(locale.LC_ALL, before)
+        libc.uselocale(before)
 
 
 def test_structures_of_another_size_are_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
