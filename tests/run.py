@@ -38,7 +38,7 @@ QUICK_RANKS = {"kvhvdrun": (), "mpirun": (2,)}
 LANES = 2
 # An operation that waits this long for another rank fails, so that a test that failed on one rank ends on the others.
 OPERATION_TIMEOUT_S = patient(60)
-LOG_LINES = 60
+LOG_LINES = 200
 # What the kernels of ours, of oneDNN and of OpenBLAS (both within MXNet) take for the processor's instruction set.
 ISAS = {
     isa: {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/process.hpp"
+#include "mxnet/error_list.hpp"
 #include "mxnet/refusal.hpp"
 #include "request/messages.hpp"
 
@@ -30,7 +31,9 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
     : links_{Api::load(library_path), engine, std::make_shared<UnreadErrors>(), std::make_shared<Turns>(), naive},
       engine_(std::move(engine)),
       arena_(std::move(arena)),
-      owner_(process_id()) {}
+      owner_(process_id()) {
+  if (!naive) make_room_for_errors(links_.api);
+}
 
 Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
                               const std::vector<Handle>& outputs, double prescale, double postscale, int priority,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -126,6 +127,10 @@ void Completion::succeed() const { function_(engine_, operation_, nullptr); }
 void Completion::fail(const std::string& text) const {
   // MXNet copies the error as a dmlc::Error, which adds nothing to std::runtime_error.
   const std::runtime_error error(text);
+  // One at a time, see error_list.hpp. MXNet waits for nothing within the call, and what it releases there ends no
+  // other operation.
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
   function_(engine_, operation_, &error);
 }
 
