@@ -243,6 +243,12 @@ const char* name_of(Algorithm algorithm) {
       return "reducescatter";
     case Algorithm::kDevice:
       return "device";
+    case Algorithm::kLinkSum:
+      return "link-sum";
+    case Algorithm::kLinkBroadcast:
+      return "link-broadcast";
+    case Algorithm::kLinkExchange:
+      return "link-exchange";
   }
   return "";
 }

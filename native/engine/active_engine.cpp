@@ -22,7 +22,7 @@ constexpr std::chrono::seconds kDevicesLeave{2};
 std::shared_ptr<Work> ActiveEngine::submit(std::shared_ptr<const Request> request, bool caller_waits) {
   // What only this rank can see to be wrong is announced all the same, or the others would wait for it.
   if (request->input_failure.empty()) {
-    if (std::string fault = fault_of(*request, state_.size); !fault.empty()) {
+    if (std::string fault = fault_of(*request, state_.world.size); !fault.empty()) {
       auto faulty = std::make_shared<Request>(*request);
       faulty->input_failure = std::move(fault);
       request = std::move(faulty);
@@ -147,10 +147,12 @@ std::optional<std::vector<Missed>> ActiveEngine::missed(std::size_t most, bool d
 
 Engine::Process ActiveEngine::process(int rank) const {
   if (state_.forked()) return {};
-  const RankState& state = state_.world.rank(rank);
+  const World::Home home = state_.world.home(rank);
+  if (home.host != state_.world.host) return {0, describe_member(state_.world, rank)};
+  const RankState& state = state_.world.rank(home.rank);
   // Acquire: the process id was written before.
   const bool joined = state.presence.load(std::memory_order_acquire) != Presence::kAbsent;
-  return {joined ? state.pid : 0, describe_rank(state_.world, rank)};
+  return {joined ? state.pid : 0, describe_rank(state_.world, home.rank)};
 }
 
 bool ActiveEngine::shutdown(const std::string& reason) {

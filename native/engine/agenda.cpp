@@ -47,6 +47,25 @@ ChunkPlan plan_chunk(const Thresholds& thresholds, Collective collective, bool d
   return {Algorithm::kTwoShot, std::min<std::uint64_t>(slice * ranks, stage_bytes)};
 }
 
+ChunkPlan plan_link_chunk(Collective collective, std::uint64_t tensor_bytes, std::uint64_t largest) {
+  if (collective == Collective::kBroadcast) return {Algorithm::kLinkBroadcast, largest};
+  if (collective == Collective::kExchange) return {Algorithm::kLinkExchange, largest};
+  // A chunk costs messages, and while it is between the hosts the next one is reduced.
+  constexpr std::uint64_t kSmallest = std::uint64_t{256} << 10;
+  const std::uint64_t chunk = std::max(round_up(tensor_bytes / 4, kAlignment), kSmallest);
+  return {Algorithm::kLinkSum, std::min(chunk, largest)};
+}
+
+// Of the bytes of one rank, so that those of all that lie in one memory fit in.
+std::uint64_t Agenda::largest_chunk(Collective collective) const {
+  if (!world_.has_link()) return world_.stage_bytes;
+  int parts = world_.hosts;
+  if (collective == Collective::kBroadcast) parts = 1;
+  if (collective == Collective::kExchange) parts = world_.size;
+  const std::uint64_t share = world_.link_bytes / static_cast<std::uint64_t>(parts) / kAlignment * kAlignment;
+  return std::min<std::uint64_t>(share, world_.stage_bytes);
+}
+
 void Agenda::add(std::uint32_t slot, std::int32_t priority) {
   const Slot& which = world_.slots[slot];
   // What failed has nothing to do on a device.
@@ -98,7 +117,9 @@ void Agenda::take_chunk(Entry& entry, ReadyHeap& heap, std::uint32_t& count) {
   const std::uint32_t first = heap.tensors[0].slot;
   const Slot& slot = world_.slots[first];
   const Signature& agreed = slot.agreed;
+  const std::uint64_t largest = largest_chunk(agreed.collective);
   const auto plan = [&](std::uint64_t bytes) {
+    if (world_.has_link()) return plan_link_chunk(agreed.collective, bytes, largest);
     return plan_chunk(world_.thresholds, agreed.collective, slot.direct != 0, bytes,
                       static_cast<std::uint32_t>(world_.ranks), world_.stage_bytes);
   };
@@ -110,7 +131,7 @@ void Agenda::take_chunk(Entry& entry, ReadyHeap& heap, std::uint32_t& count) {
     const Slot& other = world_.slots[next];
     const std::uint64_t rest = other.bytes - other.scheduled;
     if (other.error != 0 || other.agreed.collective != agreed.collective || other.agreed.root != agreed.root ||
-        other.direct != slot.direct || entry.staged_bytes + round_up(rest, kAlignment) > world_.stage_bytes / 2) {
+        other.direct != slot.direct || entry.staged_bytes + round_up(rest, kAlignment) > largest / 2) {
       break;
     }
     add(next, rest);

@@ -21,6 +21,8 @@ struct ChunkPlan {
 };
 ChunkPlan plan_chunk(const Thresholds& thresholds, Collective collective, bool direct, std::uint64_t tensor_bytes,
                      std::uint32_t ranks, std::uint32_t stage_bytes);
+// The same over hosts, where `largest` is what fits into the link's memory.
+ChunkPlan plan_link_chunk(Collective collective, std::uint64_t tensor_bytes, std::uint64_t largest);
 
 // For whoever holds the world's schedule_lock, unless a member says otherwise.
 class Agenda {
@@ -44,6 +46,7 @@ class Agenda {
   static void remove(const Decision& decision) { decision.heap->count.store(decision.left, std::memory_order_seq_cst); }
 
  private:
+  std::uint64_t largest_chunk(Collective collective) const;
   ReadyHeap* next_heap(bool devices_have_room);
   // Each takes the tensor on top of its heap, and more that can be carried out with it.
   void take_chunk(Entry& entry, ReadyHeap& heap, std::uint32_t& count);

@@ -32,8 +32,9 @@ class Engine::Visit {
 };
 
 Engine::Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options)
-    : rank_(rank),
-      size_(segment->size()),
+    : rank_(segment->world().rank(rank).rank_of_world),
+      size_(segment->world().size),
+      local_rank_(rank),
       owner_(process_id()),
       speaker_(describe_speaker(segment->world(), rank)),
       active_(std::make_unique<ActiveEngine>(std::move(segment), rank, std::move(options))) {}

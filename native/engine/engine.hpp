@@ -37,8 +37,10 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  // In the world, on all its hosts; and among the ranks of this host.
   int rank() const { return rank_; }
   int size() const { return size_; }
+  int local_rank() const { return local_rank_; }
   // Null once the world is left.
   std::shared_ptr<Segment> segment() const;
   // How what this rank says begins, see describe_speaker(); in a forked child, too.
@@ -113,7 +115,8 @@ class Engine {
   // TensorTable.
   std::optional<std::vector<Missed>> missed(std::size_t most, bool described = false) const;
 
-  // The process of a rank, and how errors name it: "rank 2 (node1, pid 8123)". 0 when it has not joined.
+  // The process of a rank, and how errors name it: "rank 2 (node1, pid 8123)". 0 when it has not joined, or is on
+  // another host.
   struct Process {
     int pid = 0;
     std::string text;
@@ -143,7 +146,7 @@ class Engine {
   Status why_outside(const Request& request) const;
   std::shared_ptr<Work> refuse(std::shared_ptr<const Request> request) const;
 
-  const int rank_, size_;
+  const int rank_, size_, local_rank_;
   const pid_t owner_;
   const std::string speaker_;
   mutable Gate gate_;                             // of active_

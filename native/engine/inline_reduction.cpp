@@ -41,14 +41,18 @@ bool InlineReduction::carry_out(std::uint32_t slot, const Request& request) {
     inputs_[r] = outputs_[r];
   }
   reduce(reduction_of(request, world_.weights(slot)), inputs_.data(), size, outputs_.data(), size, request.count);
-  for (int r = 0; r < size; ++r) {
-    if (r == rank_) continue;
-    // Release and acquire: publishes the result, and comes before or after give_up().
-    if (world_.mark(slot, r).watch.exchange(Mark::kDone, std::memory_order_acq_rel) == Mark::kWatched) continue;
-    world_.rank(r).inbox.put(slot);
-    world_.rank(r).bell.ring();
-  }
+  tell(world_, slot, rank_);
   return true;
+}
+
+void InlineReduction::tell(World& world, std::uint32_t slot, int rank) {
+  for (int r = 0; r < world.ranks; ++r) {
+    if (r == rank) continue;
+    // Release and acquire: publishes the result, and comes before or after give_up().
+    if (world.mark(slot, r).watch.exchange(Mark::kDone, std::memory_order_acq_rel) == Mark::kWatched) continue;
+    world.rank(r).inbox.put(slot);
+    world.rank(r).bell.ring();
+  }
 }
 
 bool InlineReduction::give_up(World& world, int rank, std::uint32_t slot) {

@@ -33,6 +33,9 @@ class InlineReduction {
   // nothing, when it must be scheduled.
   bool carry_out(std::uint32_t slot, const Request& request);
 
+  // Tells the ranks of this host, but for `rank`, that it was carried out.
+  static void tell(World& world, std::uint32_t slot, int rank);
+
   // Whether it was carried out, for a rank that watches. Acquire: the result is there. Any thread.
   static bool is_done(World& world, int rank, std::uint32_t slot) {
     return world.mark(slot, rank).watch.load(std::memory_order_acquire) == Mark::kDone;

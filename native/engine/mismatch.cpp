@@ -39,7 +39,7 @@ const std::vector<Aspect>& aspects() {
       {"gradient compression", "call set_gradient_compression with the same type on every rank.",
        [](World&, const Signature& s) { return std::string(s.as_half != 0 ? "fp16" : "none"); }},
       {"root", "pass the same root on every rank.",
-       [](World& world, const Signature& s) { return std::to_string(world.rank(s.root).rank_of_all); }},
+       [](World& world, const Signature& s) { return std::to_string(world.rank_of_all(s.root)); }},
       {"prescale", "pass the same prescale factor on every rank.",
        [](World&, const Signature& s) { return number(s.prescale); }},
       {"postscale", "pass the same postscale factor on every rank.",
@@ -50,36 +50,48 @@ const std::vector<Aspect>& aspects() {
   return kAspects;
 }
 
-// A tensor that has a name and a key, as in "'dense0_weight' (key 3)", is a parameter of a network, or its gradient.
-bool is_parameter(const std::string& label) { return label.find("' (key ") != std::string::npos; }
-
-std::string fix_of(const Aspect& aspect, const std::string& label) {
+std::string fix_of(const Aspect& aspect, bool of_parameter) {
   const bool is_shape = std::string_view(aspect.name) == "shape";
-  return is_shape && is_parameter(label) ? "build the same network on every rank." : aspect.fix;
+  return is_shape && of_parameter ? "build the same network on every rank." : aspect.fix;
+}
+
+std::string describe_mismatch(World& world, const std::vector<AnnouncedBy>& announced) {
+  for (const Aspect& aspect : aspects()) {
+    std::vector<std::pair<std::string, std::vector<int>>> groups;  // in order of the first rank
+    for (const AnnouncedBy& one : announced) {
+      const std::string value = aspect.value(world, one.announcement.signature);
+      auto group = groups.begin();
+      while (group != groups.end() && group->first != value) ++group;
+      if (group == groups.end()) group = groups.insert(group, {value, {}});
+      group->second.push_back(static_cast<int>(one.rank));
+    }
+    if (groups.size() < 2) continue;
+    std::string text = std::string("ranks disagree on ") + aspect.name + ".\n ";
+    for (const auto& [value, ranks] : groups) text += " " + value + ": " + describe_ranks(ranks) + "   ";
+    while (text.back() == ' ') text.pop_back();
+    return text + "\n  Nothing was changed. Fix: " + fix_of(aspect, announced[0].announcement.of_parameter != 0);
+  }
+  return "ranks disagree.\n  Nothing was changed. Fix: pass the same arguments on every rank.";
 }
 
 }  // namespace
 
-std::string describe_mismatch(World& world, std::uint32_t slot, const std::string& label) {
-  for (const Aspect& aspect : aspects()) {
-    std::vector<std::pair<std::string, std::vector<int>>> groups;  // in order of the first rank
-    for (int r = 0; r < world.parties; ++r) {
-      const std::string value = aspect.value(world, world.announcement(slot, r).signature);
-      auto group = groups.begin();
-      while (group != groups.end() && group->first != value) ++group;
-      if (group == groups.end()) {
-        groups.push_back({value, {r}});
-      } else {
-        group->second.push_back(r);
-      }
-    }
-    if (groups.size() < 2) continue;
-    std::string text = std::string("ranks disagree on ") + aspect.name + ".\n ";
-    for (const auto& [value, ranks] : groups) text += " " + value + ": " + describe_ranks(world, ranks) + "   ";
-    while (text.back() == ' ') text.pop_back();
-    return text + "\n  Nothing was changed. Fix: " + fix_of(aspect, label);
+std::vector<AnnouncedBy> announced_here(World& world, std::uint32_t slot) {
+  std::vector<AnnouncedBy> all;
+  for (int r = 0; r < world.ranks; ++r) all.push_back({world.rank(r).rank_of_all, world.announcement(slot, r)});
+  return all;
+}
+
+Disagreement describe_disagreement(World& world, const std::vector<AnnouncedBy>& announced) {
+  std::string failed;
+  for (const auto& [rank, announcement] : announced) {
+    if (!announcement.signature.failed) continue;
+    failed += (failed.empty() ? "an array could not be used.\n  rank " : "\n  rank ") + std::to_string(rank) + ": " +
+              announcement.note;
   }
-  return "ranks disagree.\n  Nothing was changed. Fix: pass the same arguments on every rank.";
+  if (failed.empty()) return {ErrorCode::kMismatch, describe_mismatch(world, announced)};
+  return {ErrorCode::kInputFailed,
+          failed + "\n  Nothing was changed on the other ranks. Fix: see the error of that rank."};
 }
 
 }  // namespace kvstore_hvd

@@ -77,6 +77,9 @@ std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
       case TensorTable::Outcome::kWaiting:
         check_left(name.slot.slot, work.request());
         return Ready::kNot;
+      case TensorTable::Outcome::kHere:
+        check_left(name.slot.slot, work.request());
+        return Ready::kNot;
       case TensorTable::Outcome::kLast:
         Schedule(world_, alarm_).make_ready(name.slot.slot, work.request().priority);
         for (int r = 0; r < parties_; ++r) {
@@ -259,8 +262,10 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
       rank_name(world_, rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
   if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
   const Blamed blamed = blamed_for(name.slot.slot);
-  if (blamed.ranks.empty()) return text + "the other ranks, none of which moves";
-  return text + describe_each(world_, blamed.ranks) + ", which " +
+  if (blamed.ranks.empty()) {
+    return text + (blamed.announced_by_all ? "the other ranks, none of which moves" : "ranks of other hosts");
+  }
+  return text + describe_members(world_, blamed.ranks) + ", which " +
          (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");
 }
 
@@ -269,12 +274,26 @@ Blamed Pending::blamed_for(std::uint32_t slot) {
   const RankState& own = world_.rank(rank_);
   const std::uint32_t filled = own.filled.value(), reduced = own.reduced.value();
   for (int r = 0; r < parties_; ++r) {
+    const bool is_late = !table_.announced_by(slot, r);
+    if (r == world_.ranks) {
+      if (is_late) add_late_elsewhere(slot, late);
+      continue;
+    }
     const RankState& other = world_.rank(r);
-    if (!table_.announced_by(slot, r)) late.push_back(r);
-    if (!other.filled.reached(filled) || !other.reduced.reached(reduced)) slow.push_back(r);
+    if (is_late) late.push_back(other.rank_of_world);
+    if (!other.filled.reached(filled) || !other.reduced.reached(reduced)) slow.push_back(other.rank_of_world);
   }
-  const bool by_all = late.empty();
+  std::sort(late.begin(), late.end());
+  const bool by_all = late.empty() && (!world_.has_link() || table_.announced_by(slot, world_.ranks));
   return Blamed{std::move(by_all ? slow : late), by_all};
+}
+
+void Pending::add_late_elsewhere(std::uint32_t slot, std::vector<int>& late) const {
+  const std::atomic<std::uint64_t>* const bits = world_.late(slot);
+  for (int rank = 0; rank < world_.size; ++rank) {
+    // Relaxed: for messages.
+    if ((bits[rank / 64].load(std::memory_order_relaxed) >> (rank % 64) & 1) != 0) late.push_back(rank);
+  }
 }
 
 std::vector<Waiting> Pending::waiting(std::chrono::nanoseconds age) {

@@ -124,6 +124,7 @@ class Pending {
   bool is_announced(const Name& name) const;
   void check_left(std::uint32_t slot, const Request& request);
   Blamed blamed_for(std::uint32_t slot);
+  void add_late_elsewhere(std::uint32_t slot, std::vector<int>& late) const;
   std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout);
 
   World& world_;

@@ -18,6 +18,7 @@ Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std:
       scheduled_(std::move(scheduled)),
       finished_(std::move(finished)),
       devices_(devices),
+      depth_(world.has_link() ? kLinkSlots : kStages),
       chunk_(world, rank_, request_of_) {}
 
 bool Pipeline::advance(const WaitPolicy& policy) {
@@ -33,7 +34,7 @@ bool Pipeline::advance(const WaitPolicy& policy) {
     return true;
   }
   const auto next = static_cast<std::uint32_t>(fetched_);
-  if (fetched_ == filled_ && filled_ - collected_ < kStages && (!chunk_.is_lost || schedule_.is_published(next)) &&
+  if (fetched_ == filled_ && filled_ - collected_ < depth_ && (!chunk_.is_lost || schedule_.is_published(next)) &&
       schedule_.fetch(next, entry(fetched_))) {
     scheduled_(entry(fetched_));
     ++fetched_;
@@ -47,9 +48,35 @@ bool Pipeline::advance(const WaitPolicy& policy) {
     if (!reduce_entry(reduced_)) return true;
     ++reduced_;
   }
-  if (collected_ != reduced_ && (!started || filled_ - collected_ > 2)) {
-    if (collect(collected_)) ++collected_;
+  // Over hosts as soon as it has come: the link has begun with the next entries meanwhile.
+  if (collected_ != reduced_ && (!started || filled_ - collected_ > 2 || world_.has_link())) {
+    if (collect(collected_)) {
+      ++collected_;
+    } else if (!started && waits_for_link()) {
+      return false;
+    }
   }
+  return true;
+}
+
+// What the link has sent was right when it was sent; nothing is sent any more.
+bool Pipeline::finish_arrived(const WaitPolicy& policy) {
+  policy_ = policy;
+  const auto next = static_cast<std::uint32_t>(fetched_);
+  if (fetched_ == collected_ && schedule_.is_published(next) && schedule_.fetch(next, entry(fetched_))) {
+    scheduled_(entry(fetched_));
+    ++fetched_;
+  }
+  // Nothing moves of what has failed by itself.
+  if (fetched_ != collected_ && reduced_ == collected_ && entry(collected_).algorithm == Algorithm::kFail) {
+    if (filled_ == collected_) {
+      if (!fill(filled_)) return true;
+      ++filled_;
+    }
+    reduce_entry(reduced_++);
+  }
+  if (collected_ == reduced_ || !collect(collected_)) return false;
+  ++collected_;
   return true;
 }
 
@@ -99,7 +126,7 @@ bool Pipeline::fill(std::uint64_t index) {
   const Steps& steps = turn_to(index);
   // The others read this staging memory last while they reduced the entry that used it before. Without staging memory,
   // only the next entry's place in the schedule must be free.
-  const bool staged = steps.memory == Steps::Memory::kStaging;
+  const bool staged = steps.memory == Steps::Memory::kStaging || steps.memory == Steps::Memory::kLink;
   if (!chunk_.all_at(&RankState::reduced, index + 1 - (staged ? kStages : kEntries - 1))) return false;
   if (staged) sum_devices(chunk_.entry());
   if (steps.fill != nullptr) steps.fill(chunk_);
@@ -113,6 +140,7 @@ bool Pipeline::reduce_entry(std::uint64_t index) {
   const Steps& steps = turn_to(index);
   if (steps.reduce != nullptr && !steps.reduce(chunk_)) return false;
   world_.rank(rank_).reduced.post(static_cast<std::uint32_t>(index + 1));
+  if (world_.has_link()) world_.link().bell.ring();
   return true;
 }
 
@@ -133,6 +161,10 @@ bool Pipeline::collect(std::uint64_t index) {
     if (!failed) copy_to_other_outputs(piece);
     // The slot is stable until this rank says that it has completed it.
     if (failed || piece.offset + piece.bytes == world_.slots[piece.slot].bytes) finished_(piece.slot);
+  }
+  if (world_.has_link()) {
+    world_.rank(rank_).collected.post(static_cast<std::uint32_t>(index + 1));
+    world_.link().bell.ring();
   }
   return true;
 }

@@ -44,12 +44,12 @@ class Pipeline {
   // more of the others, and begins nothing. Whoever lost the world may have completed it before.
   bool finish(const WaitPolicy& policy) {
     chunk_.is_lost = true;
-    return advance(policy);
+    return world_.has_link() ? finish_arrived(policy) : advance(policy);
   }
 
   // Whether something is under way or could begin.
   bool has_work() const {
-    return fetched_ != collected_ || schedule_.available(static_cast<std::uint32_t>(fetched_)) ||
+    return (fetched_ != collected_ && !waits_for_link()) || schedule_.available(static_cast<std::uint32_t>(fetched_)) ||
            world_.rank(rank_).inbox.get(taken_).has_value() || devices_.has_finished();
   }
 
@@ -60,6 +60,7 @@ class Pipeline {
   std::uint64_t bytes_in_place() const { return bytes_in_place_.load(std::memory_order_relaxed); }
 
  private:
+  bool finish_arrived(const WaitPolicy& policy);
   // The stages of an entry. Each waits before it touches anything; false: the others are not there yet, ask again.
   bool fill(std::uint64_t index);
   bool reduce_entry(std::uint64_t index);
@@ -69,7 +70,12 @@ class Pipeline {
   void sum_devices(const Entry& entry);
   void hand_over(const Entry& entry);
   void copy_to_other_outputs(const Piece& piece);
-  Entry& entry(std::uint64_t index) { return window_[index % kStages]; }
+  // Whether all that is under way waits for the link, which rings the bell when something has come.
+  bool waits_for_link() const {
+    return world_.has_link() && fetched_ == reduced_ &&
+           !world_.link().filled.reached(static_cast<std::uint32_t>(collected_ + 1));
+  }
+  Entry& entry(std::uint64_t index) { return window_[index % kWindow]; }
 
   World& world_;
   int rank_;
@@ -80,8 +86,12 @@ class Pipeline {
   std::function<void(std::uint32_t)> finished_;
   DeviceQueue& devices_;
 
-  std::array<Entry, kStages> window_;
-  // Entries so far: collected_ <= reduced_ <= filled_ <= fetched_ <= collected_ + kStages. In 64 bits, since the place
+  // How many entries may be under way: as many as have staging memory, or over hosts link memory.
+  static constexpr std::uint64_t kWindow = kLinkSlots;
+  static_assert(kWindow >= kStages);
+  const std::uint64_t depth_;
+  std::array<Entry, kWindow> window_;
+  // Entries so far: collected_ <= reduced_ <= filled_ <= fetched_ <= collected_ + depth_. In 64 bits, since the place
   // in the window is taken modulo a number that does not divide 2^32; flags count modulo 2^32.
   std::uint64_t fetched_ = 0, filled_ = 0, reduced_ = 0, collected_ = 0;
   std::uint32_t taken_ = 0;                       // from the inbox, modulo 2^32

@@ -8,6 +8,7 @@ void Schedule::make_ready(std::uint32_t slot, std::int32_t priority) {
 }
 
 bool Schedule::available(std::uint32_t index) const {
+  if (world_.has_link()) return log_.is_published(index);  // it decides for all ranks of this host
   // Whoever decides an entry publishes it before it takes its tensors off the count; so a rank that sees no tensor, and
   // then no entry, has seen all there is, in this order and with one total order of these accesses.
   return agenda_.has_tensors() || (agenda_.has_device_tensors() && log_.devices_have_room()) ||

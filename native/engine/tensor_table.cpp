@@ -17,8 +17,10 @@ constexpr std::uint64_t pack(std::uint32_t version, std::uint16_t operations, st
 }
 constexpr std::uint32_t version_of(std::uint64_t state) { return static_cast<std::uint32_t>(state >> 32); }
 constexpr std::uint16_t operations_of(std::uint64_t state) { return static_cast<std::uint16_t>(state >> 16); }
-constexpr std::uint16_t announced_of(std::uint64_t state) { return static_cast<std::uint16_t>(state); }
-static_assert(kMaxRanks < 1 << 16);
+constexpr std::uint64_t kKnownEarly = 1 << 15;
+constexpr std::uint16_t announced_of(std::uint64_t state) { return state & (kKnownEarly - 1); }
+constexpr bool is_under_way(std::uint64_t state) { return static_cast<std::uint16_t>(state) != 0; }
+static_assert(kMaxRanks < kKnownEarly);
 
 // By the rank itself, the only one to write it.
 void add(std::atomic<std::uint32_t>& count, int change) {
@@ -33,6 +35,12 @@ std::uint64_t hash_bytes(const void* data, std::size_t bytes) {
     hash = (hash ^ *byte) * 1099511628211ULL;
   }
   return hash;
+}
+
+void note(Announcement& announcement, std::string_view text) {
+  const std::string_view shown = utf8_prefix(text, sizeof(announcement.note) - 1);
+  std::memcpy(announcement.note, shown.data(), shown.size());
+  announcement.note[shown.size()] = '\0';
 }
 
 std::string_view name_in(const Slot& slot) { return {slot.name, slot.name_length}; }
@@ -106,7 +114,7 @@ std::optional<std::uint32_t> TensorTable::take_slot() {
     // Acquire, both: a rank counts an announcement before it goes into `state`, so those that `state` knows of are seen
     // to be under way; and what a completed operation read of the slot was read before it changes hands.
     std::uint64_t state = slot.state.load(std::memory_order_acquire);
-    if (announced_of(state) != 0 || is_busy(candidate)) continue;
+    if (is_under_way(state) || is_busy(candidate)) continue;
     // Fails when anything was announced since, even if it is complete: the operations count (modulo 2^16, which is far
     // more than happens between here and there).
     const std::uint64_t taken = pack(version_of(state) + 1, 0, 0);
@@ -147,24 +155,32 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
     announcement.signature = signature;
     own.digest = hash_bytes(&signature, sizeof(signature));
   }
+  const std::string& text = signature.failed ? request.input_failure : request.label;
+  if (text != announcement.note) {
+    note(announcement, text);
+    // It has a name and a key: 'dense0_weight' (key 3).
+    announcement.of_parameter = request.label.find("' (key ") != std::string::npos;
+  }
   own.place = place_of(request);
   own.weight = request.weight;
   inline_.stage(handle.slot, request, watched);
-  if (signature.failed) {
-    const std::string_view note = utf8_prefix(request.input_failure, sizeof(announcement.note) - 1);
-    std::memcpy(announcement.note, note.data(), note.size());
-    announcement.note[note.size()] = '\0';
-  }
   add(own.announced, 1);
 
   // Acquire: that the slot is still this name's says that nobody else reads what was written above.
   std::uint64_t state = slot.state.load(std::memory_order_acquire);
   while (version_of(state) == handle.version) {
-    const bool last = announced_of(state) + 1 == world_.parties;
+    const bool last_here = announced_of(state) + 1 == world_.ranks;
+    const bool last = last_here && !world_.has_link();
     const std::uint64_t next = last ? pack(handle.version, operations_of(state) + 1, 0) : state + 1;
     // Release: publishes the announcement. Acquire: the last rank sees the announcements of all others.
     if (slot.state.compare_exchange_weak(state, next, std::memory_order_acq_rel)) {
-      return last ? decide(handle.slot, request) : Outcome::kWaiting;
+      if (last) return decide(handle.slot, request);
+      if (!last_here) return Outcome::kWaiting;
+      slot.priority = request.priority;
+      // Release: the link sees what this rank has seen, the announcements of all.
+      world_.link().inbox.put(handle.slot);
+      world_.link().bell.ring();
+      return Outcome::kHere;
     }
   }
   add(own.announced, -1);
@@ -188,50 +204,92 @@ TensorTable::Outcome TensorTable::decide(std::uint32_t index, const Request& req
   Slot& slot = world_.slots[index];
   // That of the operation before, before anybody learns that this one is done; otherwise the line stays in all caches.
   if (slot.error != 0) slot.error = 0;
-  if (all_announced_the_same(index) && inline_.carry_out(index, request)) return Outcome::kDone;
-  agree(index, request);
+  const bool same = all_announced_the_same(index);
+  if (same && inline_.carry_out(index, request)) return Outcome::kDone;
+  slot.weights = world_.weights(index);
+  agree(index);
+  if (!same) {
+    const Disagreement why = describe_disagreement(world_, announced_here(world_, index));
+    disagree(index, why.code, why.text);
+  }
   return Outcome::kLast;
 }
 
 bool TensorTable::all_announced_the_same(std::uint32_t slot) const {
-  if (world_.announcement(slot, rank_).signature.failed) return false;
-  const std::uint64_t digest = world_.mark(slot, rank_).digest;
-  for (int r = 0; r < world_.parties; ++r) {
+  if (world_.announcement(slot, 0).signature.failed) return false;
+  const std::uint64_t digest = world_.mark(slot, 0).digest;
+  for (int r = 1; r < world_.ranks; ++r) {
     if (world_.mark(slot, r).digest != digest) return false;
   }
   return true;
 }
 
-void TensorTable::agree(std::uint32_t index, const Request& request) {
+void TensorTable::agree(std::uint32_t index) {
   Slot& slot = world_.slots[index];
-  slot.agreed = world_.announcement(index, rank_).signature;
+  slot.agreed = world_.announcement(index, 0).signature;
   slot.bytes = slot.agreed.count * size_of(slot.agreed.dtype);
   slot.scheduled = 0;
-  slot.weights = world_.weights(index);
   slot.direct = slot.bytes > 0;
   for (int r = 0; r < world_.ranks; ++r) {
     if (world_.mark(index, r).place == kNoPlace) slot.direct = 0;
   }
-  if (all_announced_the_same(index)) return;
+}
 
-  ErrorCode code = ErrorCode::kMismatch;
-  std::string text;
-  for (int r = 0; r < world_.parties; ++r) {
-    const Announcement& announcement = world_.announcement(index, r);
-    if (!announcement.signature.failed) continue;
-    code = ErrorCode::kInputFailed;
-    text +=
-        (text.empty() ? "an array could not be used.\n  " : "\n  ") + rank_name(world_, r) + ": " + announcement.note;
-  }
-  if (code == ErrorCode::kInputFailed) {
-    text += "\n  Nothing was changed on the other ranks. Fix: see the error of that rank.";
-  } else {
-    text = describe_mismatch(world_, index, request.label);
-  }
+void TensorTable::disagree(std::uint32_t index, ErrorCode code, std::string_view text) {
+  Slot& slot = world_.slots[index];
   slot.error = static_cast<std::uint32_t>(code);
   const std::string_view shown = utf8_prefix(text, sizeof(slot.error_text));
   slot.error_length = static_cast<std::uint32_t>(shown.size());
   std::memcpy(slot.error_text, shown.data(), shown.size());
+}
+
+void TensorTable::agree_over_hosts(std::uint32_t index, double weights) {
+  Slot& slot = world_.slots[index];
+  slot.error = 0;
+  slot.weights = weights;
+  agree(index);
+}
+
+void TensorTable::announce_for_others(std::uint32_t slot) {
+  Mark& own = world_.mark(slot, world_.ranks);
+  std::atomic<std::uint64_t>& state = world_.slots[slot].state;
+  // Relaxed: nobody else writes to it while all ranks have announced. Release: publishes what was agreed.
+  const std::uint64_t now = state.load(std::memory_order_relaxed);
+  if ((now & kKnownEarly) == 0) add(own.announced, 1);
+  add(own.completed, 1);  // the link looks at the slot no more than the ranks do
+  std::atomic<std::uint64_t>* const late = world_.late(slot);
+  for (std::uint64_t i = 0; i < world_.late_words; ++i) late[i].store(0, std::memory_order_relaxed);  // for messages
+  state.store(pack(version_of(now), operations_of(now) + 1, 0), std::memory_order_release);
+}
+
+std::optional<std::uint32_t> TensorTable::announce_early(std::string_view name, const Announcement& announcement) {
+  for (;;) {
+    const auto found = find(name);
+    if (!found) return std::nullopt;
+    Mark& own = world_.mark(found->slot, world_.ranks);
+    std::atomic<std::uint64_t>& shared = world_.slots[found->slot].state;
+    std::uint64_t state = shared.load(std::memory_order_acquire);  // Acquire, and all else, as in announce().
+    if (version_of(state) != found->version) continue;
+    if (announced_of(state) == world_.ranks) return std::nullopt;
+    if ((state & kKnownEarly) != 0) return found->slot;
+    world_.announcement(found->slot, world_.ranks) = announcement;
+    add(own.announced, 1);
+    while (version_of(state) == found->version && announced_of(state) < world_.ranks) {
+      if (shared.compare_exchange_weak(state, state | kKnownEarly, std::memory_order_acq_rel)) return found->slot;
+    }
+    add(own.announced, -1);
+  }
+}
+
+std::vector<int> TensorTable::late_here(std::uint32_t slot) const {
+  // Relaxed: as in announced_by().
+  const std::uint32_t early = world_.mark(slot, world_.ranks).announced.load(std::memory_order_relaxed);
+  std::vector<int> late;
+  for (int r = 0; r < world_.ranks; ++r) {
+    const std::uint32_t announced = world_.mark(slot, r).announced.load(std::memory_order_relaxed);
+    if (static_cast<std::int32_t>(announced - early) < 0) late.push_back(r);
+  }
+  return late;
 }
 
 void TensorTable::complete(std::uint32_t slot) {
@@ -242,7 +300,11 @@ void TensorTable::complete(std::uint32_t slot) {
 
 bool TensorTable::announced_by(std::uint32_t slot, int other) {
   // Relaxed: for error messages, for ranks that left, where `presence` orders it, and for Pending::is_met().
-  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  const auto announced = [&](int r) {
+    const Mark& mark = world_.mark(slot, r);
+    // What the link announces early, not all ranks elsewhere have announced.
+    return (r == world_.ranks ? mark.completed : mark.announced).load(std::memory_order_relaxed);
+  };
   return static_cast<std::int32_t>(announced(other) - announced(rank_)) >= 0;
 }
 
@@ -265,6 +327,7 @@ std::optional<Announced> TensorTable::announced(std::uint32_t slot, int rank) co
 }
 
 std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool described) const {
+  if (described && world_.has_link()) world_.asks_what_it_missed.store(1, std::memory_order_relaxed);  // a hint
   // Version and operations.
   const auto operation_of = [](std::uint64_t state) { return state >> 16; };
   std::vector<Missed> found;
@@ -273,7 +336,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
   for (std::uint32_t slot = 0; slot < used && found.size() < most; ++slot) {
     // Acquire: the announcements that it counts are counted in the marks too.
     const std::uint64_t state = world_.slots[slot].state.load(std::memory_order_acquire);
-    if (announced_of(state) == 0 || rank_ahead(slot) < 0) continue;
+    if (!is_under_way(state) || rank_ahead(slot) < 0) continue;
     found.push_back(Missed{"", operation_of(state)});
     places.push_back(slot);
   }
@@ -286,7 +349,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
     const Slot& slot = world_.slots[places[i]];
     // Relaxed: the version, which says whose the slot is, changes only under the lock.
     const std::uint64_t state = slot.state.load(std::memory_order_relaxed);
-    if (operation_of(state) != found[i].operation || announced_of(state) == 0) continue;  // it is over
+    if (operation_of(state) != found[i].operation || !is_under_way(state)) continue;  // it is over
     if (is_patient(name_in(slot))) continue;
     Missed one{std::string(name_in(slot)), found[i].operation};
     if (described) {

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/status.hpp"
 #include "engine/inline_reduction.hpp"
 #include "report/stall.hpp"
 #include "request/request.hpp"
@@ -36,13 +37,27 @@ class TensorTable {
   // Whether the handle is still that of its name.
   bool is_current(const SlotHandle& handle) const;
 
-  enum class Outcome { kStale, kWaiting, kLast, kDone };
+  enum class Outcome { kStale, kWaiting, kHere, kLast, kDone };
 
   // Announces this rank's next operation on the slot. kStale: the slot has changed hands, find() it again. kLast: every
   // other rank has announced as well; the slot now says what was agreed, or about what the ranks disagree, and the
-  // caller is the one to make it ready. kDone: so has every other rank, and the operation was carried out. `watched`:
-  // see InlineReduction.
+  // caller is the one to make it ready. kDone: so has every other rank, and the operation was carried out. kHere: every
+  // other rank of this host has announced; what comes next is the link's. `watched`: see InlineReduction.
   Outcome announce(const SlotHandle& handle, const Request& request, bool watched = false);
+
+  // For the link, once all ranks of this host have announced: whether they have announced the same; what they have
+  // agreed on with the ranks of the other hosts (`weights` are those of all ranks), or that they have not; and that it
+  // takes note of it as the last party: ranks may announce the next operation. Between the last two nothing may be
+  // announced.
+  bool all_announced_the_same(std::uint32_t slot) const;
+  void agree_over_hosts(std::uint32_t slot, double weights);
+  void disagree(std::uint32_t slot, ErrorCode code, std::string_view text);
+  void announce_for_others(std::uint32_t slot);
+  // Ranks of another host have announced an operation under this name, and not all of this host have: so that missed()
+  // tells those. `announcement` is one of theirs. Returns the slot, unless there is none or all here have announced.
+  std::optional<std::uint32_t> announce_early(std::string_view name, const Announcement& announcement);
+  // The ranks of this host that have not announced it then.
+  std::vector<int> late_here(std::uint32_t slot) const;
 
   // This rank has completed the operation it announced last.
   void complete(std::uint32_t slot);
@@ -63,8 +78,7 @@ class TensorTable {
   std::optional<Announced> announced(std::uint32_t slot, int rank) const;
   void unlink(std::uint32_t slot);
   Outcome decide(std::uint32_t slot, const Request& request);
-  bool all_announced_the_same(std::uint32_t slot) const;
-  void agree(std::uint32_t slot, const Request& request);
+  void agree(std::uint32_t slot);
   // See Mark::place.
   std::uint64_t place_of(const Request& request) const;
 
@@ -77,8 +91,15 @@ class TensorTable {
 // The signature that `request` announces.
 Signature signature_of(const Request& request);
 
-// The text of a mismatch between the announcements of a slot, in the form of docs/errors.md, without the prefix that
-// names the reading rank. The announcements differ; `label` is one rank's, see Request.
-std::string describe_mismatch(World& world, std::uint32_t slot, const std::string& label);
+// What the ranks of this host have announced on the slot.
+std::vector<AnnouncedBy> announced_here(World& world, std::uint32_t slot);
+
+// Why ranks that have not announced the same fail, in the form of docs/errors.md, without the prefix that names the
+// reading rank.
+struct Disagreement {
+  ErrorCode code;
+  std::string text;
+};
+Disagreement describe_disagreement(World& world, const std::vector<AnnouncedBy>& announced);
 
 }  // namespace kvstore_hvd

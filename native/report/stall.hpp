@@ -11,7 +11,7 @@
 
 namespace kvstore_hvd {
 
-// Whom an announced operation waits for.
+// Whom an announced operation waits for; ranks by their numbers in the world.
 struct Blamed {
   // Those that have not announced it. When all have: those that are behind inside the collective; none when nobody is.
   std::vector<int> ranks;

@@ -3,6 +3,15 @@
 #include <algorithm>
 
 namespace kvstore_hvd {
+namespace {
+
+std::string describe_process(std::string rank, const char* host, int pid) {
+  rank += " (";
+  if (host[0] != '\0') rank += std::string(host) + ", ";
+  return rank + "pid " + std::to_string(pid) + ")";
+}
+
+}  // namespace
 
 std::string_view utf8_prefix(std::string_view text, std::size_t bytes) {
   if (text.size() <= bytes) return text;
@@ -22,50 +31,78 @@ std::string describe_shape(const Signature& signature) {
   return text + ")";
 }
 
-std::string rank_name(World& world, int rank) { return "rank " + std::to_string(world.rank(rank).rank_of_all); }
+std::string rank_name(World& world, int rank) {
+  if (rank == world.ranks) return "the other hosts";  // the link
+  return "rank " + std::to_string(world.rank(rank).rank_of_all);
+}
 
 std::string describe_ranks(World& world, const std::vector<int>& ranks) {
-  const auto shown = [&](std::size_t i) { return world.rank(ranks[i]).rank_of_all; };
+  std::vector<int> numbers;
+  for (const int rank : ranks) numbers.push_back(world.rank(rank).rank_of_all);
+  return describe_ranks(numbers);
+}
+
+std::string describe_ranks(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size();) {
     std::size_t end = i;
-    while (end + 1 < ranks.size() && shown(end + 1) == shown(end) + 1) ++end;
+    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
     if (i > 0) text += ", ";
-    text += std::to_string(shown(i));
-    if (end > i) text += "-" + std::to_string(shown(end));
+    text += std::to_string(ranks[i]);
+    if (end > i) text += "-" + std::to_string(ranks[end]);
     i = end + 1;
   }
   return text;
 }
 
-std::string describe_rank(World& world, int rank) {
-  const RankState& state = world.rank(rank);
-  std::string text = rank_name(world, rank);
-  // Acquire: the fields that are read next were written before.
-  if (state.presence.load(std::memory_order_acquire) == Presence::kAbsent) return text + " (never joined)";
-  text += " (";
-  if (state.host[0] != '\0') text += std::string(state.host) + ", ";
-  return text + "pid " + std::to_string(state.pid) + ")";
+std::string describe_host(World& world, int host) {
+  std::vector<int> there;
+  for (int rank = 0; rank < world.size; ++rank) {
+    if (world.home(rank).host == host) there.push_back(world.rank_of_all(rank));
+  }
+  return describe_ranks(there) + " (host " + std::to_string(host) + ")";
 }
 
-std::string describe_each(World& world, const std::vector<int>& ranks) {
+std::string describe_rank(World& world, int rank) {
+  const RankState& state = world.rank(rank);
+  const std::string text = rank_name(world, rank);
+  if (rank == world.ranks) return text;
+  // Acquire: the fields that are read next were written before.
+  if (state.presence.load(std::memory_order_acquire) == Presence::kAbsent) return text + " (never joined)";
+  return describe_process(text, state.host, state.pid);
+}
+
+std::string describe_member(World& world, int rank_of_world) {
+  const World::Home home = world.home(rank_of_world);
+  if (home.host == world.host) return describe_rank(world, home.rank);
+  const RemoteRank& remote = world.remote(rank_of_world);
+  const std::string text = "rank " + std::to_string(home.of_all);
+  // Acquire: as above.
+  if (remote.is_known.load(std::memory_order_acquire) == 0) return text + " (host " + std::to_string(home.host) + ")";
+  return describe_process(text, remote.host, remote.pid);
+}
+
+std::string describe_members(World& world, const std::vector<int>& ranks_of_world) {
   constexpr std::size_t kMost = 8;
-  const std::size_t shown = std::min(ranks.size(), kMost);
+  const std::size_t shown = std::min(ranks_of_world.size(), kMost);
   std::string text;
   for (std::size_t i = 0; i < shown; ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += describe_rank(world, ranks[i]);
+    if (i > 0) text += i + 1 == ranks_of_world.size() ? " and " : ", ";
+    text += describe_member(world, ranks_of_world[i]);
   }
-  if (shown == ranks.size()) return text;
-  return text + " and " + describe_ranks(world, {ranks.begin() + kMost, ranks.end()});
+  if (shown == ranks_of_world.size()) return text;
+  std::vector<int> rest;
+  for (std::size_t i = kMost; i < ranks_of_world.size(); ++i) rest.push_back(world.rank_of_all(ranks_of_world[i]));
+  return text + " and " + describe_ranks(rest);
 }
 
 std::string describe_speaker(World& world, int rank) {
   std::string text = "[" + rank_name(world, rank) + "/" + std::to_string(world.size_of_all);
   if (world.set_number != 0) {
     text += ", ";
-    if (world.rank(rank).rank_of_all != rank) {
-      text += "rank " + std::to_string(rank) + "/" + std::to_string(world.ranks) + " in ";
+    const RankState& self = world.rank(rank);
+    if (self.rank_of_all != self.rank_of_world) {
+      text += "rank " + std::to_string(self.rank_of_world) + "/" + std::to_string(world.size) + " in ";
     }
     text += "process set " + std::to_string(world.set_number);
   }

@@ -20,14 +20,20 @@ std::string describe_shape(const Signature& signature);
 // "rank 3".
 std::string rank_name(World& world, int rank);
 
-// "rank 3", "ranks 0-2, 5"; `ranks` ascending, not empty.
+// "rank 3", "ranks 0-2, 5"; `ranks` ascending, not empty. The second: of numbers in the world of all.
 std::string describe_ranks(World& world, const std::vector<int>& ranks);
+std::string describe_ranks(const std::vector<int>& ranks);
+
+// The same by its number in this world, of whatever host.
+std::string describe_member(World& world, int rank_of_world);
+// "rank 2 (node1, pid 8123) and rank 5 (node1, pid 8126)"; the first eight, and "and ranks 9-12".
+std::string describe_members(World& world, const std::vector<int>& ranks_of_world);
+
+// Of another host: "ranks 4-7 (host 1)".
+std::string describe_host(World& world, int host);
 
 // "rank 2 (node1, pid 8123)".
 std::string describe_rank(World& world, int rank);
-
-// "rank 2 (node1, pid 8123) and rank 5 (node1, pid 8126)"; the first eight, and "and ranks 9-12". As describe_ranks().
-std::string describe_each(World& world, const std::vector<int>& ranks);
 
 // Who speaks: "[rank 2/8] ", "[rank 5/8, rank 1/2 in process set 3] ".
 std::string describe_speaker(World& world, int rank);

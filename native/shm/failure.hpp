@@ -11,7 +11,7 @@
 
 namespace kvstore_hvd {
 
-inline constexpr int kMaxRanks = 256;
+inline constexpr int kMaxRanks = 256;  // of a host
 
 // Unwinds a rank out of whatever it was doing once the world has failed; never leaves the engine.
 struct WorldLost : std::exception {
@@ -48,7 +48,7 @@ class Failure {
   const Note& note() const { return notes_[claimed_by_.load(std::memory_order_acquire) - 1]; }
 
   std::atomic<std::uint32_t> claimed_by_;  // 1 + rank
-  Note notes_[kMaxRanks];
+  Note notes_[kMaxRanks + 1];              // the last one the link's, if there are so many
 };
 
 }  // namespace kvstore_hvd

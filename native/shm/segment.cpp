@@ -18,7 +18,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303130;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303131;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -42,30 +42,62 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (va
 // What an announcement can carry in a world of `size` ranks.
 std::size_t inline_bytes(std::size_t size) { return std::min<std::size_t>(kMaxInline, kMaxPayloads / size / 64 * 64); }
 
-struct Layout {
-  std::size_t ranks, announcements, marks, payloads, payload_stride, staging, stride, stage, arenas, arena_stride,
-      total;
+// Of all hosts' sums of a chunk, or of all ranks' inputs.
+constexpr std::size_t kMaxLinkMemory = std::size_t{4} << 20;
 
-  Layout(std::size_t size, std::size_t arena_bytes) {
+struct Layout {
+  std::size_t ranks, announcements, marks, payloads, payload_stride, homes, remotes, late, late_words, staging, stride,
+      stage, arenas, arena_stride, link, link_bytes, total;
+
+  // `size`: of ranks here, of `all`, on that many hosts.
+  Layout(std::size_t size, std::size_t all, std::size_t hosts, std::size_t arena_bytes) {
+    const bool has_link = hosts > 1;
+    const std::size_t parties = has_link ? size + 1 : size;
     ranks = round_up(sizeof(World), kPage);
-    announcements = round_up(ranks + size * sizeof(RankState), kPage);
-    marks = round_up(announcements + size * kSlots * sizeof(Announcement), kPage);
-    payloads = round_up(marks + size * kSlots * sizeof(Mark), kPage);
+    announcements = round_up(ranks + parties * sizeof(RankState), kPage);
+    marks = round_up(announcements + parties * kSlots * sizeof(Announcement), kPage);
+    payloads = round_up(marks + parties * kSlots * sizeof(Mark), kPage);
     // Not a power of two, as below.
     payload_stride = inline_bytes(size) + 64;
-    staging = round_up(payloads + size * kSlots * payload_stride, kHugePage);
-    stage = round_up(std::min(size * kMaxSlice, kMaxStage), kPage);
+    homes = payloads + size * kSlots * payload_stride;
+    remotes = round_up(homes + (has_link ? all * sizeof(World::Home) : 0), kPage);
+    late = remotes + (has_link ? all * sizeof(RemoteRank) : 0);
+    late_words = has_link ? (all + 63) / 64 : 0;
+    staging = round_up(late + late_words * sizeof(std::uint64_t) * kSlots, kHugePage);
+    // Between hosts a chunk costs messages: fewer, larger ones.
+    stage = has_link ? kMaxStage : round_up(std::min(size * kMaxSlice, kMaxStage), kPage);
     // Ranks' staging memories start on different 2 MiB pages, never a power of two apart: accesses to equal offsets of
     // memories exactly 2^k apart evict one another from the cache.
     stride = round_up(stage * kStages, kHugePage) + kPage;
     arenas = round_up(staging + size * stride, kHugePage);
     // The same for arenas, whose sizes are often powers of two.
     arena_stride = arena_bytes == 0 ? 0 : round_up(arena_bytes, kHugePage) + kHugePage + page_size();
-    total = round_up(arenas + size * arena_stride, kHugePage);
+    link = round_up(arenas + size * arena_stride, kHugePage);
+    link_bytes = has_link ? kMaxLinkMemory : 0;
+    total = round_up(link + link_bytes * kLinkSlots, kHugePage);
   }
 };
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+// Returns the number of ranks in the world. Throws std::invalid_argument.
+std::size_t check_hosts(const Hosts& hosts, int size) {
+  if (!hosts.are_several()) return static_cast<std::size_t>(size);
+  const auto n_hosts = static_cast<int>(hosts.ranks.size());
+  if (hosts.host < 0 || hosts.host >= n_hosts || hosts.ranks[hosts.host].size() != static_cast<std::size_t>(size)) {
+    throw std::invalid_argument("this host has not as many ranks as the table of hosts says");
+  }
+  std::vector<int> all;
+  for (const auto& ranks : hosts.ranks) {
+    if (ranks.empty()) throw std::invalid_argument("a host has no ranks");
+    all.insert(all.end(), ranks.begin(), ranks.end());
+  }
+  std::sort(all.begin(), all.end());
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] != static_cast<int>(r)) throw std::invalid_argument("not every rank is on one host");
+  }
+  return all.size();
+}
 
 // Closes the descriptor unless it was handed on.
 class Descriptor {
@@ -99,16 +131,19 @@ std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
 }
 
 std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, const Thresholds& thresholds,
-                                         const Inside& inside, std::optional<bool> has_core_for_each) {
+                                         const Inside& inside, std::optional<bool> has_core_for_each,
+                                         const Hosts& hosts) {
   if (size < 1 || size > kMaxRanks) {
     throw std::invalid_argument("a world has 1 to " + std::to_string(kMaxRanks) + " ranks on a host, not " +
                                 std::to_string(size));
   }
-  if (inside.number != 0 && inside.ranks.size() != static_cast<std::size_t>(size)) {
+  const std::size_t all = check_hosts(hosts, size);
+  if (inside.number != 0 && inside.ranks.size() != all) {
     throw std::invalid_argument("there is not one rank of the world of all for each rank");
   }
   arena_bytes = round_up(arena_bytes, page_size());
-  const Layout layout(static_cast<std::size_t>(size), arena_bytes);
+  const std::size_t n_hosts = hosts.are_several() ? hosts.ranks.size() : 1;
+  const Layout layout(static_cast<std::size_t>(size), all, n_hosts, arena_bytes);
   Descriptor fd(memfd_create("kvstore_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) fail("creating the shared segment");
   if (ftruncate(fd.get(), static_cast<off_t>(layout.total)) != 0) fail("sizing the shared segment");
@@ -118,7 +153,11 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   auto segment = map(fd.get(), layout.total);
   fd.release();
   World& world = segment->world();
-  world.ranks = world.parties = size;
+  world.ranks = size;
+  world.parties = hosts.are_several() ? size + 1 : size;
+  world.size = static_cast<std::int32_t>(all);
+  world.hosts = static_cast<std::int32_t>(n_hosts);
+  world.host = hosts.host;
   world.stage_bytes = static_cast<std::uint32_t>(layout.stage);
   world.total_bytes = layout.total;
   world.ranks_offset = layout.ranks;
@@ -131,13 +170,30 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.arenas_offset = layout.arenas;
   world.arena_stride = layout.arena_stride;
   world.payload_stride = layout.payload_stride;
+  world.homes_offset = layout.homes;
+  world.remotes_offset = layout.remotes;
+  world.late_offset = layout.late;
+  world.late_words = layout.late_words;
+  world.link_offset = layout.link;
+  world.link_bytes = static_cast<std::uint32_t>(layout.link_bytes);
   world.thresholds = thresholds;
   world.thresholds.inlined =
       std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(static_cast<std::size_t>(size))));
   world.set_number = inside.number;
-  world.size_of_all = inside.number == 0 ? size : inside.size;
+  world.size_of_all = inside.number == 0 ? static_cast<int>(all) : inside.size;
   world.has_core_for_each = has_core_for_each.value_or(size <= usable_cores()) ? 1 : 0;
-  for (int r = 0; r < size; ++r) world.rank(r).rank_of_all = inside.number == 0 ? r : inside.ranks[r];
+  for (int r = 0; r < size; ++r) {
+    const int rank = hosts.are_several() ? hosts.ranks[hosts.host][r] : r;
+    world.rank(r).rank_of_world = rank;
+    world.rank(r).rank_of_all = inside.number == 0 ? rank : inside.ranks[rank];
+  }
+  auto* const homes = reinterpret_cast<World::Home*>(world.base() + world.homes_offset);
+  std::int32_t place = 0;
+  for (int host = 0; hosts.are_several() && host < world.hosts; ++host) {
+    std::int32_t r = 0;
+    for (const int rank : hosts.ranks[host])
+      homes[rank] = {host, r++, place++, inside.number == 0 ? rank : inside.ranks[rank]};
+  }
   world.magic = kMagic;
   return segment;
 }
@@ -154,7 +210,9 @@ std::shared_ptr<Segment> Segment::attach(int fd) {
   own.release();
   const World& world = segment->world();
   if (world.magic != kMagic || world.ranks < 1 || world.ranks > kMaxRanks || world.total_bytes != bytes ||
-      Layout(static_cast<std::size_t>(world.ranks), world.arena_bytes).total != bytes) {
+      Layout(static_cast<std::size_t>(world.ranks), static_cast<std::size_t>(world.size),
+             static_cast<std::size_t>(world.hosts), world.arena_bytes)
+              .total != bytes) {
     throw std::invalid_argument("not a segment of this build of kvstore_hvd (" + abi() + ")");
   }
   return segment;
@@ -176,16 +234,17 @@ std::string Segment::abi() {
 }
 
 void ring_all(World& world) {
-  for (int r = 0; r < world.ranks; ++r) world.rank(r).bell.ring();
+  for (int r = 0; r < world.parties; ++r) world.rank(r).bell.ring();
 }
 
 void wake_all(World& world) {
   world.table_lock.wake();
   world.schedule_lock.wake();
-  for (int r = 0; r < world.ranks; ++r) {
+  for (int r = 0; r < world.parties; ++r) {
     RankState& rank = world.rank(r);
     rank.filled.wake();
     rank.reduced.wake();
+    rank.collected.wake();
     rank.bell.wake();
   }
   for (const Claims& claims : world.claims) claims.finished.wake();

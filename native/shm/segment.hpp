@@ -21,14 +21,23 @@ struct Inside {
   std::vector<int> ranks;    // there
 };
 
+// The hosts of a world, and which of its ranks are where.
+struct Hosts {
+  int host = 0;                         // this one
+  std::vector<std::vector<int>> ranks;  // by host; empty: all are here
+
+  bool are_several() const { return ranks.size() > 1; }
+};
+
 class Segment {
  public:
   // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp), each with an arena of `arena_bytes` of
   // address space; memory is taken when it is first written to. `has_core_for_each`: whether the ranks may use as many
-  // cores as there are ranks; by default as this thread may. Throws std::invalid_argument, std::system_error.
+  // cores as there are ranks; by default as this thread may. With several hosts `size` is the number of ranks on this
+  // one. Throws std::invalid_argument, std::system_error.
   static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0, const Thresholds& thresholds = {},
                                          const Inside& inside = {},
-                                         std::optional<bool> has_core_for_each = std::nullopt);
+                                         std::optional<bool> has_core_for_each = std::nullopt, const Hosts& hosts = {});
 
   // The segment behind `fd`, which is duplicated. Throws std::invalid_argument when it is not one of this build.
   static std::shared_ptr<Segment> attach(int fd);
@@ -38,6 +47,7 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   int fd() const { return fd_; }
+  // Of the ranks on this host.
   int size() const;
   // Absent in a forked child: the mapping is not inherited.
   World& world() const { return *world_; }

@@ -18,16 +18,20 @@ inline constexpr int kSlots = 8192;   // tensors known at a time (names, not req
 inline constexpr int kEntries = 64;   // scheduled chunks that some rank has not yet taken note of
 inline constexpr int kPieces = 64;    // tensors fused into one chunk
 inline constexpr int kStages = 3;     // chunks in the pipeline: being filled, reduced, collected
+inline constexpr int kLinkSlots = 8;  // chunks on their way between hosts
 inline constexpr int kMaxName = 240;  // bytes of a request's name
 inline constexpr int kMaxDims = 12;   // dimensions that are compared and printed one by one
 inline constexpr std::uint32_t kNoSlot = 0xffffffff;
 
 enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
 
-// One rank as the others see it. Each flag is written by its rank (the bell by anyone).
+// One rank, or the link, as the others see it. Each flag is written by its rank (the bell by anyone); those of the link
+// are `filled` (entries for which all has come that the ranks read) and the bell, and its inbox has the slots that all
+// ranks of this host have announced.
 struct RankState {
   Flag filled;          // entries whose contribution lies in the rank's staging memory
   Flag reduced;         // entries that the rank has reduced, and whose foreign staging memory it no longer reads
+  Flag collected;       // entries whose link memory it no longer reads; over hosts only
   Flag bell;            // rung when there may be something to do for the rank
   Inbox<kSlots> inbox;  // slots whose operation another rank has carried out; one operation is under way on each
   // Batches that the rank's device thread has begun, and that its device is through with; see DeviceQueue.
@@ -36,7 +40,15 @@ struct RankState {
   std::atomic<Presence> presence;  // Release: publishes the fields below; the others read them after an acquire.
   std::int32_t pid;
   std::uint64_t start_time;  // of the process, in clock ticks since boot: tells a recycled pid
-  std::int32_t rank_of_all;  // see Inside; written by Segment::create
+  // See Inside and Hosts; written by Segment::create.
+  std::int32_t rank_of_all, rank_of_world;
+  char host[64];
+};
+
+// A rank of another host, as the link knows it.
+struct RemoteRank {
+  std::atomic<std::uint32_t> is_known;  // Release: publishes the fields below.
+  std::int32_t pid;
   char host[64];
 };
 
@@ -66,7 +78,14 @@ inline constexpr std::uint64_t kNoPlace = ~std::uint64_t{0};
 // What one rank wants to do with a tensor, in full; the others look at it only when they disagree.
 struct Announcement {
   Signature signature;
-  char note[224];
+  char note[223];             // why the input failed, or the request's label
+  std::uint8_t of_parameter;  // the tensor is a parameter of a network, or its gradient
+};
+
+// The same, with the rank's number in the world of all.
+struct AnnouncedBy {
+  std::int64_t rank;
+  Announcement announcement;
 };
 
 // What the last rank to announce needs to know of each of the others, in one cache line.
@@ -87,7 +106,9 @@ static_assert(sizeof(Mark) == 64);
 // One tensor. A rank's n-th request under a name is matched with the n-th of all others.
 struct Slot {
   // From the highest bits down: 32 bits of version, raised when the slot is given to another name; 16 bits that count
-  // operations; 16 bits that say how many ranks have announced the one under way, back to 0 when the last one does.
+  // operations; 1 bit that says whether the link knows of the one under way from another host; 15 bits that say how
+  // many ranks have announced it. The last two are back to 0 when the last one, which is the link if there is one,
+  // does.
   std::atomic<std::uint64_t> state;
   std::uint32_t next_in_bucket;  // under table_lock
   std::uint64_t hash;            // under table_lock
@@ -101,6 +122,7 @@ struct Slot {
   std::uint64_t scheduled;  // bytes, under schedule_lock
   double weights;           // see World::weights()
   std::uint32_t direct;     // whether every rank's array lies in its arena
+  std::int32_t priority;    // over hosts; that of the last rank of this host
   std::uint32_t error;      // ErrorCode, kOk (0) when agreed
   std::uint32_t error_length;
   char error_text[1024];
@@ -129,6 +151,10 @@ enum class Algorithm : std::uint32_t {
   kExchange,       // every rank stages its input and takes what it wants of the others'
   kReduceScatter,  // every rank stages everything and reduces what it receives
   kDevice,         // nothing moves here: the ranks' device threads carry out all pieces together
+  // Over hosts, where the link moves bytes between the hosts' link memories; see algorithms/.
+  kLinkSum,        // every host reduces its ranks' arrays, and the hosts' sums meet on all hosts
+  kLinkBroadcast,  // the root's host sends its array to the others
+  kLinkExchange,   // every host sends its ranks' inputs to the others
 };
 
 // Part of a tensor inside a chunk.
@@ -158,14 +184,18 @@ struct Claims {
 
 struct World {
   std::uint64_t magic;
-  // Who stages and reduces, and who announces: the ranks, of which each has a place in both. (And who exists in the
-  // world of all, of which this may be a part: see Inside.)
-  std::int32_t ranks, parties;
+  // Who stages and reduces: the ranks on this host. Who announces: they, and if there are several hosts the link, last,
+  // for the ranks of all others. Who exists in this world, on all hosts. (And in the world of all, of which this may be
+  // a part: see Inside.)
+  std::int32_t ranks, parties, size;
+  std::int32_t hosts, host;   // how many, and which one this is
   std::uint32_t stage_bytes;  // of one rank's staging memory for one chunk
   std::uint64_t total_bytes;
   std::uint64_t ranks_offset, announcements_offset, marks_offset, payloads_offset, staging_offset, staging_stride;
   std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
   std::uint64_t payload_stride;
+  std::uint64_t homes_offset, remotes_offset, late_offset, late_words, link_offset;
+  std::uint32_t link_bytes;  // of the link's memory for one chunk
   std::uint32_t set_number;  // see Inside
   std::int32_t size_of_all;
   std::uint32_t has_core_for_each;  // whether the ranks may use as many cores as there are ranks
@@ -173,6 +203,8 @@ struct World {
 
   Failure failure;
   std::atomic<std::uint32_t> left;  // ranks that left in good order
+  // Over hosts: whether ranks here ask for what others have announced, which the link then has to know at once.
+  std::atomic<std::uint32_t> asks_what_it_missed;
 
   // The table of tensors, see tensor_table.hpp.
   SharedLock table_lock;
@@ -207,6 +239,9 @@ struct World {
     return absent == 0 || present == 0 ? sum : sum * (present + absent) / present;
   }
   char* base() { return reinterpret_cast<char*>(this); }
+  // Whether the world has ranks on other hosts, with whom the link exchanges what this host's have reduced.
+  bool has_link() const { return parties != ranks; }
+  RankState& link() { return rank(ranks); }
   RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }
   Announcement& announcement(std::uint32_t slot, int r) {
     return reinterpret_cast<Announcement*>(base() + announcements_offset)[static_cast<std::size_t>(slot) * parties + r];
@@ -217,11 +252,34 @@ struct World {
   // The `bytes` that a rank's announcement carries; a few lie in the line that the others read anyway.
   char* payload(std::uint32_t slot, int r, std::size_t bytes) {
     if (bytes <= sizeof(Mark::payload)) return mark(slot, r).payload;
-    return base() + payloads_offset + payload_stride * (static_cast<std::size_t>(slot) * parties + r);
+    return base() + payloads_offset + payload_stride * (static_cast<std::size_t>(slot) * ranks + r);
   }
   // Entries count from 0 and never wrap: 64 bits.
   char* staging(int r, std::uint64_t entry) {
     return base() + staging_offset + staging_stride * r + static_cast<std::size_t>(stage_bytes) * (entry % kStages);
+  }
+  // Where a rank of the world is: its host and its number there; its number if those of each host followed one another,
+  // and in the world of all.
+  struct Home {
+    std::int32_t host, rank, place, of_all;
+  };
+  Home home(int rank_of_world) {
+    if (!has_link()) return {0, rank_of_world, rank_of_world, rank(rank_of_world).rank_of_all};
+    return reinterpret_cast<Home*>(base() + homes_offset)[rank_of_world];
+  }
+  // Ranks of other hosts by their numbers in the world: who they are, and which of them are late in a slot's operation,
+  // as far as the link knows; a bit for each.
+  RemoteRank& remote(int rank_of_world) {
+    return reinterpret_cast<RemoteRank*>(base() + remotes_offset)[rank_of_world];
+  }
+  std::atomic<std::uint64_t>* late(std::uint32_t slot) {
+    return reinterpret_cast<std::atomic<std::uint64_t>*>(base() + late_offset) + slot * late_words;
+  }
+  // The number of a rank of the world in the world of all.
+  int rank_of_all(int rank_of_world) { return home(rank_of_world).of_all; }
+  // Memory of an entry that ranks and link share. See algorithms/ for what lies in it.
+  char* link_memory(std::uint64_t entry) {
+    return base() + link_offset + static_cast<std::size_t>(link_bytes) * (entry % kLinkSlots);
   }
   char* arena(int r) { return base() + arenas_offset + arena_stride * r; }
 };

@@ -1,7 +1,10 @@
-// Worlds for tests: ranks as threads of this process, on one mapping, so that ThreadSanitizer sees all of their
-// accesses.
+// Worlds for tests: ranks as threads of this process, on one mapping of each host's segment, so that ThreadSanitizer
+// sees all of their accesses.
+//
+// With KVHVD_TEST_HOSTS the ranks are on as many hosts: the same tests, of the same promises.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -10,6 +13,10 @@
 #include <vector>
 
 #include "engine/engine.hpp"
+#include "link/link.hpp"
+#include "network.hpp"
+#include "reduce/reduce.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 
@@ -30,7 +37,57 @@ inline EngineOptions thread_options(std::chrono::nanoseconds timeout = std::chro
   return options;
 }
 
-// Runs `body(engine, rank)` on every rank of a fresh world.
+constexpr Algorithm algorithm_of_these_tests(Algorithm on_one_host) {
+#ifdef KVHVD_TEST_HOSTS
+  return on_one_host == Algorithm::kTwoShot ? Algorithm::kLinkSum : on_one_host;
+#else
+  return on_one_host;
+#endif
+}
+
+// The ranks of a world, by host.
+using Placement = std::vector<std::vector<int>>;
+
+// The ranks of a world of that size on the hosts of these tests, in order.
+inline Placement placement_of(int size) {
+#ifdef KVHVD_TEST_HOSTS
+  const int hosts = std::min(KVHVD_TEST_HOSTS, size);
+#else
+  const int hosts = 1;
+#endif
+  Placement placement(static_cast<std::size_t>(hosts));
+  for (int rank = 0; rank < size; ++rank) placement[static_cast<std::size_t>(rank * hosts / size)].push_back(rank);
+  return placement;
+}
+
+// Runs `body(engine, rank)` on every rank of a fresh world, on these hosts, and `watch` beside them.
+inline void with_hosts(const Placement& placement, const std::function<void(Engine&, int)>& body,
+                       std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0,
+                       const Thresholds& thresholds = {}, const Inside& inside = {},
+                       const std::function<void(MemoryNetwork&)>& watch = nullptr) {
+  MemoryNetwork network(static_cast<std::uint32_t>(placement.size()));
+  std::vector<std::shared_ptr<Segment>> segments;
+  std::vector<std::unique_ptr<MemoryNetwork::End>> ends;
+  std::vector<std::thread> threads;
+  for (std::size_t host = 0; host < placement.size(); ++host) {
+    segments.push_back(Segment::create(static_cast<int>(placement[host].size()), arena_bytes, thresholds, inside,
+                                       std::nullopt, Hosts{static_cast<int>(host), placement}));
+    ends.push_back(std::make_unique<MemoryNetwork::End>(network, static_cast<int>(host)));
+  }
+  for (std::size_t host = 0; host < placement.size(); ++host) {
+    if (placement.size() > 1) threads.emplace_back([&, host] { Link(segments[host], *ends[host], timeout).run(); });
+    for (std::size_t local = 0; local < placement[host].size(); ++local) {
+      threads.emplace_back([&, host, local] {
+        Engine engine(segments[host], static_cast<int>(local), thread_options(timeout));
+        body(engine, placement[host][local]);
+      });
+    }
+  }
+  if (watch) watch(network);
+  for (auto& thread : threads) thread.join();
+}
+
+// The same in that segment, on one host.
 inline void with_world(const std::shared_ptr<Segment>& segment, const std::function<void(Engine&, int)>& body,
                        std::chrono::nanoseconds timeout = std::chrono::seconds(60)) {
   std::vector<std::thread> threads;
@@ -44,8 +101,9 @@ inline void with_world(const std::shared_ptr<Segment>& segment, const std::funct
 }
 
 inline void with_world(int size, const std::function<void(Engine&, int)>& body,
-                       std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0) {
-  with_world(Segment::create(size, arena_bytes), body, timeout);
+                       std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0,
+                       const Thresholds& thresholds = {}, const Inside& inside = {}) {
+  with_hosts(placement_of(size), body, timeout, arena_bytes, thresholds, inside);
 }
 
 // A value that differs for every (rank, element, seed), with rounding errors worth comparing.
@@ -58,10 +116,49 @@ inline float value_of(int rank, std::size_t element, std::uint32_t seed = 0) {
   return static_cast<float>(static_cast<std::int32_t>(hash)) * 1e-7F;
 }
 
-inline float sum_in_rank_order(int size, std::size_t element, std::uint32_t seed = 0) {
-  float sum = value_of(0, element, seed);
-  for (int rank = 1; rank < size; ++rank) sum += value_of(rank, element, seed);
+// What a sum over all ranks is: that over hosts, in order, of the sums over each one's ranks, in order.
+template <class Value>
+float sum_over(const Placement& placement, const Value& value) {
+  float sum = 0;
+  for (std::size_t host = 0; host < placement.size(); ++host) {
+    float of_host = 0;
+    for (std::size_t r = 0; r < placement[host].size(); ++r) {
+      const float one = value(placement[host][r]);
+      of_host = r == 0 ? one : of_host + one;
+    }
+    sum = host == 0 ? of_host : sum + of_host;
+  }
   return sum;
+}
+
+// The same of arrays of any type, by any reduction, where `inputs` are the ranks' arrays.
+inline void reduce_over(const Placement& placement, const Reduction& reduction, const std::vector<const void*>& inputs,
+                        void* output, std::size_t count) {
+  const auto reduce_all = [&](const Reduction& how, const std::vector<const void*>& arrays, void* into) {
+    reduce(how, arrays.data(), static_cast<int>(arrays.size()), &into, 1, count);
+  };
+  if (placement.size() == 1) return reduce_all(reduction, inputs, output);
+  Reduction within = reduction, over = reduction;
+  within.postscale = over.prescale = 1.0;
+  std::vector<std::vector<unsigned char>> sums;
+  std::vector<const void*> of_hosts;
+  for (const auto& ranks : placement) {
+    std::vector<const void*> of_host;
+    for (const int rank : ranks) of_host.push_back(inputs[static_cast<std::size_t>(rank)]);
+    sums.emplace_back(count * size_of(reduction.dtype));
+    reduce_all(within, of_host, sums.back().data());
+  }
+  for (const auto& sum : sums) of_hosts.push_back(sum.data());
+  reduce_all(over, of_hosts, output);
+}
+
+inline float sum_in_rank_order(int size, std::size_t element, std::uint32_t seed = 0) {
+  static const std::vector<Placement> placements = [] {
+    std::vector<Placement> all{{}};
+    for (int n = 1; n <= kMaxRanks; ++n) all.push_back(placement_of(n));
+    return all;
+  }();
+  return sum_over(placements[static_cast<std::size_t>(size)], [&](int rank) { return value_of(rank, element, seed); });
 }
 
 // Whether every element has the bits of what is expected for it.

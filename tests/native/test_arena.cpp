@@ -130,7 +130,7 @@ const bool schedules = testing::add("seeded schedules in and out of arenas give 
     with_world(
         size,
         [&](Engine& engine, int rank) {
-          Arena arena(engine.segment(), rank);
+          Arena arena(engine.segment(), engine.local_rank());
           for (int run = 0; run < runs; ++run) {
             run_schedule(engine, arena, rank, static_cast<std::uint32_t>(size * 1000 + run));
           }
@@ -161,10 +161,10 @@ void check_against_reduction(Engine& engine, int rank, Request request, unsigned
     inputs.push_back(all[r].data());
   }
   std::vector<unsigned char> expected(bytes);
-  void* output = expected.data();
   const double postscale = request.op == ReduceOp::kAverage ? 1.0 / engine.size() : 1.0;
-  reduce(Reduction{request.dtype, request.op, request.prescale, postscale, request.as_half}, inputs.data(),
-         engine.size(), &output, 1, request.count);
+  reduce_over(placement_of(engine.size()),
+              Reduction{request.dtype, request.op, request.prescale, postscale, request.as_half}, inputs,
+              expected.data(), request.count);
   check(std::memcmp(data, expected.data(), bytes) == 0, "wrong " + request.name);
 }
 
@@ -174,7 +174,7 @@ const bool every_type = testing::add("every dtype and op in arenas equals one re
     with_world(
         size,
         [&](Engine& engine, int rank) {
-          Arena arena(engine.segment(), rank);
+          Arena arena(engine.segment(), engine.local_rank());
           for (int d = 0; d < kDTypes; ++d) {
             for (int o = 0; o < kReduceOps; ++o) {
               Request request;

@@ -157,9 +157,8 @@ const bool sums = testing::add("sums of any size, among others on the CPU, in an
 const bool fused = testing::add("what waits together is one batch, up to the threshold", [] {
   for (const bool one_by_one : {false, true}) {
     Device device(2);
-    const auto segment =
-        Segment::create(2, 0, parse_thresholds(one_by_one ? "device_fusion=0" : "device_fusion=1048576"));
-    with_world(segment, [&](Engine& engine, int rank) {
+    const Thresholds thresholds = parse_thresholds(one_by_one ? "device_fusion=0" : "device_fusion=1048576");
+    const auto body = [&](Engine& engine, int rank) {
       std::vector<std::vector<float>> data(20);
       std::vector<std::shared_ptr<Work>> works;
       for (std::size_t t = 0; t < data.size(); ++t) {
@@ -172,7 +171,8 @@ const bool fused = testing::add("what waits together is one batch, up to the thr
       check_equal(thread.largest() > 1, !one_by_one, "fused");
       if (one_by_one) check_equal(thread.batches(), 20, "batches");
       engine.shutdown();
-    });
+    };
+    with_world(2, body, std::chrono::seconds(60), 0, thresholds);
   }
 });
 

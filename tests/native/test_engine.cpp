@@ -20,15 +20,18 @@ const std::vector<int> kSizes{1, 2, 3, 4, 7};
 
 void check_sums(const Thresholds& thresholds) {
   for (const int size : kSizes) {
-    with_world(Segment::create(size, 0, thresholds), [&](Engine& engine, int rank) {
-      for (const std::size_t count : {0, 1, 3, 15, 16, 17, 511, 512, 513, 16384, 100003, 1 << 20}) {
-        auto data = values_of(rank, count);
-        const Status status = engine.run(allreduce("t" + std::to_string(count), data));
-        check(status.ok(), status.text());
-        check(same_bits(data, [&](std::size_t i) { return sum_in_rank_order(size, i); }),
-              "wrong sum of " + std::to_string(count) + " at size " + std::to_string(size));
-      }
-    });
+    with_world(
+        size,
+        [&](Engine& engine, int rank) {
+          for (const std::size_t count : {0, 1, 3, 15, 16, 17, 511, 512, 513, 16384, 100003, 1 << 20}) {
+            auto data = values_of(rank, count);
+            const Status status = engine.run(allreduce("t" + std::to_string(count), data));
+            check(status.ok(), status.text());
+            check(same_bits(data, [&](std::size_t i) { return sum_in_rank_order(size, i); }),
+                  "wrong sum of " + std::to_string(count) + " at size " + std::to_string(size));
+          }
+        },
+        std::chrono::seconds(60), 0, thresholds);
   }
 }
 
@@ -72,9 +75,8 @@ const bool every_type = testing::add("every dtype and op equals one reduction ov
           for (int r = 0; r < size; ++r) all.push_back(bytes_of(r, dtype));
           for (const auto& one : all) inputs.push_back(one.data());
           std::vector<unsigned char> expected(data.size());
-          void* output = expected.data();
           const double postscale = op == ReduceOp::kAverage ? 1.0 / size : 1.0;
-          reduce(Reduction{dtype, op, 1.0, postscale}, inputs.data(), size, &output, 1, kCount);
+          reduce_over(placement_of(size), Reduction{dtype, op, 1.0, postscale}, inputs, expected.data(), kCount);
           check(data == expected, std::string("wrong ") + name_of(op) + " of " + name_of(dtype));
         }
       }
@@ -144,9 +146,7 @@ const bool devices =
             request.outputs = {first.data(), second.data(), third.data()};
             check(engine.run(std::move(request)).ok(), "run");
             const auto expected = [&](std::size_t i) {
-              float sum = value_of(0, i, 1) + value_of(0, i, 2);
-              for (int r = 1; r < size; ++r) sum += value_of(r, i, 1) + value_of(r, i, 2);
-              return sum;
+              return sum_over(placement_of(size), [&](int r) { return value_of(r, i, 1) + value_of(r, i, 2); });
             };
             check(same_bits(first, expected) && same_bits(second, expected) && same_bits(third, expected),
                   "wrong bits");

@@ -179,10 +179,10 @@ const bool completed = testing::add("what one rank has completed when it ends th
   for (const int size : {2, 3, 4}) {
     for (int round = 0; round < (thread_sanitizer() ? 3 : 20); ++round) {
       for (const Case& one : cases) {
-        with_world(Segment::create(size, 1 << 20, thresholds), [&](Engine& engine, int rank) {
+        const auto body = [&](Engine& engine, int rank) {
           auto data = values_of(rank, one.count);
           Request request = allreduce("last", data);
-          Arena arena(engine.segment(), rank);
+          Arena arena(engine.segment(), engine.local_rank());
           auto* shared = static_cast<float*>(arena.allocate(one.count * sizeof(float)));
           if (one.in_arena) {
             std::copy(data.begin(), data.end(), shared);
@@ -204,7 +204,8 @@ const bool completed = testing::add("what one rank has completed when it ends th
                                                                                 : sum_in_rank_order(size, i);
                           }),
                 one.name);
-        });
+        };
+        with_world(size, body, std::chrono::seconds(60), 1 << 20, thresholds);
       }
     }
   }
@@ -212,7 +213,7 @@ const bool completed = testing::add("what one rank has completed when it ends th
 
 const bool sets = testing::add("messages of a process set name it, and its ranks by those among all", [] {
   with_world(
-      Segment::create(3, 0, {}, Inside{7, 9, {0, 4, 5}}),
+      3,
       [&](Engine& engine, int rank) {
         const std::string who[] = {"[rank 0/9, process set 7] ", "[rank 4/9, rank 1/3 in process set 7] ",
                                    "[rank 5/9, rank 2/3 in process set 7] "};
@@ -243,7 +244,7 @@ const bool sets = testing::add("messages of a process set name it, and its ranks
               status.text());
         check(engine.process(2).text.rfind("rank 5 (testhost", 0) == 0, engine.process(2).text);
       },
-      std::chrono::seconds(2));
+      std::chrono::seconds(2), 0, {}, Inside{7, 9, {0, 4, 5}});
 });
 
 const bool timeout = testing::add("a rank that never submits is named at the deadline", [] {

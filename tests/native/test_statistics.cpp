@@ -116,7 +116,7 @@ const bool counted = testing::add("the engine reports operations, bytes, algorit
     check(large_name == "large" && small_name == "small" && all[2].name == "unlike", "names");
     check(of_large.operations == kRounds && of_large.bytes == kRounds * large.size() * sizeof(float), "large");
     check(of_small.operations == kRounds && of_small.bytes == kRounds * small.size() * sizeof(float), "small");
-    check(of_large.algorithm == Algorithm::kTwoShot, "algorithm of the large one");
+    check(of_large.algorithm == algorithm_of_these_tests(Algorithm::kTwoShot), "algorithm of the large one");
     check(all[2].statistics.algorithm == Algorithm::kFail && all[2].statistics.bytes == 0, "failed");
     for (const auto& [name, one] : all) {
       for (const Times& times : {one.total, one.last}) {

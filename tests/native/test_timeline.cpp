@@ -102,7 +102,7 @@ const bool recorded = testing::add("the engine records every operation of its ra
       const bool is_large = event.name == "large";
       if (event.name != "unlike") check_equal(event.bytes, (is_large ? large : small).size() * 4, event.name);
       check_equal(event.failed, event.name == "unlike", event.name + " failed");
-      if (is_large) check(event.algorithm == Algorithm::kTwoShot, "algorithm");
+      if (is_large) check(event.algorithm == algorithm_of_these_tests(Algorithm::kTwoShot), "algorithm");
       check_equal(event.label, "'" + event.name + "'", "label");
       check(event.round >= taken.events[0].round && event.round < taken.events[0].round + 2 * kRounds + 1, "round");
     }

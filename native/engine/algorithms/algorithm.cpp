@@ -21,6 +21,12 @@ const Steps& steps_of(Algorithm algorithm) {
       return kExchange;
     case Algorithm::kReduceScatter:
       return kReduceScatter;
+    case Algorithm::kLinkSum:
+      return kLinkSum;
+    case Algorithm::kLinkBroadcast:
+      return kLinkBroadcast;
+    case Algorithm::kLinkExchange:
+      return kLinkExchange;
     case Algorithm::kDevice:
       return kOnDevice;
   }

@@ -12,6 +12,7 @@ struct Steps {
     kNone,     // they do not move
     kStaging,  // the ranks' staging memory
     kArrays,   // the arrays of all ranks, where they lie
+    kLink,     // memory that ranks share with the link
     kDevice,   // the devices' own; they say when it is done
   };
   Memory memory;
@@ -22,6 +23,7 @@ struct Steps {
 };
 
 extern const Steps kOneShot, kTwoShot, kBroadcast, kDirect, kExchange, kReduceScatter;
+extern const Steps kLinkSum, kLinkBroadcast, kLinkExchange;
 
 // Those of an algorithm that can be scheduled.
 const Steps& steps_of(Algorithm algorithm);

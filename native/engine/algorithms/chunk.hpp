@@ -63,8 +63,20 @@ class Chunk {
     }
   }
 
-  // Copies what lies in the range from this rank's contribution into its staging memory.
-  void stage(Range range) const;
+  // What this rank takes of a piece as a part of some rank's array: where that begins in the piece, and where it goes.
+  struct Overlap {
+    std::uint64_t offset, bytes;
+    char* output;
+  };
+  Overlap overlap(const Piece& piece, const Part& part) const;
+
+  // Copies what lies in the range from this rank's contribution into its staging memory, or where else the entry's
+  // bytes have a place.
+  void stage(Range range) const { stage_to(staging(rank_), range); }
+  void stage_to(char* memory, Range range) const;
+
+  // This rank's slice of the entry, of one for each rank of this host: whole cache lines, so that no element is cut.
+  Range own_slice() const;
 
   // Reduces a part of a piece: `input(rank)` is where that rank's bytes lie, `output(rank)` where they go. Into all
   // ranks' outputs, or into this rank's only.
@@ -83,6 +95,25 @@ class Chunk {
     reduce(reduction_of(request(piece), weights(piece)), inputs_.data(), world_.ranks, outputs_.data(), world_.ranks,
            elements(piece, bytes));
   }
+
+  // Over hosts: what this host's ranks contribute to a part of a piece, into `output`; and what all hosts have, of
+  // which `input(host)` is where each one's lies.
+  template <class Input>
+  void reduce_within_host(const Piece& piece, const Input& input, char* output, std::uint64_t bytes) {
+    for (int r = 0; r < world_.ranks; ++r) inputs_[r] = input(r);
+    void* own = output;
+    reduce(reduction_within_host_of(request(piece)), inputs_.data(), world_.ranks, &own, 1, elements(piece, bytes));
+  }
+  template <class Input>
+  void reduce_over_hosts(const Piece& piece, const Input& input, char* output, std::uint64_t bytes) {
+    for (int host = 0; host < world_.hosts; ++host) inputs_[host] = input(host);
+    void* own = output;
+    reduce(reduction_over_hosts_of(request(piece), weights(piece)), inputs_.data(), world_.hosts, &own, 1,
+           elements(piece, bytes));
+  }
+
+  // Whether all has come from the other hosts. Does not wait: the link rings the bell.
+  bool has_arrived() const { return world_.link().filled.reached(static_cast<std::uint32_t>(index_ + 1)); }
 
   // Until all ranks have filled, or reduced, this entry; false: not yet, ask again. They throw WorldLost.
   bool all_filled() const { return all_at(&RankState::filled, index_ + 1); }

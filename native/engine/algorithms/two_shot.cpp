@@ -3,7 +3,6 @@
 //
 // Each staging line moves between two cores exactly twice and is never shared for reading: rewriting a line that other
 // cores hold copies of costs more.
-#include <algorithm>
 #include <cstring>
 
 #include "engine/algorithms/algorithm.hpp"
@@ -11,27 +10,16 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kLine = 64;
-
-// The slice that this rank reduces: whole cache lines, so that no element is cut.
-Range own_slice(const Chunk& chunk) {
-  const std::uint64_t bytes = chunk.entry().staged_bytes, ranks = static_cast<std::uint64_t>(chunk.world().ranks);
-  const std::uint64_t lines = (bytes + kLine - 1) / kLine;
-  const std::uint64_t per_rank = (lines + ranks - 1) / ranks * kLine;
-  const std::uint64_t begin = std::min(per_rank * static_cast<std::uint64_t>(chunk.rank()), bytes);
-  return {begin, std::min(begin + per_rank, bytes)};
-}
-
 // This rank's own slice is reduced from where it lies.
 void fill(Chunk& chunk) {
-  const Range own = own_slice(chunk);
+  const Range own = chunk.own_slice();
   chunk.stage(Range{0, own.begin});
   chunk.stage(Range{own.end, chunk.entry().staged_bytes});
 }
 
 bool reduce_slice(Chunk& chunk) {
   if (!chunk.all_filled()) return false;
-  chunk.for_each_in(own_slice(chunk), [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+  chunk.for_each_in(chunk.own_slice(), [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     const auto staged = [&](int r) { return chunk.staging(r) + piece.staged + offset; };
     const auto input = [&](int r) -> const char* {
       return r == chunk.rank() ? chunk.source(piece) + offset : staged(r);
@@ -48,7 +36,7 @@ bool collect(Chunk& chunk) {
   const auto take = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     std::memcpy(chunk.result(piece) + offset, staging + piece.staged + offset, bytes);
   };
-  const Range own = own_slice(chunk);
+  const Range own = chunk.own_slice();
   chunk.for_each_in(Range{0, own.begin}, take);
   chunk.for_each_in(Range{own.end, chunk.entry().staged_bytes}, take);
   return true;

@@ -50,7 +50,7 @@ ENVIRONMENT_READERS = {"config", "launch"}
 
 # Of native/, likewise. The rooms of the core know neither Python nor MXNet; the kernels for GPUs (cuda/) are compiled
 # by another compiler, and include nothing of the others.
-CORE_ROOMS = ("base", "reduce", "shm", "request", "report", "engine")
+CORE_ROOMS = ("base", "reduce", "shm", "request", "report", "engine", "link")
 NATIVE_ROOMS = (*CORE_ROOMS, "mxnet", "bindings")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,64 @@
+// Over hosts: the ranks of a host reduce one slice each of all their arrays into the link's memory; the link sends this
+// sum to the other hosts and receives theirs; every rank reduces the sums of all hosts, in the order of the hosts, into
+// its own array.
+//
+// The link's memory of an entry has room for one sum of each host, one behind another.
+#include "engine/algorithms/algorithm.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+char* sum_of(const Chunk& chunk, int host) {
+  return chunk.world().link_memory(chunk.index()) + static_cast<std::size_t>(host) * chunk.entry().staged_bytes;
+}
+
+bool is_direct(const Chunk& chunk, const Piece& piece) { return chunk.world().slots[piece.slot].direct != 0; }
+
+// Arrays in arenas are read where they lie.
+void fill(Chunk& chunk) {
+  for (std::uint32_t i = 0; i < chunk.entry().n_pieces; ++i) {
+    const Piece& piece = chunk.entry().pieces[i];
+    if (!is_direct(chunk, piece)) chunk.stage(Range{piece.staged, piece.staged + piece.bytes});
+  }
+}
+
+bool reduce_slice(Chunk& chunk) {
+  if (!chunk.all_filled()) return false;
+  World& world = chunk.world();
+  char* const sum = sum_of(chunk, world.host);
+  chunk.for_each_in(chunk.own_slice(), [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+    const bool direct = is_direct(chunk, piece);
+    const auto input = [&](int r) -> const char* {
+      if (r == chunk.rank()) return chunk.source(piece) + offset;
+      if (direct) return world.arena(r) + world.mark(piece.slot, r).place + piece.offset + offset;
+      return chunk.staging(r) + piece.staged + offset;
+    };
+    chunk.reduce_within_host(piece, input, sum + piece.staged + offset, bytes);
+  });
+  return true;
+}
+
+// What this rank takes of a piece: all of it, or the part of the result that a reduce-scatter gives it.
+Chunk::Overlap taken_of(const Chunk& chunk, const Piece& piece) {
+  const Request& request = chunk.request(piece);
+  if (request.collective == Collective::kReduceScatter) return chunk.overlap(piece, request.parts[0]);
+  return {0, piece.bytes, chunk.result(piece)};
+}
+
+bool collect(Chunk& chunk) {
+  if (!chunk.has_arrived()) return false;
+  for (std::uint32_t i = 0; i < chunk.entry().n_pieces; ++i) {
+    const Piece& piece = chunk.entry().pieces[i];
+    const Chunk::Overlap taken = taken_of(chunk, piece);
+    if (taken.bytes == 0) continue;
+    const auto input = [&](int host) { return sum_of(chunk, host) + piece.staged + taken.offset; };
+    chunk.reduce_over_hosts(piece, input, taken.output, taken.bytes);
+  }
+  return true;
+}
+
+}  // namespace
+
+const Steps kLinkSum{Steps::Memory::kLink, fill, reduce_slice, collect};
+
+}  // namespace kvstore_hvd

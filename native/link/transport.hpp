@@ -1,0 +1,31 @@
+// Messages between the links of a world's hosts: MPI's point-to-point semantics. Messages of one sender, receiver and
+// tag arrive in the order in which they were sent, and one that nobody receives yet waits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+
+namespace kvstore_hvd {
+
+struct TransportError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// One thread. Members throw TransportError.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // A message under way; the memory stays untouched, and is kept, until it is over.
+  using Transfer = std::uintptr_t;
+  virtual Transfer send(int host, int tag, const void* data, std::size_t bytes) = 0;
+  // Of up to `bytes`.
+  virtual Transfer receive(int host, int tag, void* data, std::size_t bytes) = 0;
+  // Whether it is over; the handle is void then.
+  virtual bool test(Transfer& transfer) = 0;
+  // Gives a receive up that nobody will answer.
+  virtual void cancel(Transfer& transfer) = 0;
+};
+
+}  // namespace kvstore_hvd
