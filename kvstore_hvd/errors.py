@@ -128,12 +128,12 @@ class ConfigError(KVHvdError, ValueError):
 class HostsUpdatedInterrupt(RuntimeError):
     """Workers are about to come or go; elastic training leaves the training function with it, to meet them.
 
-    As in Horovod no error of the package: ``except KVHvdError`` around a training step lets it pass.
+    As in Horovod, not an error of the package: ``except KVHvdError`` around a training step does not catch it.
 
     Parameters
     ----------
     skip_sync : bool
-        Whether workers only go, so that those that stay have nothing to hand over.
+        Whether workers only leave, so that those that stay have no state to hand over.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -64,10 +64,11 @@ def run(
     num_proc, np : int, optional
         Number of workers.
     min_num_proc, min_np, max_num_proc, max_np : int, optional
-        Fewest and most workers: each of them makes the job elastic. What is to survive changes belongs into a function
-        that `elastic.run` wraps.
+        Minimum and maximum world size; giving either makes the job elastic. Training that shall survive changes of the
+        workers belongs in a function that `elastic.run` wraps.
     slots, reset_limit, cooldown_range : int, int and pair of float, optional
-        Of elastic jobs: workers of a host without a number; most resets; seconds that a place gets no worker.
+        For elastic jobs: slots of a host that is listed without a number; maximum number of resets; how many seconds a
+        slot stays empty after repeated crashes.
     hosts, hostfile : str, optional
         Where they run, which can only be this host, and how many at most: ``'localhost:4'``, or a file with such lines.
     start_timeout : float, optional
@@ -86,8 +87,8 @@ def run(
     Returns
     -------
     list
-        The results in the order of ranks. Of an elastic job, those of the ranks of its last world; of workers that were
-        in no world, in the order of their numbers.
+        The results in the order of ranks. For an elastic job, those of the ranks of its last world; for workers that
+        joined no world, in the order of their numbers.
 
     Raises
     ------

@@ -37,18 +37,20 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
         "elastic jobs", "workers may die and come while the job runs; each of the first three options makes a job one"
     )
     group.add_argument("--min-np", "--min-num-proc", metavar="N", help="minimum world size [-np, or 1]")
-    group.add_argument("--max-np", "--max-num-proc", metavar="N", help="most workers [as many as there are slots]")
+    group.add_argument("--max-np", "--max-num-proc", metavar="N", help="maximum world size [number of slots]")
     group.add_argument(
         "--host-discovery-script", metavar="CMD", help="prints the hosts, one HOST or HOST:N a line; run every second"
     )
-    group.add_argument("--slots-per-host", "--slots", metavar="N", help="workers of a host without a number [1]")
+    group.add_argument(
+        "--slots-per-host", "--slots", metavar="N", help="slots of a host that is listed without a number [1]"
+    )
     group.add_argument("--elastic-timeout", metavar="S", help="seconds to wait for enough workers [600]")
     group.add_argument("--reset-limit", metavar="N", help="end the job when it has been reset more often than this")
     group.add_argument(
         "--blacklist-cooldown-range",
         metavar=("LOWER", "UPPER"),
         nargs=2,
-        help="seconds, 1 to 3600, that a place gets no worker after they crashed there again and again [10 300]",
+        help="seconds, 1 to 3600, that a slot stays empty after repeated crashes [10 300]",
     )
     group.add_argument("--event-log", metavar="FILE", help="write what happens to a file, one JSON object a line")
 

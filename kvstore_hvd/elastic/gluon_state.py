@@ -17,17 +17,17 @@ __all__ = ["GluonState"]
 
 
 class GluonState(ObjectState):
-    """All that a training with Gluon goes on from: networks, Trainers, samplers, and Python objects.
+    """The state from which Gluon training continues: networks, Trainers, samplers, and Python objects.
 
-    Handlers take care of the former, in place: of networks with the values of all parameters and auxiliary states, of
-    Trainers with their optimizers' states, counts, learning rates and schedulers and with the loss scale, all on every
-    device; of samplers with what was processed. The parameters of a Trainer that are in no network of the state are
-    saved with it. Other values are attributes as in `ObjectState`. Assigning to an attribute with a handler gives the
-    handler the new value, and saves it.
+    Handlers save and restore the first three in place: of networks the values of all parameters and auxiliary states;
+    of Trainers the optimizers' states, counts, learning rates and schedulers, and the loss scale, on every device; of
+    samplers the samples processed. The parameters of a Trainer that are in no network of the state are saved with it.
+    Other values are attributes as in `ObjectState`. Assigning to an attribute with a handler gives the handler the new
+    value, and saves it.
 
     `save` copies arrays into memory that is allocated once; it holds two copies of them. A save that fails leaves the
-    last one whole. `sync` gives all workers what networks, Trainers and samplers are like on rank 0, and the other
-    attributes as rank 0 saved them last.
+    last one whole. `sync` gives all workers rank 0's present networks, Trainers and samplers, and the other attributes
+    as rank 0 saved them last.
 
     Parameters
     ----------

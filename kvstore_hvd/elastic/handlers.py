@@ -21,15 +21,15 @@ class StateHandler:
         self.save()
 
     def save(self) -> None:
-        """Keep a copy of what the value is like, in place of the last one."""
+        """Keep a copy of the value, in place of the last one."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Make the value what it was like when it was saved last. In place: it stays the same object."""
+        """Restore the value that was saved last, in place: it stays the same object."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the value what it is like on rank 0, and save it. Every worker calls it."""
+        """Take rank 0's value, and save it. Every worker calls it."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -46,23 +46,24 @@ class StateHandler:
 
 
 class StagedHandler(StateHandler):
-    """A handler that saves and synchronises in two halves.
+    """A handler that saves and synchronises in two phases.
 
-    The first one copies, may fail, and leaves alone what was saved before. The second one makes the copy the saved one,
-    and cannot fail. A state takes the first halves of all its handlers before any second one, so that what it goes back
-    to is of one moment.
+    The first phase makes a copy; it may fail, and leaves the previously saved copy alone. The second phase makes the
+    new copy the saved one, and cannot fail. A state runs the first phases of all its handlers before any second phase,
+    so everything it restores is of one moment.
     """
 
     def stage(self) -> None:
-        """The first half of `save`."""
+        """The first phase of `save`."""
         raise NotImplementedError
 
     def receive(self) -> None:
-        """The first half of `sync`: as `stage`, of rank 0's value. Every worker calls it; the value stays as it is."""
+        """The first phase of `sync`: as `stage`, with rank 0's value. Every worker calls it; the value itself is not
+        changed."""
         raise NotImplementedError
 
     def adopt(self) -> None:
-        """The second half of both."""
+        """The second phase of both."""
         raise NotImplementedError
 
     def settle(self) -> None:

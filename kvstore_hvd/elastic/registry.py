@@ -45,8 +45,8 @@ def get_handler_registry() -> Registry:
     Returns
     -------
     list of (type, callable)
-        A value is handled by what the first callable makes of it whose type it is an instance of: a `StateHandler`. The
-        list itself: what is put into it counts for the states that are made later.
+        The first entry whose type a value is an instance of makes its `StateHandler`. This is the list itself: entries
+        added to it apply to states made later.
     """
     return _registry
 

@@ -53,26 +53,26 @@ _numbers = itertools.count(1)
 
 
 def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Concatenate[Saved, Arguments], Result]:
-    """Let training go on when workers are lost, come, or go.
+    """Continue training when workers are lost, come, or go.
 
     Parameters
     ----------
     func : callable
         Trains from the state that is its first argument, whatever that is, and commits it from time to time
-        (``state.commit()``). All operations among workers belong into it. Called again in every new world.
+        (``state.commit()``). All collective operations belong in it. Called again in every new world.
 
     Returns
     -------
     callable
-        Takes the same arguments. It brings the state of all workers into line (``state.sync()``) and calls `func`. When
-        the world is lost it goes back to the last commit (``state.restore()``); when workers come or go, training goes
-        on from where it is. Then the workers meet again, ``state.on_reset()`` follows, and all begins anew. It returns
-        what `func` returns. Other exceptions than `HorovodInternalError` and `HostsUpdatedInterrupt` leave it.
+        Takes the same arguments. It synchronises the state of all workers (``state.sync()``) and calls `func`. When the
+        world is lost it goes back to the last commit (``state.restore()``); when workers come or go, training continues
+        from where it is. Then the workers meet again, ``state.on_reset()`` is called, and it starts over. It returns
+        what `func` returns. Exceptions other than `HorovodInternalError` and `HostsUpdatedInterrupt` propagate.
 
     Raises
     ------
     HorovodInternalError
-        The world was lost, and without an elastic launcher nothing can take the place of who died.
+        The world was lost, and without an elastic launcher nothing can replace the worker that died.
     LaunchError
         The launcher ends the job, or the workers could not meet again.
     InvalidRequestError
@@ -85,7 +85,7 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
 def run_fn(
     func: Callable[Concatenate[Saved, Arguments], Result], reset: Callable[[], None] | None = None
 ) -> Callable[Concatenate[Saved, Arguments], Result]:
-    """As `run`, with what to do in the place of `kvstore_hvd.reset` to meet the workers of the next world."""
+    """As `run`, with a function to call in place of `kvstore_hvd.reset` to meet the workers of the next world."""
 
     @functools.wraps(func)
     def wrapper(state: Saved, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -22,13 +22,13 @@ Indices = Any  # numpy.ndarray of int64
 class SamplerMethods:
     """Splits the samples of a dataset among the workers, and remembers which of them were processed.
 
-    In every world the samples that are left are dealt out in *rows*, one sample for each worker; where the last row is
-    not full, samples at the beginning of what is left stand in. All workers take equally many samples in a step, so
-    each knows which samples of the others were processed, also of those that are lost later. What a loader has read
-    ahead does not count before it is recorded.
+    In every world the remaining samples are dealt out in *rows*, one sample for each worker; an incomplete last row is
+    filled with samples from the beginning of the remaining ones. All workers take equally many samples in a step, so
+    each knows which samples the others have processed, including workers that are lost later. Samples that a loader has
+    prefetched count only once they are recorded.
 
     A sampler of Gluon: pass it to ``DataLoader(dataset, batch_size, sampler=...)`` or to a ``BatchSampler``; not with
-    ``'rollover'``, whose batches mix epochs. It belongs into a `GluonState`, which saves, restores and synchronises it,
+    ``'rollover'``, whose batches mix epochs. It belongs in a `GluonState`, which saves, restores and synchronises it,
     and adapts it to each new world.
 
     Parameters
@@ -63,9 +63,9 @@ class SamplerMethods:
     # -- Epochs and worlds -------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with nothing processed. Call it at the end of the one before, on every worker.
+        """Begin an epoch, with nothing processed. Call it at the end of the previous epoch, on every worker.
 
-        Called at the beginning it would also begin anew an epoch in which training goes on in a new world.
+        Called at the beginning of an epoch, it would restart an epoch that is being continued in a new world.
 
         Parameters
         ----------
@@ -89,7 +89,7 @@ class SamplerMethods:
         self.reset()
 
     def reset(self) -> None:
-        """Deal out what is left of the epoch among the workers of the present world."""
+        """Deal out the rest of the epoch among the workers of the present world."""
         topology = process.current().topology
         self.rank, self.num_replicas = topology.rank, topology.size
         if self._order is None:
@@ -121,7 +121,7 @@ class SamplerMethods:
 
     @property
     def indices(self) -> list[int]:
-        """This worker's samples from when the present world began, those that stand in included."""
+        """This worker's samples since the present world began, including those that fill the last row."""
         if self._indices is None:  # takes longer than all else, and is often dealt out anew before anybody asks
             self._indices = self._rows[:, self.rank].tolist()
         return self._indices
@@ -129,7 +129,8 @@ class SamplerMethods:
     # -- What was processed ------------------------------------------------------------------------------------------
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that the next batch was processed, on this worker and so on all of them; once for each, in order.
+        """Record that the next batch was processed, here and therefore on all workers; call it once for each batch, in
+        order.
 
         Parameters
         ----------
@@ -175,7 +176,7 @@ class SamplerMethods:
         return self.indices[self._rows_of_batch("get_indices", batch_idx, batch_size)]
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Note that these of this worker's samples were processed, and with each those of the others in its row.
+        """Record that these samples of this worker were processed, and with each the other workers' samples of its row.
 
         Parameters
         ----------

@@ -34,9 +34,9 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Have these called, in order and without arguments, after the workers have met in a new world.
+        """Register functions to be called, in order and without arguments, after the workers have met in a new world.
 
-        They run before `sync`, and suit what depends on the number of workers, such as the learning rate.
+        They run before `sync`; use them for what depends on the number of workers, such as the learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -73,7 +73,7 @@ class State:
     def check_host_updates(self) -> None:
         """Leave the training function if any worker was told that workers come or go. Every worker calls it.
 
-        Costs less than `commit`, and belongs to the same places: between two steps.
+        Costs less than `commit`, and belongs in the same places: between two steps.
 
         Raises
         ------
@@ -110,8 +110,8 @@ class State:
 class ObjectState(State):
     """A state of Python objects, which are its attributes.
 
-    Attributes are copied when they are saved and when they are restored: what was done to a list or an array since the
-    last commit is taken back.
+    Attributes are copied when they are saved and when they are restored, so changes made to a list or an array since
+    the last commit are undone.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class ObjectState(State):
     def sync(self) -> None:
         """Give the attributes on all workers the values that rank 0 saved last. Every worker calls it.
 
-        What rank 0 has assigned since is taken back: `commit` it, after a checkpoint was loaded for example.
+        What rank 0 has assigned since then is undone: call `commit` first, for example after loading a checkpoint.
 
         Raises
         ------

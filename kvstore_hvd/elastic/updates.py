@@ -16,7 +16,7 @@ _NAME = "elastic/updates"
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What an update of the hosts consists of; Horovod's numbers."""
+    """What has changed about the hosts; Horovod's numbers."""
 
     no_update = 0
     removed = 1

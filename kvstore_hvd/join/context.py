@@ -81,19 +81,19 @@ class Join:
         Raise on all workers as soon as one has no more input, instead of following the others.
     **kwargs
         For every `Joinable.join_hook`. That of a Trainer takes ``divide_by_initial_world_size`` (bool, default True).
-        True: a worker that has no input counts as one with a batch of average size and gradients of zero. False: it
-        does not count; gradients are the mean over all samples that there are, exactly as if one process had them
-        all, also where batches have different sizes.
+        True: an exhausted worker counts as one with a batch of average size and gradients of zero. False: it does not
+        count; gradients are the mean over all samples, exactly as if one process had them all, also where batch sizes
+        differ.
 
     Raises
     ------
     ValueError
         There is no joinable, one was given twice, or they have different process sets.
     TypeError, InvalidRequestError
-        Something else was passed, an argument that nobody knows, or a Trainer that does not exchange its gradients
-        through a store of its own.
+        Something else was passed, an unknown argument, or a Trainer that does not exchange its gradients through a
+        store of its own.
     RuntimeError
-        As the context is entered: a Trainer is in one already, or another thread is.
+        On entering the context: a Trainer, or another thread, is in one already.
 
     Notes
     -----
@@ -211,13 +211,13 @@ class Join:
         Returns
         -------
         native.Work or None
-            The handle of an allreduce under way; None outside of an enabled context, from all but its first joinable,
-            and where nothing needs to be told.
+            The handle of an allreduce in flight; None outside of an enabled context, from all but its first joinable,
+            and where no other worker needs to be told.
 
         Raises
         ------
         RuntimeError
-            A worker has no more input, and the context is to throw then.
+            A worker is exhausted, and the context was made with `throw_on_early_termination`.
         """
         assert hasattr(joinable, "_join_config"), (
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"

@@ -35,7 +35,8 @@ def broadcast_object(
     root_rank : int
         The root's rank among all workers.
     name : str, optional
-        Matches the call with those of the other workers. By default the n-th call without a name meets the others'.
+        Matches the call with those of the other workers. By default the n-th call without a name is matched with the
+        n-th such call of the others.
     process_set : ProcessSet
         Who takes part.
 
@@ -100,8 +101,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters with the root's, on all devices. Asynchronous.
 
-    A parameter whose shape is not known yet follows as soon as it is initialised. All workers must come to that, in any
-    order.
+    A parameter whose shape is not known yet is broadcast as soon as it is initialised, which must happen on all
+    workers, in any order.
 
     Parameters
     ----------

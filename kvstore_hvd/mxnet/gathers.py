@@ -48,7 +48,8 @@ def allgather(
         Of equal dtype and shape on all workers, but for the length of the first dimension, which may be zero. Dtypes as
         `allreduce`.
     name : str, optional
-        Matches the call with those of the other workers. By default the n-th call without a name meets the others'.
+        Matches the call with those of the other workers. By default the n-th call without a name is matched with the
+        n-th such call of the others.
     priority : int
         Higher ones are executed first.
     process_set : ProcessSet

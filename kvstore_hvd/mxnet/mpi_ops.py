@@ -132,12 +132,13 @@ def allreduce(
     average : bool, optional
         Deprecated: True for `Average`, False for `Sum`.
     name : str, optional
-        Matches the call with those of the other workers. By default the n-th call without a name meets the others'.
+        Matches the call with those of the other workers. By default the n-th call without a name is matched with the
+        n-th such call of the others.
     priority : int
         Higher ones are executed first.
     prescale_factor, postscale_factor : float
-        Factors for every worker's array, and for the result. Integers scale in float64 and are truncated, halves scale
-        in float32, and each worker's product is rounded to the array's dtype before the sum.
+        Factors for every worker's array, and for the result. Integers scale in float64 and are truncated, float16 and
+        bfloat16 scale in float32, and each worker's product is rounded to the array's dtype before the sum.
     process_set : ProcessSet
         Who takes part.
     op : ReduceOp, optional

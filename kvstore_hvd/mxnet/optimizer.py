@@ -65,21 +65,21 @@ class _PresentScale:
 class TrainerMethods:
     """A Gluon Trainer that averages gradients over all devices of all workers of a process set.
 
-    ``step(batch_size)`` takes the batch size of one worker; sums are divided by the number of workers that there are in
-    that step. Initial parameters are those of the set's first worker. Every worker must make its Trainers in the same
-    order. On a worker that is not in the set nothing is exchanged: a step takes the worker's own gradients, and divides
-    them by the number of members like theirs.
+    ``step(batch_size)`` takes the batch size of one worker; sums are divided by the present number of workers. Initial
+    parameters are those of the set's first worker. Every worker must make its Trainers in the same order. On a worker
+    that is not in the set nothing is exchanged: a step takes the worker's own gradients, and divides them by the number
+    of members like theirs.
 
     Parameters
     ----------
     params : dict of str to Parameter, ParameterDict, or list of Parameter
         As ``mxnet.gluon.Trainer``.
     optimizer : str or mxnet.optimizer.Optimizer
-        Not a `DistributedOptimizer`: of that the optimizer inside is taken, with a warning.
+        If it is a `DistributedOptimizer`, its inner optimizer is used, with a warning.
     optimizer_params : dict, optional
         As ``mxnet.gluon.Trainer``.
     compression : class
-        One of `Compression`, or another with the methods of `Compressor`: as what gradients are exchanged.
+        The format in which gradients are exchanged: one of `Compression`, or a class with the methods of `Compressor`.
     gradient_predivide_factor : float
         Gradients are divided by it before they are summed, and multiplied with it as the optimizer scales them.
     prefix : str, optional
@@ -173,14 +173,14 @@ class TrainerMethods:
 
 
 class OptimizerMethods:
-    """An optimizer that averages gradients over the workers before another one uses them, for ``Module``.
+    """Wraps an optimizer, for ``Module``: averages gradients over the workers before the inner optimizer uses them.
 
-    All else is the other optimizer's. Every worker must make its optimizers in the same order.
+    Everything else is the inner optimizer's. Every worker must make its optimizers in the same order.
 
     Parameters
     ----------
     optimizer : mxnet.optimizer.Optimizer
-        Its ``rescale_grad`` is divided, in each update, by the number of workers that there are then.
+        Its ``rescale_grad`` is divided, in each update, by the present number of workers.
     gradient_predivide_factor, num_groups, process_set, sparse_as_dense
         As `DistributedTrainer`.
 

@@ -42,8 +42,8 @@ class ProcessSet:
     Parameters
     ----------
     ranks_or_comm : iterable of int, or mpi4py communicator
-        The ranks of its members; or a communicator of them. On the other workers that is ``MPI.COMM_NULL``, or that of
-        another part: of a communicator that was split, each worker names its own part.
+        The ranks of its members; or a communicator of them. Workers that are not members pass ``MPI.COMM_NULL``, or the
+        communicator of their own part where one was split into several.
 
     Raises
     ------

@@ -89,7 +89,7 @@ class Process:
         Parameters
         ----------
         comm : mpi4py communicator, optional
-            The workers. By default those of the last world, or whom the launcher's environment names.
+            The workers. By default those of the last world, or those that the launcher's environment names.
 
         Returns
         -------

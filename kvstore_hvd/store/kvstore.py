@@ -56,9 +56,9 @@ class StoreMethods:
     all workers.
 
     Operations are asynchronous: an error that involves other workers is raised where the result is read, or by the next
-    call of any store, which has then submitted its own operation nevertheless. Operations of one key are carried out in
-    the order of the calls, which must be the same on all workers; between keys, order does not matter. Once the world
-    of workers is lost, every call raises the same `HorovodInternalError` until `reset`.
+    call of any store, which submits its own operation all the same. Operations of one key are carried out in the order
+    of the calls, which must be the same on all workers; between keys, order does not matter. Once the world of workers
+    is lost, every call raises the same `HorovodInternalError` until `reset`.
     """
 
     def __init__(self, world: Member | None = None, reduction: Reduction = SUM) -> None:
@@ -330,12 +330,12 @@ class StoreMethods:
               ``'submitted'``: when the last operation was, on the clock of ``time.monotonic()``; ``'ms'``: of each of
               the three times ``'mean'`` and ``'last'``. Keys after the first 10,000 are counted together.
 
-            *queued*: from when the array is ready until all workers have theirs ready and the first chunk is
-            scheduled. *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation
-            of this worker's hid. A round is a row of operations in which no key comes twice: in training, a step. An
-            operation is exposed from the last submission of its round until it is complete (or the next round
-            begins); one that completes before that last submission is not exposed at all. The exposed times of a
-            round overlap: the communication that a step waits for is their maximum, not their sum.
+            *queued*: from when the array is ready until all workers have theirs ready and the first chunk is scheduled.
+            *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation of this
+            worker's hid. A round is a series of operations in which no key occurs twice: in training, a step. An
+            operation is exposed from the last submission of its round until it is complete (or the next round begins);
+            one that completes before that last submission is not exposed at all. The exposed times of a round overlap:
+            the communication that a step waits for is their maximum, not their sum.
         """
         memory = self._member.arena
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}

@@ -22,7 +22,7 @@ def start_timeline(file_path: Union[str, os.PathLike[str]], mark_cycles: bool = 
         The file to be made, replaced if it exists; that of rank 0 counts. Until then each worker writes to a file
         ``<file_path>.rank-<rank>.part``.
     mark_cycles : bool
-        Mark where rounds begin: rows of submissions in which no name comes twice, in training the steps. That of
+        Mark where rounds begin: series of submissions in which no name occurs twice, in training the steps. That of
         rank 0 counts.
 
     Raises

@@ -78,8 +78,8 @@ class Topology:
 
     `cross_rank` and `cross_size` are the rank and number among the workers that have this local rank on their host.
     `hosts` names each rank's host, and names are equal exactly where memory can be shared. `generation` is the world's
-    number: how many this process was in before. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``. `inside`: this
-    is a world of some of the workers. `places` are the local ranks of all ranks, where they are given.
+    number: the number of worlds that this process was in before. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``.
+    `inside` is set for a process set's world. `places` are the local ranks of all ranks, where they were given.
     """
 
     rank: int
@@ -148,7 +148,7 @@ class Topology:
 
     @property
     def is_outside(self) -> bool:
-        """Whether this is not a world of workers, but what a worker has that is outside of one: it is alone there."""
+        """Whether this stands for a process set of which this worker is not a member: it is alone in it."""
         return self.inside is not None and self.inside.is_outside
 
     @property
