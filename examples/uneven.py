@@ -1,12 +1,12 @@
-"""Train on handwritten digits of which every worker has another number, and no sample is dropped.
+"""Train on handwritten digits with a different number of samples on each worker; no sample is dropped.
 
     kvhvdrun -np 4 python examples/uneven.py
 
-Worker r of N has r+1 parts of 1+2+...+N of the training images: the last one has the most batches, and each one's last
-batch is a small one. Without `Join` the others would leave the last one alone in the middle of an epoch, and it would
-wait for them until its timeout. Within it, whoever has used up its images follows: it adds zeros to the gradients, and
-makes the same updates. As ``divide_by_initial_world_size=False`` divides by the samples that there really are, each
-sample counts the same, whoever has it.
+Worker r of N has r+1 parts of 1+2+...+N of the training images, so the last worker has the most batches, and every
+worker's last batch is small. Without `Join` the last worker would be left alone in the middle of an epoch, and would
+wait for the others until its timeout. With it, an exhausted worker shadows the others: it adds zeros to the gradients
+and makes the same updates. ``divide_by_initial_world_size=False`` divides by the actual number of samples, so each
+sample has the same weight, whichever worker has it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
             print(f"worker {rank}: {count} images, {steps} batches in an epoch")
 
     net = make_network()
-    # The learning rate belongs into a scheduler: workers without images follow that, but not the program.
+    # The learning rate belongs in a scheduler: an exhausted worker takes part in updates, but runs none of this loop.
     steps = options.epochs * max(number for _, number in of_all)
     schedule = mx.lr_scheduler.CosineScheduler(steps, base_lr=LEARNING_RATE)
     settings = {"learning_rate": LEARNING_RATE, "momentum": 0.9, "lr_scheduler": schedule}

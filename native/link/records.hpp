@@ -113,6 +113,8 @@ struct WantedRecord {
   RecordHeader header;
   TensorId id;
   Announcement announcement;  // of one rank that waits
+  std::int32_t host;          // that waits
+  std::uint32_t is_inline;    // it has told everybody
   std::uint64_t name_bytes;
 };
 

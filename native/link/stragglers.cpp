@@ -44,7 +44,10 @@ void Stragglers::progress() {
     if (now - tensor.since < due) continue;
     tensor.since = now;
     tensor.is_waiting = true;
-    const WantedRecord record{{}, id, world.announcement(tensor.slot, 0), world.slots[tensor.slot].name_length};
+    const auto& own = tensor.by_host[world.host];
+    const bool is_inline = !own.empty() && own.front().is_inline;
+    const WantedRecord record{
+        {}, id, world.announcement(tensor.slot, 0), world.host, is_inline, world.slots[tensor.slot].name_length};
     const std::string name = name_on(world, tensor.slot);
     if (is_patient(name) && !is_eager_) continue;
     if (hosts_.is_conductor()) {
@@ -94,7 +97,8 @@ void Stragglers::waited_for(RecordReader reader) {
 // As the conductor, who knows which hosts have not announced it.
 void Stragglers::want(const WantedRecord& record, const std::string& name) {
   const auto found = hosts_.tensors.find(record.id);
-  if (found == hosts_.tensors.end()) return;
+  // All hosts may have announced it meanwhile.
+  if (found == hosts_.tensors.end() || found->second.by_host[record.host].empty()) return;
   for (int host = 0; host < hosts_.world.hosts; ++host) {
     if (!found->second.by_host[host].empty()) continue;
     if (host == hosts_.world.host) {
@@ -112,6 +116,11 @@ void Stragglers::wanted(RecordReader reader) {
 
 void Stragglers::want_here(const WantedRecord& record, const std::string& name) {
   World& world = hosts_.world;
+  // The conductor says this before it orders the operation; what is not ordered is complete when all have told of it.
+  if (record.is_inline != 0) {
+    const auto found = hosts_.tensors.find(record.id);
+    if (found == hosts_.tensors.end() || found->second.by_host[record.host].empty()) return;
+  }
   const auto slot = hosts_.table.announce_early(name, record.announcement);
   if (!slot) return;
   const std::vector<int> late = hosts_.table.late_here(*slot);
