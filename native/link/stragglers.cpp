@@ -46,8 +46,8 @@ void Stragglers::progress() {
     tensor.is_waiting = true;
     const auto& own = tensor.by_host[world.host];
     const bool is_inline = !own.empty() && own.front().is_inline;
-    const WantedRecord record{
-        {}, id, world.announcement(tensor.slot, 0), world.host, is_inline, world.slots[tensor.slot].name_length};
+    const WantedRecord record{{},         id,        world.announcement(tensor.slot, 0),
+                              world.host, is_inline, world.slots[tensor.slot].name_length};
     const std::string name = name_on(world, tensor.slot);
     if (is_patient(name) && !is_eager_) continue;
     if (hosts_.is_conductor()) {
