@@ -254,7 +254,8 @@ def command_lines() -> Iterator[str]:
     yield from ("| Option | Meaning |", "|---|---|")
     for action in parser._actions:
         if action.option_strings:
-            value = f" {action.metavar}" if action.metavar else ""
+            metavar = action.metavar
+            value = f" {' '.join(metavar) if isinstance(metavar, tuple) else metavar}" if metavar else ""
             yield f"| {', '.join(f'`{each}{value}`' for each in action.option_strings)} | {action.help} |"
     yield from ("", "### python -m kvstore_hvd", "", "```", *runner._USAGE.splitlines(), "```", "")
     yield from ("### python -m kvstore_hvd.timeline", "", "```", "python -m kvstore_hvd.timeline merge FILE", "```", "")

@@ -64,7 +64,7 @@ def run(
     num_proc, np : int, optional
         Number of workers.
     min_num_proc, min_np, max_num_proc, max_np : int, optional
-        Minimum and maximum world size; giving either makes the job elastic. Training that shall survive changes of the
+        Minimum and maximum world size; giving either makes the job elastic. Training that is to survive changes of the
         workers belongs in a function that `elastic.run` wraps.
     slots, reset_limit, cooldown_range : int, int and pair of float, optional
         For elastic jobs: slots of a host that is listed without a number; maximum number of resets; how many seconds a

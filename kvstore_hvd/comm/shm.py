@@ -57,7 +57,7 @@ class ShmCommunicator(Communicator):
         with refusals_explained(topology):
             segment = _shared_segment(world, changes)
             if not segment.has_core_for_each:
-                text = "the workers%s may use fewer cores than they are: who waits for others does not spin"
+                text = "there are more workers%s than cores that they may use: a worker that waits does not spin"
                 log.once(f"cores{topology.group}", logging.INFO, text, topology.group)
             # Not kept: the engine holds the segment until this worker leaves, the arena as long as arrays lie in it.
             try:
@@ -118,7 +118,7 @@ class ShmCommunicator(Communicator):
         """See `Communicator.shutdown`."""
         try:
             if not self._engine.shutdown(reason):
-                text = "another worker's GPU is not through with the last operations: its results may be wrong"
+                text = "another worker's GPU has not finished the last operations: its results may be wrong"
                 log.logger.warning(text)
         finally:
             # The thread makes its executor by way of this object: a cycle, which nobody has to look for.

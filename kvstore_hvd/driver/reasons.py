@@ -40,11 +40,11 @@ def state_lost(generation: int, has_begun: bool, culprit: Worker | None) -> Reas
 
 def fail_again(culprit: Worker | None) -> Reason:
     """The workers fail again and again, and `culprit` was the first one to do so in the last generation."""
-    text = "workers fail again and again, and those that take their places soon do so, too."
+    text = "workers keep failing, and so do their replacements soon after they start."
     if culprit is None:
         return Reason(_EXIT_FAILED, text)
     code, last, lines = because_of(culprit)
-    return Reason(code, f"{text} At last, {last}", lines)
+    return Reason(code, f"{text} Most recently, {last}", lines)
 
 
 def too_few(what: str, needed: int, limit_s: float, details: Sequence[str]) -> Reason:

@@ -20,7 +20,7 @@ def raise_on_all(world: Member, fault: str) -> None:
     world : Member
         Of several workers.
     fault : str
-        Why this worker's state cannot become what rank 0's is, as a sentence; '' if it can.
+        Why this worker's state does not match rank 0's, as a sentence; '' if it does.
 
     Raises
     ------
@@ -33,7 +33,7 @@ def raise_on_all(world: Member, fault: str) -> None:
     if any(faults):
         raise MismatchError(
             message(
-                "a worker's state cannot become what it is on rank 0.",
+                "a worker's state does not match rank 0's.",
                 **world.topology.speaker,
                 operation="sync",
                 details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],

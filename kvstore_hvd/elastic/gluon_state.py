@@ -41,7 +41,7 @@ class GluonState(ObjectState):
     Raises
     ------
     InvalidRequestError
-        A value cannot be saved, or a name is one of the class.
+        A value cannot be saved, or an attribute's name is already used by the class.
     UnsupportedDtypeError
         An array is sparse.
     """
@@ -95,8 +95,8 @@ class GluonState(ObjectState):
         Raises
         ------
         MismatchError
-            On all workers: a worker has not the networks, Trainers, samplers and attributes of rank 0. Nothing was
-            changed.
+            On all workers: a worker does not have the same networks, Trainers, samplers and attributes as rank 0.
+            Nothing was changed.
         HorovodInternalError
             The world is lost; what was saved last is still there.
         """

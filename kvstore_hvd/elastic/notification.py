@@ -60,5 +60,5 @@ class NotificationManager:
             self.handle_hosts_updated(*update)
 
 
-#: That of this process.
+#: Tells the states of this process that workers are about to come or go. `run` uses it; programs need not.
 notification_manager = NotificationManager()

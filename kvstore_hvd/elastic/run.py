@@ -68,6 +68,8 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
         world is lost it goes back to the last commit (``state.restore()``); when workers come or go, training continues
         from where it is. Then the workers meet again, ``state.on_reset()`` is called, and it starts over. It returns
         what `func` returns. Exceptions other than `HorovodInternalError` and `HostsUpdatedInterrupt` propagate.
+        A worker that joins later starts the program from its beginning, so no collective operation may come between
+        ``hvd.init()`` and the call, not even ``hvd.broadcast_parameters``: ``state.sync()`` does that.
 
     Raises
     ------
@@ -219,7 +221,7 @@ class _Loop:
         latest = int(rows[:, 1].max())
         if self._number < latest:
             fact = f"this worker is in call {self._number} of run, but the training is in call {latest} by now."
-            fix = "call run once, since a worker that comes later begins the program at its beginning."
+            fix = "call the decorated function once: a worker that joins later starts the program from its beginning."
             raise InvalidRequestError(message(fact, **world.topology.speaker, operation="elastic.run", fix=fix))
         self.skips_sync = bool(rows[:, 0].all())
         process_sets.rejoin()

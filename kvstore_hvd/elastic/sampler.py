@@ -47,8 +47,8 @@ class SamplerMethods:
     rank, num_replicas : int
         This worker's rank, and the number of workers.
     num_samples, total_size : int
-        The number of this worker's samples in the present world, and of all workers' together, those that stand in
-        included.
+        The number of this worker's samples in the present world, and of all workers' together, including
+        those that are repeated to fill the last row.
     """
 
     def __init__(self, dataset: Sequence[Any], shuffle: bool = True, seed: int = 0) -> None:
@@ -77,7 +77,7 @@ class SamplerMethods:
             log.once(
                 "sampler-epoch-again",
                 logging.WARNING,
-                "ElasticSampler.set_epoch(%d) begins the epoch anew that is under way, with %d of %d samples "
+                "ElasticSampler.set_epoch(%d) restarts the present epoch, in which %d of %d samples were already "
                 "processed; call it once, at the end of an epoch, with the number of the next one.",
                 epoch,
                 self.processed_num,
@@ -272,7 +272,7 @@ class SamplerMethods:
             if len(mask) == -(-count // 8) * 8 and not mask[count:].any():
                 processed = mask[:count].astype(bool)
             else:
-                fact = f"it is of a dataset with another length than {count}."
+                fact = f"it belongs to a dataset of another length; this one has {count} samples."
         elif "processed_indices" in state_dict:
             indices = np.array(sorted(state_dict["processed_indices"]), np.int64)
             if not indices.size or (indices[0] >= 0 and indices[-1] < count):

@@ -48,7 +48,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Note that workers are about to come or go; `check_host_updates` acts on it. Any thread.
+        """Note that workers are about to come or go; `check_host_updates` acts on it. May be called from any thread.
 
         Parameters
         ----------
@@ -124,7 +124,7 @@ class ObjectState(State):
     Raises
     ------
     InvalidRequestError
-        A name is one of the class, or a value cannot be copied.
+        An attribute's name is already used by the class, or a value cannot be copied.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ _REASONS = {
     "HOROVOD_TORUS_ALLREDUCE": _MEMORY,
     "HOROVOD_NUM_NCCL_STREAMS": _GPU,
     "HOROVOD_BATCH_D2D_MEMCOPIES": _GPU,
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "an operation is over when the GPU is through with it",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "an operation is complete when the GPU has finished it",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges here",
     "HOROVOD_MPI_THREADS_DISABLE": "MPI is used to find the other workers, not to reduce",
     "HOROVOD_ENABLE_XLA_OPS": "it is for TensorFlow",

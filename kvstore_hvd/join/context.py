@@ -129,7 +129,8 @@ class Join:
         self._throws = throw_on_early_termination
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         if len({id(joinable) for joinable in self._joinables}) < len(joinables):
-            raise InvalidRequestError(message("a joinable was given twice.", fix="pass each of them once."))
+            fact, fix = "a joinable was given twice.", "pass each of them once."
+            raise InvalidRequestError(message(fact, operation="Join", fix=fix))
         check_stores(self._joinables)
         groups = [joinable.join_process_group for joinable in self._joinables]
         if any(group is not groups[0] for group in groups):
@@ -154,9 +155,10 @@ class Join:
     def __enter__(self) -> Join:
         if self._enable and any(isinstance(each, TrainerHook) and each.is_in_a_context for each in self._hooks):
             fix = "leave the first one, or nest contexts of other Trainers."
-            raise InvalidRequestError(message("a Trainer is in a Join already.", fix=fix))
+            raise InvalidRequestError(message("a Trainer is in a Join already.", operation="Join", fix=fix))
         if self._enable and any(each._enable and each._thread != threading.get_ident() for each in _entered):
-            raise InvalidRequestError(message("another thread is in a Join.", fix="use one thread for all of them."))
+            fact, fix = "another thread is in a Join.", "use one thread for all of them."
+            raise InvalidRequestError(message(fact, operation="Join", fix=fix))
         if self._enable:
             self._number = next_number(self._world, "Join")
         self._before = [joinable._join_config for joinable in self._joinables]

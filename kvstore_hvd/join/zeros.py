@@ -91,7 +91,7 @@ def explained(error: Exception, world: Member) -> Exception:
     """What `LEFT` failed with, in words of the program."""
     if not isinstance(error, MismatchError):
         return error
-    fact = "the workers wait at the ends of different Joins, or some of them in hvd.join()."
+    fact = "some workers are at the end of one Join, and others at the end of another Join or in hvd.join()."
     fix = "enter and leave the same ones, in the same order, on all workers."
     return MismatchError(message(fact, **world.topology.speaker, operation="join", fix=fix))
 

@@ -63,7 +63,7 @@ def read_options(
                 )
             )
         if name in options:
-            raise LaunchError(message(f"{where}: '{name}' stands there twice.", fix="leave one of them."))
+            raise LaunchError(message(f"{where}: '{name}' is given twice.", fix="leave one of them."))
         parts = value.value if name in lists and isinstance(value, yaml.SequenceNode) else []
         if parts and all(isinstance(part, yaml.ScalarNode) for part in parts):
             value.value = " ".join(part.value for part in parts)

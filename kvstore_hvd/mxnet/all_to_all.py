@@ -27,7 +27,9 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send each worker some rows of this worker's array, and receive its rows from all of them. Waits for the result.
+    """Send a part of this worker's rows to each worker, and receive a part from each. Waits for the result.
+
+    Rank r gets the r-th part of every worker's array.
 
     Parameters
     ----------

@@ -50,18 +50,19 @@ def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, N
     comm : mpi4py communicator or list of int, optional
         The workers, or their ranks among those that the launcher started. By default those of the last world, or all.
     process_sets : list of ProcessSet or 'dynamic', optional
-        Process sets to add, the same ones on all workers; or that sets may be added and removed at any time. Sets that
-        are there already are used again. Of a communicator that was split each worker names its own part, and all of
-        the parts are added.
+        Process sets to add, the same ones on all workers; or ``'dynamic'``: sets may be added and removed later. Sets
+        that are registered already are used again. If a communicator was split, each worker passes the set of its own
+        part, and the sets of all parts are added.
 
     Raises
     ------
     LaunchError
         The workers could not find each other.
     InvalidRequestError
-        An argument is wrong, on every worker; the world has been joined, without any new set.
+        An argument is wrong. If it is about `process_sets`, every worker raises this: it has joined the world, but no
+        set has been added.
     MismatchError
-        The workers name different sets; as before.
+        The workers name different sets. Every worker raises this: it has joined the world, but no set has been added.
     ConfigError
         The environment has settings that cannot be used.
     """
@@ -104,43 +105,49 @@ def _topology() -> Topology:
 
 
 def size() -> int:
-    """Number of workers. Raises NotInitializedError, a ValueError, outside of a world; as all that follow."""
+    """Number of workers. Raises NotInitializedError (a ValueError) before `init` and after `shutdown`."""
     return _topology().size
 
 
 def local_size() -> int:
-    """Number of workers on this host."""
+    """Number of workers on this host. Raises as `size`."""
     return _topology().local_size
 
 
 def cross_size() -> int:
-    """Number of hosts that have a worker with this one's local rank."""
+    """Number of hosts that have a worker with this one's local rank. Raises as `size`."""
     return _topology().cross_size
 
 
 def rank() -> int:
-    """This worker's number, from 0."""
+    """This worker's rank: 0 to ``size() - 1``. Raises as `size`."""
     return _topology().rank
 
 
 def local_rank() -> int:
-    """This worker's number among those on its host."""
+    """This worker's rank on its host: 0 to ``local_size() - 1``. Raises as `size`.
+
+    Use it to choose a GPU: ``mx.gpu(hvd.local_rank())``.
+    """
     return _topology().local_rank
 
 
 def cross_rank() -> int:
-    """This host's number, among the hosts that have a worker with this local rank."""
+    """This host's number, among the hosts that have a worker with this local rank. Raises as `size`."""
     return _topology().cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of workers."""
+    """Whether all hosts have the same number of workers. Raises as `size`."""
     hosts = _topology().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Whether the MPI in use lets several threads call it; False where the world was not found through MPI."""
+    """Whether the MPI in use lets several threads call it; False where the world was not found through MPI.
+
+    Raises as `size`.
+    """
     source = _topology().source
     mpi = initialised_mpi()
     return source == "mpi" and mpi is not None and bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)

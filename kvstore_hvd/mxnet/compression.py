@@ -83,7 +83,13 @@ class BF16Compressor(_Rounding):
 
 
 class Compression:
-    """The kinds of compression."""
+    """What gradients are rounded to before they are exchanged; pass one of these as ``compression``.
+
+    `none`: nothing. `fp16`, `bf16`: float32 and float64 are rounded to float16 or bfloat16, and the result is cast
+    back; other dtypes stay as they are. On one host workers share memory, so this saves no time. For another format
+    pass a class with the static methods ``compress(tensor) -> (array to exchange, ctx)`` and
+    ``decompress(array, ctx) -> array``.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -38,9 +38,10 @@ __all__ = [
 def allgather(
     tensor: Any, name: Optional[str] = None, priority: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Put the arrays of all workers together along their first dimension, in the order of ranks. Waits for the result.
+    """Concatenate the arrays of all workers along their first dimension, in the order of ranks. Waits for the result.
 
-    Within ``mx.autograd.record()`` each worker gets its rows of the sum of all workers' gradients.
+    Within ``mx.autograd.record()`` the gradient of this worker's array is the sum of all workers' gradients of its
+    rows.
 
     Parameters
     ----------

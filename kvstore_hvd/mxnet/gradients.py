@@ -106,8 +106,9 @@ class Tape:
 
     def _check_world(self, name: str) -> None:
         if self._world.topology.generation != self._generation:
-            fact, fix = "the forward pass was in a world that is over.", "do the forward pass again."
-            raise InvalidRequestError(self._call.message(name, fact, fix))
+            present = self._world.topology.generation
+            fact = f"the forward pass was in generation {self._generation} of the world; this is generation {present}."
+            raise InvalidRequestError(self._call.message(name, fact, "do the forward pass again."))
 
 
 def tape(call: Call, world: Member, name: Optional[str], priority: int) -> Optional[Tape]:

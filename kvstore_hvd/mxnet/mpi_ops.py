@@ -142,7 +142,7 @@ def allreduce(
     process_set : ProcessSet
         Who takes part.
     op : ReduceOp, optional
-        `Average` (default), `Sum`, `Min`, `Max` or `Product`, formed in the order of ranks.
+        `Average` (default; truncated for integers), `Sum`, `Min`, `Max` or `Product`, formed in the order of ranks.
 
     Returns
     -------
@@ -173,7 +173,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
     op: Optional[ReduceOp] = None,
 ) -> Tensor:
-    """Reduce an array over the workers in place, and return it. Parameters and exceptions as `allreduce`."""
+    """Reduce an array over the workers in place, and return it. Parameters and exceptions as `allreduce`.
+
+    Within ``mx.autograd.record()`` an array of the graph is refused with an InvalidRequestError: use `allreduce`.
+    """
     how = ("allreduce", average, op, prescale_factor, postscale_factor)
     reduced: Tensor = _allreduce(how, [tensor], name, priority, process_set, in_place=True)[0]
     return reduced

@@ -212,7 +212,7 @@ class OptimizerMethods:
         vars(self)["_sparse_as_dense"] = dense
 
     def unwrap(self) -> Any:
-        """The optimizer inside, which divides by no number of workers."""
+        """The inner optimizer, whose ``rescale_grad`` is not divided by the number of workers."""
         return vars(self)["_optimizer"]
 
     @property
@@ -248,13 +248,19 @@ class OptimizerMethods:
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Sum the gradients, and update as the inner optimizer."""
+        """Sum `grad` over the workers in place, and update `weight` by the inner optimizer.
+
+        Its ``rescale_grad`` is divided by the number of workers meanwhile: the update is that of the average.
+        """
         self._exchange(index, grad)
         with self._averaging():
             self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Sum the gradients, and update as the inner optimizer."""
+        """Sum `grad` over the workers in place, and update `weight` by the inner optimizer.
+
+        Its ``rescale_grad`` is divided by the number of workers meanwhile: the update is that of the average.
+        """
         self._exchange(index, grad)
         with self._averaging():
             self._optimizer.update_multi_precision(index, weight, grad, state)

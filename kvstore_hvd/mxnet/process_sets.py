@@ -75,7 +75,10 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks or [])
 
     def rank(self) -> Optional[int]:
-        """This worker's number among the members, -1 if it is none; None unless the set is registered."""
+        """This worker's rank within the set, -1 if it is not a member; None unless the set is registered.
+
+        As in Horovod, `root_rank` is never this rank but that of `hvd.rank`.
+        """
         if self.process_set_id is None:
             return None
         ranks, own = self.ranks or [], process.current().topology.rank

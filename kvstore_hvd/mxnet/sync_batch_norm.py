@@ -27,8 +27,8 @@ class SyncBatchNormMethods:
     Every worker must make its layers in the same order, and train with each of them equally often. Not for several
     devices in one process, and not within a `Join` that lets workers run out of input: a forward pass needs everybody.
 
-    A graph with this layer is compiled without ``static_shape``, where MXNet would run the layer's passes at the same
-    time, so that workers would take different ones for the same one.
+    A hybridized graph with this layer is compiled without ``static_shape``: with it MXNet may run several passes of the
+    layer at the same time, and workers would match different passes with each other.
 
     What is refused within a hybridized graph is raised as an ``MXNetError`` where the result is read.
 

@@ -142,7 +142,7 @@ class _Watch:
         if self.asked is None:
             if self._updates == _UPDATES_WITHOUT_STORE:
                 if not self._broadcast:
-                    fact = f"nothing of it was exchanged in its first {self._updates} updates"
+                    fact = f"none of its gradients or parameters was exchanged in its first {self._updates} updates"
                     _warn_without_store(self._who, fact, size)
                 self.forget()
         elif not self._broadcast:

@@ -90,9 +90,9 @@ class EngineStatistics:
     rounds : int
         How many are over, see `Times`.
     exposed : float
-        Seconds, of all rounds: from the last submission of each until nothing of it is under way, or the next one
-        begins. What a training waits for its communication, where nothing else is to be done then. Every operation of
-        the worker counts, whoever submits it: with others in a step (barriers, NumPy arrays) this is about those, too.
+        Seconds, of all rounds: from the last submission of each until none of its operations is in flight, or the next
+        one begins. In training: how long the steps waited for communication. All operations of the worker count, also
+        barriers and those on NumPy arrays.
     reducing : float
         The part of it in which something was being reduced; the rest was spent waiting for other workers.
     """

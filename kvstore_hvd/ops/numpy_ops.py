@@ -50,7 +50,8 @@ def allreduce(
     name : str
         Matches the call with those of the other workers.
     op : str
-        ``'sum'``, ``'average'``, ``'min'``, ``'max'`` or ``'product'``; formed in the order of ranks.
+        ``'sum'`` (the default; `hvd.allreduce` averages by default), ``'average'``, ``'min'``, ``'max'`` or
+        ``'product'``; formed in the order of ranks.
     out : numpy.ndarray, optional
         Receives the result; may be `array` itself (in place). By default a new array, of CuPy if it is on a GPU.
     prescale, postscale : float
@@ -89,7 +90,7 @@ def allreduce_init(
     """Prepare an allreduce that is run again and again, on the same arrays; a call of it then costs the least.
 
     As MPI's persistent collectives (MPI-4.1, 6.13): everything is checked now, nothing is communicated. The calls are
-    matched with those of `allreduce` and of other prepared ones by name. After `reset` it has to be prepared anew.
+    matched with those of `allreduce` and of other prepared ones by name. After `reset` it has to be prepared again.
 
     Parameters
     ----------
@@ -100,7 +101,7 @@ def allreduce_init(
     -------
     callable
         Without arguments: reduces what `array` holds, waits, and returns `out`. Raises `MismatchError` and
-        `HorovodInternalError` as `allreduce`.
+        `HorovodInternalError` as `allreduce`, and `ShutdownError` once the world in which it was prepared has ended.
 
     Raises
     ------
@@ -116,7 +117,7 @@ def allreduce_init(
 
         def run_alone() -> Array:
             if not world.is_alone or world.topology.generation != generation:
-                fact = "it was prepared in a world that is over: it has to be prepared anew."
+                fact = "it was prepared in a world that has ended (generation {generation})."
                 raise ShutdownError(_text("allreduce", name, fact, "call allreduce_init() again."))
             _alone(array, *scale, out)
             return out

@@ -294,8 +294,11 @@ class Member:
         """
         communicator = self._communicator
         if self._is_waiting:
-            fact = "this worker has come to a job that is running, whose workers do not know it yet."
-            fix = "call collectives only within the function that kvstore_hvd.elastic.run wraps."
+            fact = "this worker has joined a running elastic job, and the other workers have not taken it in yet."
+            fix = (
+                "call no collective before the function that kvstore_hvd.elastic.run wraps; state.sync() sends the "
+                "parameters, so remove hvd.broadcast_parameters()."
+            )
             raise InvalidRequestError(message(fact, fix=fix))
         if communicator is None:
             raise self.closed_error()

@@ -29,7 +29,7 @@ _MISSED = 256  # operations that are looked at
 
 # proc(5): the states of a process that explain why it does not go on.
 _STATES = {
-    "T": "its process is stopped; `kill -CONT {pid}` lets it go on",
+    "T": "its process is stopped; `kill -CONT {pid}` continues it",
     "t": "its process is stopped by a debugger",
     "D": "its process waits for a disk or a network file system",
     "Z": "its process has ended",
@@ -132,15 +132,13 @@ class StallInspector:
         culprits = {rank for one in waiting for rank in one.late}
         report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
         if over is not None:
-            log.logger.warning(
-                "the stall%s is over: %s has what it waited %.0f s for.", self._topology.group, self._name, over
-            )
+            log.logger.warning("the stall%s is over: %s waited %.0f s.", self._topology.group, self._name, over)
         if not waiting:
             return
         oldest = waiting[0].age_s
         if report:
             head = f"{self._name} has waited {oldest:.0f} s for other {self._workers}."
-            log.logger.warning("%s", self._waiting_text(head, waiting, "it reports where it is"))
+            log.logger.warning("%s", self._waiting_text(head, waiting, "see its own report"))
         if self._shutdown_s and oldest >= self._shutdown_s:
             whom = self._topology.rank_list(culprits) if culprits else "the other ranks"
             head = f"{self._name} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
@@ -153,7 +151,7 @@ class StallInspector:
         for one in waiting:
             if (one.name, one.since) not in self._patient and one.late:
                 whom = self._topology.rank_list(one.late)
-                head = f"{self._name} has waited {one.age_s:.0f} s for {whom}, where there is more input; it goes on."
+                head = f"{self._name} has no input left, and has waited {one.age_s:.0f} s for {whom}: this is no stall."
                 log.logger.info("%s", "\n  ".join([head, *self._ranks(one.late)]))
         self._patient = now
 
@@ -205,7 +203,7 @@ class StallInspector:
         stopped = [rank for rank in range(self._size) if self._state(rank) in _STOPPED]
         report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
         if report:
-            head = f"{self._name} has stood still in the engine for {age_s:.0f} s: a stopped rank holds a lock."
+            head = f"{self._name} has been blocked in the engine for {age_s:.0f} s: a stopped rank holds a lock."
             log.logger.warning("%s", "\n  ".join([head, *self._ranks(stopped)]))
 
     # -- What others wait for -----------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class StoreMethods:
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
+        """This worker's rank: 0 to ``num_workers - 1``."""
         return self._member.topology.rank
 
     @property
@@ -98,7 +98,7 @@ class StoreMethods:
 
     @property
     def local_rank(self) -> int:
-        """This worker's number among those on its host."""
+        """This worker's rank on its host: 0 to ``local_size - 1``."""
         return self._member.topology.local_rank
 
     @property
@@ -317,18 +317,18 @@ class StoreMethods:
             - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays.
             - ``'arena'``: ``'used'`` and ``'capacity'`` in bytes of the memory for gradients that workers sum in place;
               of all stores of this worker.
-            - ``'rounds'``: ``'count'``, and ``'exposed_ms'``: milliseconds from the last submission of a round until
-              nothing of it was under way, of all rounds; in a training that does nothing else in a step, what the steps
-              waited for communication; and ``'reducing_ms'``, the part of it in which something was being reduced: the
-              rest was spent waiting for other workers. Of all operations of this worker since the workers met, those
-              on NumPy arrays and barriers, too.
+            - ``'rounds'``: ``'count'``; ``'exposed_ms'``: milliseconds, summed over all rounds, from the last
+              submission of a round until none of its operations was in flight (in training: how long the steps waited
+              for communication); ``'reducing_ms'``: the part of that time in which something was being reduced (the
+              rest was spent waiting for other workers). All operations of this worker since the workers met count, also
+              barriers and those on NumPy arrays.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
               what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
               'one-shot', 'two-shot', 'direct', 'broadcast', 'device' for arrays on a GPU, 'failed', or '' when it
               knows nothing); ``'staged'``: why arrays are copied through staging memory ('' when they are not);
-              ``'submitted'``: when the last operation was, on the clock of ``time.monotonic()``; ``'ms'``: of each of
-              the three times ``'mean'`` and ``'last'``. Keys after the first 10,000 are counted together.
+              ``'submitted'``: when the last operation was submitted, in seconds of ``time.monotonic()``; ``'ms'``: of
+              each of the three times ``'mean'`` and ``'last'``. Keys after the first 10,000 are counted together.
 
             *queued*: from when the array is ready until all workers have theirs ready and the first chunk is scheduled.
             *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation of this

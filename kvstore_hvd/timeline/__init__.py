@@ -19,8 +19,8 @@ def start_timeline(file_path: Union[str, os.PathLike[str]], mark_cycles: bool = 
     Parameters
     ----------
     file_path : str or os.PathLike
-        The file to be made, replaced if it exists; that of rank 0 counts. Until then each worker writes to a file
-        ``<file_path>.rank-<rank>.part``.
+        The file to write, replaced if it exists; the path that rank 0 passes is used. It is written when the recording
+        ends; until then each worker writes to ``<file_path>.rank-<rank>.part``.
     mark_cycles : bool
         Mark where rounds begin: series of submissions in which no name occurs twice, in training the steps. That of
         rank 0 counts.

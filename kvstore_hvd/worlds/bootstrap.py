@@ -53,12 +53,9 @@ def discover(comm: Any = None) -> World:
     world: World | None
     if cfg.rank is not None or cfg.size is not None:
         if communicator is not None and communicator.Get_size() <= 1 and (cfg.size or 0) > 1:
-            raise LaunchError(
-                message(
-                    f"kvhvdrun started {cfg.size} workers, and MPI knows nothing of it: the communicator has size 1.",
-                    fix="call init() without comm (or with a list of ranks), or start with mpirun.",
-                )
-            )
+            fact = f"kvhvdrun started {cfg.size} workers without MPI: the communicator given to init() has size 1."
+            fix = "call init() without comm (or with a list of ranks), or start with mpirun."
+            raise LaunchError(message(fact, fix=fix))
         world = mpi_world(cfg.mpi_launch, communicator) if communicator is not None else _launcher_world(cfg, ranks)
     elif communicator is not None:
         world = mpi_world(cfg.mpi_launch, communicator)

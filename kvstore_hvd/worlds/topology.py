@@ -129,7 +129,7 @@ class Topology:
         )
 
     def rank_of_all(self, rank: int) -> int:
-        """The rank among all workers, given that in this world."""
+        """The rank among all workers of the worker with this rank in this world, which may be a process set's."""
         return rank if self.inside is None else self.inside.ranks[rank]
 
     @property

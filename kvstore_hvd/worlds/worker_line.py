@@ -128,7 +128,7 @@ class WorkerLine(Membership):
         while True:
             answer = self._places.get()  # the launcher has deadlines; without it `_end` ends this process
             if answer["t"] == "fail":
-                fact, fix = f"the job ends: {answer['text']}", "see what kvhvdrun has said of it."
+                fact, fix = f"the job ends: {answer['text']}", "see the message of kvhvdrun."
                 raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=fix))
             if answer["t"] == "leave":
                 log.logger.info("this worker is not needed any more: %s", answer["text"])

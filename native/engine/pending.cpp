@@ -260,10 +260,10 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
   const Request& request = name.queue.front()->request();
   std::string text =
       rank_name(world_, rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
-  if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors under way to complete";
+  if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors in flight to complete";
   const Blamed blamed = blamed_for(name.slot.slot);
   if (blamed.ranks.empty()) {
-    return text + (blamed.announced_by_all ? "the other ranks, none of which moves" : "ranks of other hosts");
+    return text + (blamed.announced_by_all ? "the other ranks, none of which makes progress" : "ranks of other hosts");
   }
   return text + describe_members(world_, blamed.ranks) + ", which " +
          (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");

@@ -66,7 +66,7 @@ class LocalReduction final : public AsyncOp {
 };
 
 Status failed(const std::string& fact) {
-  return Status(ErrorCode::kInputFailed, fact + "\n  Fix: see that message; the store works on.");
+  return Status(ErrorCode::kInputFailed, fact + "\n  Fix: see that message; the store stays usable.");
 }
 
 }  // namespace

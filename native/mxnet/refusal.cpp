@@ -14,7 +14,7 @@ Request as_refused(Request request, const std::string& why) {
 Status refusal(const std::string& prefix, const std::string& why, std::size_t others) {
   std::string text = prefix + "MXNet refused the operation: " + first_line(why);
   if (others > 0) text += "\n  (" + std::to_string(others) + " more of this call.)";
-  text += "\n  It failed on every rank; nothing was changed. Fix: see MXNet's message; the store works on.";
+  text += "\n  It failed on every rank; nothing was changed. Fix: see MXNet's message; the store stays usable.";
   return Status(ErrorCode::kInputFailed, text);
 }
 

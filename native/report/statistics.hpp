@@ -41,7 +41,7 @@ struct NamedStatistics {
 // The rounds that are over, see Rounds.
 struct RoundStatistics {
   std::uint64_t count = 0;
-  // From the last submission of a round until nothing of it is under way, or the next round begins; of all.
+  // From the last submission of a round until none of its operations is in flight, or the next round begins; of all.
   std::chrono::nanoseconds exposed{0};
   // The part of it in which something was being reduced; the rest was spent waiting for other ranks.
   std::chrono::nanoseconds reducing{0};

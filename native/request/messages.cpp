@@ -54,7 +54,7 @@ Status Messages::lost(const std::string& prefix, std::string fact) const {
   const std::string own = rank_name(world_, rank_) + " waited ";
   if (fact.rfind(own, 0) == 0) fact.erase(0, own.size() - std::string("waited ").size());
   const ErrorCode code = world_.failure.code();
-  return Status(code, prefix + fact + ".\n  This step's buffers are undefined." + advice(code));
+  return Status(code, prefix + fact + ".\n  The arrays of this step are undefined." + advice(code));
 }
 
 Status Messages::left(const Request& request) const { return left(prefix(request)); }
@@ -62,7 +62,7 @@ Status Messages::left(const Request& request) const { return left(prefix(request
 Status Messages::left(const std::string& prefix) {
   return Status(ErrorCode::kShutdown, prefix +
                                           "this rank has shut down.\n  Fix: call init() before communicating again; "
-                                          "what was prepared for an earlier world has to be prepared anew.");
+                                          "call allreduce_init() again for what was prepared in an earlier world.");
 }
 
 Status Messages::forked() {

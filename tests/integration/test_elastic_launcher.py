@@ -223,8 +223,8 @@ def test_a_program_that_fails_whoever_runs_it(job: Any) -> None:
     launch = job("--min-np", "2", "--max-np", "2", "--blacklist-cooldown-range", "1", "1", acts=acts)
     code, _, err = launch.end()
     assert code == 3, launch.told()
-    assert "kvhvdrun: workers fail again and again, and those that take their places soon do so, too." in err
-    last = re.search(r"At last, worker (\d+) \(localhost:1\) exited with code 3\.", err)
+    assert "kvhvdrun: workers keep failing, and so do their replacements soon after they start." in err
+    last = re.search(r"Most recently, worker (\d+) \(localhost:1\) exited with code 3\.", err)
     assert last is not None, launch.told()
     assert 6 <= int(last[1]) < 30
     assert err.endswith("Its last lines on stderr:\n    ValueError\n")

@@ -75,7 +75,7 @@ def test_a_worker_stands_still_while_kernels_wait_for_its(run: Any) -> None:
     assert code != 0
     assert "rank 0: TimeoutError: [rank 0/2]" in out, out + err
     assert f"waited {deadline_s} s for rank 1's GPU" in out
-    assert "another worker's GPU is not through with the last operations" in err
+    assert "another worker's GPU has not finished the last operations" in err
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

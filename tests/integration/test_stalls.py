@@ -80,7 +80,7 @@ def test_a_late_rank_is_named_and_says_where_it_is(start, ranks: int, engine: st
         r"not by rank 1\n",
         waiting,
     ), output
-    assert re.search(r"\n +rank 1 \(.*pid \d+\): it reports where it is\n", waiting), output
+    assert re.search(r"\n +rank 1 \(.*pid \d+\): see its own report\n", waiting), output
     late = "\n".join(lines_of(output, 1))
     assert re.search(rf"{LATE}\n +It has not submitted '\w*(weight|bias)' \(key \d\)", late), output
     assert re.search(r"\n +main thread, innermost call last:\n", late), output
@@ -95,11 +95,9 @@ def test_a_late_rank_is_named_and_says_where_it_is(start, ranks: int, engine: st
 def test_a_stopped_rank_is_said_to_be_stopped(start, ranks: int) -> None:  # type: ignore[no-untyped-def]
     """It cannot speak; who waits for it sees its process, and says how to continue it."""
     run = start("stop", ranks, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
-    output = run.until(lambda text: "lets it go on" in text)
+    output = run.until(lambda text: "continues it" in text)
     (pid,) = re.findall(r"stopping (\d+)", output)
-    assert re.search(
-        rf"\[0\] +rank 1 \(.*pid {pid}\): its process is stopped; `kill -CONT {pid}` lets it go on", output
-    )
+    assert re.search(rf"\[0\] +rank 1 \(.*pid {pid}\): its process is stopped; `kill -CONT {pid}` continues it", output)
     os.kill(int(pid), signal.SIGCONT)
     run.until(lambda text: "the stall is over" in text and text.count("trained") == ranks)
     code, output = run.finish()

@@ -36,11 +36,11 @@ def test_threads_of_the_others_run_on(tmp_path: Path, marker: str, offsets: list
     run = Run(SUPPORT / "locked_worker.py", [case, *offsets], 2, tmp_path, marker, **variables)
     try:
         output = run.until(
-            lambda text: "the interpreter runs on" in text and "rank 0 has stood still in the engine" in text
+            lambda text: "the interpreter runs on" in text and "rank 0 has been blocked in the engine" in text
         )
         assert "summed" not in output
         (pid,) = re.findall(r"stopping (\d+)", output)
-        assert f"its process is stopped; `kill -CONT {pid}` lets it go on" in output
+        assert f"its process is stopped; `kill -CONT {pid}` continues it" in output
         os.kill(int(pid), signal.SIGCONT)
         code, output = run.end()
         assert code == 0, output

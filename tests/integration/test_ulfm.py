@@ -195,7 +195,7 @@ def test_an_end_that_mpirun_does_not_tell_of(start: Start, marker: str) -> None:
     job.end()
     # mpirun may end before its processes do.
     job.until(lambda: not processes(marker))
-    fact = "LaunchError: [rank 0/4] rank 1 ended, and mpirun has not told MPI, which waits for it."
+    fact = "LaunchError: [rank 0/4] rank 1 ended, but mpirun has not reported it, so MPI still waits for it."
     assert fact in job.output
     assert set(job.codes()) <= {1, 3, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
 

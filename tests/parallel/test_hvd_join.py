@@ -158,7 +158,7 @@ def test_where_others_are_in_a_context(rank, size):
     if size == 1:
         return
     trainer = hvd.DistributedTrainer(mlp().collect_params(), "sgd")
-    with pytest.raises(MismatchError, match=r"some of them in hvd.join\(\)"):
+    with pytest.raises(MismatchError, match=r"at the end of another Join or in hvd.join\(\)"):
         if rank == 0:
             hvd.join()
         else:

@@ -315,7 +315,7 @@ def test_workers_at_the_ends_of_different_contexts(rank, size):
                 with Join([second]):
                     pass
 
-    with pytest.raises(MismatchError, match="at the ends of different Joins"):
+    with pytest.raises(MismatchError, match="at the end of one Join, and others at the end of another"):
         run()
     assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size
     kvstore_hvd.reset()  # contexts were counted differently

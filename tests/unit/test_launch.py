@@ -339,7 +339,7 @@ def test_an_empty_file_has_no_options(config_file: Callable[[str], str]) -> None
         ("num-proc: 2\nxyzzy: 1\n", r"yaml:2: 'xyzzy' is no option of kvhvdrun.\n  Fix: one of as-horovod, "),
         ("config-file: x\n", "'config-file' is no option"),
         ("command: x\n", "'command' is no option"),
-        ("num-proc: 2\nnum_proc: 3\n", "yaml:2: 'num-proc' stands there twice"),
+        ("num-proc: 2\nnum_proc: 3\n", "yaml:2: 'num-proc' is given twice"),
         ("num-proc:\n", "'num-proc' has no value"),
         ("hosts: [localhost]\n", "'hosts' has no value"),
         ("verbose: 2\n", "verbose: '2' is not true or false"),

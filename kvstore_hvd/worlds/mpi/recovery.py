@@ -193,8 +193,11 @@ class UlfmMembership(Membership):
                 self._kill(rank, "it is stopped while the workers form the next world")
             unreported = members.unreported() if clock.elapsed() > _REPORTED_S else []
             if unreported:
-                fact = f"{rank_list(unreported)} ended, and mpirun has not told MPI, which waits for it."
-                details = ["It tells of ends by a signal and of exit code 0; and of the processes that it has started."]
+                fact = f"{rank_list(unreported)} ended, but mpirun has not reported it, so MPI still waits for it."
+                details = [
+                    "mpirun reports a process that was ended by a signal or with exit code 0, and only those that it "
+                    "started itself."
+                ]
                 fix = "start the job again from its last checkpoint; `kvhvdrun --min-np` recovers from every end."
                 raise self._failure(fact, details=details, fix=fix)
 

@@ -84,8 +84,8 @@ def test_a_program_that_fails_whoever_runs_it_ends_the_job() -> None:
     fail_in_turn(play, 3)
     assert play.ending is not None
     assert play.ending.code == 3
-    assert play.ending.reason.startswith("workers fail again and again, and those that take their places soon do so")
-    assert "At last, worker 6 (a:1) exited with code 3." in play.ending.reason
+    assert play.ending.reason.startswith("workers keep failing, and so do their replacements soon after they start")
+    assert "Most recently, worker 6 (a:1) exited with code 3." in play.ending.reason
     assert play.ending.details == ("ValueError: always",)
 
 

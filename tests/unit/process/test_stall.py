@@ -112,7 +112,7 @@ def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over
             reported.append(now)
     assert reported == [60, 120, 240]
     here.world.answer = []
-    assert here.look(301) == ["the stall is over: rank 0 has what it waited 299 s for."]
+    assert here.look(301) == ["the stall is over: rank 0 waited 299 s."]
     assert here.look(302) == []
 
 
@@ -123,7 +123,7 @@ def test_a_process_set_is_named_with_its_ranks_among_all(stage) -> None:
     assert text.startswith("rank 0 has waited 61 s for other workers of process set 7.\n")
     assert "submitted by ranks 0, 5, not by rank 4" in text
     here.world.answer = []
-    assert here.look(1) == ["the stall of process set 7 is over: rank 0 has what it waited 61 s for."]
+    assert here.look(1) == ["the stall of process set 7 is over: rank 0 waited 61 s."]
     late = stage(rank=1, size=3, inside=Inside(7, (0, 4, 5), 9))
     late.world.late_for = [Missed("s0/3", 1)]
     late.look(0)
@@ -144,8 +144,8 @@ def test_the_report_names_operations_ranks_and_processes(stage) -> None:
         "rank 0 has waited 62 s for other workers.",
         "  allreduce 'w1' (key 1): 62 s, submitted by ranks 0, 2, not by ranks 1, 3",
         "  allreduce 'w0' (key 0): 61 s, submitted by ranks 0, 2-3, not by rank 1",
-        f"  rank 1 (node, pid {os.getpid()}): it reports where it is",
-        f"  rank 3 (node, pid {os.getpid()}): it reports where it is",
+        f"  rank 1 (node, pid {os.getpid()}): see its own report",
+        f"  rank 3 (node, pid {os.getpid()}): see its own report",
     ]
 
 
@@ -165,7 +165,7 @@ def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog) -> None:
     rank.world.answer = [left]
     with caplog.at_level(logging.INFO, "kvstore_hvd"):
         (text,) = rank.look(1061.0)
-        assert text.startswith("rank 0 has waited 61 s for rank 2, where there is more input")
+        assert text.startswith("rank 0 has no input left, and has waited 61 s for rank 2: this is no stall.")
         assert f"pid {os.getpid()}" in text
         assert caplog.records[-1].levelno == logging.INFO
         rank.world.answer = [dataclasses.replace(left, age_s=600.0)]
@@ -192,7 +192,7 @@ def test_a_stopped_rank_cannot_speak_and_is_said_to_be_stopped(stage, stopped: i
     (over, text) = here.look(1)
     assert "over" in over
     assert text.splitlines()[-1] == (
-        f"  rank 0 (node, pid {stopped}): its process is stopped; `kill -CONT {stopped}` lets it go on"
+        f"  rank 0 (node, pid {stopped}): its process is stopped; `kill -CONT {stopped}` continues it"
     )
 
 
@@ -237,7 +237,7 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage, stopped: int) -> N
     assert not any(here.look(now) for now in range(100)), "nobody is stopped: it is only busy"
     here.world.pids = {2: stopped}
     (text,) = here.look(100)
-    assert text.startswith("rank 0 has stood still in the engine for 100 s")
+    assert text.startswith("rank 0 has been blocked in the engine for 100 s")
     assert f"kill -CONT {stopped}" in text
 
 

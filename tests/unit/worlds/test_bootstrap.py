@@ -281,7 +281,7 @@ def test_kvhvdrun_comes_before_an_initialised_mpi(monkeypatch: pytest.MonkeyPatc
 
 def test_a_communicator_of_one_under_kvhvdrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, fake_mpi(1, initialised=True), imported=True)
-    with pytest.raises(LaunchError, match="the communicator has size 1"):
+    with pytest.raises(LaunchError, match="given to init\\(\\) has size 1"):
         discover(monkeypatch, LAUNCHED, FakeComm(0, 1))
 
 
