@@ -96,6 +96,7 @@ bool Link::step() {
   }
   while (const auto slot = world_.link().inbox.get(taken_)) {
     ++taken_;
+    stragglers_.introduce();  // first: whose operation is complete here has been introduced
     announced_here(*slot);
     moved = true;
   }

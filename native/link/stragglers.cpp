@@ -24,7 +24,7 @@ void put_wanted(std::vector<char>& outgoing, RecordKind kind, WantedRecord recor
 }  // namespace
 
 void Stragglers::progress() {
-  if (!is_introduced_) introduce();
+  introduce();
   World& world = hosts_.world;
   if (!has_told_ && world.asks_what_it_missed.load(std::memory_order_relaxed) != 0) {  // a hint
     has_told_ = is_eager_ = true;
@@ -59,6 +59,7 @@ void Stragglers::progress() {
 }
 
 void Stragglers::introduce() {
+  if (is_introduced_) return;
   World& world = hosts_.world;
   for (int r = 0; r < world.ranks; ++r) {
     // Acquire: process and host are complete.

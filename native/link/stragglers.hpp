@@ -16,6 +16,8 @@ class Stragglers {
 
   // Tells the other hosts what is due.
   void progress();
+  // Tells the other hosts of the ranks of this one, once all of them are here.
+  void introduce();
 
   // What other links tell.
   void introduced(RecordReader reader);
@@ -25,7 +27,6 @@ class Stragglers {
   void late(int host, RecordReader reader);
 
  private:
-  void introduce();
   void want(const WantedRecord& record, const std::string& name);
   void want_here(const WantedRecord& record, const std::string& name);
 

@@ -93,4 +93,4 @@ kvstore_hvd.barrier()
     assert code == 0, err
     # A control group may allow less than that, too.
     allowed = suffice([describe()] * 2)
-    assert err.count(b"who waits for others does not spin") == (0 if allowed and not together else 2), err
+    assert err.count(b"a worker that waits does not spin") == (0 if allowed and not together else 2), err
