@@ -61,7 +61,7 @@ class Outcome:
         """
         if self._refusal:
             raise LaunchError(self._refusal)
-        if code != 0:
+        if code != 0 or self._reason:  # a program that ignores SIGCHLD does not learn the code
             raise self._error(code)
         last = max((generation for generation, _ in self._results), default=-1)
         chosen = {place: report for (generation, place), report in self._results.items() if generation == last}

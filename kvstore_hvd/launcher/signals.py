@@ -29,9 +29,11 @@ class SignalInbox:
         # Before the handlers, which do nothing themselves: a signal in between would be lost.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (*ENDING, *PASSED, *_OWN):
-            # What is ignored stays ignored, for the workers too: nohup, and background jobs of simple shells.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # An ignored signal stays ignored, for the workers too: nohup, and background jobs of simple shells. But
+            # without SIGCHLD the launcher would not hear that a worker has ended, nor the kernel keep its exit code.
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -144,6 +145,42 @@ def test_an_ignored_hangup_stays_ignored(marker: str) -> None:
     process.send_signal(signal.SIGHUP)
     process.communicate(b"", timeout=LIMIT_S)
     assert process.returncode == 0
+
+
+def _ignored() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def _blocked() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+
+
+@pytest.mark.parametrize("inherited", [_ignored, _blocked])
+@pytest.mark.parametrize("options", [["-np", "1"], ["-np", "2"], ["--min-np", "1"]])
+def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_or_blocked(
+    marker: str, options: list[str], inherited: Callable[[], None]
+) -> None:
+    def started(program: str) -> subprocess.Popen[bytes]:
+        command = [*kvhvdrun().prefix, *options, sys.executable, "-c", "import signal\n" + program]
+        return subprocess.Popen(
+            command,
+            env=variables_of(marker),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=inherited,  # noqa: PLW1509 - no other thread is there
+        )
+
+    process = started("print(signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, signal.pthread_sigmask(0, []))")
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert all(line.endswith(b"True set()") for line in out.splitlines())
+    process = started("raise SystemExit(3)")
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 3
+    process = started("print('ready', flush=True); signal.pause()")
+    wait_for(process, 1)
+    assert end_by(process, signal.SIGTERM)[0] == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

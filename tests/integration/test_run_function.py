@@ -562,6 +562,23 @@ def test_a_launcher_that_is_killed_is_an_error(notebook: Notebook, marker: str) 
     assert process.returncode == 0
 
 
+def test_a_program_that_ignores_sigchld(notebook: Notebook) -> None:
+    program = """
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        print(run(rank, np=2))
+        def fail_afterwards():
+            import atexit
+            atexit.register(lambda: os._exit(3))
+        for elastic in {}, {"min_np": 2}:
+            try:
+                print(run(fail_afterwards, np=2, **elastic))
+            except RunError as error:
+                print("exited with code 3" in str(error))
+        """
+    out, _ = notebook.run(program)
+    assert out.splitlines() == ["[0, 1]", "True", "True"]
+
+
 def test_an_error_of_the_stream_ends_the_job(notebook: Notebook) -> None:
     """It is raised once the workers have gone."""
     program = """
