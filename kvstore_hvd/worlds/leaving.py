@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from kvstore_hvd import log
 from kvstore_hvd.base.clocks import Deadline
 
-__all__ = ["ExitWatchdog", "early_end"]
+__all__ = ["ExitWatchdog", "early_end", "end_by_force"]
 
 _MAX_REASON = 500
 
@@ -33,6 +35,22 @@ def early_end() -> str:
 
 # What is left when even a lost world does not let the process go: MXNet itself does not finish.
 _LAST_RESORT_S = 5.0
+# The reader of the output may stand still.
+_LAST_WORDS_S = 1.0
+
+
+def end_by_force(text: str) -> NoReturn:
+    """End this process with code 1, and with an error in the log if that can be written within a second."""
+
+    def say() -> None:
+        log.logger.error(text)
+        sys.stdout.flush()
+
+    speaker = threading.Thread(target=say, name="kvstore_hvd-last-words", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no more threads
+        speaker.start()
+        speaker.join(_LAST_WORDS_S)
+    os._exit(1)
 
 
 class ExitWatchdog:
@@ -62,9 +80,7 @@ class ExitWatchdog:
             return
         self._on_expiry()
         if not self._has_left_within(_LAST_RESORT_S):
-            log.logger.error("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
-            sys.stdout.flush()
-            os._exit(1)
+            end_by_force("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
 
     def _has_left_within(self, limit_s: float) -> bool:
         deadline = Deadline(limit_s)

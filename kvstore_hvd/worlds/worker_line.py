@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import queue
 import select
-import sys
 import threading
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvstore_hvd import log, wire
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.wire import messages
+from kvstore_hvd.worlds.leaving import end_by_force
 from kvstore_hvd.worlds.membership import Membership
 from kvstore_hvd.worlds.topology import Host, Topology, World
 
@@ -25,7 +25,6 @@ __all__ = ["WorkerLine", "current"]
 
 # Or as long as the job's processes may be silent, where that is longer.
 _CONNECT_S = 10.0
-_EXIT_LINE_LOST = 1
 
 
 class WorkerLine(Membership):
@@ -169,7 +168,7 @@ class WorkerLine(Membership):
                 readable.poll()
                 for each in self._connection.receive():
                     self._on_message(each)
-        except (OSError, ValueError, wire.WireError) as error:
+        except Exception as error:  # noqa: BLE001 - a worker that hears nothing any more must not go on
             if self._pid == os.getpid():
                 self._end(error)
 
@@ -190,9 +189,7 @@ class WorkerLine(Membership):
 
     def _end(self, error: Exception) -> None:
         """Nobody watches over this worker any more: it must not train on beside a job that goes on without it."""
-        log.logger.error("the line to the daemon of this job is lost: %s This process ends.", error)
-        sys.stdout.flush()
-        os._exit(_EXIT_LINE_LOST)
+        end_by_force(f"the line to the daemon of this job is lost: {error} This process ends.")
 
     def _after_fork_in_child(self) -> None:
         self._connection.close()

@@ -1,7 +1,9 @@
-"""How an exit handler sees whether the program ends early."""
+"""How an exit handler sees whether the program ends early, and the end of one that cannot end."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 
 from kvstore_hvd.worlds import leaving
 from kvstore_hvd.worlds.leaving import early_end
+from support.full_pipe import full_pipe
+from support.patience import patient
 
 
 @pytest.fixture
@@ -34,3 +38,24 @@ def test_an_unhandled_exception_is_the_reason(ended: Any) -> None:
 def test_an_interactive_session_has_gone_on(ended: Any) -> None:
     assert ended(last_value=ValueError("before"), ps1=">>> ") == ""
     assert ended(last_value=ValueError("in the script of python -i"), interactive=1) == ""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_the_watchdog_ends_a_process_whose_output_nobody_reads(stream: str) -> None:
+    program = """
+import sys, threading
+from kvstore_hvd.worlds import leaving
+leaving._LAST_RESORT_S = 0
+sys.stdout = open(1, "w")  # buffered, whatever the environment says
+sys.stdout.write("not flushed")
+leaving.ExitWatchdog(0, lambda: None).leaving()
+threading.Event().wait(100)
+"""
+    with full_pipe() as pipe:
+        streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: pipe}
+        process = subprocess.Popen([sys.executable, "-c", program], **streams)
+        try:
+            assert process.wait(patient(60)) == 1
+        finally:
+            process.kill()
+            process.wait()

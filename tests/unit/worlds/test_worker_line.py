@@ -18,6 +18,7 @@ import pytest
 from kvstore_hvd import wire
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.worlds.worker_line import WorkerLine
+from support.full_pipe import full_pipe
 from support.patience import patient
 
 SECRET = b"s" * 32
@@ -272,3 +273,18 @@ def test_a_worker_ends_without_its_line(daemon: Daemon, is_refused: bool) -> Non
         assert b"lost: another process has called init(). This process ends." in said
     else:
         assert b"the line to the daemon of this job is lost: the other side closed the connection." in said
+
+
+def test_a_worker_ends_without_its_line_although_nobody_reads_its_output(daemon: Daemon) -> None:
+    command = [sys.executable, "-c", PROGRAM, daemon.name]
+    with full_pipe() as pipe:
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=pipe, start_new_session=True)
+        try:
+            daemon.accept()
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"here\n"
+            daemon.worker.close()
+            assert worker.wait(LONG_S) == 1
+        finally:
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.communicate()
