@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd.calling.parcel import pack, unpack
+from kvstore_hvd.errors import RunError, message
 
 __all__ = ["Kind", "Report", "Reporter", "Reports", "Sender"]
 
@@ -131,12 +132,23 @@ class Reports:
         self._theirs.close()
 
     def take(self) -> Iterator[Report]:
-        """All that have arrived; does not wait."""
+        """All that have arrived; does not wait.
+
+        Raises
+        ------
+        RunError
+            One of them is lost, for want of a descriptor.
+        """
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while self.is_open:
                 head, fds, _, _ = socket.recv_fds(self._ours, _LONGEST, 1)
                 if not head:
                     self.is_open = False
                     return
-                kind, *sender = json.loads(head)
-                yield Report(Kind(kind), Sender(*sender), fds[0])
+                kind, *place = json.loads(head)
+                sender = Sender(*place)
+                if not fds:  # the kernel drops what it has no number for
+                    fact = f"a report of {sender} ({kind}) is lost: this program has no descriptor left for it."
+                    fix = "close files, or raise ulimit -n: each worker's result takes a descriptor."
+                    raise RunError(message(fact, operation="run", fix=fix))
+                yield Report(Kind(kind), sender, fds[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -198,6 +199,21 @@ def test_a_refusal_is_a_launch_error() -> None:
     job.tell(Kind.REFUSED, "no such thing.\n  Fix: leave it.")
     with pytest.raises(LaunchError, match="no such thing"):
         job.outcome.results(2)
+
+
+def test_a_report_for_which_there_is_no_descriptor_is_an_error() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Reports() as reports:
+        reporter = Reporter(os.dup(reports.inherited))
+        reporter.send(Kind.RESULT, Sender(1, 2), "a")
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            with pytest.raises(RunError, match=r"a report of rank 1 \(result\) is lost"):
+                list(reports.take())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(
