@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from typing import Any
 
+from kvstore_hvd import log
+from kvstore_hvd.errors import message
 from kvstore_hvd.process import process
 
 __all__ = ["NotificationManager", "notification_manager"]
@@ -22,7 +25,7 @@ class NotificationManager:
         process.current().init()
         line = process.current().line
         if line is not None:
-            line.on_update = self.handle_hosts_updated
+            line.on_update = self._on_update
 
     def register_listener(self, listener: Any) -> None:
         """Have ``listener.on_hosts_updated(timestamp, update_res)`` called for every update from now on."""
@@ -48,6 +51,16 @@ class NotificationManager:
             listeners = list(self._listeners)
         for listener in listeners:
             listener.on_hosts_updated(timestamp, update_res)
+
+    def _on_update(self, timestamp: int, update_res: int) -> None:
+        """As `handle_hosts_updated`, on the thread that listens to the launcher, which an error would end."""
+        try:
+            self.handle_hosts_updated(timestamp, update_res)
+        except Exception as error:  # noqa: BLE001 - a class of the program may raise anything
+            fact = f"on_hosts_updated() of the state has raised {type(error).__name__}: {error}"
+            fix = "correct it; until then this worker learns only from others that workers come or go."
+            details = traceback.format_exc().splitlines()
+            log.logger.error(message(fact, operation="elastic.run", details=details, fix=fix))
 
     def repeat(self) -> None:
         """Tell again of an update that came after the present world was formed.

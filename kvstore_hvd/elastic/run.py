@@ -19,6 +19,7 @@ from kvstore_hvd.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     InvalidRequestError,
+    InvalidTypeError,
     TimeoutError,  # noqa: A004 - Horovod's word
     message,
 )
@@ -47,6 +48,11 @@ class Synchronised(Protocol):
     def on_reset(self) -> None:
         """Adapt to a new world."""
 
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Hear that workers are about to come or go."""
+
+
+_CALLED = ("sync", "restore", "on_reset", "on_hosts_updated")
 
 # Of the calls of `run` in this process. A worker that came later makes the first one when the others make another.
 _numbers = itertools.count(1)
@@ -58,8 +64,9 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
     Parameters
     ----------
     func : callable
-        Trains from the state that is its first argument, whatever that is, and commits it from time to time
-        (``state.commit()``). All collective operations belong in it. Called again in every new world.
+        Trains from the state that is its first argument, a `State` or whatever has its ``sync``, ``restore``,
+        ``on_reset`` and ``on_hosts_updated``, and commits it from time to time (``state.commit()``). All collective
+        operations belong in it. Called again in every new world.
 
     Returns
     -------
@@ -77,6 +84,8 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
         The world was lost, and without an elastic launcher nothing can replace the worker that died.
     LaunchError
         The launcher ends the job, or the workers could not meet again.
+    InvalidTypeError
+        The state lacks one of these methods.
     InvalidRequestError
         It is called within itself; or this worker came to the job when the others were in a later call of a function
         that `run` wraps.
@@ -141,9 +150,17 @@ class _Loop:
 
         Raises
         ------
+        InvalidTypeError
+            The state lacks a method that the loop calls.
         InvalidRequestError
             This process is in such a loop already.
         """
+        lacking = [f"{name}()" for name in _CALLED if not callable(getattr(self._state, name, None))]
+        if lacking:
+            speaker = process.current().topology.speaker
+            fact = f"the state, a {type(self._state).__name__}, has no {', '.join(lacking)}."
+            fix = "derive its class from kvstore_hvd.elastic.State, or define that."
+            raise InvalidTypeError(message(fact, **speaker, operation="elastic.run", fix=fix))
         if _Loop.is_running:
             speaker = process.current().topology.speaker
             fact, fix = "it is called within itself.", "decorate the outer function only."

@@ -6,6 +6,7 @@ import copy
 import importlib
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import kvstore_hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State
 from kvstore_hvd.elastic.copies import deep_copy
-from kvstore_hvd.errors import InvalidRequestError, KVHvdError
+from kvstore_hvd.elastic.notification import NotificationManager
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError
 from kvstore_hvd.process import process
 
 
@@ -240,3 +242,32 @@ def test_arrays_of_what_copies_itself_are_left_to_it():
     assert deep_copy([single])[0] is single
     with pytest.raises(Exception, match="gaussian"):
         single.array.wait_to_read()
+
+
+def test_a_state_that_cannot_hear_of_updates_is_refused():
+    """At once, and not when the first worker comes."""
+
+    class Partial:
+        def sync(self):
+            pytest.fail("it begins")
+
+        restore = on_reset = sync
+
+    with pytest.raises(InvalidTypeError, match=r"the state, a Partial, has no on_hosts_updated\(\)\."):
+        elastic.run(lambda state: None)(Partial())
+
+
+def test_a_state_that_raises_does_not_end_who_listens_to_the_launcher(monkeypatch, caplog):
+    class Broken(ObjectState):
+        def on_hosts_updated(self, timestamp, update_res):
+            raise ValueError("mine")
+
+    line = SimpleNamespace(on_update=None, update=(1, HostUpdateResult.added))
+    monkeypatch.setattr(process.Process, "line", line)
+    manager = NotificationManager()
+    manager.init()
+    manager.register_listener(Broken(lambda value: value, lambda: 0))
+    line.on_update(*line.update)
+    assert "on_hosts_updated() of the state has raised ValueError: mine" in caplog.text
+    with pytest.raises(ValueError, match="mine"):  # in the program
+        manager.repeat()
