@@ -179,8 +179,9 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     hosts = _hosts(options)
     count = _worker_count(options, hosts)
     slots = [Slot(host, index) for host, taken in (hosts or {"localhost": count}).items() for index in range(taken)]
+    is_captured = count > 1 or options.output_filename is not None
     # A pipe from each stream of each worker, and a file to each.
-    check_count(count, streams=2 if options.output_filename is None else 4)
+    check_count(count, 0 if not is_captured else 2 if options.output_filename is None else 4)
     cfg = config()
     cores = usable_cores()
     notes = []
@@ -219,7 +220,7 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
         workers,
         f"KVHVD_JOB={job}".encode(),
         Limits(cfg.survivor_time_s, cfg.kill_grace_s),
-        capture=count > 1 or options.output_filename is not None,
+        capture=is_captured,
         prefix=count > 1 and not options.no_prefix,
         output_folder=options.output_filename,
         verbose=options.verbose,

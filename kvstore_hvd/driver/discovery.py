@@ -28,6 +28,8 @@ class DiscoveryError(Exception):
 class HostDiscovery(Protocol):
     """Tells which hosts there are."""
 
+    slots: int  # of all hosts, where that is known from the start; else 0
+
     def start(self) -> None:
         """Prepare, before there are sockets.
 
@@ -73,6 +75,7 @@ class FixedHosts:
     def __init__(self, hosts: Mapping[str, int]) -> None:
         refuse_others(hosts)
         self._hosts: dict[str, int] | None = _usable(hosts)
+        self.slots = sum(self._hosts.values())
 
     def start(self) -> None:
         """Nothing to prepare."""
@@ -125,6 +128,8 @@ class HostDiscoveryScript:
     job : str
         Name of the job.
     """
+
+    slots = 0
 
     def __init__(self, command: str, default: int, environment: dict[str, str], job: str) -> None:
         self._command = command

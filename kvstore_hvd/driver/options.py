@@ -15,7 +15,7 @@ from kvstore_hvd.driver.plan import ElasticPlan
 from kvstore_hvd.driver.settings import Settings
 from kvstore_hvd.driver.slots import Cooldown
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.launcher.capacity import MAX_WORKERS, check_count
+from kvstore_hvd.launcher.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
 from kvstore_hvd.launcher.plan import Caller
 from kvstore_hvd.wire import MAX_MESSAGE
@@ -104,9 +104,9 @@ def elastic_plan(
     least = _whole(options.min_np, "--min-np", 1) or first or 1
     most = _whole(options.max_np, "--max-np", 1)
     _check_order(least, first, most)
-    check_count(most or max(least, first or 0), streams=0)
     job = secrets.token_hex(8)
     discovery = _discovery(options, (least, first, most), environment, job)
+    check_count(most or max(least, first or 0, min(discovery.slots, MAX_WORKERS)), *ELASTIC_FILES)
     cfg = config()
     seconds = {
         knob: getattr(cfg, knob) if text is None else option_value(option, text, knob)

@@ -7,24 +7,28 @@ import resource
 from collections.abc import Iterator
 
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.worlds.descriptors import limit_of
+from kvstore_hvd.worlds.descriptors import limit_of, open_below
 
-__all__ = ["MAX_WORKERS", "check_count"]
+__all__ = ["ELASTIC_FILES", "MAX_WORKERS", "check_count"]
 
 # Ranks that can share memory on one host: kMaxRanks of the native engine.
 MAX_WORKERS = 256
 
-# What the launcher has open besides the streams of workers: its own, the guard's pipe, sockets, one start under way.
+# What the launcher has open besides the streams of workers: its own, the guard's pipe, sockets, the pipes of one start.
 _OWN_FILES = 16
+#: In an elastic job: for each worker two streams and a line, of which the launcher has no more for its daemons; besides
+#: these a listener, an event log, a discovery script, and connections that have yet to say who they are.
+ELASTIC_FILES = 3, 24
+_STREAMS = 3  # counted in the above
 # The launcher and its guard.
 _OWN_PROCESSES = 2
 _PIDS_MAX = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
-def check_count(count: int, streams: int = 2) -> None:
+def check_count(count: int, each: int = 2, own: int = _OWN_FILES) -> None:
     """Refuse a number of workers that cannot be.
 
-    `streams` is how many files the launcher holds open for each worker: its stdout and stderr.
+    `each` is how many files the launcher holds open for each worker, its stdout and stderr; `own` those besides.
 
     Raises
     ------
@@ -44,14 +48,12 @@ def check_count(count: int, streams: int = 2) -> None:
                 )
             )
     files = limit_of(resource.RLIMIT_NOFILE)
-    needed = streams * count + _OWN_FILES if count > 1 else 0  # one worker may have ours
-    if files != resource.RLIM_INFINITY and needed > files:
-        raise LaunchError(
-            message(
-                f"-np {count} needs {needed} open files, and only {files} are allowed (ulimit -n).",
-                fix=f"ulimit -n {needed}",
-            )
-        )
+    if files == resource.RLIM_INFINITY:
+        return
+    needed = each * count + own + max(0, open_below(files) - _STREAMS)
+    if needed > files:
+        fact = f"a job of up to {count} workers needs {needed} open files, and only {files} are allowed (ulimit -n)."
+        raise LaunchError(message(fact, fix=f"ulimit -n {needed}"))
 
 
 def _process_limits() -> Iterator[tuple[int, str]]:

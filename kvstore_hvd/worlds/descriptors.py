@@ -9,7 +9,7 @@ import resource
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.worlds.topology import Topology
 
-__all__ = ["check_room", "limit_of"]
+__all__ = ["check_room", "limit_of", "open_below"]
 
 # While workers join: the socket of each, the listener and its selector, or what watches them afterwards, whichever is
 # more; the shared memory, and a bell.
@@ -30,7 +30,7 @@ def check_room(topology: Topology) -> None:
     if limit == resource.RLIM_INFINITY:
         return
     needed = topology.size + _OWN + _SPARE
-    used = _open_below(limit)
+    used = open_below(limit)
     if limit - used >= needed:
         return
     what = f"process set {topology.inside.number}" if topology.inside is not None else "the world"
@@ -46,7 +46,7 @@ def check_room(topology: Topology) -> None:
     )
 
 
-def _open_below(limit: int) -> int:
+def open_below(limit: int) -> int:
     """How many descriptors with numbers below the limit are open."""
     try:
         entries = os.listdir("/proc/self/fd")

@@ -1,12 +1,18 @@
-"""Workers that may open few files: they say so when they join, and take no worker for dead that cannot be watched."""
+"""Jobs that may open few files: kvhvdrun says how many suffice, and workers say so when they join."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from support.jobs import run
+from support import elastic_worker
+from support.jobs import LIMIT_S, run, variables_of
+from support.launchers import kvhvdrun
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
@@ -68,3 +74,38 @@ say('through\\n')
     )
     code, out, err = run(marker, 3, program)
     assert (code, out.count(b"through")) == (0, 3), err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-np {0}",
+        "--min-np {0}",
+        "--min-np 1 --event-log log -H localhost:{0}",
+        "--min-np {1} --host-discovery-script 'echo localhost:{0}; echo 127.0.0.1:{0}'",
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_as_many_files_as_kvhvdrun_asks_for_suffice(marker: str, tmp_path: Path, options: str, count: int) -> None:
+    given = shlex.split(options.format(count, 2 * count))
+
+    def attempt(files: int) -> tuple[int, str]:
+        worker = ["true"] if given[0] == "-np" else [sys.executable, elastic_worker.__file__, "steps=5"]
+        command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *kvhvdrun().prefix, *given, *worker]
+        done = subprocess.run(
+            command,
+            env={**variables_of(marker), "KVHVD_ELASTIC_TIMEOUT": "60"},
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        return done.returncode, done.stderr
+
+    code, err = attempt(15)
+    needed = re.search(r"needs (\d+) open files, and only 15 are allowed", err)
+    assert code == 2, err
+    assert needed is not None, err
+    assert attempt(int(needed[1])) == (0, "")
