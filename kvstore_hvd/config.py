@@ -212,6 +212,19 @@ class MPILaunch:
         return None
 
 
+# The variables that `kvhvdrun --help` shows.
+_OF_USERS = (
+    "timeout_s",
+    "stall_check_s",
+    "stall_check_disable",
+    "verify_every",
+    "log_level",
+    "allow_local_trainer",
+    "survivor_time_s",
+    "kill_grace_s",
+)
+
+
 # -- The object ---------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +252,7 @@ class Config:
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
         doc="Seconds that an operation may wait before a report says who waits for whom, and where; 0: no reports.",
     )
-    stall_check_disable: bool = _knob(_flag, False, "HOROVOD_STALL_CHECK_DISABLE", doc="1: no such reports.")
+    stall_check_disable: bool = _knob(_flag, False, "HOROVOD_STALL_CHECK_DISABLE", doc="1 turns stall reports off.")
     stall_shutdown_s: float = _knob(
         _seconds_or_off,
         0.0,
@@ -330,7 +343,7 @@ class Config:
         _flag,
         False,
         "KVHVD_ALLOW_LOCAL_TRAINER",
-        doc="1: let a Trainer train alone, whatever its store, although there are several workers.",
+        doc="1 allows unsynchronised Trainers in a multi-worker job.",
     )
     dynamic_process_sets: bool = _knob(
         _flag,
@@ -432,13 +445,12 @@ class Config:
 
     @classmethod
     def describe(cls) -> str:
-        """A table of all knobs (variable, default, meaning), one line each, for ``kvhvdrun --help`` and the docs."""
+        """A table of the variables that users need (name, default, meaning), one line each, for ``kvhvdrun --help``."""
         lines = []
         for knob in fields(cls):
-            variables = knob.metadata.get("variables")
-            if variables:
+            if knob.name in _OF_USERS:
                 default = "" if knob.default in (None, "", b"", ()) else f" [{_shown(knob.default)}]"
-                lines.append(f"{' or '.join(variables)}{default}: {knob.metadata['doc']}")
+                lines.append(f"{' or '.join(knob.metadata['variables'])}{default}: {knob.metadata['doc']}")
         return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import secrets
@@ -10,8 +11,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.driver.driver import ElasticDriver
@@ -45,7 +47,10 @@ _MPI_RANK_VARIABLES = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse itself would take help that cannot be written for written."""
+    """argparse itself would take help that cannot be written for written, and has errors of another form."""
+
+    def error(self, text: str) -> NoReturn:
+        raise LaunchError(message(f"{text}.", fix="see kvhvdrun --help."))
 
     def print_help(self, file: Any = None) -> None:
         if file is not None:
@@ -77,6 +82,9 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
     try:
         check_streams()
         options = _options(argv)
+        if options.version:
+            _print(f"kvstore_hvd {__version__}\n")
+            return 0
         if options.check_build:
             _print(build_report())
             return 0
@@ -95,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvhvdrun",
         usage="kvhvdrun -np N [options] command [arguments]",
         description="Start N workers on this host. Ends them all when one fails, and leaves no process behind.",
-        epilog="Environment variables:\n" + Config.describe(),
+        epilog=f"Environment variables (docs/errors.md lists all):\n{Config.describe()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -118,9 +126,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-prefix", action="store_true", help="do not put '[rank] ' before lines of output")
     parser.add_argument("--bind-cores", action="store_true", help="pin each worker to its share of the cores")
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, and how it ended")
-    parser.add_argument(
-        "-cb", "--check-build", action="store_true", help="say what is installed and what can be used, and do no more"
-    )
+    parser.add_argument("-cb", "--check-build", action="store_true", help="Show installed components and exit.")
+    parser.add_argument("--version", action="store_true", help="Show the version and exit.")
     add_elastic_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
     return parser
@@ -129,14 +136,19 @@ def _parser() -> argparse.ArgumentParser:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line; what is not given there comes from the file of ``--config-file``."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
+        fact = f"{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
+        raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
     if options.config_file is None:
         return options
     names = {
         text[2:]: action
         for action in parser._actions
         for text in action.option_strings
-        if text.startswith("--") and action.dest not in ("help", "config_file", "check_build")
+        if text.startswith("--") and action.dest not in ("help", "config_file", "check_build", "version")
     }
     flags = [name for name, action in names.items() if action.nargs == 0]
     lists = [name for name, action in names.items() if isinstance(action.nargs, int) and action.nargs > 1]

@@ -1,4 +1,4 @@
-"""The command kvhvdrun: the launcher of kvstore_hvd, or in one line why the environment does not let it be imported.
+"""The command kvhvdrun: the launcher of kvstore_hvd, or why the environment does not let it be imported.
 
 Beside the package, not in it: the package reads its settings when it is imported, and a misspelt one raises.
 """
@@ -13,6 +13,6 @@ def main():
     except ValueError as error:
         if type(error).__name__ != "ConfigError":
             raise
-        print("kvhvdrun:", " ".join(line.strip() for line in str(error).splitlines()), file=sys.stderr)
+        print("kvhvdrun:", error, file=sys.stderr)
         return 2
     return launch()

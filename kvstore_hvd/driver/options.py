@@ -34,7 +34,8 @@ _RESERVED = 4096
 def add_elastic_options(parser: argparse.ArgumentParser) -> None:
     """Add them to the parser of kvhvdrun."""
     group = parser.add_argument_group(
-        "elastic jobs", "workers may die and come while the job runs; each of the first three options makes a job one"
+        "elastic jobs",
+        "Workers may leave or join at run time. `--min-np`, `--max-np` or `--host-discovery-script` enables this.",
     )
     group.add_argument("--min-np", "--min-num-proc", metavar="N", help="minimum world size [-np, or 1]")
     group.add_argument("--max-np", "--max-num-proc", metavar="N", help="maximum world size [number of slots]")
@@ -169,7 +170,8 @@ def _check_order(least: int, first: int | None, most: int | None) -> None:
     given = [(name, count) for name, count in named if count is not None]
     for (name, count), (other, limit) in zip(given, given[1:]):
         if count > limit:
-            raise LaunchError(message(f"{name} {count} is more than {other} {limit}.", fix=_EXAMPLE))
+            fix = f"{other} {count}, or {name} {limit}."
+            raise LaunchError(message(f"{name} {count} is more than {other} {limit}.", fix=fix))
 
 
 def _cooldown(given: Any) -> Cooldown:

@@ -122,11 +122,11 @@ def test_an_elastic_job_without_a_loopback(marker: str) -> None:
 
 
 @pytest.mark.parametrize("options", [["-np", "2"], ["--min-np", "2"], ["--help"]], ids=" ".join)
-def test_a_misspelt_setting_is_one_line(marker: str, options: list[str]) -> None:
+def test_a_misspelt_setting_is_an_error_as_any_other(marker: str, options: list[str]) -> None:
     command = [*kvhvdrun().prefix, *options, sys.executable, "-c", "print('started')"]
     variables = {**variables_of(marker), "KVHVD_TIMEUOT": "3"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (2, ""), done
     assert re.fullmatch(
-        r"kvhvdrun: .*KVHVD_TIMEUOT does not exist; did you mean KVHVD_TIMEOUT\? Fix: .*\n", done.stderr
+        r"kvhvdrun: .*\n  KVHVD_TIMEUOT does not exist; did you mean KVHVD_TIMEOUT\?\n  Fix: .*\n", done.stderr
     ), done.stderr

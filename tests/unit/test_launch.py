@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore_hvd
 from kvstore_hvd import launch, native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.gpu import runtime
@@ -143,6 +144,12 @@ def test_the_tail_is_bounded_and_knows_progress_bars() -> None:
         (["-np", "257", "true"], 2, "-np 257: a job has at most 256 workers on one host"),
         (["-np", "1000000", "true"], 2, "-np 1000000: a job has at most 256 workers"),
         (["-H", "localhost:1000000", "true"], 2, "a job has at most 256 workers"),
+        (["--ouput-filename", "x", "-np", "2", "true"], 2, "--ouput-filename does not exist; did you mean --output-"),
+        (["--ouput-filename=x", "-np", "2", "true"], 2, "--ouput-filename does not exist; did you mean --output-"),
+        (["--np", "2", "true"], 2, "--np does not exist; did you mean -np?\n  Fix: "),
+        (["--quite-another", "true"], 2, "--quite-another does not exist.\n  Fix: "),
+        (["-np"], 2, "argument -np/--num-proc/-n: expected one argument.\n  Fix: "),
+        (["-np", "2", "--min-np", "3", "true"], 2, "--min-np 3 is more than -np 2.\n  Fix: -np 3, or --min-np 2."),
         (["-np", "2", "no-such-command-here"], 127, "command 'no-such-command-here' was not found"),
         (["-np", "2", "/"], 126, "'/' is a directory"),
         (["-np", "3", "-H", "localhost:2", "true"], 2, "-np 3, but the hosts have 2 slots"),
@@ -180,6 +187,21 @@ def test_a_script_that_is_not_executable_gets_a_hint(tmp_path: Path, capfd: pyte
     assert launch.main(["-np", "2", str(script)]) == 126
     assert "is not executable" in (err := capfd.readouterr().err)
     assert f"Fix: kvhvdrun -np N {os.path.basename(sys.executable)} {script}" in err
+
+
+def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--version"]) == 0
+    assert capfd.readouterr() == (f"kvstore_hvd {kvstore_hvd.__version__}\n", "")
+
+
+def test_help_has_few_variables(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        launch.main(["--help"])
+    out = capfd.readouterr().out
+    assert (end.value.code, out.count("\nKVHVD_") + out.count("\nHOROVOD_")) == (0, 8)
+    assert "docs/errors.md" in out
+    assert "KVHVD_SECRET" not in out
+    assert "KVHVD_JOB" not in out
 
 
 # -- Numbers of workers that cannot be ----------------------------------------------------------------------------

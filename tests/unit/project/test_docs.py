@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_digests_are_no_promise(page: Path) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text())
     assert {page.name for page in ROOT.glob("docs/*.md")} <= set(linked)
+
+
+def test_every_variable_is_on_the_page_about_settings() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    rows = [each.metadata for each in dataclasses.fields(config.Config) if each.metadata]
+    missing = [
+        each["variables"] for each in rows if f"| {' or '.join(f'`{v}`' for v in each['variables'])} |" not in text
+    ]
+    assert not missing, f"docs/errors.md does not name {missing}"
+    assert all(each["doc"] in text for each in rows)
 
 
 def test_every_part_of_the_package_is_on_the_page_about_architecture() -> None:
