@@ -14,6 +14,9 @@ _END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _MAX_HELD = 1 << 20
 _TAIL_LINES = 20
 _TAIL_BYTES = 8192
+# How Python tells of an exception that it ignores; what follows is as for any other.
+_IGNORED = b"Exception ignored in"
+_TRACE = b"Traceback (most recent call last):"
 
 
 class Sink:
@@ -97,21 +100,35 @@ class LineStream:
 
 
 class Tail:
-    """The last lines of a stream, bounded in number and bytes; pieces that a carriage return overwrote are left out."""
+    """The last lines of a stream, bounded in number and bytes; pieces that a carriage return overwrote are left out.
+
+    So are exceptions that Python ignores, as in exit handlers: below the exception that has ended a program, they would
+    pass for the cause.
+    """
 
     def __init__(self) -> None:
+        self._is_ignored = self._has_text = False  # such an exception is under way, and its traceback is over
         self._lines: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._part = b""
 
     def add(self, piece: bytes) -> None:
         """Take one piece as `LineStream` cuts them."""
         if piece.endswith(b"\n"):
-            self._lines.append((self._part + piece.rstrip(b"\r\n"))[-_TAIL_BYTES:])
+            self._add((self._part + piece.rstrip(b"\r\n"))[-_TAIL_BYTES:])
             self._part = b""
         elif piece.endswith(b"\r"):
             self._part = b""
         else:
             self._part = (self._part + piece)[-_TAIL_BYTES:]
+
+    def _add(self, line: bytes) -> None:
+        if line.startswith(_IGNORED):
+            self._is_ignored, self._has_text = True, False
+        elif self._is_ignored:
+            self._is_ignored = not self._has_text or line.startswith(b" ")
+            self._has_text = self._has_text or not (line.startswith(b" ") or line.endswith(_TRACE))
+        if not self._is_ignored:
+            self._lines.append(line)
 
     def lines(self) -> list[bytes]:
         """The lines, oldest first, without their ends; at most 8 KiB together."""

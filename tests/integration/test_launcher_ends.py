@@ -47,6 +47,25 @@ say('ValueError: the cause\\n', sys.stderr); sys.exit(9)
     assert b"[0] PeerLostError" in err
 
 
+def test_the_cause_is_the_last_line_whatever_exit_handlers_raise(marker: str) -> None:
+    program = """
+if rank == 0:
+    say('PeerLostError: rank 1 raised ValueError\\n', sys.stderr); sys.exit(1)
+import atexit
+class PeerLostError(Exception): pass
+@atexit.register
+def leave(): raise PeerLostError('rank 1 ended early\\n  Fix: restart')
+threading.Event().wait(0.3)
+raise ValueError('the cause')
+"""
+    code, _, err = run(marker, 2, program)
+    summary = err.partition(b"kvhvdrun: ")[2]
+    assert code == 1
+    assert summary.startswith(b"rank 1 of 2")
+    assert summary.endswith(b"\n    ValueError: the cause\n")
+    assert err.count(b"PeerLostError: rank 1 ended early") == 1  # the worker's own words are whole
+
+
 def test_the_time_of_the_survivors_runs_from_the_first_failure(marker: str) -> None:
     """However many fail after it. A launcher that is late by less than six seconds changes nothing."""
     program = "threading.Event().wait(rank); sys.exit(10 + rank)"

@@ -129,6 +129,23 @@ def test_the_tail_is_bounded_and_knows_progress_bars() -> None:
     assert len(b"".join(tail.lines())) <= 8192
 
 
+def test_the_tail_leaves_out_what_python_ignores() -> None:
+    cause = [b"Traceback (most recent call last):", b'  File "train.py", line 3', b"ValueError: mine"]
+    ignored = [b"Exception ignored in atexit callback: <function f>", *cause[:2]]
+    ours = [b"kvstore_hvd.errors.PeerLostError: [rank 1/2] lost.", b"  Fix: restart the job."]
+    theirs = [b"mxnet.base.MXNetError: Traceback (most recent call last):", b"  File x.cc", b"MXNetError: Check failed"]
+    for text, shown in (
+        ([*cause, *ignored, *ours], cause),
+        ([*cause, *ignored, *theirs, *ignored, *ours], cause),
+        ([*ignored, *ours, *cause], cause),
+        ([*ignored, *theirs, b"last"], [b"last"]),
+    ):
+        tail = Tail()
+        stream = LineStream(Sink(), b"", tail.add)
+        stream.feed(b"\n".join([*text, b""]))
+        assert tail.lines() == shown
+
+
 # -- Options ------------------------------------------------------------------------------------------------------
 
 
