@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,16 @@ def test_ctrl_c_while_workers_start(marker: str, progress: bytes, group: bool) -
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signal.SIGINT
+
+
+def test_ctrl_c_while_the_launcher_is_imported(marker: str, tmp_path: Path) -> None:
+    if len(kvhvdrun().prefix) > 1:
+        pytest.skip("the package is not installed, and with it the command")
+    (tmp_path / "difflib.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{variables_of()['PYTHONPATH']}"}
+    process = start(marker, 2, "", variables=variables)
+    assert wait_for(process, 1) == [b"importing\n"]
+    assert end_by(process, signal.SIGINT) == (128 + signal.SIGINT, b"", b"")
 
 
 # A launcher that gets a signal when it has started its first worker.
