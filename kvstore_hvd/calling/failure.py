@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kvstore_hvd.errors import PeerLostError
+from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 
 __all__ = ["Failure", "failure_of"]
 
@@ -53,7 +54,7 @@ def failure_of(error: BaseException, trace: TracebackType | None, what: str, fix
     """
     import cloudpickle
 
-    last = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
+    last = in_one_line(error)
     pickled = b""
     with contextlib.suppress(Exception):
         pickled = cloudpickle.dumps(error)

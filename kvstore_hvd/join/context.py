@@ -38,6 +38,7 @@ from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
 from kvstore_hvd.join.withdrawal import Withdrawal, is_withdrawn
 from kvstore_hvd.join.zeros import LEFT, explained
+from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.process.numbering import next_number
@@ -368,8 +369,7 @@ class Join:
             return
         rank = current.topology.rank_in_all
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
-            kind = RuntimeError if isinstance(error, _Exhausted) else type(error)
-            reason = f"{kind.__name__}: {error}".partition("\n")[0].rstrip(": .")
+            reason = in_one_line(error, "RuntimeError" if isinstance(error, _Exhausted) else "").rstrip(": .")
             current.abort(f"rank {rank} left a Join context with {reason}")
 
     def _is_shared(self, error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvstore_hvd import errors
 
-__all__ = ["engine_text", "register_errors", "restore_text"]
+__all__ = ["engine_text", "in_one_line", "register_errors", "restore_text"]
 
 _TRACE = "Traceback (most recent call last):"
 
@@ -42,6 +42,13 @@ def restore_text(text: str, name: str) -> str:
     if lines[0].startswith(f"{name}: "):
         lines[0] = lines[0][len(name) + 2 :]
     return "\n".join(lines)
+
+
+def in_one_line(error: BaseException, name: str = "") -> str:
+    """The class of any error, or `name` in its place, and the first line of its text."""
+    name = name or type(error).__name__
+    text = restore_text(str(error).strip(), name).partition("\n")[0]
+    return f"{name}{': ' if text else ''}{text}"
 
 
 def _plain(cls: type, args: tuple[Any, ...]) -> BaseException:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from kvstore_hvd import log
 from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 
 __all__ = ["ExitWatchdog", "early_end", "end_by_force"]
 
@@ -29,8 +30,7 @@ def early_end() -> str:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return ""
-    text = str(error).strip().split("\n", 1)[0]
-    return f"{type(error).__name__}{': ' if text else ''}{text}"[:_MAX_REASON]
+    return in_one_line(error)[:_MAX_REASON]
 
 
 # What is left when even a lost world does not let the process go: MXNet itself does not finish.

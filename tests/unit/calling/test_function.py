@@ -232,6 +232,11 @@ class Needy(Exception):
         super().__init__(text)
 
 
+def test_an_error_of_mxnet_is_told_by_its_text() -> None:
+    error = type("MXNetError", (Exception,), {})("Traceback (most recent call last):\n  File x.cc\nMXNetError: n > 0")
+    assert failure_of(error, None, "the function raised").fact == "the function raised MXNetError: n > 0."
+
+
 @pytest.mark.parametrize("error", [Needy(3, "lost"), ValueError(threading.Lock())])
 def test_an_exception_that_cannot_travel_leaves_its_text(error: Exception) -> None:
     failure = failure_of(error, None, "the function raised")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat
+from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 from support.fake_store import World, mx
 
 _kept: list[Any] = []
@@ -105,3 +107,22 @@ def test_engine_text_names_the_class_of_errors_py() -> None:
         pass
 
     assert mxnet_compat.engine_text(Special("gone.")) == "PeerLostError: gone."
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError(" one line\nanother"), "ValueError: one line"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_an_error_in_one_line(error: BaseException, line: str) -> None:
+    assert in_one_line(error) == line
+
+
+def test_an_error_of_mxnet_in_one_line() -> None:
+    """MXNet puts a stack trace before its text."""
+    with pytest.raises(mx.base.MXNetError) as caught:
+        mx.nd.random.normal(0, -1, (2,)).wait_to_read()
+    assert str(caught.value).startswith("Traceback")
+    assert re.match("MXNetError: .*scale", in_one_line(caught.value))

@@ -15,6 +15,10 @@ from support.full_pipe import full_pipe
 from support.patience import patient
 
 
+class MXNetError(Exception):
+    """Has such texts."""
+
+
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that says why, in a process with such a ``sys``."""
@@ -31,6 +35,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_unhandled_exception_is_the_reason(ended: Any) -> None:
     assert ended() == ""
     assert ended(last_value=ValueError(" one line\nanother")) == "ValueError: one line"
+    trace = "Traceback (most recent call last):\n  File x.cc, line 3\n"
+    assert ended(last_value=MXNetError(f"{trace}MXNetError: Check failed: n > 0")) == "MXNetError: Check failed: n > 0"
     assert ended(last_exc=KeyboardInterrupt(), last_value=None) == "KeyboardInterrupt"
     assert len(ended(last_value=ValueError("x" * 100_000))) == leaving._MAX_REASON
 
