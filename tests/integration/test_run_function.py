@@ -562,14 +562,21 @@ def test_a_launcher_that_is_killed_is_an_error(notebook: Notebook, marker: str) 
     assert process.returncode == 0
 
 
-def test_a_program_that_ignores_sigchld(notebook: Notebook) -> None:
-    program = """
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+@pytest.mark.parametrize("action", ["signal.SIG_IGN", "collect"])
+def test_a_program_that_ignores_sigchld(notebook: Notebook, action: str) -> None:
+    """Or collects all children itself: it does not learn the launcher's exit code."""
+    program = f"""
+        def collect(number, frame):
+            try:
+                os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                pass
+        signal.signal(signal.SIGCHLD, {action})
         print(run(rank, np=2))
         def fail_afterwards():
             import atexit
             atexit.register(lambda: os._exit(3))
-        for elastic in {}, {"min_np": 2}:
+        for elastic in {{}}, {{"min_np": 2}}:
             try:
                 print(run(fail_afterwards, np=2, **elastic))
             except RunError as error:
