@@ -166,6 +166,9 @@ class Engine:
     def bytes_in_place(self) -> int:
         """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
 
+    def protect(self, arena: Arena) -> None:
+        """Keep other workers from changing what lies in this worker's arena once the world is lost."""
+
     def submit(self, request: Request) -> Work:
         """Submit `request`. Never waits."""
 

@@ -65,6 +65,7 @@ class ShmCommunicator(Communicator):
                     self._engine = native.Engine(segment, topology.rank, config().timeout_s, True, topology.host)
                 try:
                     self._arena = native.Arena(segment, topology.rank)
+                    self._engine.protect(self._arena)
                 except BaseException:
                     self._engine.shutdown("it has no room for its arena")
                     raise

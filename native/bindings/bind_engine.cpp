@@ -395,6 +395,7 @@ void bind_engine(py::module_& module) {
                }),
            py::arg("segment"), py::arg("rank"), py::arg("timeout_s"), py::arg("watch_peers") = true,
            py::arg("host") = "")
+      .def("protect", &Engine::protect, py::arg("arena"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
       .def_property_readonly("bytes_in_place", &Engine::bytes_in_place)

@@ -19,6 +19,12 @@ constexpr std::chrono::seconds kDevicesLeave{2};
 
 }  // namespace
 
+void ActiveEngine::protect(std::shared_ptr<Arena> arena) {
+  if (state_.forked()) return;
+  const Lock lock = state_.locked();
+  state_.arena = std::move(arena);
+}
+
 std::shared_ptr<Work> ActiveEngine::submit(std::shared_ptr<const Request> request, bool caller_waits) {
   // What only this rank can see to be wrong is announced all the same, or the others would wait for it.
   if (request->input_failure.empty()) {

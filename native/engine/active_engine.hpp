@@ -25,6 +25,7 @@ class ActiveEngine {
 
   const std::shared_ptr<Segment>& segment() const { return state_.segment; }
 
+  void protect(std::shared_ptr<Arena> arena);
   std::shared_ptr<Work> submit(std::shared_ptr<const Request> request, bool caller_waits);
   void submit(const std::shared_ptr<Work>& work, bool caller_waits);
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request);

@@ -59,6 +59,10 @@ std::shared_ptr<Segment> Engine::segment() const {
   return visit ? visit->segment() : nullptr;
 }
 
+void Engine::protect(std::shared_ptr<Arena> arena) {
+  if (const Visit visit(*this); visit) visit->protect(std::move(arena));
+}
+
 std::shared_ptr<Work> Engine::submit(std::shared_ptr<const Request> request) {
   if (const Visit visit(*this); visit) return visit->submit(std::move(request), false);
   return refuse(std::move(request));

@@ -22,6 +22,7 @@
 #include "report/timeline.hpp"
 #include "request/request.hpp"
 #include "request/work.hpp"
+#include "shm/arena.hpp"
 #include "shm/segment.hpp"
 
 namespace kvstore_hvd {
@@ -51,6 +52,10 @@ class Engine {
   // with its error before submit returns.
   std::shared_ptr<Work> submit(std::shared_ptr<const Request> request);
   std::shared_ptr<Work> submit(Request request) { return submit(std::make_shared<Request>(std::move(request))); }
+
+  // Once the world is lost, other ranks cannot change what lies in this rank's arena: from before an operation that was
+  // pending is failed, so that its arrays can be used again. One that was stopped meanwhile may go on at any time.
+  void protect(std::shared_ptr<Arena> arena);
 
   // Like submit, for a thread that may stay a little longer: where tensors of all ranks (of up to Thresholds::linger
   // bytes) have lately come at the same time, it stays about 60 us, 120 at most, and completes the request itself if it

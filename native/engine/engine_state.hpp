@@ -17,6 +17,7 @@
 #include "engine/pending.hpp"
 #include "request/messages.hpp"
 #include "shm/alarm.hpp"
+#include "shm/arena.hpp"
 #include "shm/poll.hpp"
 #include "shm/segment.hpp"
 #include "shm/wait.hpp"
@@ -77,6 +78,7 @@ struct EngineState {
   Alarm alarm;
 
   std::mutex mutex;
+  std::shared_ptr<Arena> arena;  // under the mutex; null: there is none to protect
   DeviceQueue devices;
   Standstills standstills;  // the watcher looks
   Pending pending;          // under the mutex

@@ -125,7 +125,10 @@ bool Progress::progress(const WaitPolicy& policy) noexcept {
   } catch (const WorldLost&) {
   }
   state_.devices.give_up(kDevicesEnd);
-  if (!std::exchange(finished_, true)) finish_what_is_done(policy);
+  if (!std::exchange(finished_, true)) {
+    finish_what_is_done(policy);
+    protect_arena();
+  }
   fail_pending();
   return false;
 }
@@ -227,6 +230,17 @@ void Progress::finish_what_is_done(const WaitPolicy& policy) {
     about_to_block();
     std::this_thread::sleep_for(kLook);
   }
+}
+
+// The world is lost. Other ranks can only write to arrays of operations that are pending here, which nobody uses before
+// they are failed; and from now on none of them is completed, whatever the others say: their results might be missing.
+void Progress::protect_arena() {
+  std::shared_ptr<Arena> arena;
+  {
+    const Lock lock = state_.locked();
+    arena = state_.arena;
+  }
+  if (arena != nullptr) arena->isolate();
 }
 
 // The world is lost, or this rank leaves: nothing that is pending will happen.

@@ -60,6 +60,7 @@ class Progress {
   void complete(std::uint32_t slot);
   void settle(std::size_t count);
   void finish_what_is_done(const WaitPolicy& policy);
+  void protect_arena();
   void fail_pending();
   void check_left();
 
@@ -71,7 +72,7 @@ class Progress {
   bool progressing_ = false, callers_progress_ = false, parked_ = false, unpark_ = false, stopping_ = false;
 
   Pipeline pipeline_;      // of the thread that makes progress
-  bool finished_ = false;  // likewise: finish_what_is_done() was called
+  bool finished_ = false;  // likewise: what comes once when the world is lost is over
   std::thread communication_;
 };
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <iterator>
-#include <new>
 #include <system_error>
 #include <utility>
 
@@ -14,6 +13,25 @@
 #include "shm/world.hpp"
 
 namespace kvstore_hvd {
+namespace {
+
+std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
+void forbid(char* memory, std::size_t bytes) {
+  if (bytes == 0) return;
+  mmap(memory, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+}
+
+// Writes what is there, as one atomic step: other threads of this process may write there at the same time. Their
+// accesses need no order, so ThreadSanitizer is not to look for one.
+__attribute__((no_sanitize("thread"))) void write_nothing_new(char* memory) {
+  auto* const word = reinterpret_cast<volatile std::uint32_t*>(memory);
+  std::uint32_t value = 0;
+  while (!__atomic_compare_exchange_n(word, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+}  // namespace
 
 Arena::Arena(std::shared_ptr<Segment> segment, int rank)
     : segment_(std::move(segment)),
@@ -33,7 +51,7 @@ void* Arena::allocate(std::size_t bytes) {
   if (process_id() != owner_) return nullptr;
   const std::size_t size = (std::max<std::size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_retired_) return nullptr;
+  if (is_retired_ || is_isolated_.load(std::memory_order_relaxed)) return nullptr;
   // The lowest place that fits, so that the pages that were touched are used again.
   const auto found = std::find_if(free_.begin(), free_.end(), [size](const auto& hole) { return hole.second >= size; });
   if (found == free_.end()) return nullptr;
@@ -99,22 +117,48 @@ std::size_t Arena::used() const {
   return used_;
 }
 
-void Arena::after_fork_in_child() {
-  // What is gone may have become the place of another mapping.
-  if (capacity_ == 0 || is_gone_.load(std::memory_order_relaxed)) return;
-  // Memory of its own for what was ever in use only: where the system does not overcommit, all of it would be charged.
-  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+// Maps a private copy of what was ever in use, in its place: where the system does not overcommit, all of an arena
+// would be charged. Each page is copied at the first write to it. Nothing can be read or written beyond. Returns errno,
+// or 0.
+int Arena::map_privately() {
+  const std::size_t page = page_size();
   const std::size_t extent = (extent_.load(std::memory_order_relaxed) + page - 1) / page * page;
-  void* own = extent == 0 ? base_
-                          : mmap(base_, extent, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-                                 segment_->fd(), place_in_segment_);
-  const int error = errno;
-  // An access that goes wrong ends the child; one to memory that is still shared would change the parent's arrays.
-  const std::size_t kept = own == MAP_FAILED ? 0 : extent;
-  if (kept < capacity_) {
-    mmap(base_ + kept, capacity_ - kept, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  if (extent > 0 && mmap(base_, extent, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment_->fd(),
+                         place_in_segment_) == MAP_FAILED) {
+    return errno;
   }
-  if (own == MAP_FAILED) {
+  forbid(base_ + extent, capacity_ - extent);
+  return 0;
+}
+
+// No write of this process is lost, whichever thread makes it and when: one before the mmap() is in the pages of the
+// segment, of which the copies are made; one after it goes to a copy. And once each page was written to, there is none
+// left that others can change. Only pages of arrays matter.
+void Arena::isolate() {
+  if (process_id() != owner_) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (capacity_ == 0 || is_isolated_.load(std::memory_order_relaxed) || is_gone_.load(std::memory_order_relaxed))
+    return;
+  if (map_privately() != 0) {
+    // The system may have taken the old mapping away before it refused the new one.
+    mmap(base_, capacity_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, segment_->fd(),
+         place_in_segment_);
+    return;
+  }
+  is_isolated_.store(true, std::memory_order_relaxed);
+  const std::size_t page = page_size();
+  for (const auto& [offset, bytes] : allocated_) {
+    for (std::size_t at = offset / page * page; at < offset + bytes; at += page) write_nothing_new(base_ + at);
+  }
+}
+
+void Arena::after_fork_in_child() {
+  // What is gone may have become the place of another mapping; a copy the child has inherited.
+  if (capacity_ == 0 || is_gone_.load(std::memory_order_relaxed) || is_isolated_.load(std::memory_order_relaxed))
+    return;
+  if (const int error = map_privately(); error != 0) {
+    // An access that goes wrong ends the child; one to memory that is still shared would change the parent's arrays.
+    forbid(base_, capacity_);
     throw std::system_error(error, std::generic_category(), "copying the arena for a forked child");
   }
 }

@@ -39,6 +39,10 @@ class Arena {
   std::size_t capacity() const { return capacity_; }
   std::size_t used() const;
 
+  // The world is lost: gives this process a copy in place of the memory that others can write to. From then on there is
+  // no memory for new arrays. Where the system has no memory for a copy, nothing changes.
+  void isolate();
+
   // In a forked child, once: gives it memory of its own in place of the parent's. Its content is the parent's at the
   // first access to a page, or later as long as the child only reads. Throws std::system_error; then no access is
   // possible at all.
@@ -49,6 +53,7 @@ class Arena {
  private:
   // With the mutex held. What to let go of, once it is released: a segment is unmapped with its last owner.
   std::shared_ptr<Segment> take_unused();
+  int map_privately();
 
   std::shared_ptr<Segment> segment_;  // under mutex_; null when it is gone
   char* const base_;
@@ -57,6 +62,7 @@ class Arena {
   const pid_t owner_;
   mutable std::mutex mutex_;
   bool is_retired_ = false;
+  std::atomic<bool> is_isolated_{false};  // changes under mutex_, which a forked child cannot take
   // Whether the memory is gone. Relaxed, as extent_; and who asks for what is in it has an array there, or has none.
   std::atomic<bool> is_gone_{false};
   std::size_t used_ = 0;

@@ -1,9 +1,11 @@
 // Arenas, and collectives on arrays that lie in them, with ranks as threads.
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <random>
 #include <string>
@@ -221,6 +223,130 @@ const bool forked = testing::add("a forked child has a copy of all that was allo
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child reads what there was");
   check(blocks[2][63] == 3, "the parent does not see what it writes");
 });
+
+constexpr std::size_t kPage = 4096;
+
+const bool isolated =
+    testing::add("others cannot change what lies in an isolated arena, and no write to it is lost", [] {
+      const auto segment = Segment::create(2, kArena), others = Segment::attach(segment->fd());
+      Arena arena(segment, 1);
+      constexpr std::size_t kPages = 2000;
+      constexpr int kThreads = 2;
+      auto* const large = static_cast<char*>(arena.allocate(kPages * kPage));
+      auto* const small = static_cast<char*>(arena.allocate(100));
+      small[99] = 5;
+      std::atomic<bool> stop{false};
+      std::atomic<int> begun{0}, lost{0};
+      std::vector<std::thread> threads;
+      for (int t = 0; t < kThreads; ++t) {
+        threads.emplace_back([&, t] {
+          const auto own = [&](std::size_t page)->volatile int& {
+            return reinterpret_cast<volatile int*>(large + page * kPage)[t];
+          };
+          for (int round = 0; !stop.load() || round < 2; ++round) {
+            for (std::size_t page = 0; page < kPages; ++page) {
+              if (own(page) != round) ++lost;
+              own(page) = round + 1;
+            }
+            if (round == 0) ++begun;
+          }
+        });
+      }
+      while (begun.load() < kThreads) std::this_thread::yield();
+      arena.isolate();
+      std::memset(others->world().arena(1), 99, kPages * kPage + 200);
+      stop.store(true);
+      for (auto& thread : threads) thread.join();
+      check(lost.load() == 0, std::to_string(lost.load()) + " writes were lost");
+      check(small[99] == 5 && small[0] == 0, "others can change it");
+      check(arena.allocate(1) == nullptr, "new memory would be the others' too");
+      arena.isolate();
+      check(small[99] == 5, "a second time changes nothing");
+      if (thread_sanitizer()) return;
+      const pid_t child = fork();
+      if (child == 0) {
+        arena.after_fork_in_child();
+        const bool same = small[99] == 5;
+        small[99] = 7;
+        _exit(same ? 0 : 1);
+      }
+      int status = 0;
+      waitpid(child, &status, 0);
+      check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child reads what there is");
+      check(small[99] == 5, "and has a copy of its own");
+    });
+
+// Holds the ranks that write to rank 0's array: rank 0 until rank 1 is about to, and rank 1 until it may go on. Each
+// has a mapping of its own, whose pages refuse the first write.
+struct Held {
+  char* arrays[2];  // as the ranks see it
+  std::size_t bytes;
+  int arrived[2], go_on[2];  // pipes
+} held;
+
+void on_refused_write(int, siginfo_t* info, void*) {
+  const auto* const address = static_cast<const char*>(info->si_addr);
+  char byte = 0;
+  for (const int rank : {0, 1}) {
+    if (address < held.arrays[rank] || address >= held.arrays[rank] + held.bytes) continue;
+    if (rank == 1 && write(held.arrived[1], "12", 2) != 2) _exit(3);  // for rank 0, and for the test
+    if (read(rank == 1 ? held.go_on[0] : held.arrived[0], &byte, 1) != 1) _exit(4);
+    mprotect(held.arrays[rank], held.bytes, PROT_READ | PROT_WRITE);
+    return;
+  }
+  _exit(5);
+}
+
+const bool late_write =
+    testing::add("a rank that was stopped while it wrote changes no array of a failed operation", [] {
+      const auto segment = Segment::create(2, kArena), others = Segment::attach(segment->fd());
+      constexpr std::size_t kCount = std::size_t{4} << 20;
+      constexpr float kNew = -7;
+      Engine late(others, 1, thread_options());
+      Arena of_late(others, 1);
+      held.bytes = kCount * sizeof(float);
+      std::thread second;
+      {
+        Engine engine(segment, 0, thread_options());
+        const auto arena = std::make_shared<Arena>(segment, 0);
+        engine.protect(arena);
+        auto* const array = static_cast<float*>(arena->allocate(held.bytes));
+        std::fill_n(array, kCount, 1.0F);
+        held.arrays[0] = reinterpret_cast<char*>(array);
+        held.arrays[1] = others->world().arena(0) + (held.arrays[0] - segment->world().arena(0));
+        check(pipe(held.arrived) == 0 && pipe(held.go_on) == 0, "pipes");
+        struct sigaction action{}, before{};
+        action.sa_sigaction = on_refused_write;
+        action.sa_flags = SA_SIGINFO;
+        sigaction(SIGSEGV, &action, &before);
+        for (char* const its : held.arrays) mprotect(its, held.bytes, PROT_READ);
+
+        const auto sum_of = [](float* data) {
+          Request request;
+          request.name = "x";
+          request.inputs = {data};
+          request.outputs = {data};
+          request.count = kCount;
+          request.shape = {kCount};
+          return request;
+        };
+        auto* const its_array = static_cast<float*>(of_late.allocate(held.bytes));
+        std::fill_n(its_array, kCount, 2.0F);
+        second = std::thread([&late, request = sum_of(its_array)] { static_cast<void>(late.run(request)); });
+        const auto work = engine.submit(sum_of(array));
+        char byte = 0;
+        check(read(held.arrived[0], &byte, 1) == 1, "rank 1 writes");
+        engine.abort("nobody waits for rank 1");
+        check(engine.wait(*work).code() == ErrorCode::kTransport, work->status().text());
+        std::fill_n(array, kCount, kNew);
+        check(write(held.go_on[1], "", 1) == 1, "rank 1 goes on");
+        second.join();
+        check(its_array[0] == 3.0F || its_array[kCount - 1] == 3.0F, "rank 1 has summed nothing");
+        check(std::count(array, array + kCount, kNew) == kCount, "rank 1 has written to an array that is in use again");
+        sigaction(SIGSEGV, &before, nullptr);
+        for (const int fd : {held.arrived[0], held.arrived[1], held.go_on[0], held.go_on[1]}) close(fd);
+      }
+    });
 
 const bool dropped = testing::add("a forked child that drops the segment keeps what lies in its place", [] {
   if (thread_sanitizer()) return;
