@@ -56,6 +56,7 @@ class InnerMember(Member):
                 f"{outer.job}.set{self._number}",
                 outer.secret,
                 lost=outer.lost,
+                meeting=outer.meeting,
             )
         )
 

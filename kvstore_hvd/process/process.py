@@ -43,6 +43,7 @@ class Process:
         self._inner = InnerWorlds()
         self._watchdog: ExitWatchdog | None = None
         self._recorder = Recorder()
+        self._meetings: dict[str, int] = {}  # by job: the number of the next meeting
         self._line: Membership | None = None  # to who gives out worlds, where workers may come and go
 
     @property
@@ -216,6 +217,7 @@ class Process:
                 text = f"rank {topology.rank} left: its operations did not complete within {limit_s:g} s of its exit"
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
         self._member.join(world)
+        self._meetings[world.job] = world.meeting + 1
         look_for_mpi(topology)
         if topology.size > 1:
             register_exit_handler()
@@ -300,14 +302,15 @@ class Process:
             _check_chosen_by_launcher(comm)
         if comm is not None:
             chosen = bootstrap.discover(comm)
-            # Generations go on, whoever meets: a name of an earlier meeting is not used again.
+            # Generations go on, whoever meets; meetings are counted for each group of workers.
             topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
-            self._start(dataclasses.replace(chosen, topology=topology))
+            meeting = self._meetings.get(chosen.job, 0)
+            self._start(dataclasses.replace(chosen, topology=topology, meeting=meeting))
         elif self._line is not None:
             self._forget_inner()  # to be made anew: ranks are not what they were
             self._meet(self._line, self._line.next_world(cause, text))
         else:
-            # A failed attempt does not count: it is made again for the same generation. Workers that failed a different
+            # A failed attempt does not count: it is made again under the same name. Workers that failed a different
             # number of times would never meet otherwise.
             self._join(world.next_generation())
 

@@ -63,7 +63,7 @@ def share_segment(
     Parameters
     ----------
     world : World
-        Its job, generation and secret name and protect the meeting: call once per generation.
+        Its job, meeting and secret name and protect the meeting: call once for each.
     create : callable
         Makes the segment from what all workers tell, and returns its file descriptor. Called on local rank 0 only,
         after all peers have come.
@@ -97,8 +97,7 @@ def share_segment(
 
 def socket_name(world: World) -> bytes:
     """The abstract address of a world's meeting; without the secret it cannot be guessed or taken beforehand."""
-    topology = world.topology
-    text = f"{world.job}/{topology.generation}/{topology.host}".encode()
+    text = f"{world.job}/{world.meeting}/{world.topology.host}".encode()
     return b"\0kvstore_hvd-" + mac(world.secret, b"name", text).hex()[:32].encode()
 
 

@@ -202,7 +202,8 @@ class World:
 
     `job` and `secret` are equal on all ranks of the world and on no others. `communicator` (only when MPI is the
     source) is mpi4py's, of these ranks, and nobody else talks on it. `lost` tells, before the ranks have met and
-    afterwards, why they need not any more; empty as long as they need.
+    afterwards, why they need not any more; empty as long as they need. `meeting` tells the meetings of a job from each
+    other: it is equal on all ranks, whatever other worlds each of them was in.
     """
 
     topology: Topology
@@ -210,9 +211,9 @@ class World:
     secret: bytes = field(repr=False)
     communicator: Any = field(default=None, repr=False, compare=False)
     lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
+    meeting: int = 0
 
     def next_generation(self) -> World:
-        """The same ranks one generation later."""
-        return dataclasses.replace(
-            self, topology=dataclasses.replace(self.topology, generation=self.topology.generation + 1)
-        )
+        """The same ranks one generation, and one meeting, later."""
+        topology = dataclasses.replace(self.topology, generation=self.topology.generation + 1)
+        return dataclasses.replace(self, topology=topology, meeting=self.meeting + 1)

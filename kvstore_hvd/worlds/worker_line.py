@@ -144,7 +144,8 @@ class WorkerLine(Membership):
         generation = answer.get("generation", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
         topology = Topology.of(answer["rank"], hosts, generation=generation, source="launcher", places=answer["places"])
-        return World(topology, answer.get("job", ""), self._secret, lost=lambda: self.void(generation))
+        job = answer.get("job", "")
+        return World(topology, job, self._secret, lost=lambda: self.void(generation), meeting=generation)
 
     # -- The connection -----------------------------------------------------------------------------------------------
 

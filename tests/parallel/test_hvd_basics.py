@@ -106,6 +106,26 @@ def test_init_with_other_workers(rank, size):
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy().tolist() == [size] * 2
 
 
+def test_init_after_different_worlds(rank, size):
+    """Workers meet whatever worlds each of them was in before: alone, in overlapping groups, or twice in one."""
+    hvd.shutdown()
+    try:
+        for _ in range(rank):
+            hvd.init(comm=[rank])
+            hvd.shutdown()
+        for group in [[0, 1], [1, 2], [0, 1], [2, 0], [1, 0]]:
+            if max(group) < size and rank in group:
+                hvd.init(comm=group)
+                assert hvd.allgather(mx.nd.array([rank])).asnumpy().tolist() == group
+                hvd.shutdown()
+                hvd.init()
+                assert (hvd.rank(), hvd.size()) == (group.index(rank), 2)
+                hvd.shutdown()
+    finally:
+        hvd.init(comm=list(range(size)))
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy().tolist() == [size] * 2
+
+
 def test_in_a_forked_child(rank, size):
     """It knows its worker's place, and cannot take part."""
     reader, writer = os.pipe()
