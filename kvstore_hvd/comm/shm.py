@@ -218,8 +218,6 @@ def _thresholds() -> str:
 def _arena_bytes(topology: Topology) -> int:
     if not config().zero_copy:
         return 0
-    # Address space, not memory: what nobody writes to does not exist.
-    wanted = config().arena_mib << 20 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = _ADDRESS_SPACE
     # The arenas are mapped, and count as a file.
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
@@ -229,10 +227,20 @@ def _arena_bytes(topology: Topology) -> int:
     if topology.inside is not None:
         available >>= _SHIFT_INSIDE
     available //= topology.size
+    # Address space, not memory: what nobody writes to does not exist.
+    wanted = config().arena_mib << 20 or _memory_bytes() or available
     if wanted > available:
         text = "gradients of at most %d MiB are shared in place%s"
         log.once(f"arena{topology.group}", logging.INFO, text, available >> 20, topology.group)
     return min(wanted, available)
+
+
+def _memory_bytes() -> int:
+    """Of this machine; 0 where the system does not tell, as in a sandbox without sysinfo(2)."""
+    try:
+        return max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def native_request(request: Request) -> native.Request:

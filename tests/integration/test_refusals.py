@@ -50,6 +50,13 @@ def told(marker: str, program: str, *, ranks: int = 2, **variables: str) -> list
     return ["\n".join(re.findall(rf"^\[{rank}\] (.*)$", text, re.MULTILINE)) for rank in range(ranks)]
 
 
+@pytest.mark.parametrize("answer", ["{'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': -1 << 60}.get", "int"])
+def test_a_machine_that_does_not_tell_its_memory(marker: str, answer: str) -> None:
+    """A call of the system that is refused leaves a number of pages below zero, or an error."""
+    texts = told(marker, f"os.sysconf = {answer}\n{PROGRAM}")
+    assert texts == ["sum [2.0, 2.0]"] * 2
+
+
 def told_by_all(texts: list[str], what: str, fix: str) -> None:
     """Every rank has a LaunchError with the reason and a fix, each once."""
     for rank, text in enumerate(texts):
