@@ -71,7 +71,7 @@ class NcclCommunicator:
         # An abort may wait for kernels and for NCCL's own threads, and nobody here can bound that. Its thread is
         # started beforehand and sleeps until then, because Python starts no threads once it ends.
         self._over, self._to_abort = threading.Event(), ctypes.c_void_p()
-        self._aborting = threading.Thread(target=self._abort_when_over, name="kvstore_hvd nccl abort", daemon=True)
+        self._aborting = threading.Thread(target=self._abort_when_over, name="kvstore_hvd-nccl-abort", daemon=True)
         self._aborting.start()
         arguments = UniqueId.from_buffer_copy(bytes.fromhex(unique_id)), rank, ctypes.byref(Config.non_blocking())
         result = library.call("ncclCommInitRankConfig", ctypes.byref(self._handle), size, *arguments)

@@ -117,7 +117,7 @@ def allreduce_init(
 
         def run_alone() -> Array:
             if not world.is_alone or world.topology.generation != generation:
-                fact = "it was prepared in a world that has ended (generation {generation})."
+                fact = f"it was prepared in a world that has ended (generation {generation})."
                 raise ShutdownError(_text("allreduce", name, fact, "call allreduce_init() again."))
             _alone(array, *scale, out)
             return out

@@ -39,6 +39,7 @@ class Member:
         self._leaving: Communicator | None = None
         self._adapter: native.MXNetAdapter | None = None
         self._inspector: StallInspector | None = None
+        self._deferred_lock = threading.Lock()
         self._deferred: Exception | None = None  # an error that no read has raised, for the next call
         self._holds_unread = 0  # who has such errors wait
         self._closed = ""  # why there is no world any more
@@ -69,8 +70,13 @@ class Member:
             self._arenas = [arena for arena in self._arenas if arena.used]
             if self._communicator.arena is not None:
                 self._arenas.append(self._communicator.arena)
-            with refusals_explained(topology):
-                self._inspect(self._communicator, topology)
+            try:
+                with refusals_explained(topology):
+                    self._inspect(self._communicator, topology)
+            except BaseException as error:
+                communicator, self._communicator = self._communicator, None
+                communicator.shutdown(f"it could not join the world: {type(error).__name__}")
+                raise
         self._world, self._is_waiting = world, False
         self._closed = self._remedy = ""
         log.logger.debug("joined a world: %s", topology)
@@ -131,8 +137,7 @@ class Member:
         log.logger.debug("left the world")
         if reason:
             return None
-        unread, self._deferred = self._deferred, None
-        return unread
+        return self._take_deferred()
 
     def shutdown(self, reason: str = "") -> None:
         """As `leave`, but raises what that returns.
@@ -155,7 +160,7 @@ class Member:
 
     def after_fork_in_child(self) -> None:
         """Let go of the world; the child may not talk to the other workers."""
-        self._adapter_lock = threading.Lock()
+        self._adapter_lock, self._deferred_lock = threading.Lock(), threading.Lock()
         self._inspector = None
         if self._communicator is not None:
             if self._adapter is not None:
@@ -176,7 +181,8 @@ class Member:
 
     def defer(self, error: Exception | None) -> None:
         """Have the next call raise `error`, unless one waits for that already."""
-        self._deferred = self._deferred or error
+        with self._deferred_lock:
+            self._deferred = self._deferred or error
 
     def drain(self) -> None:
         """Wait for MXNet's operations; what one of them failed with is raised by the next call."""
@@ -213,8 +219,9 @@ class Member:
         check_s, shutdown_s = config().stall_check_s, config().stall_shutdown_s
         if config().stall_check_disable or not check_s:
             return
-        self._inspector = StallInspector(communicator, topology, check_s, shutdown_s, self._namespaces.describe)
-        self._inspector.start()
+        inspector = StallInspector(communicator, topology, check_s, shutdown_s, self._namespaces.describe)
+        inspector.start()
+        self._inspector = inspector
 
     # -- What stores need -------------------------------------------------------------------------------------------
 
@@ -404,13 +411,19 @@ class Member:
             pass
 
     def _take_unread(self) -> Exception | None:
-        unread = None if self._adapter is None else self._adapter.take_unread_error()
-        deferred, self._deferred = self._deferred, None
+        adapter = self._adapter  # once: another thread may leave the world
+        unread = None if adapter is None else adapter.take_unread_error()
+        deferred = self._take_deferred()
         if unread is None or deferred is None:
             return unread if unread is not None else deferred
         if str(unread).partition("\n")[0] in str(deferred):
             return unread  # both tell of the same operation; this one has our own class
         return type(deferred)(f"{deferred}\n{unread}")
+
+    def _take_deferred(self) -> Exception | None:
+        with self._deferred_lock:
+            deferred, self._deferred = self._deferred, None
+        return deferred
 
     def barrier(self, name: str) -> None:
         """Wait until every worker has called it with this name. Raises as `check`."""

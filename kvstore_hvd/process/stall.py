@@ -189,7 +189,7 @@ class StallInspector:
         pid, _ = self._communicator.process(rank)
         try:
             # The name in parentheses may hold anything.
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if pid else ""
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode() if pid else ""
         except (OSError, IndexError):
             return ""
 

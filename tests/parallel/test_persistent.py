@@ -146,6 +146,6 @@ def test_one_of_a_single_worker_ends_with_its_world(rank, size):
     hvd.shutdown()
     hvd.init(comm=list(range(size)))
     assert alone == [1, 1]
-    with pytest.raises(ShutdownError, match="call allreduce_init"):
+    with pytest.raises(ShutdownError, match=r"has ended \(generation \d+\)\.\n  Fix: call allreduce_init"):
         run()
     assert kvstore_hvd.allreduce_init(x, "x")().tolist() == [size] * 2

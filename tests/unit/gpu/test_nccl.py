@@ -17,6 +17,7 @@ from kvstore_hvd.errors import ConfigError, LaunchError, TransportError
 from kvstore_hvd.gpu import nccl_library, runtime
 from kvstore_hvd.gpu.nccl import NcclCommunicator
 from kvstore_hvd.gpu.nccl_library import Config, NcclLibrary, UniqueId
+from kvstore_hvd.process.stacks import OWN_THREADS
 from support.fake_cuda import FakeCuda
 from support.fake_nccl import FakeNccl
 from support.gpu_ranks import on_ranks
@@ -90,6 +91,16 @@ def test_calls_that_fail_say_which(nccl: Any) -> None:
     nccl.state = 6
     with pytest.raises(TransportError, match="operations of the GPUs failed: planted error 6"):
         one.check()
+
+
+def test_stall_reports_leave_its_thread_out(nccl: Any) -> None:
+    before = set(threading.enumerate())
+    one, other = pair(nccl)
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert [name for name in names if "nccl" in name and not name.startswith(OWN_THREADS)] == []
+    assert any("nccl" in name for name in names)
+    for each in (one, other):
+        each.abort()
 
 
 def test_an_aborted_communicator_takes_no_calls(nccl: Any) -> None:

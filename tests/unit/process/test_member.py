@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InputFailedError, KVHvdError, MismatchError
+from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError
+from kvstore_hvd.process import member as member_module
 from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
+from kvstore_hvd.process.stall import StallInspector
 from kvstore_hvd.worlds.topology import Host, Topology, World
-from support.fake_native import FakeCommunicator, fake_world
+from support.fake_native import FakeAdapter, FakeCommunicator, fake_world
 
 pytest.importorskip("mxnet")
 
@@ -55,6 +59,55 @@ def test_what_was_put_off_first_is_raised(fake: FakeCommunicator) -> None:
     with pytest.raises(KVHvdError, match="first"):
         process.current().member.check()
     process.current().member.check()
+
+
+class Busy(Member):
+    """One whose fields change as others are about to be read or written: other threads do that."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "_deferred" and value is None and self.__dict__.get("_deferred") is not None:
+            other = threading.Thread(target=self.defer, args=(KVHvdError("second"),))
+            other.start()
+            other.join(0.2)  # it may have to wait for what happens here
+            self.others.append(other)
+        super().__setattr__(name, value)
+
+    others: ClassVar[list[threading.Thread]] = []
+
+
+def test_no_error_is_lost_that_comes_as_another_is_taken() -> None:
+    mine = Busy()
+    mine.join(_world_of_one(0))
+    mine.defer(KVHvdError("first"))
+    with pytest.raises(KVHvdError, match="first"):
+        mine.check()
+    for other in Busy.others:
+        other.join()
+    Busy.others.clear()
+    assert str(mine.deferred) == "second"
+
+
+def test_errors_can_be_asked_for_as_another_thread_leaves(fake: FakeCommunicator) -> None:
+    answers = [fake.adapter, None]
+    mine = process.current().member
+    mine.__class__ = type("Leaving", (Member,), {"_adapter": property(lambda self: answers.pop(0))})
+    mine.check()
+
+
+def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are told, and nothing is kept of the world."""
+    communicator = FakeCommunicator(FakeAdapter(2))
+    monkeypatch.setattr(member_module, "ShmCommunicator", lambda world: communicator)
+
+    def refuse(inspector: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(StallInspector, "start", refuse)
+    mine = Member()
+    with pytest.raises(LaunchError, match="a thread"):
+        mine.join(World(Topology.of(0, [Host.here()] * 2, source="launcher"), "fake", b""))
+    assert communicator.left == ["it could not join the world: LaunchError"]
+    assert (mine.is_connected, mine.has_given_up) == (False, False)
 
 
 def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:

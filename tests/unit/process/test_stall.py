@@ -87,13 +87,16 @@ def stage() -> Iterator[object]:
 
 @pytest.fixture
 def stopped() -> Iterator[int]:
-    """The id of a process that is stopped."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    """The id of a process that is stopped, whose name the system has cut inside of a character."""
+    program = "open('/proc/self/comm', 'w').write(8 * 'é'); print(flush=True); import time; time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
     os.kill(child.pid, signal.SIGSTOP)
     assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
     yield child.pid
     child.kill()
-    child.wait()
+    child.communicate()
 
 
 def waiting(key: int, age_s: float, late: tuple[int, ...] = (1,), by_all: bool = False) -> Waiting:
