@@ -90,7 +90,7 @@ class Member:
         """Leave the world; does nothing without one.
 
         Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
-        the other workers that need this one, with the reason in their text.
+        the other workers that need this one, with the reason in their text; its second line may be their fix.
 
         Returns
         -------
@@ -107,7 +107,8 @@ class Member:
         """
         if self._world is None or self._closed:
             return None
-        self._closed = f"this worker left the world{': ' + reason if reason else ''}."
+        why = reason.partition("\n")[0]
+        self._closed = f"this worker left the world{': ' + why if why else ''}."
         self._remedy = "call kvstore_hvd.reset() on every worker to meet again."
         with self._adapter_lock:  # from here on there is no new adapter
             self._leaving, self._communicator = self._communicator, None

@@ -448,14 +448,17 @@ class Process:
             return
         if self._watchdog is not None:
             self._watchdog.leaving()
-        reason = early_end()
+        reason = early_end(f"rank {self._member.topology.rank}")
         try:
             unread = self.leave(reason)
+            if reason:
+                self._member.drain()  # or MXNet's own exit handler would print the errors of what was pending
             if unread is not None:
                 log_unread(unread)
                 native.end_as_failed()
         except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
-            log.logger.warning("could not leave the world in good order: %s", error)
+            if not reason:
+                log.logger.warning("could not leave the world in good order: %s", error)
         finally:
             # After an exception MXNet's own exit handler may wait for ever: the watchdog stays until the process ends.
             if self._watchdog is not None and not reason:

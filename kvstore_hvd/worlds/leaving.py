@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from kvstore_hvd import log
 from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 
 __all__ = ["ExitWatchdog", "early_end", "end_by_force"]
@@ -18,8 +19,10 @@ __all__ = ["ExitWatchdog", "early_end", "end_by_force"]
 _MAX_REASON = 500
 
 
-def early_end() -> str:
+def early_end(who: str = "") -> str:
     """Why the program ends early, for an exit handler: ``'ValueError: ...'``, or '' when it ends in good order.
+
+    With `who`, this worker's name, a second line says what to do about an error of the program: ``'  Fix: ...'``.
 
     Knows unhandled exceptions of the main thread (Ctrl-C among them). An interactive session goes on after those, and
     ``sys.exit(1)`` leaves no trace that an exit handler could see.
@@ -30,7 +33,10 @@ def early_end() -> str:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return ""
-    return in_one_line(error)[:_MAX_REASON]
+    reason = in_one_line(error)[:_MAX_REASON]
+    if not who or not isinstance(error, Exception) or isinstance(error, KVHvdError):
+        return reason
+    return f"{reason}\n  Fix: correct the {type(error).__name__} on {who}"
 
 
 # What is left when even a lost world does not let the process go: MXNet itself does not finish.

@@ -1,5 +1,7 @@
 #include "request/messages.hpp"
 
+#include <algorithm>
+
 #include "shm/describe.hpp"
 
 namespace kvstore_hvd {
@@ -54,7 +56,10 @@ Status Messages::lost(const std::string& prefix, std::string fact) const {
   const std::string own = rank_name(world_, rank_) + " waited ";
   if (fact.rfind(own, 0) == 0) fact.erase(0, own.size() - std::string("waited ").size());
   const ErrorCode code = world_.failure.code();
-  return Status(code, prefix + fact + ".\n  The arrays of this step are undefined." + advice(code));
+  // Who failed the world may know what helps: that follows the fact.
+  const std::size_t fix = std::min(fact.find("\n  Fix: "), fact.size());
+  const std::string what_helps = fix < fact.size() ? fact.substr(fix) + "." : advice(code);
+  return Status(code, prefix + fact.substr(0, fix) + ".\n  The arrays of this step are undefined." + what_helps);
 }
 
 Status Messages::left(const Request& request) const { return left(prefix(request)); }

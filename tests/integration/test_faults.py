@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support import jobs
 from support.patience import of_the_product, patient
 from support.runs import Run
 
@@ -60,8 +61,42 @@ def test_a_rank_that_ends_is_named_by_all_others(  # type: ignore[no-untyped-def
     ended, output = start(fault, ranks).end()
     for error in survivors(output, ranks):
         assert re.search(rf"PeerLostError: \[rank [023]/{ranks}\] .*rank 1 \(.*pid \d+\) {how}", error), output
-    assert "Fix: " in output
+    fix = "correct the ValueError on rank 1." if fault == "raise" else "restart the job from its last checkpoint"
+    assert f"  Fix: {fix}" in output
     assert ended == code, output
+
+
+# Operations of either rank are pending when rank 1 fails: announced, and not announced because MXNet still computes.
+PENDING = """
+import kvstore_hvd
+import mxnet as mx
+store = mx.kv.create('horovod')
+x, own = mx.nd.ones(1000), mx.nd.ones(1000)
+store.pushpull('met', x, out=x)
+x.wait_to_read()
+def submit():
+    store.pushpull(f'of rank {rank}', own, out=own)
+    late = mx.nd.ones((400, 400))
+    for _ in range(300):
+        late = mx.nd.dot(late, late) * 0
+    store.pushpull(f'late of rank {rank}', late, out=late)
+submit()
+if rank == 1:
+    raise ValueError('the data set is empty')
+while True:
+    store.pushpull('x', x, out=x)
+"""
+
+
+def test_an_error_of_the_program_is_all_that_is_printed(marker: str) -> None:
+    """One traceback on each rank, although what was pending has failed as well."""
+    ended, _, err = jobs.run(marker, 2, PENDING)
+    lines = err.decode().splitlines()
+    for rank, last in ((0, "  Fix: correct the ValueError on rank 1."), (1, "ValueError: the data set is empty")):
+        own = [line[4:] for line in lines if line.startswith(f"[{rank}] ")]
+        assert own.count("Traceback (most recent call last):") == 1, err.decode()
+        assert own[-1] == last, err.decode()
+    assert ended == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.worlds import leaving
 from kvstore_hvd.worlds.leaving import early_end
 from support.full_pipe import full_pipe
@@ -27,18 +28,22 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Any:
         flags = SimpleNamespace(interactive=interactive)
         with monkeypatch.context() as patched:
             patched.setattr(leaving, "sys", SimpleNamespace(flags=flags, **attributes))
-            return early_end()
+            return early_end("rank 3")
 
     return end
 
 
 def test_an_unhandled_exception_is_the_reason(ended: Any) -> None:
     assert ended() == ""
-    assert ended(last_value=ValueError(" one line\nanother")) == "ValueError: one line"
+    fix = "\n  Fix: correct the ValueError on rank 3"
+    assert ended(last_value=ValueError(" one line\nanother")) == f"ValueError: one line{fix}"
     trace = "Traceback (most recent call last):\n  File x.cc, line 3\n"
-    assert ended(last_value=MXNetError(f"{trace}MXNetError: Check failed: n > 0")) == "MXNetError: Check failed: n > 0"
+    failed = MXNetError(f"{trace}MXNetError: Check failed: n > 0")
+    wanted = "MXNetError: Check failed: n > 0\n  Fix: correct the MXNetError on rank 3"
+    assert ended(last_value=failed) == wanted
     assert ended(last_exc=KeyboardInterrupt(), last_value=None) == "KeyboardInterrupt"
-    assert len(ended(last_value=ValueError("x" * 100_000))) == leaving._MAX_REASON
+    assert ended(last_value=MismatchError("ours has a fix")) == "MismatchError: ours has a fix"
+    assert len(ended(last_value=ValueError("x" * 100_000))) == leaving._MAX_REASON + len(fix)
 
 
 def test_an_interactive_session_has_gone_on(ended: Any) -> None:
