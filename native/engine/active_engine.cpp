@@ -167,7 +167,7 @@ bool ActiveEngine::shutdown(const std::string& reason) {
     Lock lock = state_.locked();
     if (leaving_) {
       gone_changed_.wait(lock, [this] { return gone_; });  // bounded by what the first caller does
-      return true;
+      return are_devices_through_;
     }
     leaving_ = true;
   }
@@ -197,6 +197,7 @@ bool ActiveEngine::shutdown(const std::string& reason) {
   {
     const Lock lock = state_.locked();
     gone_ = true;
+    are_devices_through_ = are_through;
   }
   gone_changed_.notify_all();
   return are_through;

@@ -58,8 +58,9 @@ class ActiveEngine {
   Progress progress_;
   Watcher watcher_;
   Lingering lingering_;
-  bool leaving_ = false, left_ = false, gone_ = false;  // under the mutex
-  std::condition_variable gone_changed_;                // gone_
+  bool leaving_ = false, left_ = false, gone_ = false;  // under the mutex, as is the next one
+  bool are_devices_through_ = true;
+  std::condition_variable gone_changed_;  // gone_
 };
 
 }  // namespace kvstore_hvd

@@ -181,11 +181,12 @@ std::uint64_t Engine::bytes_in_place() const {
 
 bool Engine::shutdown(const std::string& reason) {
   const Visit visit(*this);
-  if (!visit || forked()) return true;
+  if (forked()) return true;
+  if (!visit) return remains_.are_devices_through;
   const bool are_through = visit->shutdown(reason);
   const std::lock_guard<std::mutex> lock(remains_mutex_);
   if (!is_left_) {
-    remains_ = {visit->health(), visit->bytes_in_place(), visit->take_timeline()};
+    remains_ = {visit->health(), visit->bytes_in_place(), are_through, visit->take_timeline()};
     is_left_ = true;
     gate_.close();
   }

@@ -144,6 +144,7 @@ class Engine {
   struct Remains {
     Status health;
     std::uint64_t bytes_in_place = 0;
+    bool are_devices_through = true;
     TimelineEvents timeline;
   };
 

@@ -98,7 +98,12 @@ bool Progress::progress_until(const Done& done, std::chrono::nanoseconds limit, 
     const auto longest = std::min<std::chrono::nanoseconds>(kMaxSleep, limit);
     while (!done() && !patience.is_over()) {
       const std::uint32_t seen = bell.value();
-      if (!progress(policy) && !done()) bell.wait_change(seen, policy, longest, state_.world.failure);
+      if (progress(policy) || done()) continue;
+      if (state_.world.failure.is_set()) {
+        std::this_thread::sleep_for(kLook);  // for this rank's device, which alone may still be at work
+      } else {
+        bell.wait_change(seen, policy, longest, state_.world.failure);
+      }
     }
     EngineState::acquire(lock);
     stop_progressing();

@@ -67,32 +67,46 @@ const Target& target_in_use() {
 }
 
 #if defined(__x86_64__)
+using FloatControl = unsigned;
+constexpr FloatControl kDefaultFloats = 0x1f80;  // all exceptions masked, to nearest, denormals kept
+constexpr FloatControl kFloatFlags = 0x3f;       // exceptions seen so far: no setting
+FloatControl float_control() { return _mm_getcsr(); }
+void set_float_control(FloatControl value) { _mm_setcsr(value); }
+#elif defined(__aarch64__)
+using FloatControl = std::uint64_t;
+constexpr FloatControl kDefaultFloats = 0;  // as above
+constexpr FloatControl kFloatFlags = 0;     // they have a register of their own
+FloatControl float_control() {
+  FloatControl value = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(value));
+  return value;
+}
+void set_float_control(FloatControl value) { asm volatile("msr fpcr, %0" : : "r"(value)); }
+#else
+using FloatControl = int;
+constexpr FloatControl kDefaultFloats = 0, kFloatFlags = 0;
+FloatControl float_control() { return kDefaultFloats; }
+void set_float_control(FloatControl) {}
+#endif
+
 // Libraries built with -ffast-math make threads flush denormals, and a caller may have changed the rounding mode: ranks
 // would get different bits. Sets the default environment for the lifetime of the object.
 class DefaultFloatEnvironment {
  public:
-  DefaultFloatEnvironment() : before_(_mm_getcsr()) {
-    if (differs()) _mm_setcsr(kDefault);
+  DefaultFloatEnvironment() : before_(float_control()) {
+    if (differs()) set_float_control(kDefaultFloats);
   }
   ~DefaultFloatEnvironment() {
-    if (differs()) _mm_setcsr(before_);
+    if (differs()) set_float_control(before_);
   }
   DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
   DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
 
  private:
-  static constexpr unsigned kDefault = 0x1f80;  // all exceptions masked, to nearest, denormals kept
-  static constexpr unsigned kFlags = 0x3f;      // exceptions seen so far: no setting
-  bool differs() const { return (before_ & ~kFlags) != kDefault; }
+  bool differs() const { return (before_ & ~kFloatFlags) != kDefaultFloats; }
 
-  const unsigned before_;
+  const FloatControl before_;
 };
-#else
-class DefaultFloatEnvironment {
- public:
-  DefaultFloatEnvironment() {}
-};
-#endif
 
 }  // namespace
 

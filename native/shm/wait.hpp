@@ -11,7 +11,9 @@
 
 namespace kvstore_hvd {
 
-// No sleep is longer than this without a look at the failure: the bound for noticing an abort whose wake-up was missed.
+// No sleep within an operation is longer than this without a look at the failure and at what it waits for: the bound
+// for noticing either when its wake-up was missed, as by a rank that is stopped before it wakes a sleeper. An idle
+// communication thread looks at its bell every kIdleTick (engine_state.hpp).
 inline constexpr std::chrono::milliseconds kMaxSleep{100};
 
 // How a rank waits before it goes to sleep.

@@ -223,6 +223,12 @@ const bool disagreement = testing::add("ranks that disagree are told so, and the
   });
 });
 
+double cpu_seconds() {
+  timespec spent{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &spent);
+  return static_cast<double>(spent.tv_sec) + 1e-9 * static_cast<double>(spent.tv_nsec);
+}
+
 const bool failure = testing::add("a device that fails loses the world, for all, with what it said", [] {
   std::atomic<int> taken{0};
   with_world(2, [&](Engine& engine, int rank) {
@@ -236,7 +242,9 @@ const bool failure = testing::add("a device that fails loses the world, for all,
     while (engine.health().ok()) std::this_thread::sleep_for(1ms);
     if (rank == 0) {
       // Its device is still at it.
+      const double cpu = cpu_seconds();
       check(!engine.wait(*work, 300ms), "an operation ends before its device does");
+      check(cpu_seconds() - cpu < 0.15, "who waits for its device in a lost world does not spin");
       check(engine.end_batch(batch->number), "out");
     }
     const Status& status = engine.wait(*work);
@@ -321,6 +329,31 @@ const bool leaves =
       leave_while_the_other_is_busy(false);
       leave_while_the_other_is_busy(true);
     });
+
+const bool busy_all_the_time = testing::add("every call that leaves says that another rank's device is busy", [] {
+  std::atomic<int> begun{0};
+  std::atomic<bool> has_left{false};
+  with_world(2, [&](Engine& engine, int rank) {
+    auto data = values_of(rank, 10);
+    const auto work = engine.submit(on_device(allreduce("t", data)));
+    auto batch = engine.take_batch(10s);
+    check(batch.has_value(), "there is a batch");
+    for (++begun; begun != 2;) std::this_thread::sleep_for(1ms);
+    if (rank == 1) {
+      while (!has_left) std::this_thread::sleep_for(1ms);
+      engine.end_batch(batch->number);
+      engine.wait(*work);
+      return;
+    }
+    engine.end_batch(batch->number);
+    engine.wait(*work);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 2; ++t) threads.emplace_back([&] { check(!engine.shutdown(), "two calls at once"); });
+    for (auto& thread : threads) thread.join();
+    check(!engine.shutdown(), "a later one");
+    has_left = true;
+  });
+});
 
 const bool not_handed_over = testing::add("a rank that comes to a batch when the world is lost spares its device", [] {
   const auto segment = Segment::create(2);

@@ -157,20 +157,34 @@ const bool bits_registered = testing::add("one unscaled input keeps its bits", [
 });
 
 #if defined(__x86_64__)
+using FloatControl = unsigned;
+constexpr FloatControl kFlushAndRoundUp = 0x8040 | 0x4000, kModes = 0xffc0;
+FloatControl float_control() { return _mm_getcsr(); }
+void set_float_control(FloatControl value) { _mm_setcsr(value); }
+#elif defined(__aarch64__)
+using FloatControl = std::uint64_t;
+constexpr FloatControl kFlushAndRoundUp = 0x1480000, kModes = 0x7c80000;
+FloatControl float_control() {
+  FloatControl value = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(value));
+  return value;
+}
+void set_float_control(FloatControl value) { asm volatile("msr fpcr, %0" : : "r"(value)); }
+#endif
+
+#if defined(__x86_64__) || defined(__aarch64__)
 const bool environment_registered = testing::add("the caller's floating-point modes do not matter", [] {
-  constexpr unsigned kFlushAndRoundUp = 0x8040 | 0x4000;
-  constexpr unsigned kModes = 0xffc0;
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
     const Reduction reduction{dtype, ReduceOp::kSum, 1.0, 0.37};
     const std::vector<Bytes> sources = random_arrays(dtype, 3, kLongest, 5);
     const Bytes result = expected(reduction, sources);
     for (const std::string& target : targets()) {
       set_simd_target(target);
-      const unsigned before = _mm_getcsr();
-      _mm_setcsr(before | kFlushAndRoundUp);
+      const FloatControl before = float_control();
+      set_float_control(before | kFlushAndRoundUp);
       check_reduction(reduction, sources, result, kLongest, 0, Outputs::kAllInputs);
-      const unsigned after = _mm_getcsr();
-      _mm_setcsr(before);
+      const FloatControl after = float_control();
+      set_float_control(before);
       check((after & kModes) == ((before | kFlushAndRoundUp) & kModes), "the caller's modes are restored");
     }
   }
