@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from support import jobs
 from support.patience import of_the_product, patient
+from support.pauses import stopped
 from support.runs import Run
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "fault_worker.py"
@@ -124,6 +127,62 @@ def test_a_rank_that_stands_still_is_named_at_the_deadline(start, fault: str, ra
         assert re.search(fact, error), output
     assert re.search(r"rank 1 \(.*pid \d+\)", output)
     assert ended == 7, output
+
+
+# Rank 1 is stopped while both sum in rank 0's arena; rank 0 uses its array again, and rank 1 goes on.
+SUMS = """
+import time
+import mxnet as mx
+import kvstore_hvd
+store = mx.kv.create('horovod')
+net = mx.gluon.nn.Dense(2048, in_units=8192, use_bias=False)
+net.initialize()
+trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', kvstore=store)
+module = mx.np if mx.__version__.startswith('2') else mx.nd
+for trial in range(5):
+    with mx.autograd.record():
+        loss = net(module.ones((1, 8192))).mean()
+    loss.backward()
+    trainer.allreduce_grads()
+    grad = net.weight.grad()
+    grad[:] = 1
+    store.pushpull('sum', grad, out=grad)
+    assert (grad.asnumpy() == 2).all()
+    say(f'trial {os.getpid()}\\n')
+    try:
+        while True:
+            store.pushpull('sum', grad, out=grad)
+            grad.wait_to_read()
+    except Exception as error:
+        say(f'failed {type(error).__name__}\\n')
+    if rank == 0:
+        grad[:] = 7
+        grad.wait_to_read()
+        say('used again\\n')
+        sys.stdin.readline()
+        say(f'changed {(grad.asnumpy() != 7).sum()}\\n')
+    kvstore_hvd.reset()
+"""
+
+
+def test_a_rank_that_was_stopped_past_the_deadline_changes_nothing_later(marker: str) -> None:
+    """It may be about to write into an array of the other worker, which has had its error by then."""
+    process = jobs.start(marker, 2, SUMS, variables={"KVHVD_TIMEOUT": "1"}, stdin=subprocess.PIPE)
+    for trial in range(5):
+        pids = {}
+        for _ in range(2):
+            line = jobs.line_with(process, b"trial")
+            pids[line[:3]] = int(line.split()[-1])
+        time.sleep(0.1 + trial * 0.0071)  # amid one of many sums
+        with stopped(pids[b"[1]"]):
+            jobs.line_with(process, b"[0] used again")
+        jobs.line_with(process, b"[1] failed")
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert jobs.line_with(process, b"[0] changed").split()[-1] == b"0"
+    _, err = process.communicate(timeout=jobs.LIMIT_S)
+    assert process.returncode == 0, err.decode()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -23,9 +23,9 @@ from support import jobs
 from support.elastic import ElasticJob
 from support.elastic_launches import Launch
 from support.elastic_schedule import assert_all_right
-from support.jobs import LIMIT_S
+from support.jobs import LIMIT_S, line_with
 from support.patience import of_the_product
-from support.pauses import pause, pause_all, state_of, stopped
+from support.pauses import pause, pause_all, state_of
 
 # Slow: nothing here has to do with the version of MXNet and the MPI.
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -83,15 +83,6 @@ def test_an_elastic_job_is_stopped_again_and_again(marker: str, tmp_path: Path) 
     code, _, err = launch.end()
     assert (code, err) == (0, ""), launch.told()
     assert_nothing_was_lost(launch)
-
-
-def line_with(process: subprocess.Popen[bytes], text: bytes) -> bytes:
-    """Read until a line that has this in it."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    while text not in (line := process.stdout.readline()):
-        assert line, f"the job ended before {text!r}: {process.stderr.read().decode()}"
-    return line
 
 
 # One rank always waits for the other.
@@ -160,62 +151,6 @@ def test_a_worker_is_stopped_for_less_than_its_deadline(marker: str) -> None:
     pause(4, int(line_with(process, b"[1] step 2").split()[-1]))
     out, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out.count(b"done"), err) == (0, 2, b"")
-
-
-# Rank 1 is stopped while both sum in rank 0's arena; rank 0 uses its array again, and rank 1 goes on.
-SUMS = """
-import time
-import mxnet as mx
-import kvstore_hvd
-store = mx.kv.create('horovod')
-net = mx.gluon.nn.Dense(2048, in_units=8192, use_bias=False)
-net.initialize()
-trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', kvstore=store)
-module = mx.np if mx.__version__.startswith('2') else mx.nd
-for trial in range(5):
-    with mx.autograd.record():
-        loss = net(module.ones((1, 8192))).mean()
-    loss.backward()
-    trainer.allreduce_grads()
-    grad = net.weight.grad()
-    grad[:] = 1
-    store.pushpull('sum', grad, out=grad)
-    assert (grad.asnumpy() == 2).all()
-    say(f'trial {os.getpid()}\\n')
-    try:
-        while True:
-            store.pushpull('sum', grad, out=grad)
-            grad.wait_to_read()
-    except Exception as error:
-        say(f'failed {type(error).__name__}\\n')
-    if rank == 0:
-        grad[:] = 7
-        grad.wait_to_read()
-        say('used again\\n')
-        sys.stdin.readline()
-        say(f'changed {(grad.asnumpy() != 7).sum()}\\n')
-    kvstore_hvd.reset()
-"""
-
-
-def test_a_worker_that_is_stopped_for_longer_than_the_deadline_changes_nothing_later(marker: str) -> None:
-    """It may be about to write into an array of the other worker, which has had its error by then."""
-    process = jobs.start(marker, 2, SUMS, variables={"KVHVD_TIMEOUT": "1"}, stdin=subprocess.PIPE)
-    for trial in range(5):
-        pids = {}
-        for _ in range(2):
-            line = line_with(process, b"trial")
-            pids[line[:3]] = int(line.split()[-1])
-        time.sleep(0.1 + trial * 0.0071)  # amid one of many sums
-        with stopped(pids[b"[1]"]):
-            line_with(process, b"[0] used again")
-        line_with(process, b"[1] failed")
-        assert process.stdin is not None
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        assert line_with(process, b"[0] changed").split()[-1] == b"0"
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err.decode()
 
 
 def test_workers_that_find_each_other_are_stopped(marker: str) -> None:

@@ -75,6 +75,15 @@ def wait_for(process: subprocess.Popen[bytes], lines: int) -> list[bytes]:
     return [process.stdout.readline() for _ in range(lines)]
 
 
+def line_with(process: subprocess.Popen[bytes], text: bytes) -> bytes:
+    """Read until a line that has this in it."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    while text not in (line := process.stdout.readline()):
+        assert line, f"the job ended before {text!r}: {process.stderr.read().decode()}"
+    return line
+
+
 def end_by(process: subprocess.Popen[bytes], number: int) -> tuple[int, bytes, bytes]:
     """Send the launcher a signal and wait for its end: exit code, and the rest of stdout and stderr."""
     process.send_signal(number)
