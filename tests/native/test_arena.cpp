@@ -1,6 +1,7 @@
 // Arenas, and collectives on arrays that lie in them, with ranks as threads.
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -275,6 +276,25 @@ const bool isolated =
       check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child reads what there is");
       check(small[99] == 5, "and has a copy of its own");
     });
+
+const bool not_isolated = testing::add("an arena of which the system makes no copy stays as it is", [] {
+  const auto segment = Segment::create(1, kArena), others = Segment::attach(segment->fd());
+  Arena arena(segment, 0);
+  auto* const array = static_cast<char*>(arena.allocate(kArena / 2));
+  array[kArena / 2 - 1] = 5;
+  rlimit before{};
+  getrlimit(RLIMIT_DATA, &before);
+  const rlimit nothing{1, before.rlim_max};
+  setrlimit(RLIMIT_DATA, &nothing);
+  arena.isolate();
+  const bool is_refused =
+      mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED;
+  setrlimit(RLIMIT_DATA, &before);
+  if (!is_refused) return;  // this system knows no such limit
+  check(array[kArena / 2 - 1] == 5, "its content");
+  others->world().arena(0)[1] = 7;
+  check(array[1] == 7 && arena.allocate(1) != nullptr, "it is shared and used as before");
+});
 
 // Holds the ranks that write to rank 0's array: rank 0 until rank 1 is about to, and rank 1 until it may go on. Each
 // has a mapping of its own, whose pages refuse the first write.
