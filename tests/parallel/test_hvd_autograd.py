@@ -9,7 +9,7 @@ import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import contribution, make
-from support.gluon import is_mxnet_2
+from support.gluon import array, is_mxnet_2
 
 mx = pytest.importorskip("mxnet")
 
@@ -59,6 +59,38 @@ def check(kind, rank, size, shape, distributed, together, dtype="float32", toler
 def joined(kind, arrays):
     """All rows, one array after the other."""
     return mx.np.concatenate(arrays, axis=0) if kind is mx.np else mx.nd.concat(*arrays, dim=0)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_between_convolutions(rank, size, collective):
+    """Their gradients come in layouts of oneDNN's, which functions written in Python misread.
+
+    All ranks have the same data, so that the collective changes nothing but, for a broadcast, who has the gradient.
+    """
+    with mx.util.np_shape(is_mxnet_2()):  # in MXNet 1 a convolution cannot be made otherwise
+        for channels in (8, 16, 32):
+            generator = np.random.default_rng(channels)
+            first, second = (mx.gluon.nn.Conv2D(channels, 3, in_channels=channels) for _ in range(2))
+            start = generator.standard_normal((2, channels, 12, 12)).astype("float32")
+            for layer in (first, second):
+                layer.initialize()
+                layer(array(start))
+                for parameter in layer.collect_params().values():
+                    parameter.set_data(array((generator.standard_normal(parameter.shape) * 0.1).astype("float32")))
+            gradients = []
+            for is_distributed in (False, True):
+                x = array(start)
+                x.attach_grad()
+                with mx.autograd.record():
+                    y = first(x)
+                    if is_distributed:
+                        y = hvd.broadcast(y, 0) if collective == "broadcast" else hvd.allreduce(y, op=hvd.Average)
+                    total = (second(y) ** 2).sum()
+                total.backward()
+                gradients.append(x.grad.asnumpy())
+            factor = 1 if collective == "allreduce" else size if rank == 0 else 0
+            scale = np.abs(gradients[0]).max()
+            np.testing.assert_allclose(gradients[1] / scale, gradients[0] * factor / scale, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (1,), (17, 5)], ids=str)
