@@ -45,15 +45,12 @@ class Report(dict[str, Any]):
 
     def __str__(self) -> str:
         calls = ", ".join(f"{number} {operation}" for operation, number in self["operations"].items()) or "nothing"
-        times = ", ".join(f"{self['ms'][name]:.1f} ms {name}" for name in _TIMES)
         arena = "no arena"
         if self["arena"]["capacity"]:
             arena = f"arena: {_mib(self['arena']['used'])} of {_mib(self['arena']['capacity'])} MiB"
-        rounds = (
-            f"{self['rounds']['exposed_ms']:.1f} ms in {self['rounds']['count']} rounds, "
-            f"{self['rounds']['reducing_ms']:.1f} of it reducing"
-        )
-        lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {times} ({rounds}); {arena}"]
+        rounds = self["rounds"]
+        waited = f"training waited {rounds['exposed_ms']:.1f} ms for communication ({rounds['count']} steps)"
+        lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {waited}; {arena}"]
         if self["keys"]:
             rows = [["key", "calls", "bytes", "algorithm", *(f"{name} ms" for name in _TIMES), "staged because"]]
             for key, entry in self["keys"].items():

@@ -117,8 +117,8 @@ def test_a_report_prints_as_a_table() -> None:
         }
     )
     assert str(report).splitlines() == [
-        "2 workers; 1 pushpull, 1 broadcast; 3.0 MiB; 1.0 ms queued, 2.0 ms reducing, 0.0 ms exposed "
-        "(1.5 ms in 3 rounds, 0.5 of it reducing); arena: 1.0 of 8.0 MiB",
+        "2 workers; 1 pushpull, 1 broadcast; 3.0 MiB; training waited 1.5 ms for communication (3 steps); "
+        "arena: 1.0 of 8.0 MiB",
         "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
         "weight      1  3145728  two-shot       1.000        2.000       0.000  3 devices",
         "loss        1        4",
@@ -132,6 +132,5 @@ def test_a_report_prints_as_a_table() -> None:
         }
     )
     assert str(nothing) == (
-        "1 workers; nothing; 0.0 MiB; 0.0 ms queued, 0.0 ms reducing, 0.0 ms exposed "
-        "(0.0 ms in 0 rounds, 0.0 of it reducing); no arena"
+        "1 workers; nothing; 0.0 MiB; training waited 0.0 ms for communication (0 steps); no arena"
     )
