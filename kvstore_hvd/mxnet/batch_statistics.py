@@ -1,55 +1,47 @@
-"""Mean and variance over the batches of all workers, and how they are exchanged.
+"""The statistics of all workers' batches: how `SyncBatchNorm` exchanges them, and the operator that applies them.
 
-Each worker takes the mean and the sum of squared deviations from it over its own batch, and all receive everybody's in
-one operation. They are merged in float64 with the formula of Chan, Golub and LeVeque ("Updating Formulae and a Pairwise
-Algorithm for Computing Sample Variances", 1979) for samples of any sizes. Sums of squares, from which a variance
-would follow with less effort, lose all digits where the mean is large against the deviation. All workers merge the
-same bits in the same order, so that they have the same result.
+MXNet's own BatchNorm normalizes with the mean m_k and the deviation s_k of this worker's batch. With
+g = gamma s_k / s and b = beta + gamma (m_k - m) / s in the places of gamma and beta, its result is that of the mean m
+and the deviation s of all workers' batches. The operator of this file computes g and b. It sees vectors of one number
+per channel only: operators written in Python misread arrays that a convolution has written (in oneDNN's layouts).
 
-What is computed from the others' numbers uses no operator that asks MXNet for temporary space, neither here nor in the
-layer itself: no `sum`, `maximum`, `dot`, `slice` or arithmetic with Python's numbers. MXNet keeps four pieces of it for
-each thread, and an operator has one from when it is pushed. Layers run in few threads, in an order that differs between
-workers: an operator that waits for the others in one layer would hold up one of another layer that they wait for.
+The workers' means and variances travel in one operation. They are merged in float64 with the formula of Chan, Golub
+and LeVeque ("Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979) for samples of any
+sizes. Sums of squares would be simpler, but lose all digits where the mean is large against the deviation. All workers
+merge the same bits in the same order, so that they have the same result.
+
+What is computed from the others' numbers uses no operator that asks MXNet for temporary space: no `sum`, `maximum`,
+`dot`, `slice` or arithmetic with Python's numbers. MXNet keeps four pieces of it for each thread, and an operator has
+one from when it is pushed. Operators written in Python run in few threads, in an order that differs between workers:
+one that waits for the others in one layer would hold up one of another layer that they wait for. MXNet's BatchNorm does
+ask for such space, in the program's thread: hence all workers must apply their layers in the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet.calls import make_call, operations
 from kvstore_hvd.mxnet.process_sets import ProcessSet
+from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.process.numbering import next_number
+from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.keys import Call, Group
 from kvstore_hvd.store.operations import SUM
 
-__all__ = ["OPERATION", "Exchange", "Statistics", "StatisticsExchange", "by_channel", "find_exchange"]
+__all__ = ["OPERATION", "StatisticsExchange", "operator_type"]
 
 OPERATION = "SyncBatchNorm"
 _MOST = 1e30  # elements; `clip` has two limits, of float32
-
-
-@dataclasses.dataclass
-class Statistics:
-    """Of each channel, over all elements of the batches of all workers.
-
-    Parameters
-    ----------
-    mean, variance : NDArray
-        One number for each channel, as float64; the variance is not corrected for the mean being estimated.
-    count : NDArray
-        Elements of one channel, of shape (1,), as float64.
-    """
-
-    mean: Any
-    variance: Any
-    count: Any
 
 
 @dataclasses.dataclass
@@ -60,45 +52,19 @@ class Exchange:
     world: Member
     name: str
 
-    def statistics(self, values: Any, axis: int) -> Statistics:
-        """Of the values of all workers; asynchronous.
-
-        Parameters
-        ----------
-        values : NDArray
-            This worker's, of float32 or float64. Only the length of `axis`, the channels, must be equal on all workers.
-        axis : int
-        """
+    def gather(self, numbers: Any) -> Any:
+        """Every worker's vector as a row of a matrix; asynchronous."""
         import mxnet as mx
 
-        rank, size = self.world.topology.rank, self.world.topology.size
-        channels = values.shape[axis]
-        count = values.size // channels
-        table = mx.nd.zeros((size, 2 * channels + 1), mxnet_compat.context_of(values), "float64")
-        if count:
-            mean = mx.nd.mean(values, axis=axis, exclude=True)
-            deviation = mx.nd.broadcast_sub(values, by_channel(mean, axis, values.ndim))
-            squares = mx.nd.sum(mx.nd.square(deviation, out=deviation), axis=axis, exclude=True)
-            table[rank, :channels] = mean.astype("float64")
-            table[rank, channels:-1] = squares.astype("float64")
-            table[rank, -1] = count
+        topology = self.world.topology
+        table = mx.nd.zeros((topology.size, *numbers.shape), mxnet_compat.context_of(numbers), numbers.dtype)
+        table[topology.rank] = numbers
         self._sum(self.name, table)
-        # From here on arrays wait for the other workers, see above.
-        means, squares, counts = (
-            mx.nd.slice_axis(table, axis=1, begin=begin, end=end)
-            for begin, end in ((0, channels), (channels, 2 * channels), (2 * channels, None))
-        )
-        total = mx.nd.clip(_over_rows(counts), 1, _MOST)
-        mean = mx.nd.broadcast_div(_over_rows(mx.nd.broadcast_mul(means, counts)), total)
-        between = mx.nd.square(mx.nd.broadcast_sub(means, mean.reshape((1, -1))))
-        variance = mx.nd.broadcast_div(_over_rows(squares + mx.nd.broadcast_mul(between, counts)), total)
-        return Statistics(mean, variance, total)
+        return table
 
-    def sums(self, numbers: Any) -> Any:
-        """The sum over the workers of an array of numbers, in the backward pass; a new array, asynchronous."""
-        total = numbers.copy()
-        self._sum(_gradient_of(self.name), total)
-        return total
+    def sum_gradients(self, numbers: Any) -> None:
+        """Sum an array over the workers in place, in the backward pass; asynchronous."""
+        self._sum(_gradient_of(self.name), numbers)
 
     def _sum(self, name: str, array: Any) -> None:
         operations(self.world).pushpull(self.call, [Group(name, [array], [array])], 0, SUM)
@@ -151,14 +117,209 @@ class StatisticsExchange:
         return Exchange(dataclasses.replace(call, names=shown), world, name)
 
 
-# What an operator knows its layer by.
+# An operator knows its layer by this number.
 _keys = itertools.count()
 _exchanges: weakref.WeakValueDictionary[int, StatisticsExchange] = weakref.WeakValueDictionary()
 
 
-def find_exchange(key: int) -> Optional[StatisticsExchange]:
-    """The exchange of a layer of this process; None when the layer is gone, or was of another process."""
-    return _exchanges.get(key)
+class OperatorMethods:
+    """(shift, sum, sum of squares, size, gamma, beta; running mean, running variance) to (g, b), as said above.
+
+    The sums are those of the array less the shift of each channel.
+
+    MXNet calls the methods in threads of its own, one after the other for each layer: all write its running statistics.
+    Nothing waits in them. All arrays that they compute with are of float64.
+    """
+
+    def __init__(
+        self, layer: Optional[StatisticsExchange], eps: float, momentum: float, fix_gamma: bool, is_empty: bool
+    ) -> None:
+        super().__init__()
+        # Kept here: MXNet may come to a forward pass when the program has dropped the layer.
+        self._layer = layer
+        self._eps = eps
+        self._momentum = momentum
+        self._fix_gamma = fix_gamma
+        self._is_empty = is_empty
+        # The latest forward pass: an operator serves the next one after the backward pass only.
+        self._exchange: Optional[Exchange] = None
+
+    def forward(
+        self,
+        is_train: bool,
+        req: Sequence[str],
+        in_data: Sequence[Any],
+        out_data: Sequence[Any],
+        aux: Sequence[Any],
+    ) -> None:
+        """See ``mxnet.operator.CustomOp``."""
+        import mxnet as mx
+
+        with mx.util.np_shape(True):
+            shift, total, squares, size, gamma, beta = _wide(in_data)
+            if self._fix_gamma:
+                gamma = mx.nd.ones_like(gamma)
+            self._exchange = None
+            if is_train:
+                self._exchange = self._begin()
+                self._count = size / gamma.shape[0]
+                # These and their gradients are of the shifted array.
+                self._per_element = mx.nd.broadcast_like(1 / mx.nd.clip(self._count, 1, _MOST), gamma)
+                self._shifted_mean = total * self._per_element
+                variance = mx.nd.relu(squares * self._per_element - mx.nd.square(self._shifted_mean))
+                mean = shift + self._shifted_mean
+                self._merge(mean, variance, aux)
+                self._gamma = gamma
+                self._offset = (mean - self._mean) * self._inverse  # (m_k - m) / s
+                gamma, beta = gamma * self._own * self._inverse, beta + gamma * self._offset
+            else:
+                _, running_variance = _wide(aux)
+                beta = beta + gamma * shift * mx.nd.rsqrt(running_variance + self._eps)
+            for how, result, place in zip(req, (gamma, beta), out_data):
+                _assign(how, result, place)
+
+    def _merge(self, mean: Any, variance: Any, running: Sequence[Any]) -> None:
+        """Exchange the statistics, and update the running ones."""
+        import mxnet as mx
+
+        channels = mean.shape[0]
+        self._own = mx.nd.sqrt(mx.nd.broadcast_add(variance, self._number(self._eps, variance)))  # s_k
+        table = self._exchange.gather(mx.nd.concat(mean, variance, self._count, dim=0))  # type: ignore[union-attr]
+        # From here on arrays wait for the other workers, see the top of this file.
+        means, variances, counts = (
+            mx.nd.slice_axis(table, axis=1, begin=begin, end=end)
+            for begin, end in ((0, channels), (channels, 2 * channels), (2 * channels, None))
+        )
+        self._total = mx.nd.clip(_over_rows(counts), 1, _MOST)
+        self._mean = mx.nd.broadcast_div(_over_rows(mx.nd.broadcast_mul(means, counts)), self._total)
+        between = mx.nd.square(mx.nd.broadcast_sub(means, self._mean.reshape((1, -1))))
+        squares = _over_rows(mx.nd.broadcast_mul(variances + between, counts))
+        of_all = mx.nd.broadcast_div(squares, self._total)
+        self._inverse = mx.nd.rsqrt(mx.nd.broadcast_add(of_all, self._number(self._eps, of_all)))  # 1 / s
+        for place, new in zip(running, (self._mean, of_all)):
+            (old,) = _wide([place])
+            kept = mx.nd.broadcast_mul(old, self._number(self._momentum, old))
+            copy(kept + mx.nd.broadcast_mul(new, self._number(1 - self._momentum, new)), place.as_nd_ndarray())
+
+    def backward(
+        self,
+        req: Sequence[str],
+        out_grad: Sequence[Any],
+        in_data: Sequence[Any],
+        out_data: Sequence[Any],
+        in_grad: Sequence[Any],
+        aux: Sequence[Any],
+    ) -> None:
+        """See ``mxnet.operator.CustomOp``. The gradients of gamma and beta are those of this worker's batch."""
+        import mxnet as mx
+
+        with mx.util.np_shape(True):
+            of_g, of_b = _wide(out_grad)
+            zeros = of_total = of_squares = mx.nd.zeros_like(of_g)
+            if self._is_empty:  # MXNet does not compute the gradients then
+                of_g, of_b = zeros, zeros
+            of_gamma, of_beta = of_g, of_b
+            if self._exchange is not None:
+                of_gamma = of_g * self._own * self._inverse + of_b * self._offset
+                sums = mx.nd.stack(of_gamma, of_beta)
+                self._exchange.sum_gradients(sums)
+                gamma_of_all, beta_of_all = sums[0], sums[1]
+                # The loss depends on this worker's mean and variance in g and b, and in those of all, of which they are
+                # a share.
+                scale = self._gamma * self._inverse
+                share = mx.nd.broadcast_div(self._count, self._total)
+                minus, half = self._number(-1, of_g), self._number(0.5, of_g)
+                of_mean = mx.nd.broadcast_mul(scale * (beta_of_all + gamma_of_all * self._offset), share)
+                of_mean = scale * of_b + mx.nd.broadcast_mul(of_mean, minus)
+                of_variance = mx.nd.broadcast_mul(scale * self._inverse * gamma_of_all, share)
+                of_variance = mx.nd.broadcast_mul(of_g * scale / self._own - of_variance, half)
+                of_squares = of_variance * self._per_element
+                of_total = of_mean * self._per_element - (of_squares + of_squares) * self._shifted_mean
+            if self._fix_gamma:
+                of_gamma = zeros
+            results = zeros, of_total, of_squares, mx.nd.zeros_like(in_grad[3].as_nd_ndarray()), of_gamma, of_beta
+            for how, result, place in zip(req, results, in_grad):
+                _assign(how, result, place)
+
+    def _begin(self) -> Exchange:
+        if self._layer is None:
+            fact, fix = "the layer of this graph does not exist any more.", "keep the layer as long as its graph."
+            raise InvalidRequestError(message(fact, operation=OPERATION, fix=fix))
+        return self._layer.begin()
+
+    @staticmethod
+    def _number(value: float, like: Any) -> Any:
+        """As an array: operators with Python's numbers need temporary space."""
+        import mxnet as mx
+
+        return mx.nd.array([value], mxnet_compat.context_of(like), like.dtype)
+
+
+class PropertyMethods:
+    """Describes the operator to MXNet; its parameters arrive as text."""
+
+    def __init__(self, layer: str, eps: str, momentum: str, fix_gamma: str, is_empty: str) -> None:
+        super().__init__(need_top_grad=True)  # type: ignore[call-arg]
+        self._layer = int(layer)
+        self._rest = float(eps), float(momentum), fix_gamma == "True", is_empty == "True"
+
+    def list_arguments(self) -> list[str]:
+        """See ``mxnet.operator.CustomOpProp``; as the rest."""
+        return ["shift", "sum", "squares", "size", "gamma", "beta"]
+
+    def list_outputs(self) -> list[str]:
+        """Names of the outputs."""
+        return ["g", "b"]
+
+    def list_auxiliary_states(self) -> list[str]:
+        """Names of what the operator itself changes."""
+        return ["running_mean", "running_var"]
+
+    def infer_shape(self, in_shape: Sequence[Sequence[int]]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Shapes of inputs, outputs and states."""
+        channels = in_shape[0]
+        return [channels] * 3 + [(1,), channels, channels], [channels] * 2, [channels] * 2
+
+    def infer_type(self, in_type: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Dtypes of inputs, outputs and states: those of the parameters, but for the size."""
+        import numpy as np
+
+        dtype = in_type[0]
+        return [dtype] * 3 + [np.int64, dtype, dtype], [dtype] * 2, [dtype] * 2
+
+    def create_operator(self, ctx: Any, in_shapes: Sequence[Sequence[int]], in_dtypes: Sequence[Any]) -> Any:
+        """The operator, made when a forward pass is submitted or a graph is made."""
+        return _operator()(_exchanges.get(self._layer), *self._rest)
+
+
+@functools.cache
+def operator_type() -> str:
+    """What MXNet knows the operator by; registers it first."""
+    import mxnet as mx
+
+    mx.operator.register(SYNC_BATCH_NORM)(type("Property", (PropertyMethods, mx.operator.CustomOpProp), {}))
+    return SYNC_BATCH_NORM
+
+
+@functools.cache
+def _operator() -> type:
+    import mxnet as mx
+
+    return type("Operator", (OperatorMethods, mx.operator.CustomOp), {})
+
+
+def _wide(arrays: Sequence[Any]) -> list[Any]:
+    """As float64 arrays of the older interface, whose operators both versions of MXNet have."""
+    return [array.as_nd_ndarray().astype("float64") for array in arrays]
+
+
+def _assign(req: str, result: Any, place: Any) -> None:
+    """Do what MXNet requests with a result, which is cast."""
+    place = place.as_nd_ndarray()
+    if req in ("write", "inplace"):
+        copy(result, place)
+    elif req == "add":
+        copy(place + result.astype(place.dtype), place)
 
 
 def _over_rows(table: Any) -> Any:
@@ -170,10 +331,3 @@ def _over_rows(table: Any) -> Any:
 
 def _gradient_of(name: str) -> str:
     return f"{name}.gradient"
-
-
-def by_channel(numbers: Any, axis: int, ndim: int) -> Any:
-    """One number for each channel, in a shape that broadcasts against arrays of `ndim` dimensions."""
-    shape = [1] * ndim
-    shape[axis] = numbers.shape[0]
-    return numbers.reshape(shape)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.mxnet.batch_norm import operator_type
-from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
+from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange, operator_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 
 __all__ = ["SyncBatchNorm"]
@@ -24,8 +23,9 @@ class SyncBatchNormMethods:
     inference, which uses the running statistics. These change in the forward pass, and have the same bits on all
     workers. The gradients of gamma and beta are those of a worker's own batch: the Trainer sums them.
 
-    Every worker must make its layers in the same order, and train with each of them equally often. Not for several
+    Every worker must make its layers in the same order, and apply them in the same order in training. Not for several
     devices in one process, and not within a `Join` that lets workers run out of input: a forward pass needs everybody.
+    An exported network has MXNet's BatchNorm in its place.
 
     A hybridized graph with this layer is compiled without ``static_shape``: with it MXNet may run several passes of the
     layer at the same time, and workers would match different passes with each other.
@@ -93,6 +93,11 @@ class SyncBatchNormMethods:
     def _alias(self) -> str:
         return "batchnorm"  # in the names of parameters
 
+    def infer_shape(self, x: Any, *args: Any) -> None:
+        """See ``mxnet.gluon.HybridBlock``; not by a graph, which cannot take arrays without rows."""
+        for name in _PARAMETERS:
+            getattr(self, name).shape = (x.shape[self._kwargs["axis"]],)
+
     def _synchronizes(self, values: Any) -> bool:
         """Whether a forward pass over arrays needs the other workers; checks what can be checked beforehand."""
         mx = mxnet_compat.require_mxnet()
@@ -111,13 +116,66 @@ class SyncBatchNormMethods:
             return self._normalized(values, *parameters)
 
     def _normalized(self, values: Any, *parameters: Any) -> Any:
-        """The operator, of arrays or in a graph."""
+        """The layer's operators, of arrays or in a graph."""
         mx = mxnet_compat.require_mxnet()
 
-        kind = mx.sym if isinstance(values, mx.sym.Symbol) else mx.nd
-        classic = [each.as_nd_ndarray() for each in (values, *parameters)]
-        result = kind.Custom(*classic, op_type=operator_type(), layer=self._exchange.key, **self._kwargs)
+        F = mx.sym if isinstance(values, mx.sym.Symbol) else mx.nd  # noqa: N806 - MXNet's name
+        x, gamma, beta, *running = [each.as_nd_ndarray() for each in (values, *parameters)]
+        is_empty = F is mx.nd and not mxnet_compat.is_tracing() and not x.size
+        if is_empty:
+            zeros = F.zeros_like(gamma)
+            statistics = [zeros, zeros, zeros, F.zeros((1,), x.context, "int64")]
+        else:
+            shifted, *statistics = self._statistics(F, x)
+        options = {name: self._kwargs[name] for name in ("eps", "momentum", "fix_gamma")}
+        options.update(op_type=operator_type(), layer=self._exchange.key, is_empty=is_empty)
+        g, b = F.Custom(*statistics, gamma, beta, *running, **options)
+        if is_empty:  # MXNet's operator would make NaN of the running statistics
+            shape = [-1 if each == self._kwargs["axis"] % x.ndim else 1 for each in range(x.ndim)]
+            result = F.broadcast_mul(x, F.cast(F.reshape(g + b, shape=shape), dtype=x.dtype))
+        else:
+            # The custom operator updates the running statistics. BatchNorm gets others here, and in blocks' graphs
+            # (graphs.py); a momentum of 1 keeps them in other graphs.
+            if F is mx.nd and not mxnet_compat.is_tracing():
+                running = [F.zeros_like(each) for each in running]
+            result = F.BatchNorm(shifted, g, b, *running, **{**self._kwargs, "fix_gamma": False, "momentum": 1})
         return result.as_np_ndarray() if isinstance(values, (mx.np.ndarray, mx.sym.np._Symbol)) else result
+
+    def _statistics(self, F: Any, x: Any) -> tuple[Any, Any, Any, Any, Any]:  # noqa: N803 - MXNet's name
+        """`x` less a shift of each channel; the shifts; the sums and the sums of squares of that; the size of `x`.
+
+        The shift is a mean of a few elements: numbers whose mean is large against their deviation lose no digits.
+        """
+        import numpy as np
+
+        # As (before, channels, after). In graphs shapes are not known.
+        axis = self._kwargs["axis"]
+        shaped = x
+        if axis < 0:
+            shaped = F.reshape(x, shape=(-1,) + (0,) * -axis, reverse=True)
+        elif axis == 0:
+            shaped = F.expand_dims(x, axis=0)
+        for _ in range(axis - 1):
+            shaped = F.reshape(shaped, shape=(-3, -2))
+        shaped = F.reshape(shaped, shape=(0, 0, -1))
+        some = F.slice(shaped, begin=(0, None, 0), end=(16, None, 16))  # or as many as there are
+        shift = F.BlockGrad(F.mean(F.mean(some, axis=2, keepdims=True), axis=0, keepdims=True))
+
+        def less(array: Any, shift: Any) -> Any:  # `broadcast_sub` would sum the gradient of the shift, slowly
+            return F.elemwise_sub(array, F.BlockGrad(F.broadcast_like(shift, array)))
+
+        wide = shifted = less(shaped, shift)
+        dtype = np.dtype(self.gamma.dtype).name
+        if mxnet_compat.is_tracing() or not hasattr(x, "dtype"):  # dtypes are not known either
+            wide = F.cast(shifted, dtype=dtype)
+        elif x.dtype != self.gamma.dtype:
+            wide = less(F.cast(shaped, dtype=dtype), F.cast(shift, dtype=dtype))
+
+        def sum_of(array: Any) -> Any:  # in two steps: the last axis is much the fastest one
+            return F.sum(F.sum(array, axis=2), axis=0)
+
+        shift = F.cast(F.reshape(shift, shape=(-1,)), dtype=dtype)
+        return F.reshape_like(shifted, x), shift, sum_of(wide), sum_of(F.square(wide)), F.BlockGrad(F.size_array(x))
 
 
 @functools.cache
@@ -128,17 +186,17 @@ def _make() -> type:
 
     def hybrid_forward(self: Any, F: Any, x: Any, *parameters: Any, **named: Any) -> Any:  # noqa: N803 - MXNet's name
         ordered = parameters or [named[name] for name in _PARAMETERS]
-        if isinstance(x, mx.sym.Symbol):
+        if isinstance(x, mx.sym.Symbol) and not self._kwargs["use_global_stats"]:
             return self._normalized(x, *ordered)
-        if self._synchronizes(x):
+        if not isinstance(x, mx.sym.Symbol) and self._synchronizes(x):
             return self._over_all(x, *ordered)
         return base.hybrid_forward(self, F, x, *ordered)
 
     def forward(self: Any, x: Any) -> Any:
         ordered = [getattr(self, name).data(x.device) for name in _PARAMETERS]
-        if mxnet_compat.is_tracing():
+        if mxnet_compat.is_tracing() and not self._kwargs["use_global_stats"]:
             return self._normalized(x, *ordered)
-        if self._synchronizes(x):
+        if not mxnet_compat.is_tracing() and self._synchronizes(x):
             return self._over_all(x, *ordered)
         return base.forward(self, x)
 

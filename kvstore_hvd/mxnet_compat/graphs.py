@@ -1,14 +1,24 @@
-"""How MXNet may compile graphs that contain operators of ours."""
+"""How MXNet compiles, runs and exports graphs that contain operators of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import json
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Optional
 
-__all__ = ["SYNC_BATCH_NORM", "checked_flags", "has_static_shape"]
+from kvstore_hvd.mxnet_compat.arrays import context_of
+from kvstore_hvd.mxnet_compat.wrapping import wrap
+
+__all__ = ["SYNC_BATCH_NORM", "checked_flags", "has_static_shape", "patch"]
 
 #: What MXNet knows the operator of `SyncBatchNorm` by.
 SYNC_BATCH_NORM = "kvstore_hvd_sync_batch_norm"
+
+# Attribute of a block: its compiled graph, and those for inference and for training (None without `SyncBatchNorm`).
+_COMPILED = "_kvstore_hvd_compiled"
+# Variables of graphs for training.
+_UNUSED = "kvstore_hvd_unused_statistics"
 
 
 def has_static_shape(flags: Iterable[tuple[str, Any]]) -> bool:
@@ -30,3 +40,145 @@ def checked_flags(symbol: Any, flags: Iterable[tuple[str, Any]]) -> list[tuple[s
 
 def _is_static_shape(name: str, value: Any) -> bool:
     return name == "static_shape" and str(value).lower() in ("true", "1")
+
+
+def patch(mxnet: Any) -> None:
+    """Let blocks with `SyncBatchNorm` infer and export without it, and take arrays without rows."""
+
+    def calling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_cached_op(self: Any, *args: Any) -> Any:
+            if any(getattr(each, "size", None) == 0 for each in args) and _has_sync_batch_norm(self):
+                # The layer's graph cannot take such arrays; the layer itself can.
+                self._active = False
+                try:
+                    return self.forward(*args)
+                finally:
+                    self._active = True
+            if self._callback or (self._cached_op is None and not _has_sync_batch_norm(self)):
+                return original(self, *args)
+            if self._cached_op is None:
+                self._build_cache(*args)
+            compiled = self._cached_op
+            ours = _compiled_of(mxnet, self)[mxnet.autograd.is_training()]
+            if ours is None:
+                return original(self, *args)
+            self._cached_op = ours
+            try:
+                return original(self, *args)
+            finally:
+                self._cached_op = compiled
+
+        return call_cached_op
+
+    def exporting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def export(self: Any, *args: Any, **kwargs: Any) -> Any:
+            graph = self._cached_graph
+            if graph and SYNC_BATCH_NORM in graph[1].tojson():
+                self._cached_graph = graph[0], _without_exchange(mxnet, graph[1])
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                self._cached_graph = graph
+
+        return export
+
+    for kind in _with_subclasses(mxnet.gluon.HybridBlock):  # MXNet 2 copies inherited methods into classes
+        wrap(kind, "_call_cached_op", calling)
+        wrap(kind, "export", exporting)
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
+
+
+def _has_sync_batch_norm(block: Any) -> bool:
+    if hasattr(block, "_synchronizes"):
+        return True
+    children = [each() if isinstance(each, weakref.ref) else each for each in vars(block)["_children"].values()]
+    return any(map(_has_sync_batch_norm, children))
+
+
+def _compiled_of(mxnet: Any, block: Any) -> Any:
+    """The graphs of a block for inference and for training, which take the arguments of the one that MXNet compiled."""
+    known = vars(block).get(_COMPILED)
+    if known is None or known[0] is not block._cached_op:
+        symbol = block._cached_graph[1]
+        ours: tuple[Optional[Callable[..., Any]], Optional[Callable[..., Any]]] = (None, None)
+        if SYNC_BATCH_NORM in symbol.tojson():
+            inference = _compile(mxnet, block, _without_exchange(mxnet, symbol), {})
+            ours = inference, _compile(mxnet, block, *_with_unused_statistics(mxnet, symbol))
+        known = block._cached_op, ours
+        setattr(block, _COMPILED, known)
+    return known[1]
+
+
+def _compile(mxnet: Any, block: Any, symbol: Any, unused: dict[str, str]) -> Callable[..., Any]:
+    """A graph with `unused` variables, which get copies of the arguments named."""
+    data, whole = block._cached_graph
+    names, given = symbol.list_inputs(), whole.list_inputs()
+    places = [given.index(unused.get(name, name)) for name in names]
+    of_data = [place for place, name in enumerate(names) if name in {each.name for each in data}]
+    flags = {**dict(block._flags), "data_indices": of_data}
+    flags["param_indices"] = [place for place in range(len(names)) if place not in of_data]
+    compiled = mxnet.ndarray.CachedOp(symbol, list(flags.items()))
+    copies: dict[tuple[str, str], Any] = {}
+
+    def run(*args: Any) -> Any:
+        chosen = [args[place] for place in places]
+        for place, name in enumerate(names):
+            if name in unused:
+                key = name, str(context_of(chosen[place]))
+                if key not in copies:
+                    with mxnet.autograd.pause():
+                        copies[key] = chosen[place].copy()
+                chosen[place] = copies[key]
+        return compiled(*chosen)
+
+    return run
+
+
+def _with_unused_statistics(mxnet: Any, symbol: Any) -> tuple[Any, dict[str, str]]:
+    """The graph with variables of its own as the running statistics of MXNet's BatchNorm, and what they stand for.
+
+    The exchange updates the running statistics. BatchNorm would make NaN of them in the backward pass of an iteration
+    in which the exchange has failed.
+    """
+    graph = json.loads(symbol.tojson())
+    nodes = graph["nodes"]
+    places = [(node, place) for node, _, _ in _normalizing(nodes) for place in (3, 4)]
+    unused = {f"{_UNUSED}{n}": nodes[node["inputs"][place][0]]["name"] for n, (node, place) in enumerate(places)}
+    for entry in (*graph["heads"], *(entry for node in nodes for entry in node["inputs"])):
+        entry[0] += len(unused)  # the variables come first
+    for n, (node, place) in enumerate(places):
+        node["inputs"][place] = [n, 0, 0]
+    graph["nodes"] = [{"op": "null", "name": name, "inputs": []} for name in unused] + nodes
+    graph["arg_nodes"] = [n for n, node in enumerate(graph["nodes"]) if node["op"] == "null"]
+    del graph["node_row_ptr"]
+    return _load(mxnet, graph, symbol), unused
+
+
+def _without_exchange(mxnet: Any, symbol: Any) -> Any:
+    """The graph with MXNet's BatchNorm in the place of `SyncBatchNorm`, whose inference is the same."""
+    graph = json.loads(symbol.tojson())
+    for node, shifted, exchange in _normalizing(graph["nodes"]):
+        gamma, beta = exchange["inputs"][-4:-2]  # before the running statistics
+        node["inputs"][:3] = shifted["inputs"][1], gamma, beta
+        node["attrs"].update({name: exchange["attrs"][name] for name in ("fix_gamma", "momentum")})
+    return _load(mxnet, graph, symbol)
+
+
+def _normalizing(nodes: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], ...]]:
+    """Of each layer of `SyncBatchNorm`: MXNet's BatchNorm, where its data comes from, and the exchange."""
+    for node in nodes:
+        if node["op"] == "BatchNorm":
+            shifted, exchange = (nodes[node["inputs"][place][0]] for place in (0, 1))
+            if exchange.get("attrs", {}).get("op_type") == SYNC_BATCH_NORM and shifted["op"] == "reshape_like":
+                yield node, shifted, exchange
+
+
+def _load(mxnet: Any, graph: dict[str, Any], like: Any) -> Any:
+    load = getattr(mxnet.symbol, "load_json", None) or mxnet.symbol.fromjson  # MXNet 2 has renamed it
+    symbol = load(json.dumps(graph))
+    return symbol.as_np_ndarray() if isinstance(like, mxnet.symbol.numpy._Symbol) else symbol

@@ -10,7 +10,7 @@
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Our store takes a Trainer's row_sparse gradients (see sparse_trainers.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
-- Graphs with our operators are compiled without what these cannot be in (see graphs.py).
+- Graphs with our operators are compiled so that these work, and inferred and exported without them (see graphs.py).
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
 - Every KVHVD_VERIFY_EVERY updates of a Trainer its parameters are compared with the other workers' (0: never).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
@@ -90,6 +90,7 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
     unsynchronised.patch(mxnet, world_size, _is_ours_or_named_so)
     batch_division.patch(mxnet, _is_ours_or_named_so)
     _patch_gradients(mxnet)
+    graphs.patch(mxnet)
 
 
 def install_hooks_on_import(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:

@@ -131,6 +131,4 @@ def test_a_report_prints_as_a_table() -> None:
             **Usage().report({}, unknown),
         }
     )
-    assert str(nothing) == (
-        "1 workers; nothing; 0.0 MiB; training waited 0.0 ms for communication (0 steps); no arena"
-    )
+    assert str(nothing) == ("1 workers; nothing; 0.0 MiB; training waited 0.0 ms for communication (0 steps); no arena")
