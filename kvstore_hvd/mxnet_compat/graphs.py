@@ -87,7 +87,7 @@ def patch(mxnet: Any) -> None:
         wrap(kind, "export", exporting)
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _with_subclasses(kind: Any) -> Iterator[Any]:
     yield kind
     for each in kind.__subclasses__():
         yield from _with_subclasses(each)
