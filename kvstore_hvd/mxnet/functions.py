@@ -190,14 +190,14 @@ def _written(obj: Any) -> tuple[bytes, Optional[Exception]]:
     import cloudpickle
 
     try:
-        return cloudpickle.dumps(obj, protocol=4), None
+        return cloudpickle.dumps(obj, protocol=5), None
     except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
         return b"", error
 
 
 def _broadcast_bytes(
     call: Call, world: Member, name: Optional[str], data: bytes, root: int, refusal: Optional[Exception]
-) -> bytes:
+) -> memoryview | bytes:
     """The root's bytes; waits for them, inside ``world.submitting()``. A `refusal` of any worker fails on all."""
     if world.is_alone:
         if refusal is not None:
@@ -222,15 +222,14 @@ def _broadcast_bytes(
     if refusing.size:
         fact = f"{call.topology.rank_list(refusing.tolist())} could not write what was to be sent."
         raise InvalidRequestError(call.message(name, fact, "see the error there."))
-    buffer = np.empty(table[root, 1], np.uint8)
-    if world.topology.rank == root:
-        buffer[:] = np.frombuffer(data, np.uint8)
+    is_root = world.topology.rank == root
+    buffer = np.frombuffer(data, np.uint8) if is_root else np.empty(table[root, 1], np.uint8)
     place = [buffer.ctypes.data]
     request = Request(
         "broadcast", wire_name(NAMESPACE, f"{name}/bytes"), f"'{name}'", place, place, buffer.shape, "uint8", root=root
     )
     world.communicator().run(request)
-    return buffer.tobytes()
+    return buffer.data
 
 
 def _named(call: Call, params: Any) -> list[tuple[str, Any]]:
