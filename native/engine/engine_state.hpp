@@ -74,7 +74,7 @@ struct EngineState {
   const EngineOptions options;
   const pid_t owner;
   const WaitPolicy policy, callers_policy;
-  const Messages messages;
+  Messages messages;
   Alarm alarm;
 
   std::mutex mutex;

@@ -240,7 +240,7 @@ void Progress::protect_arena() {
     const Lock lock = state_.locked();
     arena = state_.arena;
   }
-  if (arena != nullptr) arena->isolate();
+  if (arena != nullptr && !arena->isolate()) state_.messages.tell_that_arrays_stay_shared();
 }
 
 // The world is lost, or this rank leaves: nothing that is pending will happen.

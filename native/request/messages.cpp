@@ -59,7 +59,11 @@ Status Messages::lost(const std::string& prefix, std::string fact) const {
   // Who failed the world may know what helps: that follows the fact.
   const std::size_t fix = std::min(fact.find("\n  Fix: "), fact.size());
   const std::string what_helps = fix < fact.size() ? fact.substr(fix) + "." : advice(code);
-  return Status(code, prefix + fact.substr(0, fix) + ".\n  The arrays of this step are undefined." + what_helps);
+  std::string arrays = ".\n  The arrays of this step are undefined.";
+  if (arrays_stay_shared_.load(std::memory_order_relaxed)) {
+    arrays += " Other workers may still change them: the system has no memory for a private copy.";
+  }
+  return Status(code, prefix + fact.substr(0, fix) + arrays + what_helps);
 }
 
 Status Messages::left(const Request& request) const { return left(prefix(request)); }

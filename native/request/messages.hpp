@@ -2,6 +2,7 @@
 // listed in docs/errors.md.
 #pragma once
 
+#include <atomic>
 #include <string>
 
 #include "base/status.hpp"
@@ -28,6 +29,9 @@ class Messages {
   // This rank has left its world.
   Status left(const Request& request) const;
 
+  // From now on the errors of a lost world say that other ranks can still change this rank's arrays.
+  void tell_that_arrays_stay_shared() { arrays_stay_shared_.store(true, std::memory_order_relaxed); }
+
   // The same for what begins with `prefix`.
   static Status left(const std::string& prefix);
   // In a forked child, where there is no world to look at.
@@ -41,6 +45,7 @@ class Messages {
 
   World& world_;
   int rank_;
+  std::atomic<bool> arrays_stay_shared_{false};  // set before the operations fail, under the mutex of the engine
 };
 
 }  // namespace kvstore_hvd

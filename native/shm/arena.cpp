@@ -133,22 +133,23 @@ int Arena::map_privately() {
 // No write of this process is lost, whichever thread makes it and when: one before the mmap() is in the pages of the
 // segment, of which the copies are made; one after it goes to a copy. And once each page was written to, there is none
 // left that others can change. Only pages of arrays matter.
-void Arena::isolate() {
-  if (process_id() != owner_) return;
+bool Arena::isolate() {
+  if (process_id() != owner_) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (capacity_ == 0 || is_isolated_.load(std::memory_order_relaxed) || is_gone_.load(std::memory_order_relaxed))
-    return;
+    return true;
   if (map_privately() != 0) {
     // The system may have taken the old mapping away before it refused the new one.
     mmap(base_, capacity_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, segment_->fd(),
          place_in_segment_);
-    return;
+    return false;
   }
   is_isolated_.store(true, std::memory_order_relaxed);
   const std::size_t page = page_size();
   for (const auto& [offset, bytes] : allocated_) {
     for (std::size_t at = offset / page * page; at < offset + bytes; at += page) write_nothing_new(base_ + at);
   }
+  return true;
 }
 
 void Arena::after_fork_in_child() {

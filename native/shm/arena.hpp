@@ -40,8 +40,8 @@ class Arena {
   std::size_t used() const;
 
   // The world is lost: gives this process a copy in place of the memory that others can write to. From then on there is
-  // no memory for new arrays. Where the system has no memory for a copy, nothing changes.
-  void isolate();
+  // no memory for new arrays. False, and nothing changes, where the system has no memory for a copy.
+  bool isolate();
 
   // In a forked child, once: gives it memory of its own in place of the parent's. Its content is the parent's at the
   // first access to a page, or later as long as the child only reads. Throws std::system_error; then no access is

@@ -286,11 +286,12 @@ const bool not_isolated = testing::add("an arena of which the system makes no co
   getrlimit(RLIMIT_DATA, &before);
   const rlimit nothing{1, before.rlim_max};
   setrlimit(RLIMIT_DATA, &nothing);
-  arena.isolate();
+  const bool is_isolated = arena.isolate();
   const bool is_refused =
       mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED;
   setrlimit(RLIMIT_DATA, &before);
   if (!is_refused) return;  // this system knows no such limit
+  check(!is_isolated, "the caller is told");
   check(array[kArena / 2 - 1] == 5, "its content");
   others->world().arena(0)[1] = 7;
   check(array[1] == 7 && arena.allocate(1) != nullptr, "it is shared and used as before");
