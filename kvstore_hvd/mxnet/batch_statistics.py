@@ -32,6 +32,7 @@ from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet.calls import make_call, operations
 from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
+from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.process.numbering import next_number
 from kvstore_hvd.store.arrays import copy
@@ -294,9 +295,10 @@ class PropertyMethods:
 
 @functools.cache
 def operator_type() -> str:
-    """What MXNet knows the operator by; registers it first."""
+    """What MXNet knows the operator by; registers it first, and has MXNet finish before the process ends."""
     import mxnet as mx
 
+    process.register_exit_handler()
     mx.operator.register(SYNC_BATCH_NORM)(type("Property", (PropertyMethods, mx.operator.CustomOpProp), {}))
     return SYNC_BATCH_NORM
 

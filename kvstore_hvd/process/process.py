@@ -443,8 +443,12 @@ class Process:
 
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
-        if not self._member.is_connected:
-            self._recorder.finish()  # of a world of one, or one that could not be met again
+        if not self._member.is_connected:  # a world of one, or one that could not be met again
+            # MXNet's own exit handler ends the threads of operators written in Python before it waits for these.
+            self._member.drain()
+            if self._member.deferred is not None and not early_end():
+                log_unread(self._member.deferred)
+            self._recorder.finish()
             return
         if self._watchdog is not None:
             self._watchdog.leaving()

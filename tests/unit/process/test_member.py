@@ -189,3 +189,16 @@ def test_an_error_that_waits_survives_a_call_that_fails(fake: FakeCommunicator, 
     with pytest.raises(KVHvdError, match="of an operation"):
         mine.check()
     mine.check()
+
+
+def test_a_single_worker_waits_for_mxnet_before_mxnets_own_exit_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one ends the threads of operators written in Python before it waits. Errors are told."""
+    told: list[Exception] = []
+
+    def fail() -> None:
+        raise KVHvdError("an operation failed")
+
+    monkeypatch.setattr(mxnet_compat, "waitall", fail)
+    monkeypatch.setattr(process, "log_unread", told.append)
+    process.Process().leave_at_exit()
+    assert [str(error) for error in told] == ["an operation failed"]
