@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any
 
 from kvstore_hvd.mxnet_compat.arrays import context_of
 from kvstore_hvd.mxnet_compat.wrapping import wrap
@@ -15,7 +15,7 @@ __all__ = ["SYNC_BATCH_NORM", "checked_flags", "has_static_shape", "patch"]
 #: What MXNet knows the operator of `SyncBatchNorm` by.
 SYNC_BATCH_NORM = "kvstore_hvd_sync_batch_norm"
 
-# Attribute of a block: its compiled graph, and those for inference and for training (None without `SyncBatchNorm`).
+# Attribute of a block: the graph that MXNet compiled, and ours (None without `SyncBatchNorm`).
 _COMPILED = "_kvstore_hvd_compiled"
 # Variables of graphs for training.
 _UNUSED = "kvstore_hvd_unused_statistics"
@@ -47,22 +47,23 @@ def patch(mxnet: Any) -> None:
 
     def calling(original: Callable[..., Any]) -> Callable[..., Any]:
         def call_cached_op(self: Any, *args: Any) -> Any:
-            if any(getattr(each, "size", None) == 0 for each in args) and _has_sync_batch_norm(self):
+            compiled = self._cached_op
+            if not (_has_sync_batch_norm(self) if compiled is None else _compiled_of(mxnet, self)) or self._callback:
+                return original(self, *args)
+            if any(getattr(each, "size", None) == 0 for each in args):
                 # The layer's graph cannot take such arrays; the layer itself can.
                 self._active = False
                 try:
                     return self.forward(*args)
                 finally:
                     self._active = True
-            if self._callback or (self._cached_op is None and not _has_sync_batch_norm(self)):
-                return original(self, *args)
-            if self._cached_op is None:
+            if compiled is None:
                 self._build_cache(*args)
-            compiled = self._cached_op
-            ours = _compiled_of(mxnet, self)[mxnet.autograd.is_training()]
-            if ours is None:
+                compiled = self._cached_op
+            ours = _compiled_of(mxnet, self)
+            if ours is None:  # a layer with use_global_stats exchanges nothing
                 return original(self, *args)
-            self._cached_op = ours
+            self._cached_op = ours[mxnet.autograd.is_training()]
             try:
                 return original(self, *args)
             finally:
@@ -101,11 +102,14 @@ def _has_sync_batch_norm(block: Any) -> bool:
 
 
 def _compiled_of(mxnet: Any, block: Any) -> Any:
-    """The graphs of a block for inference and for training, which take the arguments of the one that MXNet compiled."""
+    """The graphs of a block for inference and for training, which take the arguments of the one that MXNet compiled.
+
+    None without an exchange.
+    """
     known = vars(block).get(_COMPILED)
     if known is None or known[0] is not block._cached_op:
         symbol = block._cached_graph[1]
-        ours: tuple[Optional[Callable[..., Any]], Optional[Callable[..., Any]]] = (None, None)
+        ours = None
         if SYNC_BATCH_NORM in symbol.tojson():
             inference = _compile(mxnet, block, _without_exchange(mxnet, symbol), {})
             ours = inference, _compile(mxnet, block, *_with_unused_statistics(mxnet, symbol))

@@ -45,7 +45,9 @@ class Messages {
 
   World& world_;
   int rank_;
-  std::atomic<bool> arrays_stay_shared_{false};  // set before the operations fail, under the mutex of the engine
+  // Relaxed: the thread that sets it fails the operations next, and an error that another thread makes meanwhile may
+  // lack the sentence.
+  std::atomic<bool> arrays_stay_shared_{false};
 };
 
 }  // namespace kvstore_hvd
