@@ -122,13 +122,17 @@ fuzz: $(STAMP)
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_elastic.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_elastic_daemon.py integration/test_elastic_sockets.py
 
-# The reference of all public names.
+# The reference of all public names: build/api/index.html. Names that MXNet is needed for are made when they are asked for.
 api: $(STAMP)
-	$(BIN)/python docs/make_api.py
+	$(BIN)/python -m pip install --quiet 'pdoc>=14'
+	$(BIN)/python -c 'import kvstore_hvd.elastic as e, kvstore_hvd.mxnet as m; from pdoc.__main__ import cli; \
+	  [setattr(x, n, getattr(x, n)) for x in (e, m) for n in x.__all__]; cli()' --docformat numpy -o build/api \
+	  kvstore_hvd kvstore_hvd.mxnet kvstore_hvd.elastic kvstore_hvd.join kvstore_hvd.timeline kvstore_hvd.errors
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 

@@ -31,14 +31,7 @@ place of kvhvdrun."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program that `argv` (default: ``sys.argv[1:]``) names.
-
-    Returns
-    -------
-    int
-        0 when the program ran to its end, 2 when there is no such program. What the program raises, `SystemExit`
-        included, passes through.
-    """
+    """Run the program that `argv` (default: ``sys.argv[1:]``) names."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-h"], ["--help"]):
         print(_USAGE)

@@ -180,11 +180,9 @@ class MPILaunch:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> MPILaunch | None:
-        """Find the MPI launcher that started this process; None when there is none.
-
-        Slurm's variables count only inside a job step with several tasks: a batch script or an ``salloc`` shell has
-        them too without being a rank.
-        """
+        """Find the MPI launcher that started this process; None when there is none."""
+        # Slurm's variables count only inside a job step with several tasks: a batch script or an ``salloc`` shell has
+        # them too without being a rank.
 
         def number(name: str) -> int | None:
             value = environ.get(name, "")
@@ -400,13 +398,7 @@ class Config:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
-        """Read a configuration from `environ`.
-
-        Raises
-        ------
-        ConfigError
-            A ``KVHVD_`` variable does not exist, or a value is not allowed. All faults are listed at once.
-        """
+        """Read a configuration from `environ`."""
         faults: list[str] = []
         values: dict[str, Any] = {}
         known = known_variables()
@@ -461,13 +453,7 @@ def _shown(value: object) -> str:
 
 
 def option_value(option: str, text: str, knob: str) -> Any:
-    """The value of an option of a command line that stands for the knob with this name.
-
-    Raises
-    ------
-    ConfigError
-        It is not allowed.
-    """
+    """The value of an option of a command line that stands for the knob with this name."""
     parse = next(each.metadata["parse"] for each in fields(Config) if each.name == knob)
     try:
         return parse(text)
@@ -485,25 +471,13 @@ _lock = threading.Lock()
 
 
 def config() -> Config:
-    """The configuration of this process: what the environment said when it was read last.
-
-    Raises
-    ------
-    ConfigError
-        As `Config.from_environ`.
-    """
+    """The configuration of this process: what the environment said when it was read last."""
     with _lock:
         return _read() if _current is None else _current
 
 
 def reload() -> Config:
-    """Read the environment again: a program may set variables after its imports. Returns the new configuration.
-
-    Raises
-    ------
-    ConfigError
-        As `Config.from_environ`; the configuration stays as it was.
-    """
+    """Read the environment again: a program may set variables after its imports. Returns the new configuration."""
     with _lock:
         return _read()
 
@@ -559,11 +533,9 @@ def changed_environment(**variables: str | None) -> Iterator[None]:
 
 
 def prepare_mxnet() -> None:
-    """Set what MXNet reads when it is imported, where the user has not.
-
-    Its pool of threads for prioritised operations serves this package only. With one thread, which only hands
-    operations on, they are handed on in the order of their priority, and a burst of gradients wakes one thread.
-    """
+    """Set what MXNet reads when it is imported, where the user has not."""
+    # Its pool of threads for prioritised operations serves this package only. With one thread, which only hands
+    # operations on, they are handed on in the order of their priority, and a burst of gradients wakes one thread.
     os.environ.setdefault("MXNET_CPU_PRIORITY_NTHREADS", "1")
 
 

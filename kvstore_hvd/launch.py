@@ -70,15 +70,12 @@ def _print(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int:
-    """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code.
-
-    A `caller` is told what otherwise is written: why options are refused, or why the job has failed.
-
-    0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
-    130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher, however the workers ended; 141 when
-    the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
-    command cannot be executed or found.
-    """
+    """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code."""
+    # A `caller` is told what otherwise is written: why options are refused, or why the job has failed.
+    # 0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
+    # 130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher, however the workers ended; 141 when
+    # the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
+    # command cannot be executed or found.
     try:
         check_streams()
         options = _options(argv)

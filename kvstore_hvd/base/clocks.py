@@ -19,11 +19,10 @@ _MOMENT_S = 0.1
 
 
 class RunningClock:
-    """A clock that stands still while this process does. For one thread, which reads it at least every `LOOK_S`.
+    """A clock that stands still while this process does. For one thread, which reads it at least every `LOOK_S`."""
 
-    Readings that are more than 2 `LOOK_S` apart mean that the process did not run in between: the clock has gone on by
-    0.1 s then. At first it shows ``time.monotonic()``.
-    """
+    # Readings that are more than 2 `LOOK_S` apart mean that the process did not run in between: the clock has gone on
+    # by 0.1 s then. At first it shows ``time.monotonic()``.
 
     def __init__(self) -> None:
         self._read_at = self._now = self._begun_at = time.monotonic()
@@ -42,11 +41,10 @@ class RunningClock:
 
 
 class Deadline:
-    """A limit in seconds of a `RunningClock`, from now on. For one thread, which looks at least every `LOOK_S`.
+    """A limit in seconds of a `RunningClock`, from now on. For one thread, which looks at least every `LOOK_S`."""
 
-    While whoever waits for an earlier limit looks at that one only, the clock of this one would take it for a process
-    that stands still: the earlier limit is made by `within`, and both have one clock.
-    """
+    # While whoever waits for an earlier limit looks at that one only, the clock of this one would take it for a process
+    # that stands still: the earlier limit is made by `within`, and both have one clock.
 
     def __init__(self, limit_s: float, clock: RunningClock | None = None) -> None:
         self._clock = clock or RunningClock()

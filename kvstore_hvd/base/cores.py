@@ -14,10 +14,8 @@ _ROOT = Path("/")
 
 
 def usable_cores(root: Path = _ROOT) -> list[int]:
-    """The cores that this process may run on, not more than its control groups' share of CPU time.
-
-    `root` is the folder in which ``/proc`` and the control groups are looked for.
-    """
+    """The cores that this process may run on, not more than its control groups' share of CPU time."""
+    # `root` is the folder in which ``/proc`` and the control groups are looked for.
     cores = sorted(os.sched_getaffinity(0))
     shares = _limits(root).values()
     return cores[: max(1, -int(-min(shares) // 1))] if shares else cores
@@ -30,11 +28,9 @@ def describe(root: Path = _ROOT) -> str:
 
 
 def suffice(descriptions: Sequence[str]) -> bool:
-    """Whether there is a core for each of these processes of one host.
-
-    All their affinities together have one for each, and so has every control group for those that are in it. So two
-    workers that are pinned to one core each have one each, and four in a container with two and a half do not.
-    """
+    """Whether there is a core for each of these processes of one host."""
+    # All their affinities together have one for each, and so has every control group for those that are in it. So two
+    # workers that are pinned to one core each have one each, and four in a container with two and a half do not.
     told = [json.loads(text) for text in descriptions]
     cores, sizes, limits = 0, dict[str, int](), dict[str, float]()
     for one in told:

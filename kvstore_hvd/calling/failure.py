@@ -16,11 +16,10 @@ __all__ = ["Failure", "failure_of"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker has no result.
+    """Why a worker has no result."""
 
-    `fact` is a sentence, `trace` the traceback as Python shows it. `is_secondary`: another worker's end was the cause.
-    `pickled` is the exception itself, where it can be pickled.
-    """
+    # `fact` is a sentence, `trace` the traceback as Python shows it. `is_secondary`: another worker's end was the
+    # cause. `pickled` is the exception itself, where it can be pickled.
 
     fact: str
     trace: str = ""
@@ -39,19 +38,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, trace: TracebackType | None, what: str, fix: str = "") -> Failure:
-    """Describe an exception.
-
-    Parameters
-    ----------
-    error : BaseException
-        The exception.
-    trace : traceback
-        The part of its traceback that is to be shown.
-    what : str
-        Whose exception it is: ``'the function raised'``.
-    fix : str
-        What can be done about it.
-    """
+    """Describe an exception."""
     import cloudpickle
 
     last = in_one_line(error)

@@ -18,11 +18,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run kvhvdrun with the arguments of `launcher_command`; returns its exit code.
-
-    When the thread that has started it ends, which waits for it as long as the program lives, the job ends as by
-    SIGTERM.
-    """
+    """Run kvhvdrun with the arguments of `launcher_command`; returns its exit code."""
+    # When the thread that has started it ends, which waits for it as long as the program lives, the job ends as by
+    # SIGTERM.
     parent, call, reports = (int(argument) for argument in sys.argv[1:4])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died before the call

@@ -32,13 +32,7 @@ class Options:
         return self.min_num_proc is not None or self.max_num_proc is not None
 
     def arguments(self) -> list[str]:
-        """The arguments of kvhvdrun, which checks their values.
-
-        Raises
-        ------
-        InvalidRequestError
-            One of them is of a form that kvhvdrun's command line cannot have.
-        """
+        """The arguments of kvhvdrun, which checks their values."""
         # 1 is what nobody has asked for, where there are fewest or most workers.
         count = None if self.is_elastic and self.num_proc == 1 else self.num_proc
         named = [

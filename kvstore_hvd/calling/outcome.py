@@ -45,20 +45,7 @@ class Outcome:
             self._reason = value
 
     def results(self, code: int) -> list[Any]:
-        """What the function has returned on each rank of the last world.
-
-        Parameters
-        ----------
-        code : int
-            The exit code of the launcher.
-
-        Raises
-        ------
-        LaunchError
-            The job was not started.
-        RunError
-            There is a rank without a result, or the job has failed after the function had returned.
-        """
+        """What the function has returned on each rank of the last world."""
         if self._refusal:
             raise LaunchError(self._refusal)
         if code != 0 or self._reason:  # a program that ignores SIGCHLD does not learn the code

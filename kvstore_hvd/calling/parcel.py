@@ -13,15 +13,7 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(*values: Any) -> int:
-    """Write values by cloudpickle; returns the descriptor of the file, which is the caller's to close.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written: the folder for temporary files is full.
-    Exception
-        Whatever pickling raises.
-    """
+    """Write values by cloudpickle; returns the descriptor of the file, which is the caller's to close."""
     import cloudpickle
 
     with tempfile.TemporaryFile(prefix="kvstore_hvd-") as file:
@@ -32,13 +24,7 @@ def pack(*values: Any) -> int:
 
 
 def unpack(fd: int) -> Iterator[Any]:
-    """Read the values one after the other, each when it is asked for; other processes may read them meanwhile.
-
-    Raises
-    ------
-    Exception
-        Whatever unpickling raises.
-    """
+    """Read the values one after the other, each when it is asked for; other processes may read them meanwhile."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:
         while memory.tell() < len(memory):
             yield pickle.load(memory)

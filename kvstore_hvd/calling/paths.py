@@ -15,15 +15,7 @@ def prefixes() -> list[str]:
 
 
 def take_path(path: Sequence[str], theirs: Sequence[str]) -> None:
-    """Find modules where another process does; an interpreter of another kind keeps its own libraries.
-
-    Parameters
-    ----------
-    path : sequence of str
-        Its ``sys.path``.
-    theirs : sequence of str
-        Its `prefixes`.
-    """
+    """Find modules where another process does; an interpreter of another kind keeps its own libraries."""
     if list(theirs) == prefixes():
         sys.path[:] = path
     else:

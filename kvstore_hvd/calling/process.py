@@ -24,34 +24,9 @@ _LOOK_S = 0.5
 def run_launcher(
     arguments: Sequence[str], environment: dict[str, str], call: int, reports: Reports, hear: Callable[[Report], None]
 ) -> int:
-    """Run kvhvdrun as a child process to its end, and pass its output on.
-
-    Whatever interrupts the wait (Ctrl-C, a signal handler that raises, a stream that cannot be written) ends the job
-    first, and is raised when everything of it is gone. Another Ctrl-C meanwhile kills the workers.
-
-    Parameters
-    ----------
-    arguments : sequence of str
-        The arguments of kvhvdrun.
-    environment : dict
-        That of the launcher and the workers.
-    call : int
-        Descriptor of the file of what is called.
-    reports : Reports
-        Where the workers report.
-    hear : callable
-        Called with each report.
-
-    Returns
-    -------
-    int
-        The exit code, or minus the signal that killed the launcher.
-
-    Raises
-    ------
-    LaunchError
-        The launcher cannot be started.
-    """
+    """Run kvhvdrun as a child process to its end, and pass its output on."""
+    # Whatever interrupts the wait (Ctrl-C, a signal handler that raises, a stream that cannot be written) ends the job
+    # first, and is raised when everything of it is gone. Another Ctrl-C meanwhile kills the workers.
     with ExitStack() as stack:
         streams = [OutputStream(sys.stdout), OutputStream(sys.stderr)]
         for stream in streams:

@@ -21,19 +21,7 @@ sys.exit(main())"""
 
 
 def launcher_command(python: str, parent: int, call: int, reports: int, arguments: Sequence[str]) -> list[str]:
-    """That of the launcher.
-
-    Parameters
-    ----------
-    python : str
-        The interpreter.
-    parent : int
-        Process id of the program that starts it, which it does not outlive.
-    call, reports : int
-        Descriptors that it inherits: the file of what is called, and the socket for reports.
-    arguments : sequence of str
-        Those of kvhvdrun.
-    """
+    """That of the launcher."""
     return [*_program(python, "launcher"), str(parent), str(call), str(reports), *arguments]
 
 

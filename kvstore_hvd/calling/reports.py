@@ -73,28 +73,14 @@ class Report:
 
 
 class Reporter:
-    """The end of the socket that reports go into.
-
-    Parameters
-    ----------
-    fd : int
-        Its descriptor, which was inherited; no process that this one starts inherits it by itself.
-    """
+    """The end of the socket that reports go into."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
 
     def send(self, kind: Kind, sender: Sender, value: Any) -> None:
-        """Report.
-
-        Raises
-        ------
-        OSError
-            The program that is to hear it has ended.
-        Exception
-            Whatever pickling the value raises; nothing is reported then.
-        """
+        """Report."""
         fd = pack(value)
         try:
             head = json.dumps([kind.value, sender.rank, sender.size, sender.generation, sender.worker])
@@ -132,13 +118,7 @@ class Reports:
         self._theirs.close()
 
     def take(self) -> Iterator[Report]:
-        """All that have arrived; does not wait.
-
-        Raises
-        ------
-        RunError
-            One of them is lost, for want of a descriptor.
-        """
+        """All that have arrived; does not wait."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while self.is_open:
                 head, fds, _, _ = socket.recv_fds(self._ours, _LONGEST, 1)

@@ -18,13 +18,7 @@ _CHUNK = 1 << 16
 
 
 class OutputStream:
-    """One of the two streams.
-
-    Parameters
-    ----------
-    stream : text file or None
-        ``sys.stdout`` or ``sys.stderr``; None: what is written there is dropped, as Python itself does.
-    """
+    """One of the two streams."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -21,13 +21,7 @@ _EXIT_FAILED = 1
 
 
 def main() -> int:
-    """Call the function; the arguments are those of `worker_command`.
-
-    Returns
-    -------
-    int
-        0, or 1 when there is no result to report. What the function raises passes through, once it is reported.
-    """
+    """Call the function; the arguments are those of `worker_command`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     call, reports = (int(argument) for argument in sys.argv[1:3])

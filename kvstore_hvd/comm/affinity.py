@@ -12,15 +12,8 @@ __all__ = ["chosen_core", "threads_on"]
 
 
 def chosen_core(cores: Sequence[int], local_rank: int, local_size: int) -> int | None:
-    """The core for a worker's communication threads; None when the user has chosen none.
-
-    All that can be wrong is looked for on every worker, whomever it concerns.
-
-    Raises
-    ------
-    ConfigError
-        There is not a core for every worker of this host, or one that this process may not use.
-    """
+    """The core for a worker's communication threads; None when the user has chosen none."""
+    # All that can be wrong is looked for on every worker, whomever it concerns.
     if not cores:
         return None
     refused = [core for core in cores if not _may_use(core)]
@@ -48,13 +41,7 @@ def _may_use(core: int) -> bool:
 
 @contextlib.contextmanager
 def threads_on(core: int | None) -> Iterator[None]:
-    """Threads that are started inside run on this core and no other; None changes nothing.
-
-    Raises
-    ------
-    ConfigError
-        This process may not use the core.
-    """
+    """Threads that are started inside run on this core and no other; None changes nothing."""
     if core is None:
         yield
         return

@@ -14,23 +14,7 @@ _MAX_BYTES = 16384
 
 
 def exchange(communicator: Communicator | None, topology: Topology, name: str, text: str) -> list[str]:
-    """Every worker's text, in the order of ranks; collective.
-
-    Parameters
-    ----------
-    communicator : Communicator or None
-        None in a world of one.
-    topology : Topology
-    name : str
-        Matches the call with those of the other workers, and names it in errors.
-    text : str
-        What is beyond 16384 bytes is cut off.
-
-    Raises
-    ------
-    HorovodInternalError
-        The world is lost.
-    """
+    """Every worker's text, in the order of ranks; collective."""
     if communicator is None:
         return [text]
     rows = np.zeros((topology.size, _MAX_BYTES), np.uint8)

@@ -19,51 +19,7 @@ PATIENT = "~"
 
 @dataclass(frozen=True)
 class Request:
-    """A collective operation on raw memory, as one worker submits it.
-
-    Parameters
-    ----------
-    collective : str
-        ``'allreduce'``, ``'broadcast'``, ``'exchange'`` (every worker takes what it wants of every worker's input), or
-        ``'reducescatter'``.
-    name : str
-        Matches the request with those of the other workers, whatever the order in which they come. With a `PATIENT`
-        one it may wait for them for any time.
-    label : str
-        How messages name the tensor; need not be equal on all workers.
-    inputs, outputs : sequence of int
-        Addresses. The inputs are this worker's contributions, summed in order; each output receives the result. An
-        output may be one of the inputs, and must not overlap one otherwise. All stay valid until the request is done.
-    shape : sequence of int
-        Of each input and output.
-    dtype : str
-        A key of ``native.DTYPES``.
-    op : str
-        A key of ``native.OPS``.
-    prescale, postscale : float
-        Factors for every input, and for the result.
-    root : int
-        Rank whose input is broadcast.
-    priority : int
-        Higher ones run first.
-    parts : sequence of (rank, from, bytes, to)
-        Exchange: bytes `from` to ``from + bytes`` of that rank's input go to byte `to` of this worker's output.
-        Reducescatter: the one part of the result that this worker receives; its rank means nothing. One input and one
-        output then, which do not overlap.
-    contributed : int
-        Exchange: the elements of this worker's input; `shape` has the largest number of any worker's.
-    weight : float
-        Op ``'average'`` divides the sum by that of the workers' weights, unless there is none above 0. -1: this worker
-        contributes nothing, and counts as an average one of the others.
-    as_half : bool
-        float32 and float64 are reduced as if they had been cast to float16, and the result is cast back.
-    group : int
-        A hash of what is reduced together with it: all of it fails when workers disagree about a part.
-    on_device : bool
-        The addresses are of a GPU.
-    failure : str
-        Why this worker cannot take part: the request fails on all of them with this text.
-    """
+    """A collective operation on raw memory, as one worker submits it."""
 
     collective: str
     name: str
@@ -103,21 +59,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(self, request: Request) -> None:
-        """Carry out `request` and wait for it.
-
-        Raises
-        ------
-        KVHvdError
-            As the request failed: a user error changed nothing, a lost world may have.
-        """
+        """Carry out `request` and wait for it."""
 
     @abstractmethod
     def prepare(self, request: Request, result: Any, owner: Any) -> Callable[[], Any]:
-        """A function that does the same, any number of times, at the least cost.
-
-        It returns `result`, and keeps that and `owner` alive. Errors of MXNet's arrays that nobody has read are left
-        for others to raise.
-        """
+        """A function that does the same, any number of times, at the least cost."""
+        # It returns `result`, and keeps that and `owner` alive. Errors of MXNet's arrays that nobody has read are left
+        # for others to raise.
 
     @abstractmethod
     def wait(self, work: native.Work) -> None:
@@ -125,10 +73,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def wait_for_all(self) -> bool:
-        """Wait until nothing of this worker is pending; False when something still is after the configured timeout.
-
-        A signal's exception, like Ctrl-C's, fails the world first.
-        """
+        """Wait until nothing of this worker is pending; False when something still is after the configured timeout."""
+        # A signal's exception, like Ctrl-C's, fails the world first.
 
     @abstractmethod
     def health(self) -> HorovodInternalError | KVHvdError | None:
@@ -140,24 +86,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def shutdown(self, reason: str = "") -> None:
-        """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given.
-
-        Its descriptors and its memory are given back at once; of the arena when no array lies in it any more.
-        """
+        """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
+        # Its descriptors and its memory are given back at once; of the arena when no array lies in it any more.
 
     def start_device(self, device: int) -> None:
-        """Be ready for operations on arrays of a GPU, before the first one is submitted.
-
-        Parameters
-        ----------
-        device : int
-            As CUDA counts it in this process.
-
-        Raises
-        ------
-        InvalidRequestError
-            This kind of world has none, or this worker uses another one.
-        """
+        """Be ready for operations on arrays of a GPU, before the first one is submitted."""
         fact, fix = "arrays on GPUs cannot be sent in this kind of world.", "copy them to the CPU."
         raise InvalidRequestError(message(fact, fix=fix))
 
@@ -190,10 +123,8 @@ class Communicator(ABC):
         return []
 
     def missed(self, most: int, described: bool = False) -> list[Missed] | None:
-        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now.
-
-        `described`: with what they announced. Then no other thread may submit anything at this time.
-        """
+        """What others have submitted and this worker has not, up to `most`; None when nobody can tell just now."""
+        # `described`: with what they announced. Then no other thread may submit anything at this time.
         return []
 
     def is_met(self, work: native.Work) -> bool:

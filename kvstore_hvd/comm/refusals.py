@@ -24,13 +24,7 @@ _FIXES = {
 
 @contextlib.contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Turn what the system refuses within the block into a LaunchError that tells what helps.
-
-    Raises
-    ------
-    LaunchError
-        Memory, descriptors or threads that a world needs cannot be had.
-    """
+    """Turn what the system refuses within the block into a LaunchError that tells what helps."""
     try:
         yield
     except OSError as error:

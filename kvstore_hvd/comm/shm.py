@@ -33,21 +33,7 @@ _PATIENCE_S = 5.0
 
 
 class ShmCommunicator(Communicator):
-    """Joins the shared memory of the world's workers; returns once this worker has it.
-
-    Parameters
-    ----------
-    world : World
-        Who the workers are, and the secret that they share.
-
-    Raises
-    ------
-    LaunchError
-        Workers did not appear in time, run another build of this package, or cannot watch each other; this one may not
-        open enough files; or the system refuses what a world needs.
-    ConfigError
-        KVHVD_THRESHOLDS is wrong.
-    """
+    """Joins the shared memory of the world's workers; returns once this worker has it."""
 
     def __init__(self, world: World) -> None:
         topology = world.topology

@@ -15,24 +15,7 @@ _CHUNK = 1 << 16  # what a pipe holds
 
 
 class Child:
-    """A running process. Who reaps it sets `code`.
-
-    Parameters
-    ----------
-    command : sequence of str
-        Its command line.
-    environment : dict
-        Its environment.
-    job : bytes
-        The variable that marks it, and what it starts; see `launcher.belonging`.
-    limit : int
-        Bytes of its standard output that are kept; more makes `overflown` true.
-
-    Raises
-    ------
-    OSError
-        It cannot be started.
-    """
+    """A running process. Who reaps it sets `code`."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], job: bytes, limit: int) -> None:
         self.code: int | None = None  # exit code, or -signal; None while it runs

@@ -15,13 +15,7 @@ class _HasDescriptor(Protocol):
 
 
 class Connections:
-    """Knows which connections can be read, and writes what they could not write at once.
-
-    Parameters
-    ----------
-    *others : object with fileno()
-        What else makes the descriptor readable; the caller looks after them in each turn.
-    """
+    """Knows which connections can be read, and writes what they could not write at once."""
 
     def __init__(self, *others: _HasDescriptor) -> None:
         self._epoll = select.epoll()

@@ -71,20 +71,7 @@ class Daemon:
         self._give_up_at = float("inf")
 
     def run(self) -> int:
-        """Do the launcher's work until it says that it is done, or is gone.
-
-        Returns
-        -------
-        int
-            0 when the launcher has ended this daemon, 1 when something else did.
-
-        Raises
-        ------
-        WireError
-            The launcher does not answer.
-        OSError
-            There are too few descriptors or processes.
-        """
+        """Do the launcher's work until it says that it is done, or is gone."""
         processes.adopt_orphans()
         with ExitStack() as stack:
             # Before there are sockets, which it would hold open.

@@ -64,13 +64,7 @@ class DaemonSettings:
 
     @classmethod
     def read(cls, timeout_s: float) -> DaemonSettings:
-        """Read them from standard input, which is empty from then on.
-
-        Raises
-        ------
-        WireError
-            They did not come in time, or are not what they should be.
-        """
+        """Read them from standard input, which is empty from then on."""
         try:
             values = json.loads(_first_line(timeout_s))
             check({"t": "settings", **values}, _FIELDS)

@@ -46,19 +46,7 @@ class _Daemon:
 
 
 class Daemons:
-    """All daemons of a job.
-
-    Parameters
-    ----------
-    settings : DaemonSettings
-        What each is told at its start, but for the name of its host.
-    environment : dict
-        Theirs.
-    relay : Relay
-        Carries what they write.
-    connections : Connections
-        Attends to their lines.
-    """
+    """All daemons of a job."""
 
     def __init__(
         self, settings: DaemonSettings, environment: dict[str, str], relay: Relay, connections: Connections
@@ -76,13 +64,7 @@ class Daemons:
     # -- Starting -------------------------------------------------------------------------------------------------
 
     def start(self, host: str, now: float) -> None:
-        """Start the daemon of a host, if there is none.
-
-        Raises
-        ------
-        OSError
-            It cannot be started.
-        """
+        """Start the daemon of a host, if there is none."""
         if host in self._running:
             return
         with ExitStack() as ends:

@@ -17,15 +17,7 @@ _KILL_TAKES_S = 5.0
 
 
 class Departures:
-    """Sees workers off.
-
-    Parameters
-    ----------
-    settings : Settings
-        How long each step may take.
-    actions : Actions
-        Where it says what is to be done.
-    """
+    """Sees workers off."""
 
     def __init__(self, settings: Settings, actions: Actions) -> None:
         self._settings = settings

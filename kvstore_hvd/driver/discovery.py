@@ -31,22 +31,10 @@ class HostDiscovery(Protocol):
     slots: int  # of all hosts, where that is known from the start; else 0
 
     def start(self) -> None:
-        """Prepare, before there are sockets.
-
-        Raises
-        ------
-        OSError
-            There are too few processes.
-        """
+        """Prepare, before there are sockets."""
 
     def poll(self, now: float) -> dict[str, int] | None:
-        """The hosts, with the slots of each, if they have been found out anew since the last call.
-
-        Raises
-        ------
-        DiscoveryError
-            They could not be found out this time.
-        """
+        """The hosts, with the slots of each, if they have been found out anew since the last call."""
 
     def deadline(self) -> float | None:
         """When `poll` has something to do even if nothing happens; None for never."""
@@ -59,18 +47,7 @@ class HostDiscovery(Protocol):
 
 
 class FixedHosts:
-    """Hosts that stay as they are.
-
-    Parameters
-    ----------
-    hosts : mapping of str to int
-        The slots of each; no more count than there can be workers.
-
-    Raises
-    ------
-    LaunchError
-        One of them is another host.
-    """
+    """Hosts that stay as they are."""
 
     def __init__(self, hosts: Mapping[str, int]) -> None:
         refuse_others(hosts)
@@ -97,13 +74,7 @@ class FixedHosts:
 
 
 def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
-    """The hosts that a script has printed: ``host`` or ``host:slots`` in each line, ``#`` before comments.
-
-    Raises
-    ------
-    LaunchError
-        A line is not of the form, or a host stands there twice.
-    """
+    """The hosts that a script has printed: ``host`` or ``host:slots`` in each line, ``#`` before comments."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     # A host without slots is there, but takes no worker.
     return _usable(slots_of([line for line in lines if line and not line.endswith(":0")], default))
@@ -115,19 +86,7 @@ def _usable(hosts: Mapping[str, int]) -> dict[str, int]:
 
 
 class HostDiscoveryScript:
-    """Runs a script again and again; never two at once, and none for long.
-
-    Parameters
-    ----------
-    command : str
-        For the shell.
-    default : int
-        Slots of a host without a number.
-    environment : dict
-        For the script.
-    job : str
-        Name of the job.
-    """
+    """Runs a script again and again; never two at once, and none for long."""
 
     slots = 0
 
@@ -145,23 +104,11 @@ class HostDiscoveryScript:
         self._late = False
 
     def start(self) -> None:
-        """Have what the script starts end even if we are killed.
-
-        Raises
-        ------
-        OSError
-            There are too few processes.
-        """
+        """Have what the script starts end even if we are killed."""
         self._guard = Guard(self._variable)
 
     def poll(self, now: float) -> dict[str, int] | None:
-        """The hosts that the script has printed, once it has ended; starts it when it is time.
-
-        Raises
-        ------
-        DiscoveryError
-            It cannot be started, has failed or taken too long, or what it printed are no hosts.
-        """
+        """The hosts that the script has printed, once it has ended; starts it when it is time."""
         if self._child is None:
             if now >= self._next:
                 self._start(now)

@@ -83,23 +83,7 @@ class ElasticDriver:
         self._status: StatusLine
 
     def run(self) -> int:
-        """Run the job to its end.
-
-        Returns
-        -------
-        int
-            128 + n when signal n asked the launcher to end. Otherwise the exit code of the job: 0 when a worker has
-            ended with 0, and all that were left then did; else that of the worker that failed first, 128 + n when
-            signal n killed it, or 1 for another reason. For a job that went well, 141 when the reader of the output
-            has gone, 1 when output was lost.
-
-        Raises
-        ------
-        StartError
-            There are too few descriptors or processes even to begin.
-        LaunchError
-            The event log cannot be made.
-        """
+        """Run the job to its end."""
         processes.adopt_orphans()
         secret = secrets.token_bytes(32)
         with ExitStack() as stack:

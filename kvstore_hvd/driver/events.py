@@ -18,18 +18,12 @@ _MAX_PENDING = 1 << 22
 
 
 class EventLog:
-    """Writes events to a file, which is emptied first; without a file, nowhere. Use as a context manager.
+    """Writes events to a file, which is emptied first; without a file, nowhere. Use as a context manager."""
 
-    Each line has ``time`` (seconds since 1970), ``monotonic`` (seconds of ``time.monotonic()`` of this host), ``event``
-    and the fields of that event. Nobody waits for a disk that stalls, or for the reader of a pipe that stands still:
-    events are kept in memory meanwhile, and beyond 4 MiB they are counted and left out. The event ``events_lost`` says
-    later how many there were.
-
-    Raises
-    ------
-    LaunchError
-        The file cannot be made.
-    """
+    # Each line has ``time`` (seconds since 1970), ``monotonic`` (seconds of ``time.monotonic()`` of this host),
+    # ``event`` and the fields of that event. Nobody waits for a disk that stalls, or for the reader of a pipe that
+    # stands still: events are kept in memory meanwhile, and beyond 4 MiB they are counted and left out. The event
+    # ``events_lost`` says later how many there were.
 
     def __init__(self, path: str | None) -> None:
         self._fd = -1

@@ -14,11 +14,10 @@ _MAX_EPOCHS = 5
 
 
 class Failures:
-    """Counts generations, one after the other, in which a newcomer has failed soon after it had joined.
+    """Counts generations, one after the other, in which a newcomer has failed soon after it had joined."""
 
-    The first workers of a job do not count: on a bad host many of them may fail, one after the other, while the rest
-    could go on. Nor does SIGKILL, which comes from outside.
-    """
+    # The first workers of a job do not count: on a bad host many of them may fail, one after the other, while the rest
+    # could go on. Nor does SIGKILL, which comes from outside.
 
     def __init__(self) -> None:
         self._first_at: float | None = None  # when the first world was joined

@@ -30,19 +30,7 @@ class Phase(enum.Enum):
 
 
 class Generation:
-    """The number and the members of a generation, in the order of their ranks. Before the first one the number is -1.
-
-    Parameters
-    ----------
-    number : int
-        The number.
-    members : sequence of Worker
-        Who was given the world.
-    now : float
-        When; of a `JobClock`, as all times here.
-    start_timeout_s, timeout_s : float
-        Seconds that the workers may take to meet, and that an operation may wait for them.
-    """
+    """The number and the members of a generation, in the order of their ranks."""
 
     def __init__(
         self, number: int, members: Sequence[Worker], now: float, start_timeout_s: float, timeout_s: float

@@ -6,13 +6,7 @@ __all__ = ["JobClock"]
 
 
 class JobClock:
-    """A clock that goes on only while all daemons are heard: what a worker has said comes through its daemon.
-
-    Parameters
-    ----------
-    now : float
-        What it shows at first: the time of the launcher's `RunningClock`, with which it stands still as well.
-    """
+    """A clock that goes on only while all daemons are heard: what a worker has said comes through its daemon."""
 
     def __init__(self, now: float) -> None:
         self.now = self._read_at = now

@@ -45,17 +45,7 @@ _MAX_FAILED_MEETINGS = 20
 
 
 class Job:
-    """The state of a job.
-
-    Parameters
-    ----------
-    settings : Settings
-        What the user asked for.
-    now : float
-        The time; of a `JobClock`, as that of every event.
-    chance : random.Random, optional
-        As for `Slots`.
-    """
+    """The state of a job."""
 
     def __init__(self, settings: Settings, now: float, chance: random.Random | None = None) -> None:
         self._settings = settings
@@ -176,13 +166,7 @@ class Job:
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
-        """A worker says something: a message whose form has been checked.
-
-        Raises
-        ------
-        ValueError
-            The worker cannot say this now. Nothing has changed.
-        """
+        """A worker says something: a message whose form has been checked."""
         worker = self._roster.get(number)
         if worker is None:
             raise ValueError(f"there is no worker {number}")
@@ -381,10 +365,8 @@ class Job:
                 self._departures.dismiss(worker, now)
 
     def _newcomers_join_at(self) -> float | None:
-        """When members are to hear of newcomers: once all are ready that were started, or after a brief wait.
-
-        None when there is nothing to tell.
-        """
+        """When members are to hear of newcomers: once all are ready that were started, or after a brief wait."""
+        # None when there is nothing to tell.
         ready = self._newcomers()
         are_coming = any(worker.ready for worker in self._generation.left)
         if not ready or self._finishing or are_coming or self._generation.told & ADDED:

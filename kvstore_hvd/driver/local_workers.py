@@ -48,23 +48,7 @@ class LocalWorker:
 
 
 class LocalWorkers:
-    """All workers that run here, by their ids.
-
-    Parameters
-    ----------
-    relay : Relay
-        Carries what they write.
-    guard : Guard
-        Ends them when this process is killed.
-    variable : bytes
-        That marks them.
-    grace_s : float
-        Seconds for what a worker leaves behind, between SIGTERM and SIGKILL.
-    prefix : bool
-        Whether to put ``[id]`` before each line that they write.
-    keep : sequence of int
-        Descriptors that they inherit.
-    """
+    """All workers that run here, by their ids."""
 
     def __init__(
         self, relay: Relay, guard: Guard, variable: bytes, grace_s: float, prefix: bool, keep: Sequence[int] = ()
@@ -95,13 +79,7 @@ class LocalWorkers:
     def start(
         self, worker: int, command: Sequence[str], environment: dict[str, str], cores: Sequence[int]
     ) -> LocalWorker:
-        """Start a worker.
-
-        Raises
-        ------
-        NotStarted
-            The command cannot be executed, or there is not enough of something.
-        """
+        """Start a worker."""
         self._used.add(worker)
         started = LocalWorker(worker)
         prefix = f"[{worker}] ".encode() if self._prefix else b""
@@ -127,10 +105,8 @@ class LocalWorkers:
         self._reaper.signal(worker.pid, number)
 
     def reap(self) -> list[LocalWorker]:
-        """Collect every child that has ended, adopted orphans too; returns the workers among them.
-
-        What a worker has left behind, which may hold locks, ports, or the pipes that we read, is ended.
-        """
+        """Collect every child that has ended, adopted orphans too; returns the workers among them."""
+        # What a worker has left behind, which may hold locks, ports, or the pipes that we read, is ended.
         ended = []
         by_pid = {worker.pid: worker for worker in self._running.values()}
         for pid, code in self._reaper.reap():

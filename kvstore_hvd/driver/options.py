@@ -57,13 +57,7 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Whether these options ask for an elastic job.
-
-    Raises
-    ------
-    LaunchError
-        They do not, but there are some that are for elastic jobs only.
-    """
+    """Whether these options ask for an elastic job."""
     if any(getattr(options, name) is not None for name in _DECISIVE):
         return True
     for name in _OTHERS:
@@ -75,24 +69,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
 def elastic_plan(
     options: argparse.Namespace, command: Sequence[str], environment: dict[str, str], caller: Caller | None = None
 ) -> ElasticPlan:
-    """Make the plan.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-        The options of kvhvdrun.
-    command : sequence of str
-        The program of every worker, found, and its arguments.
-    environment : dict
-        The variables of the workers.
-    caller : Caller, optional
-        Who has started the launcher to call a function.
-
-    Raises
-    ------
-    LaunchError, ConfigError
-        An option has a value that cannot be, or does not go with another one.
-    """
+    """Make the plan."""
     if options.output_filename is not None:
         raise LaunchError(
             message(

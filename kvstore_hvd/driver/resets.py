@@ -18,15 +18,7 @@ class Resets:
         self._known: set[int] = set()
 
     def add(self, changes: Set[int], is_loss: bool) -> None:
-        """The workers meet again.
-
-        Parameters
-        ----------
-        changes : set of int
-            Those of the hosts because of which workers come or go now, by number.
-        is_loss : bool
-            Whether the world before was lost.
-        """
+        """The workers meet again."""
         if is_loss or not changes or NO_CHANGE in changes or not changes <= self._known:
             self.count += 1
         self._known |= changes

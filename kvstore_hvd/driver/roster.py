@@ -106,10 +106,8 @@ class Roster:
 
 
 def rank_order(workers: Iterable[Worker]) -> list[Worker]:
-    """Put workers, oldest first, into the order of their ranks.
-
-    Workers of one host stand next to each other; hosts stand in the order of their oldest worker.
-    """
+    """Put workers, oldest first, into the order of their ranks."""
+    # Workers of one host stand next to each other; hosts stand in the order of their oldest worker.
     hosts: dict[str, list[Worker]] = {}
     for worker in workers:
         assert worker.place is not None
@@ -118,10 +116,8 @@ def rank_order(workers: Iterable[Worker]) -> list[Worker]:
 
 
 def local_ranks(ranked: Sequence[Worker], order: Callable[[Slot], Any]) -> list[int]:
-    """The local ranks of workers: on each host in the order of their slots, whoever came first.
-
-    So a worker that takes the place of another one gets the local rank, and with that the device, that is free.
-    """
+    """The local ranks of workers: on each host in the order of their slots, whoever came first."""
+    # So a worker that takes the place of another one gets the local rank, and with that the device, that is free.
     hosts: dict[str, list[Worker]] = {}
     is_known = all(worker.place is not None for worker in ranked)  # else all are taken for workers of one host
     for worker in ranked:

@@ -12,17 +12,7 @@ __all__ = ["Shares"]
 
 
 class Shares:
-    """Cores, and threads of OpenMP.
-
-    Parameters
-    ----------
-    bind : bool
-        Whether workers are pinned to their cores.
-    environment : mapping
-        Theirs: a number of threads that is set there is the user's choice.
-    max_np : int
-        How many workers there are at most.
-    """
+    """Cores, and threads of OpenMP."""
 
     def __init__(self, bind: bool, environment: Mapping[str, str], max_np: int) -> None:
         self._bind = bind

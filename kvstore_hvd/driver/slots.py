@@ -40,15 +40,7 @@ class _Crashes:
 
 
 class Slots:
-    """The slots of all hosts, oldest host first.
-
-    Parameters
-    ----------
-    cooldown : Cooldown
-        How long a slot gets no worker after its second crash, and after each one that follows.
-    chance : random.Random, optional
-        Where the random part of that time comes from.
-    """
+    """The slots of all hosts, oldest host first."""
 
     def __init__(self, cooldown: Cooldown, chance: random.Random | None = None) -> None:
         self._cooldown = cooldown
@@ -66,14 +58,7 @@ class Slots:
         return sum(self._hosts.values())
 
     def update(self, hosts: Mapping[str, int]) -> list[tuple[str, str, int]]:
-        """Take the hosts that are there now, and how many slots each has.
-
-        Returns
-        -------
-        list of tuple
-            What has changed: ``'host_added'`` (new, or with more slots) or ``'host_removed'`` (gone, or with fewer),
-            the host, and how many slots it has now.
-        """
+        """Take the hosts that are there now, and how many slots each has."""
         changes = []
         for host, before in list(self._hosts.items()):
             now = hosts.get(host, 0)

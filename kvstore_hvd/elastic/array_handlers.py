@@ -49,38 +49,18 @@ class ArraysHandler(StagedHandler):
         raise NotImplementedError
 
     def conform(self, details: Details, specs: Sequence[Spec]) -> Sequence[tuple[Any, int]]:
-        """Make the value like this in everything but the values of arrays.
-
-        Returns
-        -------
-        sequence of (array, int)
-            All arrays of the value, each with the number of the one in `specs` whose values it is to have.
-        """
+        """Make the value like this in everything but the values of arrays."""
         raise NotImplementedError
 
     def stage(self) -> None:
-        """See `StagedHandler.stage`. Waits for the arrays.
-
-        Raises
-        ------
-        MXNetError
-            The computation of an array failed: HorovodInternalError too, if the world was lost meanwhile.
-        """
+        """See `StagedHandler.stage`. Waits for the arrays."""
         details, arrays = self.describe()
         self._spare.image.fit(self._specs.of(arrays))
         self._spare.image.read(array for _, array in arrays)
         self._spare.details = details
 
     def receive(self) -> None:
-        """See `StagedHandler.receive`.
-
-        Raises
-        ------
-        MismatchError
-            On all workers: a worker's value cannot become like rank 0's.
-        HorovodInternalError
-            The world is lost.
-        """
+        """See `StagedHandler.receive`."""
         world = process.current().member
         is_root = world.topology.rank == 0
         spare = self._spare

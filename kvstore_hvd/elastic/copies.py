@@ -15,18 +15,7 @@ __all__ = ["deep_copy", "named_copies"]
 
 
 def deep_copy(value: Any) -> Any:
-    """A copy as ``copy.deepcopy`` makes it, in which arrays of MXNet stay on their devices.
-
-    Parameters
-    ----------
-    value : object
-        Anything that ``copy.deepcopy`` can copy. Waits for the values of arrays.
-
-    Raises
-    ------
-    Exception
-        What a part of it raises as it is copied.
-    """
+    """A copy as ``copy.deepcopy`` makes it, in which arrays of MXNet stay on their devices."""
     # MXNet's arrays are copied by pickling them: slowly, to cpu(0), and not those that are empty.
     copies: dict[int, Any] = {}
     for array in _arrays_in(value):
@@ -38,21 +27,7 @@ def deep_copy(value: Any) -> Any:
 
 
 def named_copies(values: Mapping[str, Any], of: str) -> dict[str, Any]:
-    """Copies of values. One copy for all, so that what two of them share they still share.
-
-    Parameters
-    ----------
-    values : mapping of str to object
-    of : str
-        What they belong to, for errors.
-
-    Raises
-    ------
-    InvalidRequestError
-        A value cannot be copied.
-    Exception
-        The computation of an array failed.
-    """
+    """Copies of values. One copy for all, so that what two of them share they still share."""
     try:
         return deep_copy(dict(values))  # type: ignore[no-any-return]
     except Exception:

@@ -13,22 +13,7 @@ _NAME = "elastic/faults"
 
 
 def raise_on_all(world: Member, fault: str) -> None:
-    """Raise on all workers what is wrong with the state of any. Every worker calls it, inside ``world.submitting()``.
-
-    Parameters
-    ----------
-    world : Member
-        Of several workers.
-    fault : str
-        Why this worker's state does not match rank 0's, as a sentence; '' if it does.
-
-    Raises
-    ------
-    MismatchError
-        There was something; on all workers.
-    HorovodInternalError
-        The world is lost.
-    """
+    """Raise on all workers what is wrong with the state of any."""
     faults = exchange(world.communicator(), world.topology, _NAME, fault)
     if any(faults):
         raise MismatchError(

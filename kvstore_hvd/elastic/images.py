@@ -38,13 +38,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(name: object, array: Any) -> Spec:
-    """What an array of MXNet looks like; `name` is how an error calls it.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        It is sparse.
-    """
+    """What an array of MXNet looks like; `name` is how an error calls it."""
     stype = mxnet_compat.stype_of(array)
     if stype != "default":
         fact, fix = f"cannot save {stype} arrays.", "in Gluon, create the layer with sparse_grad=False."
@@ -60,13 +54,7 @@ class Specs:
         self._known: dict[int, tuple[Any, Spec]] = {}
 
     def of(self, arrays: Iterable[tuple[object, Any]]) -> list[Spec]:
-        """What they look like, given with names. Arrays that are not asked about any more are forgotten.
-
-        Raises
-        ------
-        UnsupportedDtypeError
-            As `spec_of`.
-        """
+        """What they look like, given with names. Arrays that are not asked about any more are forgotten."""
         before, now, specs = self._known, {}, []
         for name, array in arrays:
             known = before.get(id(array))
@@ -114,13 +102,7 @@ class Image:
         return self._memory[: self._size]
 
     def read(self, arrays: Iterable[Any]) -> None:
-        """Take over the values of arrays, one for each that it fits; waits for them.
-
-        Raises
-        ------
-        MXNetError
-            The computation of a value failed. What it holds is undefined then.
-        """
+        """Take over the values of arrays, one for each that it fits; waits for them."""
         mxnet_compat.read_into(arrays, self._places)
 
     def write(self, arrays: Iterable[tuple[Any, int]]) -> None:

@@ -15,22 +15,10 @@ __all__ = ["ParametersHandler"]
 
 
 class ParametersHandler(ArraysHandler):
-    """Handler of parameters with their auxiliary states.
+    """Handler of parameters with their auxiliary states."""
 
-    A parameter that waits for its shape is saved as it is when it gets it. Gradients are no part of the state; those
-    that add up (``grad_req='add'``) are zero after a restore.
-
-    Parameters
-    ----------
-    value : Block, ParameterDict or dict of Parameter
-
-    Raises
-    ------
-    InvalidRequestError
-        A parameter has not been initialised.
-    UnsupportedDtypeError
-        A parameter is sparse.
-    """
+    # A parameter that waits for its shape is saved as it is when it gets it. Gradients are no part of the state; those
+    # that add up (``grad_req='add'``) are zero after a restore.
 
     def __init__(self, value: Any) -> None:
         self._first: dict[str, Image] = {}  # initial values of those that got their shapes after they were saved

@@ -16,12 +16,10 @@ _LOST = tuple(
 
 
 def as_lost_world(error: BaseException) -> HorovodInternalError | None:
-    """The error as one that tells of a lost world; None if it is another one.
-
-    MXNet raises the errors of our operations as their classes where it can. Where it cannot, as in a graph, it raises
-    an ``MXNetError`` with their name and text. An operation on what a lost one should have computed fails with an
-    `InputFailedError`, whose text has that of the lost one.
-    """
+    """The error as one that tells of a lost world; None if it is another one."""
+    # MXNet raises the errors of our operations as their classes where it can. Where it cannot, as in a graph, it raises
+    # an ``MXNetError`` with their name and text. An operation on what a lost one should have computed fails with an
+    # `InputFailedError`, whose text has that of the lost one.
     if isinstance(error, HorovodInternalError):
         return error
     if type(error).__name__ != "MXNetError" and not isinstance(error, InputFailedError):
@@ -37,13 +35,7 @@ def as_lost_world(error: BaseException) -> HorovodInternalError | None:
 
 
 def check_recoverable(error: HorovodInternalError) -> None:
-    """Check that the workers that are left can meet again.
-
-    Raises
-    ------
-    PeerLostError
-        One has died, and nothing can take its place.
-    """
+    """Check that the workers that are left can meet again."""
     world = process.current()
     if world.line is not None or not isinstance(error, PeerLostError):
         return  # whoever lives meets again

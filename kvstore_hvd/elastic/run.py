@@ -146,15 +146,7 @@ class _Loop:
         self._has_told = False
 
     def begin(self) -> None:
-        """Listen to the launcher.
-
-        Raises
-        ------
-        InvalidTypeError
-            The state lacks a method that the loop calls.
-        InvalidRequestError
-            This process is in such a loop already.
-        """
+        """Listen to the launcher."""
         lacking = [f"{name}()" for name in _CALLED if not callable(getattr(self._state, name, None))]
         if lacking:
             speaker = process.current().topology.speaker
@@ -174,13 +166,7 @@ class _Loop:
         notification_manager.remove_listener(self._state)
 
     def recover(self, error: HorovodInternalError) -> None:
-        """Go back to the last commit, and on into the next world.
-
-        Raises
-        ------
-        HorovodInternalError
-            That is not possible here.
-        """
+        """Go back to the last commit, and on into the next world."""
         check_recoverable(error)
         text = str(error).partition("\n")[0]
         log.logger.info("the world is lost, back to the last commit: %s", text)
@@ -224,13 +210,7 @@ class _Loop:
             line.finished()
 
     def _agree(self) -> None:
-        """Skip the next sync only if all workers would: those that are new to the world need it.
-
-        Raises
-        ------
-        InvalidRequestError
-            Others are in a later call of `run`. On this worker only: they go on without it.
-        """
+        """Skip the next sync only if all workers would: those that are new to the world need it."""
         world = process.current().member
         with world.submitting():
             own = np.array([self.skips_sync, self._number], np.int64)

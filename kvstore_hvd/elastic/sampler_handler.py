@@ -13,15 +13,10 @@ __all__ = ["SamplerHandler"]
 
 
 class SamplerHandler(StagedHandler):
-    """Handler of an `ElasticSampler`.
+    """Handler of an `ElasticSampler`."""
 
-    Workers take their steps together, so rank 0 knows what all have processed. It hands on what belongs to the
-    parameters that it hands on: others may have committed one step more or less.
-
-    Parameters
-    ----------
-    value : ElasticSampler
-    """
+    # Workers take their steps together, so rank 0 knows what all have processed. It hands on what belongs to the
+    # parameters that it hands on: others may have committed one step more or less.
 
     def __init__(self, value: Any) -> None:
         self._saved: dict[str, Any] = {}
@@ -33,15 +28,7 @@ class SamplerHandler(StagedHandler):
         self._spare = self.value.state_dict()
 
     def receive(self) -> None:
-        """See `StagedHandler.receive`.
-
-        Raises
-        ------
-        MismatchError
-            On all workers: a worker's sampler would not split the same samples in the same order.
-        HorovodInternalError
-            The world is lost.
-        """
+        """See `StagedHandler.receive`."""
         world = process.current().member
         self.stage()
         if world.is_alone:

@@ -32,19 +32,7 @@ class _Place(NamedTuple):
 
 
 class TrainerHandler(ArraysHandler):
-    """Handler of a Trainer: all that its updates depend on, but for parameters and gradients.
-
-    Parameters
-    ----------
-    value : mxnet.gluon.Trainer
-
-    Raises
-    ------
-    InvalidRequestError
-        The Trainer has its store update the parameters, or a setting of its optimizer cannot be copied.
-    UnsupportedDtypeError
-        A state of the optimizer is sparse.
-    """
+    """Handler of a Trainer: all that its updates depend on, but for parameters and gradients."""
 
     def describe(self) -> tuple[Details, Arrays]:
         """See `ArraysHandler.describe`."""
@@ -136,11 +124,9 @@ def _innermost(trainer: Any) -> Any:
 
 
 def _has_our_store(trainer: Any) -> bool:
-    """Whether it exchanges gradients through a store of ours, which is made now if it is not yet.
-
-    Stores are matched by the order in which they are made, and Trainers make theirs in the first step: those of workers
-    that came later might do it in another order.
-    """
+    """Whether it exchanges gradients through a store of ours, which is made now if it is not yet."""
+    # Stores are matched by the order in which they are made, and Trainers make theirs in the first step: those of
+    # workers that came later might do it in another order.
     import mxnet
 
     asked = trainer._kvstore_params

@@ -52,11 +52,10 @@ _TOO_LARGE = 1 << 63  # lengths travel with a sign
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """A contiguous array on a GPU.
+    """A contiguous array on a GPU."""
 
-    `stream` is the number (as of ``__cuda_array_interface__``) of the stream in which its content is written; None when
-    whoever made it says that it is ready. `owner` keeps the memory alive.
-    """
+    # `stream` is the number (as of ``__cuda_array_interface__``) of the stream in which its content is written; None
+    # when whoever made it says that it is ready. `owner` keeps the memory alive.
 
     address: int
     shape: tuple[int, ...]
@@ -87,24 +86,7 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def device_array(array: Any, **speaker: Any) -> DeviceArray:
-    """Describe an array that `is_on_gpu`.
-
-    Parameters
-    ----------
-    array
-        Not copied.
-    **speaker
-        Who speaks, and of which operation: passed to `errors.message`.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        Its elements cannot travel.
-    InvalidRequestError
-        It is not contiguous, has a mask, is not in the memory of a GPU, or describes itself wrongly.
-    LaunchError
-        CuPy or the driver are missing, see `runtime.cupy`.
-    """
+    """Describe an array that `is_on_gpu`."""
     interface = _interface_of(array)
     try:
         # Before version 3 (PyTorch) nobody says in which stream the content is written. bfloat16 has no name there, and
@@ -125,13 +107,7 @@ def device_array(array: Any, **speaker: Any) -> DeviceArray:
 
 
 def empty_like(array: DeviceArray, **speaker: Any) -> Any:
-    """A new array of CuPy with the shape and dtype, on the same device.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        CuPy has no such dtype.
-    """
+    """A new array of CuPy with the shape and dtype, on the same device."""
     if array.dtype == "bfloat16":
         text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **speaker)
         raise UnsupportedDtypeError(text)

@@ -28,17 +28,7 @@ def key_of(*parts: object) -> str:
 
 @contextlib.contextmanager
 def stored(key: str, make: Callable[[], bytes], folder: str = "") -> Iterator[Path]:
-    """A file with what `make` returned, now or on an earlier start; it exists while this context lasts.
-
-    Parameters
-    ----------
-    key : str
-        From `key_of`, with all that the content depends on.
-    make : callable
-        Called when there is no whole file of this key.
-    folder : str
-        Instead of the user's own.
-    """
+    """A file with what `make` returned, now or on an earlier start; it exists while this context lasts."""
     place = Path(folder or cache_folder())
     found = _find(place, key)
     if found is not None:

@@ -31,13 +31,7 @@ class Device:
 
     @classmethod
     def of(cls, ordinal: int, host: str, nccl: int = 0) -> Device:
-        """Ask CUDA about the device of this number.
-
-        Raises
-        ------
-        LaunchError
-            There is no such device, or it is too old.
-        """
+        """Ask CUDA about the device of this number."""
         cuda = cupy().cuda.runtime
         with checked("count the GPUs"):
             count = int(cuda.getDeviceCount())
@@ -101,12 +95,7 @@ def active(ordinal: int) -> Iterator[None]:
 
 
 class Residents:
-    """Tells addresses on one device from those on others; what it has found it remembers.
-
-    Parameters
-    ----------
-    ordinal : int
-    """
+    """Tells addresses on one device from those on others; what it has found it remembers."""
 
     _PAGE_BITS = 21  # memory of two devices is never in one piece of 2 MiB
 
@@ -115,13 +104,7 @@ class Residents:
         self._known: set[int] = set()
 
     def check(self, addresses: Iterable[int]) -> None:
-        """Refuse addresses that kernels on the device cannot use. Addresses of 0, of empty arrays, pass.
-
-        Raises
-        ------
-        InvalidRequestError
-            One lies on another device, or on none.
-        """
+        """Refuse addresses that kernels on the device cannot use. Addresses of 0, of empty arrays, pass."""
         for address in addresses:
             if address and address >> self._PAGE_BITS not in self._known:
                 with checked("ask where an array lies"):
@@ -161,31 +144,7 @@ def shared(devices: Sequence[Device]) -> dict[str, list[int]]:
 
 
 def choose_path(devices: Sequence[Device], reach: bool, wish: str, oldest_nccl: int) -> tuple[str, str]:
-    """Which way arrays travel in a world, and why; the same on all workers.
-
-    Parameters
-    ----------
-    devices : sequence of Device
-        In the order of ranks.
-    reach : bool
-        Whether every worker's device reaches all others'.
-    wish : str
-        ``'auto'``, or the one that the user demands.
-    oldest_nccl : int
-        Version that NCCL must have.
-
-    Returns
-    -------
-    path : str
-        ``'nccl'``, ``'kernels'`` or ``'staged'``.
-    reason : str
-        Why it is not NCCL; empty when it is.
-
-    Raises
-    ------
-    LaunchError
-        What the user demands is not possible.
-    """
+    """Which way arrays travel in a world, and why; the same on all workers."""
     users = shared(devices)
     same_host = len({device.host for device in devices}) == 1
     against_nccl = ""

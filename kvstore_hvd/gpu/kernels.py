@@ -152,19 +152,7 @@ CAUSES = {1: "timeout", 2: "abort"}
 
 
 class Stop(NamedTuple):
-    """What a kernel that ended early says. The word of the rank that stopped first goes to the ranks that still wait.
-
-    Attributes
-    ----------
-    cause : str
-        One of `CAUSES`: this rank waited longer than ``timeout_ns``, or the host set its abort word.
-    rank : int
-        The rank that stopped the others.
-    awaited : int
-        The rank that it waited for.
-    place : str
-        What it waited for.
-    """
+    """What a kernel that ended early says."""
 
     cause: str
     rank: int
@@ -189,13 +177,7 @@ class Stop(NamedTuple):
 
 
 def source() -> str:
-    """Return all kernels as one text: the headers put in, for NVRTC without a file system.
-
-    Returns
-    -------
-    str
-        CUDA C++17; with `options` compiled for one element type only.
-    """
+    """Return all kernels as one text: the headers put in, for NVRTC without a file system."""
     folder = Path(__file__).with_name("cuda")
     seen: set[str] = set()
 
@@ -215,13 +197,7 @@ def source() -> str:
 
 
 def options(dtype: Optional[str] = None) -> tuple[str, ...]:
-    """Return the options for the compiler, apart from the architecture.
-
-    Parameters
-    ----------
-    dtype : str, optional
-        Compile only the kernels of this type (`kernel_names`), which is several times faster. None: all kernels.
-    """
+    """Return the options for the compiler, apart from the architecture."""
     only = () if dtype is None else (f"-DKVHVD_ONLY={DTYPES[dtype]}",)
     # Contraction would round differently from the CPU engine.
     return ("--std=c++17", "--fmad=false", *only)
@@ -231,43 +207,7 @@ def options(dtype: Optional[str] = None) -> tuple[str, ...]:
 
 
 def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = False, ranks: int = 0) -> str:
-    """Return the name of the kernel of an allreduce or a reduce-scatter.
-
-    Parameters
-    ----------
-    algorithm : {'oneshot', 'twoshot', 'ring'}
-        ``oneshot``: copies the segments ``inputs`` into this rank's staging memory, meets the other ranks, and reduces
-        each of ``outputs`` from the staging memory of all ranks in rank order: any part of the fused buffer, so a
-        reduce-scatter too. Without ``meet``: reduces ``outputs`` only, ``inputs`` is empty.
-
-        ``twoshot``: the same, but every rank reduces one n-th and writes it to the staging memory of all, they meet
-        again, and it copies its own staging memory to ``outputs``. Both tables may be empty: the data are, and stay,
-        in staging memory. Without ``meet``: this launch reduces all of it for all ranks; both tables are empty, and
-        any number of blocks is right.
-
-        ``ring``: ``bytes`` bytes from ``inputs[0].pointer`` to ``outputs[0].pointer`` (the same, or no overlap),
-        through the FIFO memory; rounds 16-bit floats once for each rank, and adds in the order of the ring, so that
-        all ranks get the same bits, but not those of the other algorithms. Needs no staging memory, and ``meet`` 1.
-    dtype, op : str
-        Keys of `DTYPES` and `OPS`.
-    as_half : bool
-        Sums of float32 and float64 as if they were float16 (see ``native/reduce/reduce.hpp``); without
-        effect on others.
-    ranks : int
-        How many take part; 0 gives a name that works for any number (two or more for ``ring``). One rank with scales
-        of 1 and not ``as_half`` only copies: use `copy_kernel` or `exchange_kernel` then, which keep the bits of a NaN
-        as the CPU engine does; these kernels make every NaN the canonical one.
-
-    Returns
-    -------
-    str
-        A member of `kernel_names`.
-
-    Raises
-    ------
-    ValueError
-        There is no such algorithm, type or operation.
-    """
+    """Return the name of the kernel of an allreduce or a reduce-scatter."""
     if algorithm not in ("oneshot", "twoshot", "ring") or dtype not in DTYPES or op not in OPS:
         raise ValueError(f"no kernel for {algorithm!r}, {dtype!r}, {op!r}")
     summed = op in ("sum", "average")
@@ -282,28 +222,14 @@ def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = Fal
 
 
 def exchange_kernel() -> str:
-    """Return the name of the kernel of broadcast, allgather and alltoall; the same for all types.
-
-    It copies the segments ``inputs`` into this rank's staging memory, meets the other ranks, and copies each of
-    ``outputs`` from the staging memory of its ``rank``. Without ``meet`` only the latter.
-    """
+    """Return the name of the kernel of broadcast, allgather and alltoall; the same for all types."""
+    # It copies the segments ``inputs`` into this rank's staging memory, meets the other ranks, and copies each of
+    # ``outputs`` from the staging memory of its ``rank``. Without ``meet`` only the latter.
     return "kvhvd_exchange"
 
 
 def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
-    """Return the name of the kernel that packs segments into a buffer, or unpacks them, with ``scale``.
-
-    Parameters
-    ----------
-    tensor_dtype, buffer_dtype : str
-        The types of the segments and of the buffer, one of `casts`; elements are scaled in the wider of the two, at
-        least float32 (integers in float64), and rounded once. Both empty: bytes are copied, and nothing is scaled.
-
-    Raises
-    ------
-    ValueError
-        The tensors cannot be packed so.
-    """
+    """Return the name of the kernel that packs segments into a buffer, or unpacks them, with ``scale``."""
     if not tensor_dtype and not buffer_dtype:
         return "kvhvd_copy"
     if buffer_dtype not in casts(tensor_dtype):

@@ -68,18 +68,7 @@ class Members:
 
 
 class Launcher:
-    """Launches on one stream of the device that is current.
-
-    Parameters
-    ----------
-    modules : Kernels
-    stream : Stream
-    timeout_s : float
-        Seconds that a kernel may wait for other ranks.
-    is_shared : bool
-        Kernels of other ranks wait on this device, too. CUDA does not run two cooperative launches at once, so theirs
-        are ordinary ones there; that all of them have room is then only our own count of blocks.
-    """
+    """Launches on one stream of the device that is current."""
 
     def __init__(self, modules: Kernels, stream: Stream, timeout_s: float, is_shared: bool = False) -> None:
         self.stream = stream
@@ -97,13 +86,7 @@ class Launcher:
     # -- Launches ----------------------------------------------------------------------------------------------
 
     def world(self, members: Members) -> int:
-        """Put what `collective` needs to know of the ranks on the device; returns its address there.
-
-        Raises
-        ------
-        ValueError
-            Too many are known already.
-        """
+        """Put what `collective` needs to know of the ranks on the device; returns its address there."""
         table = np.zeros(1, kernels.WORLD)
         table["rank"], table["ranks"], table["slot_vectors"] = members.rank, len(members.staging), members.slot_vectors
         for field in ("staging", "control", "fifo"):
@@ -132,19 +115,7 @@ class Launcher:
         buffer_dtype: str = "",
         scale: float = 1.0,
     ) -> None:
-        """Pack segments into a buffer, or unpack them.
-
-        Parameters
-        ----------
-        segments : sequence of Segment
-            With sizes in elements of `dtype`, and offsets in bytes, multiples of 16.
-        buffer : int
-        into_buffer : bool
-        dtype, buffer_dtype : str
-            Of the segments, and of the buffer where it is another.
-        scale : float
-            For every element.
-        """
+        """Pack segments into a buffer, or unpack them."""
         if not segments:
             return
         buffer_dtype = buffer_dtype or dtype
@@ -178,23 +149,7 @@ class Launcher:
         meet: bool = True,
         blocks: int = 0,
     ) -> None:
-        """Launch a kernel of an allreduce or an exchange (see `kernels`).
-
-        Parameters
-        ----------
-        name : str
-        world : int
-            From `world`.
-        reduction : Reduction
-        inputs, outputs : sequence of Segment
-        nbytes : int
-            Of the fused buffer, or of the array that a ring works on.
-        staging_offset : int
-        meet : bool
-            The kernel waits for the other ranks.
-        blocks : int
-            0: as many as are useful.
-        """
+        """Launch a kernel of an allreduce or an exchange (see `kernels`)."""
         tables, tiles = zip(*(_table(segments, kernels.TILE_BYTES) for segments in (inputs, outputs)))
         addresses = self._tables.put(self.stream, tables)
         launch = np.zeros(1, kernels.LAUNCH)
@@ -217,15 +172,7 @@ class Launcher:
     # -- How it goes -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise why a kernel has ended early, on this rank or another.
-
-        Raises
-        ------
-        TimeoutError
-            A rank waited too long for another one.
-        TransportError
-            The kernels were told to end.
-        """
+        """Raise why a kernel has ended early, on this rank or another."""
         stop = kernels.Stop.of(int(self._words[_STATUS // 4]))
         if stop is None:
             return
@@ -239,19 +186,7 @@ class Launcher:
         raise TransportError(message(f"the GPUs' kernels were ended by rank {stop.rank} ({stop.cause})."))
 
     def wait(self, event: Event, check: Callable[[], None] | None = None) -> None:
-        """Until an event of this stream is done, for as long as kernels may wait.
-
-        Parameters
-        ----------
-        event : Event
-        check : callable, optional
-            Raises what else may have gone wrong.
-
-        Raises
-        ------
-        TimeoutError, TransportError
-            As `check`, or it is never done.
-        """
+        """Until an event of this stream is done, for as long as kernels may wait."""
         deadline = Deadline(self._timeout_s + GRACE_S)
         while not event.done():
             self.check()

@@ -30,13 +30,7 @@ def _this_process() -> str:
 
 
 class DeviceMemory:
-    """Memory on the device that is current, all zero.
-
-    Parameters
-    ----------
-    nbytes : int
-        Rounded up to 2 MiB.
-    """
+    """Memory on the device that is current, all zero."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = max(1, -(-nbytes // _GRANULE)) * _GRANULE
@@ -67,20 +61,9 @@ class DeviceMemory:
 
 
 class PeerMemory:
-    """Memory that another worker has exported, mapped for the device that is current.
+    """Memory that another worker has exported, mapped for the device that is current."""
 
-    Within the process that exported it, it is the memory itself: CUDA refuses to map it there once more.
-
-    Parameters
-    ----------
-    exported : str
-        From `DeviceMemory.export`.
-
-    Raises
-    ------
-    TransportError
-        CUDA cannot share it: containers may keep their processes apart, and some systems have no such thing.
-    """
+    # Within the process that exported it, it is the memory itself: CUDA refuses to map it there once more.
 
     def __init__(self, exported: str) -> None:
         told = json.loads(exported)
@@ -105,12 +88,7 @@ class PeerMemory:
 
 
 class PinnedMemory:
-    """Memory of the host that devices copy to and from without a stop between.
-
-    Parameters
-    ----------
-    nbytes : int
-    """
+    """Memory of the host that devices copy to and from without a stop between."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

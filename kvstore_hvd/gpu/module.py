@@ -28,16 +28,7 @@ _INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION
 
 
 class Kernels:
-    """The kernels of one device, which is current when anything is called.
-
-    Parameters
-    ----------
-    capability : (int, int)
-        Of the device.
-    multiprocessors : int
-    sharers : int
-        How many ranks the device has.
-    """
+    """The kernels of one device, which is current when anything is called."""
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int, sharers: int = 1) -> None:
         self._architecture = capability[0] * 10 + capability[1]
@@ -68,21 +59,7 @@ class Kernels:
         waits: bool = False,
         players: int = 1,
     ) -> None:
-        """Enqueue a kernel.
-
-        Parameters
-        ----------
-        name, dtype : str
-            Of the kernel, and of the elements that it is compiled for.
-        blocks : int
-        arguments : tuple
-            NumPy scalars and structures of one element; passed by value.
-        stream : Stream
-        waits : bool
-            Its blocks wait for others: all of them are on the device at once, or the launch fails.
-        players : int
-            Ranks that the launch plays, each with as many blocks.
-        """
+        """Enqueue a kernel."""
         function = self._function(name, dtype)
         with checked(f"launch {name}"):
             function(
@@ -102,25 +79,7 @@ class Kernels:
 
 
 def compile_kernels(dtype: str, architecture: int) -> bytes:
-    """Compile the kernels of one element type; needs no GPU.
-
-    Parameters
-    ----------
-    dtype : str
-        A key of `native.DTYPES`.
-    architecture : int
-        Compute capability, as 90 for 9.0.
-
-    Returns
-    -------
-    bytes
-        Machine code; PTX when this NVRTC does not know the architecture.
-
-    Raises
-    ------
-    LaunchError
-        NVRTC cannot compile them.
-    """
+    """Compile the kernels of one element type; needs no GPU."""
     nvrtc = nvrtc_library()
     options = kernels.options(dtype)
     try:

@@ -40,26 +40,9 @@ _ABORT_S = 10.0
 
 
 class NcclCommunicator:
-    """This rank's end of a communicator. Collective: returns when all ranks have come.
+    """This rank's end of a communicator. Collective: returns when all ranks have come."""
 
-    All methods but `abort` are called by one thread, in the same order on all ranks.
-
-    Parameters
-    ----------
-    library : NcclLibrary
-    unique_id : str
-        From `NcclLibrary.unique_id` on one rank.
-    rank, size : int
-    timeout_s : float
-        Seconds that the meeting, or any call, may take; not what is enqueued.
-
-    Raises
-    ------
-    LaunchError
-        NCCL refuses, for instance because two ranks have one GPU.
-    TimeoutError
-        Not all ranks came.
-    """
+    # All methods but `abort` are called by one thread, in the same order on all ranks.
 
     def __init__(self, library: NcclLibrary, unique_id: str, rank: int, size: int, timeout_s: float) -> None:
         self._library = library
@@ -92,21 +75,7 @@ class NcclCommunicator:
     def allreduce(
         self, source: int, target: int, count: int, dtype: str, op: str, stream: int, factor: float = 1.0
     ) -> None:
-        """Reduce over all ranks into every `target`, which may be the `source`.
-
-        Parameters
-        ----------
-        source, target : int
-            Addresses of `count` elements on the device.
-        count : int
-        dtype : str
-            A key of `DTYPES`.
-        op : str
-            A key of `OPS`.
-        stream : int
-        factor : float
-            For every input of a sum, of the types in `PREMULTIPLIED`.
-        """
+        """Reduce over all ranks into every `target`, which may be the `source`."""
         with self._operation(op, dtype, factor) as code:
             self._enqueue("ncclAllReduce", source, target, count, DTYPES[dtype], code, self._handle, stream)
 
@@ -150,22 +119,14 @@ class NcclCommunicator:
     # -- How it goes -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what has gone wrong since, on this rank or another.
-
-        Raises
-        ------
-        TransportError
-            An operation failed, or the communicator was aborted.
-        """
+        """Raise what has gone wrong since, on this rank or another."""
         state = self._state()
         if state not in (SUCCESS, IN_PROGRESS):
             raise self._failure("operations of the GPUs failed", state)
 
     def abort(self) -> None:
-        """Let everything that is enqueued end soon, undone; from any thread, any number of times. Returns at once.
-
-        The other ranks' operations end when they abort, too.
-        """
+        """Let everything that is enqueued end soon, undone; from any thread, any number of times. Returns at once."""
+        # The other ranks' operations end when they abort, too.
         with self._lock:
             if self._handle:
                 self._to_abort, self._handle = self._handle, ctypes.c_void_p()

@@ -96,20 +96,7 @@ _TYPES = {
 
 
 class NcclLibrary:
-    """A loaded libnccl.
-
-    Parameters
-    ----------
-    path : str
-        Absolute, or a name for the system's loader.
-
-    Raises
-    ------
-    OSError
-        It cannot be loaded.
-    LaunchError
-        It is too old, or no NCCL.
-    """
+    """A loaded libnccl."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -146,13 +133,7 @@ class NcclLibrary:
         return "; ".join(text.decode(errors="replace").strip() for text in said if text and text.strip())
 
     def unique_id(self) -> str:
-        """A fresh one, in hexadecimal: one rank asks, and tells the others.
-
-        Raises
-        ------
-        LaunchError
-            NCCL finds no network interface.
-        """
+        """A fresh one, in hexadecimal: one rank asks, and tells the others."""
         made = UniqueId()
         result = self.call("ncclGetUniqueId", ctypes.byref(made))
         if result != SUCCESS:
@@ -173,15 +154,7 @@ _found: NcclLibrary | None = None
 
 
 def library() -> NcclLibrary:
-    """The NCCL of this process, found at the first call.
-
-    Raises
-    ------
-    ConfigError
-        KVHVD_NCCL_LIBRARY names a file that cannot be used.
-    LaunchError
-        There is none, or it is too old.
-    """
+    """The NCCL of this process, found at the first call."""
     global _found
     if _found is None:
         _found = _find()

@@ -30,13 +30,7 @@ _cupy: Any = None
 
 
 def cupy() -> Any:
-    """The CuPy module, once it is sure that it works with this machine's driver.
-
-    Raises
-    ------
-    LaunchError
-        There is no driver, no GPU or no CuPy, or they do not fit together.
-    """
+    """The CuPy module, once it is sure that it works with this machine's driver."""
     global _cupy
     if _cupy is None:
         _cupy = _import()
@@ -53,13 +47,7 @@ def close_all(*closes: Callable[[], None]) -> None:
 
 
 def nvrtc_library() -> Any:
-    """CuPy's binding of NVRTC, the compiler; needs neither driver nor GPU.
-
-    Raises
-    ------
-    LaunchError
-        It is missing.
-    """
+    """CuPy's binding of NVRTC, the compiler; needs neither driver nor GPU."""
     _preload_compiler()
     try:
         nvrtc = importlib.import_module("cupy").cuda.nvrtc
@@ -87,15 +75,8 @@ def driver_version() -> int | None:
 
 
 def device_uuid(ordinal: int) -> str:
-    """What names a GPU, or a part of one that MIG made, on all machines, in hexadecimal.
-
-    Asked of the driver: the bytes that CuPy tells end at the first zero.
-
-    Raises
-    ------
-    TransportError
-        The driver does not tell it.
-    """
+    """What names a GPU, or a part of one that MIG made, on all machines, in hexadecimal."""
+    # Asked of the driver: the bytes that CuPy tells end at the first zero.
     library = ctypes.CDLL("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     get = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid

@@ -14,17 +14,7 @@ __all__ = ["Limits", "choose", "copy_blocks", "direct_blocks", "fifo_bytes", "ri
 
 
 class Limits(NamedTuple):
-    """What limits a launch.
-
-    Attributes
-    ----------
-    multiprocessors : int
-        Of the device.
-    blocks_per_multiprocessor : int
-        How many blocks of `THREADS` threads of the kernel fit on one, as the driver reports.
-    sharers : int
-        Ranks whose waiting kernels run on this device at the same time, in one launch or in several.
-    """
+    """What limits a launch."""
 
     multiprocessors: int
     blocks_per_multiprocessor: int
@@ -44,27 +34,7 @@ def segments(
     tile: int = TILE_BYTES,
     ranks: Optional[Sequence[int]] = None,
 ) -> tuple[NDArray[Any], int]:
-    """Make a table of segments.
-
-    Parameters
-    ----------
-    pointers : sequence of int
-        Device addresses, aligned to the element type.
-    offsets, counts : sequence of int
-        Bytes; elements for the copies that convert. Offsets are multiples of 16 bytes for oneshot and for copies that
-        convert; the others take any.
-    tile : int
-        `TILE_BYTES`, or `TILE_ELEMENTS` when counts are elements.
-    ranks : sequence of int, optional
-        Exchange only: from whom each is taken.
-
-    Returns
-    -------
-    table : ndarray of SEGMENT
-        To be copied to memory that the device sees.
-    tiles : int
-        For `copy_blocks` and `direct_blocks`.
-    """
+    """Make a table of segments."""
     table = np.zeros(len(pointers), SEGMENT)
     table["pointer"], table["offset"], table["count"] = pointers, offsets, counts
     tiles = -(-table["count"].astype(np.int64) // tile)
@@ -76,39 +46,19 @@ def segments(
 
 
 def fifo_bytes(channels: int, slot_vectors: int) -> int:
-    """Return the bytes of a rank's FIFO memory: ``[channels][SLOTS][slot_vectors]`` vectors.
-
-    ``slot_vectors`` is a multiple of 8, and like the number of channels the same on all ranks.
-    """
+    """Return the bytes of a rank's FIFO memory: ``[channels][SLOTS][slot_vectors]`` vectors."""
+    # ``slot_vectors`` is a multiple of 8, and like the number of channels the same on all ranks.
     return channels * SLOTS * slot_vectors * VECTOR_BYTES
 
 
 def ring_channels(nbytes: int, slot_vectors: int, limits: Limits) -> int:
-    """Return the number of blocks of a ring, each of which is a ring of its own (``grid.x``); the same on all ranks.
-
-    Parameters
-    ----------
-    nbytes : int
-        Of the array.
-    slot_vectors : int
-        Of a FIFO slot.
-    limits : Limits
-        Those of the most limited device of all ranks.
-    """
+    """Return the number of blocks of a ring, each of which is a ring of its own (``grid.x``); the same on all ranks."""
     slots = -(-nbytes // (slot_vectors * VECTOR_BYTES))
     return max(1, min(MAX_CHANNELS, limits.resident, slots))
 
 
 def direct_blocks(tiles: int, limits: Limits) -> int:
-    """Return the blocks of a oneshot, twoshot or exchange that meets (``grid.x``); ranks may differ.
-
-    Parameters
-    ----------
-    tiles : int
-        The most tiles of `TILE_BYTES` that one step handles: of the inputs, the outputs, or the fused buffer.
-    limits : Limits
-        Of this rank's device.
-    """
+    """Return the blocks of a oneshot, twoshot or exchange that meets (``grid.x``); ranks may differ."""
     return max(1, min(limits.resident, tiles))
 
 
@@ -118,17 +68,7 @@ def copy_blocks(tiles: int, limits: Limits) -> int:
 
 
 def choose(ranks: int, nbytes: int, staging_bytes: int) -> str:
-    """Return the algorithm of an allreduce that is expected to be fastest; the same on all ranks.
-
-    Parameters
-    ----------
-    ranks : int
-        How many take part.
-    nbytes : int
-        Of the fused buffer.
-    staging_bytes : int
-        That a launch may use of the staging memory: half of it.
-    """
+    """Return the algorithm of an allreduce that is expected to be fastest; the same on all ranks."""
     if nbytes > staging_bytes:
         return "ring"
     # A one-shot reads the buffer of every rank, a two-shot a part of each, after a second meeting that costs about as

@@ -35,13 +35,7 @@ class Event:
         return self
 
     def done(self) -> bool:
-        """Whether all before it is done; True for one that was never recorded.
-
-        Raises
-        ------
-        TransportError
-            Something on the device has failed; CUDA does not say what, and nothing works there any more.
-        """
+        """Whether all before it is done; True for one that was never recorded."""
         with checked("ask whether operations on the device are done"):
             status = int(cupy().cuda.runtime.eventQuery(self.address))
         if status not in (_DONE, _NOT_READY):

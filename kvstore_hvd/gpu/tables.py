@@ -20,13 +20,7 @@ _SLOT_BYTES = ENTRIES * SEGMENT.itemsize
 
 
 class Tables:
-    """Room for the tables of the last launches, on the device that is current.
-
-    Parameters
-    ----------
-    wait : callable
-        Waits until an event is done, bounded, and raises when it never will be.
-    """
+    """Room for the tables of the last launches, on the device that is current."""
 
     def __init__(self, wait: Callable[[Event], None]) -> None:
         self._wait = wait
@@ -37,22 +31,8 @@ class Tables:
         self._slot = 0
 
     def put(self, stream: Stream, tables: Sequence[Any]) -> list[int]:
-        """Enqueue copies of tables for the next launch; their addresses on the device, 0 for an empty one.
-
-        Waits when the device is many launches behind. After the launch comes `fence`.
-
-        Parameters
-        ----------
-        stream : Stream
-            That of the launch.
-        tables : sequence of ndarray
-            Of `kernels.SEGMENT`, together at most `ENTRIES`.
-
-        Raises
-        ------
-        ValueError
-            They are more.
-        """
+        """Enqueue copies of tables for the next launch; their addresses on the device, 0 for an empty one."""
+        # Waits when the device is many launches behind. After the launch comes `fence`.
         if sum(map(len, tables)) > ENTRIES:
             raise ValueError(f"{sum(map(len, tables))} segments in one launch; at most {ENTRIES} have room")
         self._wait(self._events[self._slot])

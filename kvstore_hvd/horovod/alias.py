@@ -39,10 +39,8 @@ _WRAPPED = "_kvstore_hvd_wraps"
 
 
 def install() -> None:
-    """Let ``import horovod`` find this package from now on, here and in processes that multiprocessing spawns.
-
-    Without effect, and with a warning, where Horovod itself is installed. Calling it again does nothing.
-    """
+    """Let ``import horovod`` find this package from now on, here and in processes that multiprocessing spawns."""
+    # Without effect, and with a warning, where Horovod itself is installed. Calling it again does nothing.
     present = sys.modules.get(_ROOT)
     if present is not None and not _is_ours(present):
         _tell_of_another(getattr(present, "__file__", None))
@@ -87,22 +85,15 @@ def _tell_of_another(where: object) -> None:
 
 
 class _Finder:
-    """A finder for ``sys.meta_path`` that knows the names of the table and their submodules.
+    """A finder for ``sys.meta_path`` that knows the names of the table and their submodules."""
 
-    It stands before all others because a folder 'horovod' in the path, such as a checkout of Horovod's examples, would
-    pass for a package.
-    """
+    # It stands before all others because a folder 'horovod' in the path, such as a checkout of Horovod's examples,
+    # would pass for a package.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find one of our modules by its name of Horovod's; None for names that are not ours.
-
-        Raises
-        ------
-        ModuleNotFoundError
-            A module of Horovod's that this package does not have.
-        """
+        """Find one of our modules by its name of Horovod's; None for names that are not ours."""
         if name == _ROOT:
             other = installed_horovod()
             if other is not None:
@@ -172,11 +163,9 @@ class _ImportUs:
 
 
 def _reach_spawned_processes() -> None:
-    """Have spawned processes import this package before the program's main module, which imports horovod.
-
-    They inherit the variable that makes the import install the alias (`kvstore_hvd.config.pass_alias_on`), but nothing
-    else would import the package there in time.
-    """
+    """Have spawned processes import this package before the program's main module, which imports horovod."""
+    # They inherit the variable that makes the import install the alias (`kvstore_hvd.config.pass_alias_on`), but
+    # nothing else would import the package there in time.
     from multiprocessing import spawn
 
     original = spawn.get_preparation_data

@@ -89,15 +89,7 @@ def of_worker(host: str, seat: Seat) -> dict[str, str]:
 
 
 def are_ours(environ: Mapping[str, str], job: str) -> bool:
-    """Whether it is kvhvdrun that has set the variables of workers: here, or for who has started this process.
-
-    Parameters
-    ----------
-    environ : mapping
-    job : str
-        Name of the job of kvhvdrun that this process belongs to, or nothing. A program may take kvhvdrun's own
-        variables away from what it starts, and know nothing of these.
-    """
+    """Whether it is kvhvdrun that has set the variables of workers: here, or for who has started this process."""
     # Horovod's launcher tells its workers where they find each other, too.
     is_complete = all(name in environ for name in OF_WORKERS)
     return bool(job) or (is_complete and "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in environ)

@@ -296,12 +296,10 @@ class Join:
         return Withdrawal(self._world, self._number, own.__contains__)
 
     def _follow_steps(self) -> None:
-        """Take the others' steps until no worker has input any more.
-
-        Each worker announces that it has left the body, under a name for which one may wait for any time; when that
-        operation is complete, all have. Until then this one looks at what others have submitted and it has not: the
-        gradients of a step.
-        """
+        """Take the others' steps until no worker has input any more."""
+        # Each worker announces that it has left the body, under a name for which one may wait for any time; when that
+        # operation is complete, all have. Until then this one looks at what others have submitted and it has not: the
+        # gradients of a step.
         current = self._world
         if current.is_alone:
             return

@@ -34,15 +34,7 @@ _ABSENT, _NOT_COUNTED = -1.0, 0.0
 
 
 def joinable_for(thing: Any) -> Joinable:
-    """The joinable itself, or the one of a Trainer.
-
-    Raises
-    ------
-    InvalidTypeError
-        It is neither.
-    InvalidRequestError
-        It is a Trainer that does not exchange its gradients through a store of ours.
-    """
+    """The joinable itself, or the one of a Trainer."""
     if mxnet_compat.is_trainer(thing):
         joinable: Joinable | None = mxnet_compat.joinable_of(thing)
         if joinable is None:
@@ -154,16 +146,14 @@ class _TrainerJoinable(Joinable):
         self._update()
 
     def check_reduction(self) -> None:
-        """Raise InvalidRequestError in a Join: ``allreduce_grads`` does not say how many samples there were, and
-        ``update`` alone is seen by nobody."""
+        """Raise InvalidRequestError in a Join:"""
         if self._join_config.enable and not self.world.is_alone:
             fact = "allreduce_grads() and update() cannot be used within Join: workers without input could not follow."
             raise self._refusal(fact, "call step(); to clip gradients, give the optimizer clip_gradient.")
 
     @property
     def _batch_size(self) -> float:
-        """By what MXNet is to divide. Gradients are divided by all batch sizes as they are summed, and the Trainer's
-        scale is meant for sums over all workers."""
+        """By what MXNet is to divide."""
         return 1.0 / self.world.topology.size
 
     @property
@@ -223,14 +213,7 @@ class _TrainerJoinable(Joinable):
 
 
 class TrainerHook(JoinHook):
-    """What a Trainer does in place of its steps on a worker that has no more input.
-
-    Parameters
-    ----------
-    joinable : _TrainerJoinable
-    divide_by_initial_world_size : bool
-        See `Join`.
-    """
+    """What a Trainer does in place of its steps on a worker that has no more input."""
 
     def __init__(self, joinable: _TrainerJoinable, divide_by_initial_world_size: bool) -> None:
         self._joinable = joinable
@@ -244,13 +227,7 @@ class TrainerHook(JoinHook):
         self.finish()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all workers the running statistics of one that joined last; compare the rest.
-
-        Raises
-        ------
-        DivergedError
-            The parameters differ: the program changed them, or the learning rate, on some workers only.
-        """
+        """Give all workers the running statistics of one that joined last; compare the rest."""
         trainer, store, world = self._joinable.trainer, self._joinable.store, self._joinable.world
         if world.is_alone:
             return

@@ -29,31 +29,12 @@ def _refusal(world: Member, number: int) -> str:
 
 
 def is_withdrawn(error: BaseException | None, world: Member, number: int) -> bool:
-    """Whether it comes, directly or not, of an operation that a worker without input has declined.
-
-    Parameters
-    ----------
-    error : BaseException or None
-    world : Member
-        The Join's.
-    number : int
-        Of the Join among those of its world.
-    """
+    """Whether it comes, directly or not, of an operation that a worker without input has declined."""
     return isinstance(error, Exception) and any(_refusal(world, number) in str(each) for each in _causes(error))
 
 
 class Withdrawal:
-    """One worker's part in the end of a Join that throws.
-
-    Parameters
-    ----------
-    world : Member
-        The Join's.
-    number : int
-        Of the Join among those of its world.
-    is_of_join : callable
-        Whether an operation of this name belongs to the Join itself.
-    """
+    """One worker's part in the end of a Join that throws."""
 
     def __init__(self, world: Member, number: int, is_of_join: Callable[[str], bool]) -> None:
         self._world = world
@@ -65,10 +46,8 @@ class Withdrawal:
         self._followed: set[tuple[Member, str]] = set()
 
     def drain(self) -> bool:
-        """Wait for all that this worker has pushed to MXNet; returns whether others have declined some of it.
-
-        What this worker does not know yet to be submitted, it must not decline.
-        """
+        """Wait for all that this worker has pushed to MXNet; returns whether others have declined some of it."""
+        # What this worker does not know yet to be submitted, it must not decline.
         declined = False
         if mxnet_compat.is_imported():
             try:
@@ -82,15 +61,7 @@ class Withdrawal:
         return declined
 
     def decline_until(self, work: native.Work) -> None:
-        """Decline what the others submit until all have submitted `work`, and wait for that. After `drain`.
-
-        Raises
-        ------
-        MismatchError
-            Others wait at the end of another Join.
-        HorovodInternalError
-            The world is lost.
-        """
+        """Decline what the others submit until all have submitted `work`, and wait for that. After `drain`."""
         communicator = self._world.communicator()
         pauses = Pauses()
         while True:

@@ -26,25 +26,7 @@ _BFLOAT16 = {"min": 0x7F80, "max": 0xFF80, "product": 0x3F80}
 
 
 def join(world: Member) -> int:
-    """Wait until all workers have called it, and take part in their allreduces until then.
-
-    Parameters
-    ----------
-    world : Member
-        Whose workers.
-
-    Returns
-    -------
-    int
-        The rank of a worker that was the last to come: the same one on all.
-
-    Raises
-    ------
-    MismatchError
-        Another worker waits in a `Join`.
-    HorovodInternalError
-        The world is lost.
-    """
+    """Wait until all workers have called it, and take part in their allreduces until then."""
     topology = world.topology
     if world.is_alone:
         return topology.rank

@@ -15,13 +15,7 @@ _US = ("-m", "kvstore_hvd")
 
 
 def through_this_package(command: Sequence[str]) -> list[str]:
-    """Put ``-m kvstore_hvd`` between an interpreter with its options and the script or ``-m module`` that it runs.
-
-    Raises
-    ------
-    LaunchError
-        The command does not begin with a Python interpreter, or gives it neither script nor module.
-    """
+    """Put ``-m kvstore_hvd`` between an interpreter with its options and the script or ``-m module`` that it runs."""
     if not _INTERPRETER.fullmatch(os.path.basename(command[0])):
         raise LaunchError(
             message(

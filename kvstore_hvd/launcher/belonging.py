@@ -70,21 +70,7 @@ def group_has_members(group: int) -> bool:
 
 
 class Remains:
-    """The processes of a job that are to end: SIGTERM first, SIGKILL after the grace, until there is none.
-
-    Parameters
-    ----------
-    variable : bytes
-        ``b'NAME=value'``: the job's processes have it in their environment, or the limit that belongs to it.
-    grace_s : float
-        Seconds between the two signals.
-    parent : int
-        Children that this process gets from now on belong to the job as well; 0 for none. It has to adopt orphans: then
-        what has neither mark is found when what started it has ended. Those that it has already are none of the job's:
-        a shell that has started them may have become this process by ``exec``.
-    spare : callable
-        Returns processes that are left alone. So is the caller.
-    """
+    """The processes of a job that are to end: SIGTERM first, SIGKILL after the grace, until there is none."""
 
     def __init__(
         self, variable: bytes, grace_s: float, parent: int = 0, spare: Callable[[], Iterable[int]] = tuple

@@ -26,15 +26,8 @@ _PIDS_MAX = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
 def check_count(count: int, each: int = 2, own: int = _OWN_FILES) -> None:
-    """Refuse a number of workers that cannot be.
-
-    `each` is how many files the launcher holds open for each worker, its stdout and stderr; `own` those besides.
-
-    Raises
-    ------
-    LaunchError
-        More workers than one world can have, or than the limits of processes and open files allow.
-    """
+    """Refuse a number of workers that cannot be."""
+    # `each` is how many files the launcher holds open for each worker, its stdout and stderr; `own` those besides.
     if count > MAX_WORKERS:
         raise LaunchError(
             message(f"-np {count}: a job has at most {MAX_WORKERS} workers on one host.", fix="start fewer workers.")

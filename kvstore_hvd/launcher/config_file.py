@@ -16,27 +16,7 @@ _FIX = "give the path of a YAML file with lines such as num-proc: 4"
 def read_options(
     path: str, valued: Collection[str], flags: Collection[str], lists: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Read a mapping of options from a YAML file; ``_`` and ``-`` in their names are the same.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    valued, flags : collection of str
-        Names of the options with and without a value, without the two dashes before them.
-    lists : collection of str
-        Those of the former that have several values: these may stand there as a list.
-
-    Returns
-    -------
-    dict
-        Name of the option -> its text as it would stand on the command line, or a bool for a flag.
-
-    Raises
-    ------
-    LaunchError
-        PyYAML is not installed, the file cannot be read, or there is something in it that is no option.
-    """
+    """Read a mapping of options from a YAML file; ``_`` and ``-`` in their names are the same."""
     yaml = _yaml()
     try:
         with open(path, encoding="utf-8") as file:

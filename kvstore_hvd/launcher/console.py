@@ -11,15 +11,8 @@ __all__ = ["check_streams", "say", "write_all"]
 
 
 def check_streams() -> None:
-    """Make sure that descriptors 0, 1 and 2 are open, lest a pipe to a worker take the place of one of them.
-
-    A closed standard input becomes an empty one.
-
-    Raises
-    ------
-    LaunchError
-        Standard output or standard error is closed.
-    """
+    """Make sure that descriptors 0, 1 and 2 are open, lest a pipe to a worker take the place of one of them."""
+    # A closed standard input becomes an empty one.
     for fd, name in ((0, "input"), (1, "output"), (2, "error")):
         try:
             os.fstat(fd)
@@ -47,12 +40,6 @@ def say(text: str) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`.
-
-    Raises
-    ------
-    OSError
-        It could not be written, or only a part of it.
-    """
+    """Write all of `data`."""
     while data:
         data = data[os.write(fd, data) :]

@@ -19,17 +19,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Guard:
-    """Waits until the launcher's end of a pipe closes, and ends what belongs to the job unless `close` was called.
+    """Waits until the launcher's end of a pipe closes, and ends what belongs to the job unless `close` was called."""
 
-    It does not have the launcher's name, so that `pkill -9 kvhvdrun` does not hit both.
-
-    Parameters
-    ----------
-    variable : bytes
-        As for `Remains`.
-    grace_s : float
-        As for `Remains`.
-    """
+    # It does not have the launcher's name, so that `pkill -9 kvhvdrun` does not hit both.
 
     def __init__(self, variable: bytes, grace_s: float = LEFT_GRACE_S) -> None:
         self._variable = variable

@@ -22,13 +22,7 @@ def hosts_of_option(text: str) -> list[str]:
 
 
 def hosts_of_file(path: str) -> list[str]:
-    """The entries of a host file: ``host``, ``host slots=N`` or ``host:N`` in each line, ``#`` before comments.
-
-    Raises
-    ------
-    LaunchError
-        The file cannot be read, or names no host.
-    """
+    """The entries of a host file: ``host``, ``host slots=N`` or ``host:N`` in each line, ``#`` before comments."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]
@@ -43,13 +37,7 @@ def hosts_of_file(path: str) -> list[str]:
 
 
 def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
-    """The hosts of these entries, in their order, each with its number of slots; `default` where none is given.
-
-    Raises
-    ------
-    LaunchError
-        An entry is not of the form, has no slots, or its host has been there before.
-    """
+    """The hosts of these entries, in their order, each with its number of slots; `default` where none is given."""
     slots: dict[str, int] = {}
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
@@ -67,13 +55,7 @@ def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
 
 
 def refuse_others(hosts: Iterable[str]) -> None:
-    """Refuse hosts that are not this one.
-
-    Raises
-    ------
-    LaunchError
-        One of them is not.
-    """
+    """Refuse hosts that are not this one."""
     for host in hosts:
         if not is_here(host):
             raise LaunchError(

@@ -20,11 +20,10 @@ _TRACE = b"Traceback (most recent call last):"
 
 
 class Sink:
-    """One output of the launcher, shared by the streams of all workers.
+    """One output of the launcher, shared by the streams of all workers."""
 
-    `pending` is what has not been written yet; the owner empties it. Knows whose line was last left open, so that
-    another worker's output starts on a line of its own.
-    """
+    # `pending` is what has not been written yet; the owner empties it. Knows whose line was last left open, so that
+    # another worker's output starts on a line of its own.
 
     def __init__(self) -> None:
         self.pending = bytearray()
@@ -52,17 +51,7 @@ class Sink:
 
 
 class LineStream:
-    """The output of one worker on one of its streams, cut into lines.
-
-    Parameters
-    ----------
-    sink : Sink
-        Where lines go.
-    prefix : bytes
-        Put before each line; may be empty.
-    *on_line : callable
-        Each is called with every piece before it goes to the sink.
-    """
+    """The output of one worker on one of its streams, cut into lines."""
 
     def __init__(self, sink: Sink, prefix: bytes, *on_line: Callable[[bytes], None]) -> None:
         self.at_start = True
@@ -100,11 +89,10 @@ class LineStream:
 
 
 class Tail:
-    """The last lines of a stream, bounded in number and bytes; pieces that a carriage return overwrote are left out.
+    """The last lines of a stream, bounded in number and bytes; pieces that a carriage return overwrote are left out."""
 
-    So are exceptions that Python ignores, as in exit handlers: below the exception that has ended a program, they would
-    pass for the cause.
-    """
+    # So are exceptions that Python ignores, as in exit handlers: below the exception that has ended a program, they
+    # would pass for the cause.
 
     def __init__(self) -> None:
         self._is_ignored = self._has_text = False  # such an exception is under way, and its traceback is over

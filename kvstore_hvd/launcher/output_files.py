@@ -13,15 +13,9 @@ __all__ = ["OutputFiles"]
 
 
 class OutputFiles:
-    """The files ``FOLDER/rank.N/stdout`` and ``FOLDER/rank.N/stderr`` of every rank; use as a context manager.
+    """The files ``FOLDER/rank.N/stdout`` and ``FOLDER/rank.N/stderr`` of every rank; use as a context manager."""
 
-    N has leading zeros, so that the folders sort by rank. Files of an earlier job are overwritten.
-
-    Raises
-    ------
-    LaunchError
-        A folder or a file cannot be made.
-    """
+    # N has leading zeros, so that the folders sort by rank. Files of an earlier job are overwritten.
 
     def __init__(self, folder: str, count: int) -> None:
         self._files: dict[tuple[int, str], int] = {}

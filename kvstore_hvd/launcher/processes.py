@@ -39,10 +39,8 @@ def adopt_orphans() -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[set[int]]:
-    """Hold signals back, for a fork: the child would take those to our group for its own, or die of them half made.
-
-    Yields the signals that were blocked before.
-    """
+    """Hold signals back, for a fork: the child would take those to our group for its own, or die of them half made."""
+    # Yields the signals that were blocked before.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield {int(number) for number in before}
@@ -62,18 +60,11 @@ def spawn(
     outlives: bool = False,
     keep: Iterable[int] = (),
 ) -> int:
-    """Start a worker in its own session; returns its process id, which is also its group and session.
-
-    `stdin`, `stdout` and `stderr` are descriptors, or None to share the launcher's; it has those of `keep` too. `job`
-    is the variable that marks what belongs together, see `belonging`. `cores` pins the worker. The caller reaps the
-    process with waitpid. Must be called from the launcher's main thread: the worker dies with the thread that started
-    it, unless it `outlives` the launcher.
-
-    Raises
-    ------
-    OSError
-        The command cannot be executed.
-    """
+    """Start a worker in its own session; returns its process id, which is also its group and session."""
+    # `stdin`, `stdout` and `stderr` are descriptors, or None to share the launcher's; it has those of `keep` too. `job`
+    # is the variable that marks what belongs together, see `belonging`. `cores` pins the worker. The caller reaps the
+    # process with waitpid. Must be called from the launcher's main thread: the worker dies with the thread that started
+    # it, unless it `outlives` the launcher.
     launcher = os.getpid()
     pinned = set(cores)
     mark = mark_of(job)

@@ -16,13 +16,7 @@ _LOOK_S = 0.05
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """Collect every child that has ended, adopted orphans too.
-
-    Yields
-    ------
-    int, int
-        Its process id, and its exit code, or minus the signal that killed it.
-    """
+    """Collect every child that has ended, adopted orphans too."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -34,17 +28,11 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 class Reaper:
-    """Collects children, of whom some lead groups of their own.
+    """Collects children, of whom some lead groups of their own."""
 
-    A leader that has ended stays unreaped until the others of its group are gone: until then the kernel gives its
-    number to nobody else, and a signal to the group cannot hit a stranger. The others get SIGTERM at once, and SIGKILL
-    after the grace.
-
-    Parameters
-    ----------
-    grace_s : float
-        Seconds between the two.
-    """
+    # A leader that has ended stays unreaped until the others of its group are gone: until then the kernel gives its
+    # number to nobody else, and a signal to the group cannot hit a stranger. The others get SIGTERM at once, and
+    # SIGKILL after the grace.
 
     def __init__(self, grace_s: float = LEFT_GRACE_S) -> None:
         self._grace_s = grace_s
@@ -69,10 +57,8 @@ class Reaper:
         self._end_group(leader)
 
     def reap(self) -> list[tuple[int, int]]:
-        """Every child that has ended since the last call: process id, and exit code, or minus the signal's number.
-
-        While a group is waited for, only leaders are looked at.
-        """
+        """Every child that has ended since the last call: process id, and exit code, or minus the signal's number."""
+        # While a group is waited for, only leaders are looked at.
         ended = []
         while True:
             for leader in list(self._leaders):

@@ -62,13 +62,7 @@ class _Input:
 
 
 class Relay:
-    """Reads from all workers and writes to stdout and stderr, without ever blocking on either.
-
-    Parameters
-    ----------
-    wake : int
-        A descriptor that ends `wait` when it can be read.
-    """
+    """Reads from all workers and writes to stdout and stderr, without ever blocking on either."""
 
     def __init__(self, wake: int) -> None:
         self._inputs: dict[int, _Input] = {}
@@ -81,25 +75,7 @@ class Relay:
         self._poll.register(self._progress, select.POLLIN)
 
     def connect(self, fd: int, prefix: bytes, *on_line: Callable[[bytes], None]) -> int:
-        """Make the way from a worker's stdout or stderr to ours: a terminal if ours is one, else a pipe.
-
-        Parameters
-        ----------
-        fd : int
-            1 or 2: the stream.
-        prefix, on_line
-            As for `LineStream`.
-
-        Returns
-        -------
-        int
-            The worker's end, which the caller closes once the worker has it.
-
-        Raises
-        ------
-        OSError
-            There are too many open files.
-        """
+        """Make the way from a worker's stdout or stderr to ours: a terminal if ours is one, else a pipe."""
         output = self._output(fd)
         terminal = False
         if output.terminal:

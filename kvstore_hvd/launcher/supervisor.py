@@ -51,22 +51,7 @@ class Supervisor:
         self._has_told = False  # who failed first, after all that the workers have written
 
     def run(self) -> int:
-        """Run the job to its end.
-
-        Returns
-        -------
-        int
-            128 + n when signal n asked the launcher to end. Otherwise the exit code of the worker that failed first,
-            128 + n when signal n killed it; otherwise 141 when the reader of the output has gone, 1 when output was
-            lost, 0 when every worker returned 0.
-
-        Raises
-        ------
-        StartError
-            A worker could not be started; those already running have been killed.
-        LaunchError
-            The files for what the workers write cannot be made.
-        """
+        """Run the job to its end."""
         processes.adopt_orphans()
         with ExitStack() as stack:
             if self._plan.output_folder is not None:

@@ -64,15 +64,7 @@ class Worker:
 
 
 class Workers:
-    """All workers that have been started.
-
-    Parameters
-    ----------
-    guard : Guard
-        Ends them when this process is killed.
-    grace_s : float
-        Seconds for what a worker leaves behind, between SIGTERM and SIGKILL.
-    """
+    """All workers that have been started."""
 
     def __init__(self, guard: Guard, grace_s: float) -> None:
         self._guard = guard
@@ -91,10 +83,8 @@ class Workers:
         self._reaper.add(worker.pid)
 
     def reap(self) -> list[Worker]:
-        """Collect every child that has ended, adopted orphans too; returns the workers among them.
-
-        What a worker has left behind, which may hold locks, ports, or the pipes that we read, is ended.
-        """
+        """Collect every child that has ended, adopted orphans too; returns the workers among them."""
+        # What a worker has left behind, which may hold locks, ports, or the pipes that we read, is ended.
         ended = []
         for pid, code in self._reaper.reap():
             self._guard.replace(pid)
@@ -110,10 +100,8 @@ class Workers:
         return self._reaper.wait_s()
 
     def signal(self, number: int, *, by_us: bool = False) -> None:
-        """Send a signal to the groups of all workers that still run, as a terminal would.
-
-        With `by_us`, how they end from now on is our doing, and not counted as their failure.
-        """
+        """Send a signal to the groups of all workers that still run, as a terminal would."""
+        # With `by_us`, how they end from now on is our doing, and not counted as their failure.
         for worker in self._running.values():
             worker.ended_by_us = worker.ended_by_us or by_us
             self._reaper.signal(worker.pid, number)

@@ -43,16 +43,10 @@ class Wake:
 
 
 class Writer:
-    """Writes to descriptors, in order, on a thread of its own, which begins with the first `put`.
+    """Writes to descriptors, in order, on a thread of its own, which begins with the first `put`."""
 
-    Its owner bounds the memory: by what it puts while much is `pending`. The thread does not keep the process from
-    ending.
-
-    Parameters
-    ----------
-    on_progress : callable
-        Called on that thread whenever something was written, or could not be.
-    """
+    # Its owner bounds the memory: by what it puts while much is `pending`. The thread does not keep the process from
+    # ending.
 
     def __init__(self, on_progress: Callable[[], None] = lambda: None) -> None:
         self._on_progress = on_progress
@@ -77,13 +71,7 @@ class Writer:
             return not self._pending
 
     def put(self, fd: int, data: bytes) -> None:
-        """Have `data` written. It is dropped if something could not be written to this descriptor before.
-
-        Raises
-        ------
-        LaunchError
-            The thread cannot begin.
-        """
+        """Have `data` written. It is dropped if something could not be written to this descriptor before."""
         with self._lock:
             if self._dropped or not data:
                 return

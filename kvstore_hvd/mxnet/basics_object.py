@@ -9,13 +9,7 @@ __all__ = ["HorovodBasics"]
 
 
 class HorovodBasics:
-    """The functions of `kvstore_hvd.mxnet.basics` and the ops; every object is as good as any other.
-
-    Parameters
-    ----------
-    *library : str
-        The place of Horovod's library, as programs pass it. There is one engine here, whatever they name.
-    """
+    """The functions of `kvstore_hvd.mxnet.basics` and the ops; every object is as good as any other."""
 
     Average = Average
     Sum = Sum

@@ -72,15 +72,7 @@ class Exchange:
 
 
 class StatisticsExchange:
-    """The exchanges of one layer. Every worker must make its layers in the same order.
-
-    Parameters
-    ----------
-    process_set : ProcessSet
-        Who takes part.
-    parameter : mxnet.gluon.Parameter
-        One of the layer's.
-    """
+    """The exchanges of one layer. Every worker must make its layers in the same order."""
 
     def __init__(self, process_set: ProcessSet, parameter: Any) -> None:
         self._process_set = process_set
@@ -91,13 +83,7 @@ class StatisticsExchange:
         _exchanges[self.key] = self
 
     def check(self) -> tuple[Member, Call]:
-        """Who takes part in a forward pass, and the call for messages.
-
-        Raises
-        ------
-        InvalidRequestError, NotInitializedError
-            There is no world, this worker is not a member, or the layer is used in a way that cannot work.
-        """
+        """Who takes part in a forward pass, and the call for messages."""
         world = self._process_set.world(OPERATION)
         call = make_call(world, OPERATION)
         if len(mxnet_compat.arrays_of(self._parameter) or ()) > 1:
@@ -124,13 +110,11 @@ _exchanges: weakref.WeakValueDictionary[int, StatisticsExchange] = weakref.WeakV
 
 
 class OperatorMethods:
-    """(shift, sum, sum of squares, size, gamma, beta; running mean, running variance) to (g, b), as said above.
+    """(shift, sum, sum of squares, size, gamma, beta; running mean, running variance) to (g, b), as said above."""
 
-    The sums are those of the array less the shift of each channel.
-
-    MXNet calls the methods in threads of its own, one after the other for each layer: all write its running statistics.
-    Nothing waits in them. All arrays that they compute with are of float64.
-    """
+    # The sums are those of the array less the shift of each channel.
+    # MXNet calls the methods in threads of its own, one after the other for each layer: all write its running
+    # statistics. Nothing waits in them. All arrays that they compute with are of float64.
 
     def __init__(
         self, layer: Optional[StatisticsExchange], eps: float, momentum: float, fix_gamma: bool, is_empty: bool

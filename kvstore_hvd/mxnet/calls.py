@@ -65,10 +65,8 @@ def check_array(call: Call, tensor: Any, name: Optional[str]) -> None:
 
 
 def names_for(call: Call, world: Member, name: Optional[str], count: int = 0) -> list[str]:
-    """Names for `count` tensors of one call; call it only when nothing can be refused any more on this worker alone.
-
-    Without a name they have numbers that are equal on all workers when these make the same calls.
-    """
+    """Names for `count` tensors of one call; call it only when nothing can be refused any more on this worker alone."""
+    # Without a name they have numbers that are equal on all workers when these make the same calls.
     if name is None:
         name = unnamed(world, call.operation)
     return [name] if count == 1 and not call.operation.startswith("grouped") else [f"{name}.{i}" for i in range(count)]
@@ -80,13 +78,7 @@ def unnamed(world: Member, kind: str) -> str:
 
 
 def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:
-    """The root's rank within a process set.
-
-    Raises
-    ------
-    InvalidRequestError
-        It is not a member.
-    """
+    """The root's rank within a process set."""
     ranks = process_set.ranks or []
     if isinstance(root_rank, bool) or root_rank not in ranks:
         shown = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"

@@ -22,17 +22,7 @@ __all__ = ["Tape", "refuse_in_graph", "refuse_in_place", "tape"]
 
 
 class Tape:
-    """Records the results of one call, for a backward pass that is to come.
-
-    Parameters
-    ----------
-    call, world
-        Who takes part in what.
-    is_named : bool
-        Whether the program gave the call a name: then it may use the name again before the backward pass.
-    priority : int
-        Of the call, and of what the backward pass submits.
-    """
+    """Records the results of one call, for a backward pass that is to come."""
 
     def __init__(self, call: Call, world: Member, is_named: bool, priority: int) -> None:
         self._call = call

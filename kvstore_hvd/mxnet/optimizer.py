@@ -38,10 +38,9 @@ class Scale(NamedTuple):
 
 
 class _PresentScale:
-    """An attribute of a `DistributedTrainer`: read and written as it is among the present workers.
+    """An attribute of a `DistributedTrainer`: read and written as it is among the present workers."""
 
-    The `Scale` itself is in the instance's dictionary, under the attribute's name: elastic states save that.
-    """
+    # The `Scale` itself is in the instance's dictionary, under the attribute's name: elastic states save that.
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -23,23 +23,7 @@ _FIX = "add the same sets in the same order on every worker."
 
 
 def row_of(ranks: Iterable[int], size: int, of_communicator: bool = False, has_strangers: bool = False) -> Any:
-    """What a worker says of one set.
-
-    Parameters
-    ----------
-    ranks : iterable of int
-        Of its members; empty where this worker knows none.
-    size : int
-        The number of workers.
-    of_communicator : bool
-        Whether they are those of a communicator that this worker is in.
-    has_strangers : bool
-        Whether there are others than workers in it.
-
-    Returns
-    -------
-    numpy.ndarray of int64
-    """
+    """What a worker says of one set."""
     row = np.zeros(size + _EXTRA, np.int64)
     named = list(ranks)
     foreign = [rank for rank in named if not 0 <= rank < size]
@@ -49,30 +33,7 @@ def row_of(ranks: Iterable[int], size: int, of_communicator: bool = False, has_s
 
 
 def agreed_sets(topology: Topology, operation: str, table: Any) -> list[list[Part]]:
-    """The sets that every worker has to add, in order.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the world.
-    operation : str
-        Who asks, for messages.
-    table : numpy.ndarray of int64
-        For each worker the rows that it says, one for each set that it names, all in one.
-
-    Returns
-    -------
-    list of list of tuple of int
-        For each of these sets its ranks: one such tuple, or, where the workers name the parts that a communicator was
-        split into, all of the parts, in ascending order.
-
-    Raises
-    ------
-    InvalidRequestError
-        A set is empty, or names what is no worker.
-    MismatchError
-        The workers name different sets.
-    """
+    """The sets that every worker has to add, in order."""
     size = topology.size
     said = table.reshape(size, -1, size + _EXTRA)
     return [_agreed(topology, operation, said[:, place]) for place in range(said.shape[1])]

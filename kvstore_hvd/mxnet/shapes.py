@@ -30,16 +30,7 @@ _HEAD = 5  # kind, whether this worker refuses the call, number of tensors, dtyp
 
 @dataclass(frozen=True)
 class Shapes:
-    """The arrays of one collective, by rank.
-
-    Parameters
-    ----------
-    dtype : str
-        Of all of them.
-    shapes : list of tuple of int
-    details : list of tuple of int
-        What else the workers told: with `alltoall`, how many rows each sends to each.
-    """
+    """The arrays of one collective, by rank."""
 
     dtype: str
     shapes: list[tuple[int, ...]]
@@ -72,32 +63,7 @@ def exchange_shapes(
     details: Optional[Sequence[int]] = None,
     refusal: Optional[Exception] = None,
 ) -> Shapes:
-    """Tell the other workers of this one's array, and learn of theirs; waits for them.
-
-    Parameters
-    ----------
-    call, world, name
-        Who takes part in what.
-    kind : str
-        ``'allgather'``, ``'alltoall'`` or ``'reducescatter'``; only with the last must all arrays have one shape.
-    tensor : NDArray or numpy.ndarray
-        Of a dtype that travels, with at least one dimension.
-    tensors : int
-        How many there are in the call.
-    details : sequence of int, optional
-        As many as there are workers, or none.
-    refusal : Exception, optional
-        Why this worker cannot go on: it raises that, and the others raise InvalidRequestError.
-
-    Raises
-    ------
-    MismatchError
-        The workers disagree; on all of them.
-    InvalidRequestError
-        A worker cannot go on.
-    HorovodInternalError
-        The world is lost.
-    """
+    """Tell the other workers of this one's array, and learn of theirs; waits for them."""
     size = world.topology.size
     row = np.zeros(_HEAD + _MAX_NDIM + size, np.int64)
     row[:3] = _KINDS.index(kind), refusal is not None, tensors

@@ -142,10 +142,8 @@ class SyncBatchNormMethods:
         return result.as_np_ndarray() if isinstance(values, (mx.np.ndarray, mx.sym.np._Symbol)) else result
 
     def _statistics(self, F: Any, x: Any) -> tuple[Any, Any, Any, Any, Any]:  # noqa: N803 - MXNet's name
-        """`x` less a shift of each channel; the shifts; the sums and the sums of squares of that; the size of `x`.
-
-        The shift is a mean of a few elements: numbers whose mean is large against their deviation lose no digits.
-        """
+        """`x` less a shift of each channel; the shifts; the sums and the sums of squares of that; the size of `x`."""
+        # The shift is a mean of a few elements: numbers whose mean is large against their deviation lose no digits.
         import numpy as np
 
         # As (before, channels, after). In graphs shapes are not known.

@@ -63,12 +63,9 @@ def handle_of(x: Any) -> int:
 
 
 def address_of(x: Any) -> int | None:
-    """Where the elements of a dense array begin; 0 if it has none. Waits until they are computed.
-
-    None when they are in a layout of oneDNN's.
-
-    Valid as long as the array lives and MXNet is not asked to write to it.
-    """
+    """Where the elements of a dense array begin; 0 if it has none. Waits until they are computed."""
+    # None when they are in a layout of oneDNN's.
+    # Valid as long as the array lives and MXNet is not asked to write to it.
     import mxnet
 
     if 0 in x.shape:
@@ -107,19 +104,7 @@ def bytes_in(x: Any) -> Any:
 
 
 def read_into(arrays: Iterable[Any], places: Iterable[tuple[Any, Any]]) -> None:
-    """Copy all elements of dense arrays to memory of this process; waits for them. On any device, of any layout.
-
-    Parameters
-    ----------
-    arrays : iterable of NDArray
-    places : iterable of (c_void_p, c_size_t)
-        For each the address, and how many elements there are.
-
-    Raises
-    ------
-    MXNetError
-        The computation of a value failed.
-    """
+    """Copy all elements of dense arrays to memory of this process; waits for them. On any device, of any layout."""
     import mxnet
 
     copy = mxnet.base._LIB.MXNDArraySyncCopyToCPU
@@ -129,19 +114,7 @@ def read_into(arrays: Iterable[Any], places: Iterable[tuple[Any, Any]]) -> None:
 
 
 def write_from(x: Any, address: int, size: int) -> None:
-    """Overwrite all elements of a dense array from memory of this process. Waits for what else is done with it.
-
-    Parameters
-    ----------
-    x : NDArray
-    address, size : int
-        Where the elements are, and their bytes.
-
-    Raises
-    ------
-    MXNetError
-        As `read_into`.
-    """
+    """Overwrite all elements of a dense array from memory of this process. Waits for what else is done with it."""
     import mxnet
 
     if not size:

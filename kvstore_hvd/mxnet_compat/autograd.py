@@ -43,22 +43,7 @@ def is_in_graph(array: Any) -> bool:
 
 
 def differentiable(array: Any, result: Any, gradient: Callable[[Any], Any]) -> Any:
-    """Record that `result` was computed from `array`; to be called while recording.
-
-    Parameters
-    ----------
-    array : NDArray
-    result : NDArray
-        Of any shape; in no graph.
-    gradient : callable
-        From the gradient of the result to that of the array, of their shapes. Called in another thread. What it starts
-        to do with the result's gradient must be over when what it returns has been computed.
-
-    Returns
-    -------
-    NDArray
-        The result, as part of the graph.
-    """
+    """Record that `result` was computed from `array`; to be called while recording."""
     import mxnet as mx
 
     shape, count = result.shape, result.size

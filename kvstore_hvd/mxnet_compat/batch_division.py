@@ -24,14 +24,7 @@ _feeds_by_name = False
 
 
 def patch(mxnet: Any, is_ours: exchanging.IsOurs) -> None:
-    """Make the changes to MXNet; 2.0 has neither of the two.
-
-    Parameters
-    ----------
-    mxnet : module
-    is_ours : callable
-        Tells whether a store, or the name of one, is ours.
-    """
+    """Make the changes to MXNet; 2.0 has neither of the two."""
     global _is_ours
     _is_ours = is_ours
     if hasattr(mxnet, "mod"):

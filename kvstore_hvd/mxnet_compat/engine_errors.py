@@ -80,13 +80,7 @@ def _both(cls: type[errors.KVHvdError], mxnet_error: type) -> type:
 
 
 def register_errors(mxnet: Any) -> None:
-    """Tell MXNet about every class in errors.py. Doing it again changes nothing.
-
-    Parameters
-    ----------
-    mxnet : module
-        The imported MXNet.
-    """
+    """Tell MXNet about every class in errors.py. Doing it again changes nothing."""
     known = mxnet.base.error_types
     for name in errors.__all__:
         cls = getattr(errors, name)

@@ -149,11 +149,9 @@ def _patch_trainer(owner: Any, is_ours: IsOurs) -> None:
 
 
 def _share_overflow(trainer: Any) -> None:
-    """Have AMP see an overflow on all workers if there is one on any.
-
-    It looks for one before the update, in which such an optimizer exchanges gradients: a worker that skipped it alone
-    would leave the others waiting.
-    """
+    """Have AMP see an overflow on all workers if there is one on any."""
+    # It looks for one before the update, in which such an optimizer exchanges gradients: a worker that skipped it alone
+    # would leave the others waiting.
     store = _store_of(optimizer_in(trainer._optimizer))
     if store is None or store.num_workers == 1:
         return

@@ -73,26 +73,9 @@ def look_at(parameters: Iterable[Any]) -> None:
 
 
 def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray, unused: bool = False) -> bool:
-    """Give parameters gradients in the arena, with the values that the present ones have.
-
-    Those that cannot have them (on several devices, sparse, of an integer type, not initialised) are left alone; they
-    are exchanged through staging memory.
-
-    Parameters
-    ----------
-    parameters : iterable of mxnet.gluon.Parameter
-    arena : object
-        Stands for the arena; when it is another one than before, gradients move again.
-    new_array : callable
-        See `NewArray`.
-    unused : bool
-        Whether the gradients are new, so that certainly no graph knows them.
-
-    Returns
-    -------
-    bool
-        Whether any was looked at: `why_staged` may say something else than before.
-    """
+    """Give parameters gradients in the arena, with the values that the present ones have."""
+    # Those that cannot have them (on several devices, sparse, of an integer type, not initialised) are left alone; they
+    # are exchanged through staging memory.
     any_looked_at = False
     for parameter in parameters:
         gradients = parameter._grad

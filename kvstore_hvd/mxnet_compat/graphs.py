@@ -27,11 +27,10 @@ def has_static_shape(flags: Iterable[tuple[str, Any]]) -> bool:
 
 
 def checked_flags(symbol: Any, flags: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The flags that a graph is to be compiled with: without ``static_shape`` where `SyncBatchNorm` is in it.
-
-    MXNet does not take note there that an operator changes its auxiliary states. If such a graph were applied twice,
-    both forward passes of a layer would run at the same time, and each worker would number them in an order of its own.
-    """
+    """The flags that a graph is to be compiled with: without ``static_shape`` where `SyncBatchNorm` is in it."""
+    # MXNet does not take note there that an operator changes its auxiliary states. If such a graph were applied twice,
+    # both forward passes of a layer would run at the same time, and each worker would number them in an order of its
+    # own.
     flags = list(flags)
     if has_static_shape(flags) and SYNC_BATCH_NORM in symbol.tojson():  # also where it is part of another operator
         return [flag for flag in flags if not _is_static_shape(*flag)]
@@ -102,10 +101,8 @@ def _has_sync_batch_norm(block: Any) -> bool:
 
 
 def _compiled_of(mxnet: Any, block: Any) -> Any:
-    """The graphs of a block for inference and for training, which take the arguments of the one that MXNet compiled.
-
-    None without an exchange.
-    """
+    """The graphs of a block for inference and for training, which take the arguments of the one that MXNet compiled."""
+    # None without an exchange.
     known = vars(block).get(_COMPILED)
     if known is None or known[0] is not block._cached_op:
         symbol = block._cached_graph[1]
@@ -144,11 +141,9 @@ def _compile(mxnet: Any, block: Any, symbol: Any, unused: dict[str, str]) -> Cal
 
 
 def _with_unused_statistics(mxnet: Any, symbol: Any) -> tuple[Any, dict[str, str]]:
-    """The graph with variables of its own as the running statistics of MXNet's BatchNorm, and what they stand for.
-
-    The exchange updates the running statistics. BatchNorm would make NaN of them in the backward pass of an iteration
-    in which the exchange has failed.
-    """
+    """The graph with variables of its own as the running statistics of MXNet's BatchNorm, and what they stand for."""
+    # The exchange updates the running statistics. BatchNorm would make NaN of them in the backward pass of an iteration
+    # in which the exchange has failed.
     graph = json.loads(symbol.tojson())
     nodes = graph["nodes"]
     places = [(node, place) for node, _, _ in _normalizing(nodes) for place in (3, 4)]

@@ -64,19 +64,7 @@ _arena: Arena = lambda: None  # noqa: E731
 
 
 def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:
-    """Make all changes to the MXNet that is imported. Calling it again replaces the store and `world_size`.
-
-    Parameters
-    ----------
-    store_factory : callable
-        Returns the store's class, a subclass of ``mx.kvstore.KVStoreBase``. Called once, now.
-    world_size : callable
-        Returns how many workers there are, or None when nobody can tell yet. Called when a trainer starts; it must not
-        initialise anything. The size that a launcher's variables ask for counts.
-    arena : callable
-        Returns an object with a method ``new_array`` (see `gradients.NewArray`), one and the same as long as the arena
-        is, or None when gradients stay where MXNet puts them. It must not initialise anything.
-    """
+    """Make all changes to the MXNet that is imported. Calling it again replaces the store and `world_size`."""
     global _store, _arena
     import mxnet
 
@@ -110,15 +98,7 @@ def install_hooks_on_import(store_factory: StoreFactory, world_size: WorldSize, 
 
 
 def register_store(mxnet: Any, store: type) -> None:
-    """Register `store` under both names, in the place of MXNet's own, without a warning.
-
-    Parameters
-    ----------
-    mxnet : module
-        The imported MXNet.
-    store : type
-        Subclass of ``KVStoreBase``; its lower-cased name is ``'horovod'``.
-    """
+    """Register `store` under both names, in the place of MXNet's own, without a warning."""
     base = mxnet.kvstore.KVStoreBase
     present = base.kv_registry.get(NAME)
     # 2.0 has a store of this name, which needs Horovod; to replace that one is the point, and not worth a warning.

@@ -26,20 +26,10 @@ _Action = Callable[[], None]
 
 
 class ImportHook:
-    """A finder for ``sys.meta_path`` that runs `before` and `after` around the first import of one module.
+    """A finder for ``sys.meta_path`` that runs `before` and `after` around the first import of one module."""
 
-    It steps aside once the import has succeeded, and stays when it failed or when the module was only looked for
-    (``importlib.util.find_spec``). Several hooks for one module nest: the one that was installed last is outermost.
-
-    Parameters
-    ----------
-    module : str
-        Name of a top-level module.
-    before, after : callable
-        Called without arguments by the importing thread. What they raise makes the import fail.
-    tag : str
-        What the hook is for; `find` looks for it.
-    """
+    # It steps aside once the import has succeeded, and stays when it failed or when the module was only looked for
+    # (``importlib.util.find_spec``). Several hooks for one module nest: the one that was installed last is outermost.
 
     def __init__(self, module: str, before: _Action, after: _Action, tag: str) -> None:
         self.module = module

@@ -60,10 +60,9 @@ def was_broadcast(parameter: Any) -> bool:
 
 
 def named_parameters(thing: Any) -> dict[str, Any]:
-    """The parameters of a Block, a ``ParameterDict`` or a dict of them, each once, in an order of their names.
-
-    Those of a Block are named by their place in it, so that the names do not depend on what else the process has made.
-    """
+    """The parameters of a Block, a ``ParameterDict`` or a dict of them, each once, in an order of their names."""
+    # Those of a Block are named by their place in it, so that the names do not depend on what else the process has
+    # made.
     named = []
     if is_block(thing):
         named = sorted(thing._collect_params_with_prefix().items(), key=lambda item: item[0])
@@ -92,13 +91,7 @@ def parameters_in(thing: Any) -> list[Any]:
 
 
 def arrays_of(parameter: Any) -> Optional[list[Any]]:
-    """The arrays of a parameter, one for each device; None while its initialisation waits for a shape.
-
-    Raises
-    ------
-    RuntimeError
-        It has not been initialised, or is sparse.
-    """
+    """The arrays of a parameter, one for each device; None while its initialisation waits for a shape."""
     import mxnet
 
     try:
@@ -113,22 +106,14 @@ def is_deferred(parameter: Any) -> bool:
 
 
 def initialize(parameter: Any, shape: Sequence[int]) -> None:
-    """Finish an initialisation that waits for a shape.
-
-    Raises
-    ------
-    AssertionError
-        The shape is not one that the parameter can have.
-    """
+    """Finish an initialisation that waits for a shape."""
     parameter.shape = tuple(shape)
     parameter._finish_deferred_init()
 
 
 def initialize_awaiting(name: str, shape: Sequence[int]) -> bool:
-    """Finish the initialisation of parameters that are going to be broadcast under this name then, see `initialize`.
-
-    Returns whether there were any that can have the shape.
-    """
+    """Finish the initialisation of parameters that are going to be broadcast under this name then, see `initialize`."""
+    # Returns whether there were any that can have the shape.
     awaiting = [each for (awaited, _), each in list(_awaiting.items()) if awaited == name]
     fitting = [each for each in awaiting if is_deferred(each) and not _misfit_of_shape(each, shape)]
     for parameter in fitting:

@@ -10,13 +10,7 @@ __all__ = ["prepare"]
 
 
 def prepare(trainer: Any) -> None:
-    """Let a Trainer start with our store, though it has row_sparse gradients.
-
-    Raises
-    ------
-    UnsupportedMethodError
-        A parameter has sparse weights, which would live in a store with servers.
-    """
+    """Let a Trainer start with our store, though it has row_sparse gradients."""
     if trainer._contains_sparse_weight:
         sparse = next(each for each in trainer._params if each._stype != "default")
         fact = f"its weights are {sparse._stype}, and the store 'horovod' keeps none."

@@ -45,21 +45,7 @@ class Collected:
 
 
 def collect(trainer: Any, arena: object, make_step: MakeStep) -> Collected | None:
-    """Look at all gradients of a Trainer.
-
-    Parameters
-    ----------
-    trainer : mxnet.gluon.Trainer
-    arena : object
-        Where the gradients are, see `gradients.move_to_arena`; or None.
-    make_step : callable
-        See `MakeStep`.
-
-    Returns
-    -------
-    Collected or None
-        None when ``Trainer._allreduce_grads`` does more than have the store sum one array for each parameter.
-    """
+    """Look at all gradients of a Trainer."""
     import mxnet
 
     if trainer._update_on_kvstore:

@@ -62,20 +62,7 @@ _feeds_own_optimizer = False
 
 
 class _Watch:
-    """What is known of one Trainer or Module.
-
-    Parameters
-    ----------
-    owner : Trainer or Module
-    asked : str or None
-        The store that it asked for; None if it wants none.
-    arrays : callable
-        Of the owner: yields the arrays of its parameters and gradients.
-    sizes : callable
-        Of the owner: yields the number of elements of each parameter that has an array, and whether it has a gradient.
-    broadcast : bool
-        Whether a parameter of it was broadcast.
-    """
+    """What is known of one Trainer or Module."""
 
     def __init__(self, owner: Any, asked: Optional[str], arrays: Arrays, sizes: Sizes, broadcast: bool) -> None:
         self._owner = weakref.ref(owner)
@@ -91,10 +78,8 @@ class _Watch:
             yield from self._arrays(owner)
 
     def flat_sizes(self) -> set[int]:
-        """How many elements a copy has of all its gradients, and of all its parameters, in one array.
-
-        None where there is but one of them: any other array may have its size.
-        """
+        """How many elements a copy has of all its gradients, and of all its parameters, in one array."""
+        # None where there is but one of them: any other array may have its size.
         owner = self._owner()
         parameters = [] if owner is None else list(self._sizes(owner))
         trained = [size for size, has_gradient in parameters if has_gradient]
@@ -177,13 +162,7 @@ def _refusal(who: str, asked: str, size: int) -> str:
 
 
 def check_feed_forward(asked: Any, created: Any) -> None:
-    """Warn when a FeedForward would train alone without a store. Nothing sees its updates.
-
-    Raises
-    ------
-    UnsynchronisedTrainerError
-        It would train alone with the local store that it asked for.
-    """
+    """Warn when a FeedForward would train alone without a store. Nothing sees its updates."""
     if _size() == 1 or not _is_local(created) or _feeds_own_optimizer or exchanging.present() is not None:
         return
     name = _name_of(asked)
@@ -194,16 +173,7 @@ def check_feed_forward(asked: Any, created: Any) -> None:
 
 
 def note_exchange(arrays: Iterable[Any], chunk_of: ChunkOf, reduces: bool = True) -> None:
-    """Told by every collective of the user's which arrays it reads and writes.
-
-    Parameters
-    ----------
-    arrays : iterable of NDArray
-    chunk_of : callable
-        Takes what `arrays.handle_of` returns; returns what identifies the memory: arrays may share it.
-    reduces : bool
-        False for a broadcast.
-    """
+    """Told by every collective of the user's which arrays it reads and writes."""
     if _by_chunk is None:
         _index(chunk_of)
     elif not _by_chunk:
@@ -287,16 +257,7 @@ def _updating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch(mxnet: Any, world_size: WorldSize, is_ours: exchanging.IsOurs) -> None:
-    """Make the changes to MXNet.
-
-    Parameters
-    ----------
-    mxnet : module
-    world_size : callable
-        Returns how many workers there are, or None if nobody can tell yet.
-    is_ours : callable
-        Tells whether a store, or the name of one, is ours.
-    """
+    """Make the changes to MXNet."""
     global _world_size, _is_ours
     _world_size, _is_ours = world_size, is_ours
     _patch_trainer(mxnet)

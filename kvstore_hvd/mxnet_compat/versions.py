@@ -32,11 +32,9 @@ class MXNetUnavailableError(KVHvdError, ImportError):
 
 
 def pip_command() -> str:
-    """The command that installs an MXNet that works with this Python; versions are always pinned.
-
-    An unpinned ``mxnet`` next to NumPy 2 resolves to MXNet 1.0.0 without a word, and NumPy 1.x has no wheels for
-    Python 3.13.
-    """
+    """The command that installs an MXNet that works with this Python; versions are always pinned."""
+    # An unpinned ``mxnet`` next to NumPy 2 resolves to MXNet 1.0.0 without a word, and NumPy 1.x has no wheels for
+    # Python 3.13.
     if sys.version_info >= (3, 13):
         return "pip install --no-deps mxnet==1.9.1 && pip install numpy 'graphviz<0.9' requests"
     if sys.version_info >= (3, 12):
@@ -50,13 +48,7 @@ def is_imported() -> bool:
 
 
 def require_mxnet() -> Any:
-    """Import MXNet and return its module.
-
-    Raises
-    ------
-    MXNetUnavailableError
-        It is not installed, or its import failed; the text has the pip command for this Python.
-    """
+    """Import MXNet and return its module."""
     try:
         import mxnet
     except Exception as error:  # an import on a NumPy that is too new fails with AttributeError, not ImportError
@@ -69,13 +61,7 @@ def require_mxnet() -> Any:
 
 @functools.cache
 def version_number() -> int:
-    """MXNet's version as its library tells it: 10901 for 1.9.1, 20000 for 2.0.0b1.
-
-    Raises
-    ------
-    MXNetUnavailableError
-        As `require_mxnet`.
-    """
+    """MXNet's version as its library tells it: 10901 for 1.9.1, 20000 for 2.0.0b1."""
     base = require_mxnet().base
     number = ctypes.c_int()
     base.check_call(base._LIB.MXGetVersion(ctypes.byref(number)))
@@ -83,13 +69,7 @@ def version_number() -> int:
 
 
 def libmxnet_path() -> str:
-    """Absolute path of the ``libmxnet.so`` that is loaded in this process; open it with ``RTLD_NOLOAD``.
-
-    Raises
-    ------
-    MXNetUnavailableError
-        As `require_mxnet`.
-    """
+    """Absolute path of the ``libmxnet.so`` that is loaded in this process; open it with ``RTLD_NOLOAD``."""
     return str(require_mxnet().base._LIB._name)
 
 
@@ -99,10 +79,8 @@ def engine_is_naive() -> bool:
 
 
 def waitall() -> None:
-    """Wait until MXNet has nothing left to compute; raises the first error that nobody has read yet.
-
-    MXNet's own wait hears no Ctrl-C: another thread is in it where the main thread waits.
-    """
+    """Wait until MXNet has nothing left to compute; raises the first error that nobody has read yet."""
+    # MXNet's own wait hears no Ctrl-C: another thread is in it where the main thread waits.
     mx = require_mxnet()
     if threading.current_thread() is not threading.main_thread():
         mx.nd.waitall()

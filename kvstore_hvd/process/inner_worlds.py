@@ -13,17 +13,9 @@ __all__ = ["InnerMember", "InnerWorlds"]
 
 
 class InnerMember(Member):
-    """A worker's part in a world of some of the workers. One that is none of them is alone in its own.
+    """A worker's part in a world of some of the workers. One that is none of them is alone in its own."""
 
-    Whether it is one of them may change from one world of all to the next: whoever has the part need not know.
-
-    Parameters
-    ----------
-    ranks : sequence of int
-        Of these workers in the world of all, in ascending order.
-    number : int
-        What tells the world from others inside the same one; the same on all workers.
-    """
+    # Whether it is one of them may change from one world of all to the next: whoever has the part need not know.
 
     def __init__(self, ranks: Sequence[int], number: int) -> None:
         super().__init__()
@@ -68,27 +60,7 @@ class InnerWorlds:
         self._members: list[InnerMember] = []
 
     def add(self, outer: World, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
-        """Join one more; every worker of the outer world calls it, in the same order.
-
-        Parameters
-        ----------
-        outer : World
-        ranks : sequence of int
-            In ascending order.
-        number : int
-            Of no other world inside it; the same on all workers.
-        former : InnerMember, optional
-            This worker's part in such a world that was left; it is used again.
-
-        Returns
-        -------
-        InnerMember
-
-        Raises
-        ------
-        LaunchError
-            Not all of these workers came in time.
-        """
+        """Join one more; every worker of the outer world calls it, in the same order."""
         member = former or InnerMember(ranks, number)
         member.join_inside(outer)
         self._members.append(member)

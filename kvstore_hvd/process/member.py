@@ -52,13 +52,7 @@ class Member:
     # -- Joining and leaving ----------------------------------------------------------------------------------------
 
     def join(self, world: World) -> None:
-        """Join a world, the first one or after `leave`.
-
-        Raises
-        ------
-        LaunchError
-            Not all of its workers came in time.
-        """
+        """Join a world, the first one or after `leave`."""
         topology = world.topology
         self._deferred = None
         if topology.size > 1:
@@ -87,24 +81,9 @@ class Member:
         self._closed = ""
 
     def leave(self, reason: str = "") -> Exception | None:
-        """Leave the world; does nothing without one.
-
-        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
-        the other workers that need this one, with the reason in their text; its second line may be their fix.
-
-        Returns
-        -------
-        Exception or None
-            That of an operation whose result nobody has read, unless there is a reason. Whoever gets it is the last one
-            to hear of it.
-
-        Raises
-        ------
-        HorovodInternalError
-            The world was lost while this worker waited for its operations.
-        BaseException
-            Whatever interrupts the wait, like Ctrl-C. The world is left all the same, with that for a reason.
-        """
+        """Leave the world; does nothing without one."""
+        # Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        # the other workers that need this one, with the reason in their text; its second line may be their fix.
         if self._world is None or self._closed:
             return None
         why = reason.partition("\n")[0]
@@ -141,15 +120,7 @@ class Member:
         return self._take_deferred()
 
     def shutdown(self, reason: str = "") -> None:
-        """As `leave`, but raises what that returns.
-
-        Raises
-        ------
-        HorovodInternalError
-            The world was lost while this worker waited for its operations.
-        KVHvdError
-            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
-        """
+        """As `leave`, but raises what that returns."""
         was_lost = self.is_lost
         raise_unread(self.leave(reason), was_lost)
 
@@ -195,11 +166,9 @@ class Member:
             self.defer(error)
 
     def hold_unread(self, change: int) -> None:
-        """Leave errors that nobody has read alone, while this was called with 1 more often than with -1.
-
-        To ask MXNet for such an error makes MXNet forget it: operations on what it should have computed, and that are
-        still to run, then take what is there. So nobody asks as long as an error may be one to forget, see `Join`.
-        """
+        """Leave errors that nobody has read alone, while this was called with 1 more often than with -1."""
+        # To ask MXNet for such an error makes MXNet forget it: operations on what it should have computed, and that are
+        # still to run, then take what is there. So nobody asks as long as an error may be one to forget, see `Join`.
         self._holds_unread += change
 
     def raise_unread(self) -> None:
@@ -284,22 +253,12 @@ class Member:
         return self.topology.size == 1 and not self._closed
 
     def next_namespace(self, label: Callable[[str], str]) -> str:
-        """A namespace for a new store: equal on all workers when they create their stores in the same order.
-
-        `label` is a method of the store that returns how messages name a key, see `Namespaces.add`.
-        """
+        """A namespace for a new store: equal on all workers when they create their stores in the same order."""
+        # `label` is a method of the store that returns how messages name a key, see `Namespaces.add`.
         return self._namespaces.add(label)
 
     def communicator(self) -> Communicator:
-        """The way to the other workers.
-
-        Raises
-        ------
-        ShutdownError
-            There is none: this worker left the world, or is a forked child.
-        InvalidRequestError
-            This worker has yet to be taken in.
-        """
+        """The way to the other workers."""
         communicator = self._communicator
         if self._is_waiting:
             fact = "this worker has joined a running elastic job, and the other workers have not taken it in yet."
@@ -377,22 +336,9 @@ class Member:
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
-        """Surround the submission of operations: raises what went wrong since the last one.
-
-        MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
-        is noticed whatever the program reads.
-
-        Raises
-        ------
-        HorovodInternalError
-            Before anything is submitted: the world is lost. The same error each time, until `reset`.
-        ShutdownError
-            Before anything is submitted, as `communicator`.
-        KVHvdError
-            An earlier operation failed, and nobody has read its result yet; once. In a world that is not lost it is
-            raised after the submission: when such an error arrives is chance, and what a worker submits must not depend
-            on that, or the others would wait for what it left out.
-        """
+        """Surround the submission of operations: raises what went wrong since the last one."""
+        # MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
+        # is noticed whatever the program reads.
         failure = None if self.is_alone else self.communicator().health()
         unread = None if self._holds_unread and failure is None else self._take_unread()
         if failure is not None:
@@ -435,20 +381,9 @@ class Member:
                 self.communicator().run(Request("allreduce", f"barrier/{name}", "barrier", place, place, [1], "int32"))
 
     def all_rows(self, operation: str, name: str, label: str, row: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
-        """Every worker's row of int64 numbers, as a table with one row for each rank; waits for them.
-
-        Rows have the same length on all workers. To be called inside `submitting`, with all that follows from it.
-        `operation` is how messages name the call.
-
-        Raises
-        ------
-        InvalidRequestError
-            A worker is in ``hvd.join()``, and so contributes zeros to whatever it is.
-        MismatchError
-            Another worker does something else under this name.
-        HorovodInternalError
-            The world is lost.
-        """
+        """Every worker's row of int64 numbers, as a table with one row for each rank; waits for them."""
+        # Rows have the same length on all workers. To be called inside `submitting`, with all that follows from it.
+        # `operation` is how messages name the call.
         topology = self.topology
         table = np.zeros((topology.size, row.size + 1), np.int64)
         table[topology.rank] = [*row, 1]

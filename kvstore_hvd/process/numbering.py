@@ -35,10 +35,8 @@ def next_number(world: Member, kind: str) -> int:
 
 
 def agree_on_numbers(world: Member) -> None:
-    """Go on with the same numbers everywhere, after workers have made different numbers of calls; waits for all.
-
-    To be called inside ``world.submitting()``.
-    """
+    """Go on with the same numbers everywhere, after workers have made different numbers of calls; waits for all."""
+    # To be called inside ``world.submitting()``.
     with _unnamed_lock:
         known = _unnamed_in(world)
         row = np.array([known.before + max(known.counts.values(), default=0)], np.int64)

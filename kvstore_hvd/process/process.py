@@ -83,26 +83,8 @@ class Process:
     # -- Joining and leaving ----------------------------------------------------------------------------------------
 
     def init(self, comm: Any = None) -> Topology:
-        """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
-
-        Reads the environment again when it joins one: programs set variables before they call it.
-
-        Parameters
-        ----------
-        comm : mpi4py communicator, optional
-            The workers. By default those of the last world, or those that the launcher's environment names.
-
-        Returns
-        -------
-        Topology
-
-        Raises
-        ------
-        LaunchError
-            The workers could not find each other.
-        ConfigError, InvalidRequestError
-            The environment has settings that cannot be used.
-        """
+        """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one."""
+        # Reads the environment again when it joins one: programs set variables before they call it.
         with self._lock:
             if self._member.is_initialized:
                 return self._member.topology
@@ -122,18 +104,9 @@ class Process:
             return self.topology
 
     def shutdown(self, reason: str = "") -> None:
-        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one.
-
-        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
-        the other workers that need this one, with the reason in their text.
-
-        Raises
-        ------
-        HorovodInternalError
-            The world was lost while this worker waited for its operations.
-        KVHvdError
-            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
-        """
+        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one."""
+        # Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        # the other workers that need this one, with the reason in their text.
         with self._lock:
             try:
                 was_lost = self._member.is_lost
@@ -144,16 +117,9 @@ class Process:
                 self.departures += 1
 
     def reset(self) -> Topology:
-        """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
-
-        Pending operations fail. Stores stay usable. In an elastic job others may have come or gone, and process sets
-        are not met again.
-
-        Raises
-        ------
-        LaunchError
-            Not all workers came back in time.
-        """
+        """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it."""
+        # Pending operations fail. Stores stay usable. In an elastic job others may have come or gone, and process sets
+        # are not met again.
         with self._lock:
             if self._member.world is None:
                 return self.init()
@@ -168,18 +134,7 @@ class Process:
             self._member.drain()  # the errors of what was pending belong to the old world
 
     def meet(self, cause: str, text: str = "") -> Topology:
-        """The other half of `reset`, after `abandon`, or to be taken in by a running job.
-
-        Parameters
-        ----------
-        cause, text : str
-            Why, see `WorkerLine.next_world`.
-
-        Raises
-        ------
-        LaunchError
-            As `reset`.
-        """
+        """The other half of `reset`, after `abandon`, or to be taken in by a running job."""
         with self._lock:
             self._rejoin(cause=cause, text=text)
             return self.topology
@@ -321,17 +276,8 @@ class Process:
     # -- Worlds inside it -------------------------------------------------------------------------------------------
 
     def join_inner(self, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
-        """Make a world of some of this one's workers. Left with this one, and made again by `reset`.
-
-        For parameters and result see `InnerWorlds.add`. Every worker of this world calls it, inside `submitting`.
-
-        Raises
-        ------
-        LaunchError
-            Some of them could not join it. On every worker, and then none is in it.
-        HorovodInternalError
-            The world is lost.
-        """
+        """Make a world of some of this one's workers. Left with this one, and made again by `reset`."""
+        # For parameters and result see `InnerWorlds.add`. Every worker of this world calls it, inside `submitting`.
         with self._lock:
             world = self._member.world
             assert world is not None
@@ -486,11 +432,9 @@ def current() -> Process:
 
 
 def register_exit_handler() -> None:
-    """Have this process leave its world at exit. Called again, the handler runs before all that were registered since.
-
-    MXNet waits for its operations at exit. To be able to end those, our handler has to run before MXNet's, and so must
-    be registered after it: this is called when a world is joined, and once MXNet is imported.
-    """
+    """Have this process leave its world at exit."""
+    # MXNet waits for its operations at exit. To be able to end those, our handler has to run before MXNet's, and so
+    # must be registered after it: this is called when a world is joined, and once MXNet is imported.
     atexit.unregister(_current.leave_at_exit)
     atexit.register(_current.leave_at_exit)
 

@@ -18,10 +18,8 @@ _OTHER_THREADS = 3
 
 
 def python_stacks() -> str:
-    """The stacks of this process, as tracebacks show them: the main thread's first, this package's threads left out.
-
-    Bounded: the innermost calls of each thread, and a few threads. Any thread may call it; it stops nobody.
-    """
+    """The stacks of this process, as tracebacks show them: the main thread's first, this package's threads left out."""
+    # Bounded: the innermost calls of each thread, and a few threads. Any thread may call it; it stops nobody.
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident

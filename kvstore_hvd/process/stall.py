@@ -38,20 +38,7 @@ _STOPPED = ("T", "t")
 
 
 class StallInspector:
-    """Reports the stalls of one world, each once, then after double the time, and when it is over.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    topology : Topology
-        Of that world; reports name ranks of a process set by those among all workers.
-    check_s : float
-        Seconds that an operation may wait before that is a stall.
-    shutdown_s : float
-        Seconds after which the world is failed; 0: never.
-    describe : callable
-        How messages name an operation, given its name on the wire.
-    """
+    """Reports the stalls of one world, each once, then after double the time, and when it is over."""
 
     def __init__(
         self,
@@ -89,18 +76,7 @@ class StallInspector:
             self._thread.join(_STOP_S)
 
     def look(self, now: float) -> bool:
-        """Look once, and log what there is to report.
-
-        Parameters
-        ----------
-        now : float
-            Of a `RunningClock`.
-
-        Returns
-        -------
-        bool
-            False once the world is lost: that error tells everything.
-        """
+        """Look once, and log what there is to report."""
         if self._communicator.health() is not None:
             return False
         self._look_at_waiting(now)
@@ -240,15 +216,7 @@ class _Reports:
         self._longest_s = 0.0
 
     def update(self, ages: Mapping[Any, float], culprits: Collection[int]) -> tuple[bool, float | None]:
-        """Whether to report now, and how long the stall before lasted if it is over (else None).
-
-        Parameters
-        ----------
-        ages : mapping
-            Of whatever tells operations apart to the seconds of those that have waited for too long.
-        culprits : collection of int
-            Ranks; a new one is worth a report.
-        """
+        """Whether to report now, and how long the stall before lasted if it is over (else None)."""
         over = None
         if self._known and self._known.isdisjoint(ages):
             over = self._longest_s

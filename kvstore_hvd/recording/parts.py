@@ -47,19 +47,7 @@ def part_path(target: str, rank: int) -> str:
 
 
 class PartWriter:
-    """A fresh part; one that is there is overwritten. One thread at a time.
-
-    Parameters
-    ----------
-    target : str
-        The timeline's own path.
-    header : Header
-
-    Raises
-    ------
-    OSError
-        It cannot be written; so do the methods.
-    """
+    """A fresh part; one that is there is overwritten. One thread at a time."""
 
     def __init__(self, target: str, header: Header) -> None:
         self.path = part_path(target, header.rank)
@@ -152,13 +140,7 @@ def read_lines(path: str) -> Iterator[Any]:
 
 
 def read_header(path: str) -> Header | None:
-    """The header; None if this is no part of a timeline.
-
-    Raises
-    ------
-    OSError
-        It cannot be read.
-    """
+    """The header; None if this is no part of a timeline."""
     first = next(read_lines(path), None)
     if not isinstance(first, dict) or first.get("format") != _FORMAT:
         return None

@@ -56,25 +56,7 @@ class Recorder:
         communicator: Communicator | None,
         topology: Topology,
     ) -> None:
-        """Begin to record; collective. On every worker it succeeds, or fails and leaves nothing behind.
-
-        Parameters
-        ----------
-        file_path : str or os.PathLike
-            The file to be made; that of rank 0 counts.
-        mark_cycles : bool
-            Mark where rounds of submissions begin; that of rank 0 counts.
-        communicator : Communicator or None
-            None in a world of one.
-        topology : Topology
-
-        Raises
-        ------
-        InvalidRequestError
-            Some worker records a timeline already, or cannot write to the path.
-        HorovodInternalError
-            The world is lost.
-        """
+        """Begin to record; collective. On every worker it succeeds, or fails and leaves nothing behind."""
         target, fault = _absolute(file_path)
         wish = {"target": target, "fault": fault, "mark": bool(mark_cycles), "session": secrets.token_hex(8)}
         agreed = json.loads(exchange(communicator, topology, "timeline/start", json.dumps(wish, ensure_ascii=False))[0])
@@ -110,15 +92,7 @@ class Recorder:
         made.thread.start()
 
     def stop(self, communicator: Communicator | None, topology: Topology) -> None:
-        """End the recording; collective. The file is there when it returns. Does nothing when there is no recording.
-
-        Raises
-        ------
-        KVHvdError
-            The timeline could not be written. The parts are left.
-        HorovodInternalError
-            The world is lost. The file is there once all workers that live have ended their recording.
-        """
+        """End the recording; collective. The file is there when it returns. Does nothing when there is no recording."""
         recording = self._own()
         if recording is None:
             return

@@ -37,26 +37,7 @@ class Summary:
 
 
 def write_trace(target: str, parts: Sequence[str]) -> Summary:
-    """Make `target` of the parts of one timeline; it appears complete or not at all. The parts are left alone.
-
-    Parameters
-    ----------
-    target : str
-        An existing file is replaced.
-    parts : sequence of str
-        Paths, in the order of ranks.
-
-    Returns
-    -------
-    Summary
-
-    Raises
-    ------
-    ValueError
-        There is no part, or one of them is none.
-    OSError
-        A file cannot be read or written.
-    """
+    """Make `target` of the parts of one timeline; it appears complete or not at all. The parts are left alone."""
     headers = [(path, header) for path in parts if (header := read_header(path)) is not None]
     if not headers or len(headers) < len(parts):
         strange = [path for path in parts if path not in dict(headers)]

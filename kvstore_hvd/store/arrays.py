@@ -22,24 +22,7 @@ _VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "r
 
 
 def check_group(call: Call, group: Group, allow_rows: bool = False) -> None:
-    """Check one key's arrays, before anything is submitted; the group learns whether they are row_sparse.
-
-    Parameters
-    ----------
-    call, group
-        Who calls what.
-    allow_rows : bool
-        Whether the call takes row_sparse arrays.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        An array is sparse (and the call takes none, or the group has dense ones too), or a value's dtype cannot travel.
-    InvalidTypeError
-        The values of one key differ in dtype.
-    InvalidRequestError
-        The arrays of one key differ in shape.
-    """
+    """Check one key's arrays, before anything is submitted; the group learns whether they are row_sparse."""
     for array in unique((*group.values, *group.outs)):
         if mxnet_compat.stype_of(array) != "default":
             _check_sparse(call, group, allow_rows)
@@ -99,10 +82,8 @@ def bytes_of(array: Any, dtype: str) -> int:
 
 
 def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-    """A fresh uninitialised array of `array`'s class, and of its dtype and shape unless others are given.
-
-    It lies on the CPU unless a context is given. A row_sparse one has no rows.
-    """
+    """A fresh uninitialised array of `array`'s class, and of its dtype and shape unless others are given."""
+    # It lies on the CPU unless a context is given. A row_sparse one has no rows.
     shape = array.shape if shape is None else shape
     if mxnet_compat.stype_of(array) == "row_sparse":
         import mxnet as mx
@@ -135,10 +116,8 @@ def copy(source: Any, destination: Any) -> None:
 
 
 def local_sum(values: Sequence[Any]) -> Any:
-    """The sum of a process's own arrays, in order, as a new array on the first one's device; asynchronous.
-
-    Halves are summed in float32 and rounded once: on the CPU by the native kernels, elsewhere as they do it.
-    """
+    """The sum of a process's own arrays, in order, as a new array on the first one's device; asynchronous."""
+    # Halves are summed in float32 and rounded once: on the CPU by the native kernels, elsewhere as they do it.
     import mxnet as mx
 
     first = values[0]
@@ -165,11 +144,9 @@ def local_sum(values: Sequence[Any]) -> Any:
 
 
 def scaled(array: Any, prescale: float, postscale: float) -> Any:
-    """A new array on the array's device with the values times both factors; asynchronous.
-
-    By the native kernels, as where there are several workers: integers scale in float64 and are truncated after each
-    factor, halves scale in float32, and are rounded after each factor.
-    """
+    """A new array on the array's device with the values times both factors; asynchronous."""
+    # By the native kernels, as where there are several workers: integers scale in float64 and are truncated after each
+    # factor, halves scale in float32, and are rounded after each factor.
     result = _reduced([array], prescale, postscale)
     if _is_on_cpu(array):
         return result

@@ -11,20 +11,7 @@ __all__ = ["parse_compression"]
 
 
 def parse_compression(params: Any) -> bool:
-    """Read the parameters of ``set_gradient_compression``: whether to sum float32 and float64 as float16.
-
-    Parameters
-    ----------
-    params : mapping
-        ``{'type': 'fp16'}`` or ``{'type': 'none'}``.
-
-    Raises
-    ------
-    InvalidTypeError
-        `params` is not a mapping.
-    InvalidRequestError
-        The type is missing or unknown, or there are other parameters.
-    """
+    """Read the parameters of ``set_gradient_compression``: whether to sum float32 and float64 as float16."""
     fix = "use {'type': 'fp16'}, which rounds float32 to float16, or {'type': 'none'}."
     operation = "set_gradient_compression"
     if not isinstance(params, Mapping):

@@ -39,19 +39,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Call:
-    """Who calls what: enough to say in an error message where it happened.
-
-    Parameters
-    ----------
-    operation : str
-        The method's name, such as ``'pushpull'``.
-    topology : Topology
-        This worker among those that take part.
-    names : mapping of str to str
-        Names of parameters by ``str(key)``, where the Trainer told them.
-    is_array : callable
-        Whether an object is an array that the store takes.
-    """
+    """Who calls what: enough to say in an error message where it happened."""
 
     operation: str
     topology: Topology
@@ -95,13 +83,7 @@ def wire_name(namespace: str, key: Key) -> str:
 
 
 def priority_of(call: Call, priority: Any) -> int:
-    """The priority as an int.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidRequestError
-        It is not an integer, or does not fit into 32 bits.
-    """
+    """The priority as an int."""
     fix = "pass an int, such as -index; higher ones run first."
     try:
         number = operator.index(priority)
@@ -114,33 +96,7 @@ def priority_of(call: Call, priority: Any) -> int:
 
 
 def group_arguments(call: Call, key: Any, value: Any, out: Any = None, role: str = "value") -> list[Group]:
-    """Group the arguments of a call by key.
-
-    Parameters
-    ----------
-    call : Call
-        For messages, and for what an array is.
-    key : int, str, or list or tuple of one of them
-        A key that occurs several times in a list is one group with all its arrays, as in MXNet's own stores.
-    value : array, list or tuple of arrays; for a list of keys, one of these for each key
-        Becomes `Group.values`.
-    out : as `value`, optional
-        Becomes `Group.outs`; None means that the result goes where the values are.
-    role : str
-        How messages call `value`.
-
-    Returns
-    -------
-    list of Group
-        In the order in which the keys first occur; every group has at least one value and one out.
-
-    Raises
-    ------
-    InvalidTypeError
-        A key is neither int nor str, int and str are mixed, or something that should be an array is not.
-    InvalidRequestError
-        Lengths do not fit, or a list of arrays is empty.
-    """
+    """Group the arguments of a call by key."""
     groups: dict[str, Group] = {}
     for one_key, one_value, one_out in _per_key(call, key, value, out, role):
         group = groups.setdefault(str(one_key), Group(one_key))

@@ -435,10 +435,8 @@ class StoreMethods:
         return call, groups
 
     def _push_in_place(self, key: Any, value: Any, priority: int) -> bool:
-        """Submit what a Trainer submits for each parameter of each step, at a fraction of the general case's cost.
-
-        Returns False, and has done nothing, when this is not that case or anything is unusual about it.
-        """
+        """Submit what a Trainer submits for each parameter of each step, at a fraction of the general case's cost."""
+        # Returns False, and has done nothing, when this is not that case or anything is unusual about it.
         if type(value) is list and len(value) == 1:
             value = value[0]
         adapter = self._member.current_adapter
@@ -471,11 +469,9 @@ class StoreMethods:
         return Step(gradients) if arrays and all(map(is_plain, arrays)) else None
 
     def _exchange(self, step: Step) -> bool:
-        """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook.
-
-        Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there is
-        anything unusual about an array or this world.
-        """
+        """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook."""
+        # Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there
+        # is anything unusual about an array or this world.
         if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled:
             return False
         adapter, prepared = self._member.used_adapter, None

@@ -25,17 +25,7 @@ Copies = list[tuple[Any, Any]]  # of source and destination
 
 
 class Operations:
-    """Carries out the calls of one store, whose arguments have been checked.
-
-    Parameters
-    ----------
-    world : Member
-        Who takes part.
-    namespace : str
-        What the names of the store's operations begin with; of no other store.
-    count : callable
-        Told of every operation: its kind, its key, and the bytes of this worker's array.
-    """
+    """Carries out the calls of one store, whose arguments have been checked."""
 
     def __init__(self, world: Member, namespace: str, count: Callable[[str, Key, int], None]) -> None:
         self._world = world
@@ -43,17 +33,7 @@ class Operations:
         self._count = count
 
     def broadcast(self, call: Call, groups: Sequence[Group], priority: Any, root: int = 0) -> None:
-        """Copy the root's value of each group into all outs of the group, on every worker.
-
-        Raises
-        ------
-        InvalidRequestError
-            A group has several values, or the priority is out of range; nothing was submitted.
-        InvalidTypeError
-            The priority is no integer; nothing was submitted.
-        InputFailedError
-            MXNet refused an operation, which failed on all workers; those of other groups were submitted.
-        """
+        """Copy the root's value of each group into all outs of the group, on every worker."""
         for group in groups:
             if len(group.values) > 1:
                 fact = f"there are {len(group.values)} values for one key."
@@ -64,19 +44,8 @@ class Operations:
         _submit_groups([partial(self._broadcast, call, group, placement, priority, root) for group in groups])
 
     def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, how: Reduction = SUM) -> None:
-        """Reduce the values of each group over the group and all workers, into all outs of the group.
-
-        Waits for the groups of row_sparse arrays, after the others were submitted.
-
-        Raises
-        ------
-        MismatchError
-            The workers disagree about row_sparse arrays; on all of them.
-        InvalidTypeError, InvalidRequestError
-            The priority is no integer, or out of range; nothing was submitted.
-        InputFailedError
-            As `broadcast`.
-        """
+        """Reduce the values of each group over the group and all workers, into all outs of the group."""
+        # Waits for the groups of row_sparse arrays, after the others were submitted.
         priority = priority_of(call, priority)
         self._note(groups, reduces=True)
         rows = [group for group in groups if group.is_row_sparse]
@@ -201,11 +170,9 @@ class _Prepared:
 
 
 def submit_all(submissions: Iterable[Callable[[], object]]) -> None:
-    """Make every submission; the first one's error is raised at the end.
-
-    What a worker submits must not depend on what becomes of what it submitted before, or the others would wait for the
-    rest.
-    """
+    """Make every submission; the first one's error is raised at the end."""
+    # What a worker submits must not depend on what becomes of what it submitted before, or the others would wait for
+    # the rest.
     failures: list[KVHvdError] = []
     for submit in submissions:
         try:

@@ -27,11 +27,10 @@ def home_of(world: Member, array: Any) -> Any:
 
 
 class Placement:
-    """Decides, for the arrays of one call, which may be handed to the engine themselves.
+    """Decides, for the arrays of one call, which may be handed to the engine themselves."""
 
-    An array goes through a copy when it is on another device or has another dtype than the sum, when it is sparse, and
-    when another array or key of the call shares it, so that all is read before anything is written.
-    """
+    # An array goes through a copy when it is on another device or has another dtype than the sum, when it is sparse,
+    # and when another array or key of the call shares it, so that all is read before anything is written.
 
     def __init__(self, world: Member, groups: Sequence[Group]) -> None:
         self._adapter = None if world.is_alone else world.mxnet_adapter()

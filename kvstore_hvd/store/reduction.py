@@ -9,19 +9,7 @@ __all__ = ["SUM", "Reduction"]
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the values of one key.
-
-    Parameters
-    ----------
-    op : str
-        A key of ``native.OPS``.
-    prescale, postscale : float
-        Factors for the sum of a worker's own values, and for the result.
-    as_half : bool
-    weight : float
-    group : int
-        See `comm.base.Request`.
-    """
+    """What becomes of the values of one key."""
 
     op: str = "sum"
     prescale: float = 1.0

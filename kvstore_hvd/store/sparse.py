@@ -46,20 +46,7 @@ _SHOWN: dict[str, Callable[[int], Any]] = {
 
 @dataclass
 class _Rows:
-    """What this worker has under one key.
-
-    Parameters
-    ----------
-    name : str
-        On the wire.
-    group : Group
-    ids : list of numpy.ndarray
-        For each value its row numbers, sorted, none of them twice.
-    values : list of numpy.ndarray
-        For each value its rows, flattened.
-    counts : numpy.ndarray
-        The number of rows of each worker.
-    """
+    """What this worker has under one key."""
 
     name: str
     group: Group
@@ -76,37 +63,8 @@ class _Rows:
 def pushpull(
     world: Member, call: Call, names: Sequence[str], groups: Sequence[Group], priority: int, how: Reduction
 ) -> list[int]:
-    """Reduce the row_sparse values of each group over the group and all workers, into all outs of the group.
-
-    Waits for the others. The results are row_sparse, with each row that any worker has.
-
-    Parameters
-    ----------
-    world, call
-        Who takes part in what; within ``world.submitting()``.
-    names : sequence of str
-        Of the groups, on the wire.
-    groups : sequence of Group
-        Whose arrays are row_sparse, and have been checked.
-    priority : int
-        Higher ones are carried out first.
-    how : Reduction
-        A sum or an average.
-
-    Returns
-    -------
-    list of int
-        For each group the bytes of this worker's rows.
-
-    Raises
-    ------
-    MismatchError
-        The workers disagree; on all of them, and nothing was changed under that key.
-    InvalidRequestError
-        The op is no sum, or a worker refuses its part.
-    HorovodInternalError
-        The world is lost.
-    """
+    """Reduce the row_sparse values of each group over the group and all workers, into all outs of the group."""
+    # Waits for the others. The results are row_sparse, with each row that any worker has.
     if how.op not in ("sum", "average"):
         fact = f"op {how.op.capitalize()} is not supported for row_sparse arrays."
         fix = "use Sum or Average, or convert with .tostype('default')."

@@ -22,13 +22,7 @@ def is_plain(array: Any) -> bool:
 
 
 class Step:
-    """Arrays that are summed in place, one for each key; any number of times, by one store.
-
-    Parameters
-    ----------
-    gradients : sequence of (key, array, priority)
-        In the order of submission; the arrays are plain.
-    """
+    """Arrays that are summed in place, one for each key; any number of times, by one store."""
 
     def __init__(self, gradients: Sequence[tuple[Key, Any, int]]) -> None:
         self._gradients = gradients
@@ -41,17 +35,7 @@ class Step:
     def prepared(
         self, adapter: native.MXNetAdapter, names: Callable[[Key], tuple[str, str]], version: object
     ) -> native.Step | None:
-        """What `native.MXNetAdapter.pushpull_step` takes; None when an array needs a closer look.
-
-        Parameters
-        ----------
-        adapter : native.MXNetAdapter
-            Of this world or an earlier one: what is prepared once suits all of them.
-        names : callable
-            Returns a key's name on the wire, and its label.
-        version : object
-            Another one than the last time when there are other names.
-        """
+        """What `native.MXNetAdapter.pushpull_step` takes; None when an array needs a closer look."""
         if self._prepared_for is not version:
             self._prepared = adapter.prepare(
                 [(*names(key), mxnet_compat.handle_of(array), priority) for key, array, priority in self._gradients]

@@ -130,15 +130,7 @@ class Usage:
                 self.add(batch.operation, key, array_bytes, times)
 
     def report(self, names: Mapping[str, str], measured: Callable[[str], Measured | None]) -> dict[str, Any]:
-        """Totals, and counts by key; the entries are described in `StoreMethods.report`.
-
-        Parameters
-        ----------
-        names : mapping of str to str
-            What to call a key, by ``str(key)``; itself where there is nothing.
-        measured : callable
-            What the engine knows of a key, given as ``str(key)``; None when it knows nothing.
-        """
+        """Totals, and counts by key; the entries are described in `StoreMethods.report`."""
         self._settle()
         everything = [*self._counts.values(), self._others]
         operations: dict[str, int] = {}

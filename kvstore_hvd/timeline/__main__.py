@@ -15,13 +15,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run with the arguments `argv` (default: ``sys.argv[1:]``).
-
-    Returns
-    -------
-    int
-        0, or 1 when there is nothing to merge or the file cannot be written.
-    """
+    """Run with the arguments `argv` (default: ``sys.argv[1:]``)."""
     parser = argparse.ArgumentParser(prog="python -m kvstore_hvd.timeline", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="merge")
     merge = commands.add_parser("merge", help="make FILE of what the workers of a killed job left beside it")

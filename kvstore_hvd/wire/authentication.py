@@ -20,12 +20,6 @@ def mac(secret: bytes, *parts: bytes) -> bytes:
 
 
 def peer_process(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other side of a connected Unix socket, from the kernel.
-
-    Raises
-    ------
-    OSError
-        It is not a Unix socket.
-    """
+    """Process id and user id of the other side of a connected Unix socket, from the kernel."""
     pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid

@@ -83,26 +83,9 @@ def _decode(body: bytes) -> dict[str, Any]:
 
 
 class Connection:
-    """One side of a connection. Made by `connect` and `Listener`; they return it once it is authenticated.
+    """One side of a connection. Made by `connect` and `Listener`; they return it once it is authenticated."""
 
-    One thread may receive while another sends or flushes; more than one of a kind need a lock.
-
-    Parameters
-    ----------
-    connected : socket.socket
-        A stream socket, which belongs to the connection from now on and does not block any more.
-    secret : bytes
-        The job's.
-    role : str
-        ``'server'`` (speaks first) or ``'client'``.
-    identity : dict
-        Who this side is: the other one gets it as `identity`.
-
-    Attributes
-    ----------
-    identity : dict or None
-        Who the other side says it is; None until it has proved itself.
-    """
+    # One thread may receive while another sends or flushes; more than one of a kind need a lock.
 
     def __init__(self, connected: socket.socket, secret: bytes, role: str, identity: dict[str, Any]) -> None:
         self._socket = connected
@@ -157,18 +140,7 @@ class Connection:
     # -- Receiving
 
     def receive(self) -> list[dict[str, Any]]:
-        """Read what is there, without waiting.
-
-        Returns
-        -------
-        list of dict
-            The messages that are complete, in order; possibly none.
-
-        Raises
-        ------
-        WireError
-            The connection has ended or broken, or something did not verify. Close it.
-        """
+        """Read what is there, without waiting."""
         if not self._fault:
             try:
                 return self._receive()
@@ -275,16 +247,8 @@ class Connection:
     # -- Sending
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; what the socket does not take now is kept for `flush`.
-
-        If the connection has been lost, `receive` tells, after everything that had still arrived.
-
-        Raises
-        ------
-        WireError
-            The message is no JSON, or longer than `MAX_MESSAGE`; or the connection is closed or not authenticated.
-            The connection is as it was.
-        """
+        """Send a message; what the socket does not take now is kept for `flush`."""
+        # If the connection has been lost, `receive` tells, after everything that had still arrived.
         if not self.is_authenticated or self.fileno() < 0:
             raise WireError("a message cannot be sent: the connection is not open.")
         body = _encode(message)

@@ -86,13 +86,7 @@ IDENTITIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def check(message: dict[str, Any], table: Mapping[str, Mapping[str, Any]], type_field: str = "t") -> str:
-    """The type of a message, if the table allows it.
-
-    Raises
-    ------
-    WireError
-        The type is unknown, or a field is missing, superfluous, or not what it should be.
-    """
+    """The type of a message, if the table allows it."""
     kind = message.get(type_field)
     if not isinstance(kind, str) or kind not in table:
         raise WireError(f"a message has the unknown type {_shown(kind)}.")

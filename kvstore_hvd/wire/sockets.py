@@ -30,25 +30,10 @@ _RETRY_S = 0.02
 
 
 class Listener:
-    """Accepts connections, and hands over those that have proved that they know the secret.
+    """Accepts connections, and hands over those that have proved that they know the secret."""
 
-    What a stranger does costs bounded memory and time, and changes nothing. Processes of other users cannot come in
-    through a Unix socket at all.
-
-    Parameters
-    ----------
-    address : tuple of str and int, or str
-        Host and port (0: any free one), or the name of an abstract Unix socket.
-    secret : bytes
-        The job's.
-    identity : dict
-        Who this side is: clients get it as `Connection.identity`.
-
-    Raises
-    ------
-    OSError
-        The address cannot be used.
-    """
+    # What a stranger does costs bounded memory and time, and changes nothing. Processes of other users cannot come in
+    # through a Unix socket at all.
 
     def __init__(self, address: Address, secret: bytes, identity: dict[str, Any]) -> None:
         self._secret = secret
@@ -74,18 +59,7 @@ class Listener:
         return self._epoll.fileno()
 
     def accept(self, now: float | None = None) -> list[Connection]:
-        """Attend to all who have come, without waiting. Call it at least once a second: strangers have their time.
-
-        Parameters
-        ----------
-        now : float, optional
-            Seconds, by one clock in all calls; default: ``time.monotonic()``.
-
-        Returns
-        -------
-        list of Connection
-            Those that have proved themselves since the last call. They belong to the caller.
-        """
+        """Attend to all who have come, without waiting. Call it at least once a second: strangers have their time."""
         now = time.monotonic() if now is None else now
         for fd, (_, since) in list(self._strangers.items()):
             if now >= since + _STRANGER_S:
@@ -162,31 +136,8 @@ class Listener:
 
 
 def connect(address: Address, secret: bytes, identity: dict[str, Any], timeout_s: float) -> Connection:
-    """Connect to a `Listener`, and wait until both sides have proved themselves.
-
-    Tries again until the time is over: a listener under attack may have closed us for others.
-
-    Parameters
-    ----------
-    address : tuple of str and int, or str
-        As for `Listener`.
-    secret : bytes
-        The job's.
-    identity : dict
-        Who we are: the other side gets it as `Connection.identity`.
-    timeout_s : float
-        Seconds in which this process runs.
-
-    Returns
-    -------
-    Connection
-        Authenticated; its `identity` is that of the listener.
-
-    Raises
-    ------
-    WireError
-        Nobody listens there; or nobody who knows the secret has answered in time.
-    """
+    """Connect to a `Listener`, and wait until both sides have proved themselves."""
+    # Tries again until the time is over: a listener under attack may have closed us for others.
     shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
     deadline = Deadline(timeout_s)
     while True:

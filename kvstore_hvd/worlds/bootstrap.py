@@ -25,29 +25,7 @@ __all__ = ["Topology", "World", "discover", "single_world"]
 
 
 def discover(comm: Any = None) -> World:
-    """Find this process's world. Collective over the ranks of the world when MPI is the source.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm, sequence of int, or None
-        The ranks that form the world: those of a communicator, or a list of ranks of what the launcher started, in
-        the order wanted. None or an empty list means all. A process whose rank is not listed becomes a world of one,
-        as in Horovod.
-
-    Returns
-    -------
-    World
-
-    Raises
-    ------
-    LaunchError
-        The workers were started in a way that cannot work: the launcher's MPI is not mpi4py's, mpi4py is missing,
-        variables of kvhvdrun are incomplete, the ranks are on several hosts, or Horovod's own launcher was used.
-    InvalidRequestError
-        `comm` is not a communicator or list of ranks.
-    ConfigError
-        As `kvstore_hvd.config.config`.
-    """
+    """Find this process's world. Collective over the ranks of the world when MPI is the source."""
     cfg = config()
     ranks, communicator = _split(comm)
     world: World | None

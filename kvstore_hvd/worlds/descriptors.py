@@ -56,10 +56,8 @@ def open_below(limit: int) -> int:
 
 
 def limit_of(kind: int) -> int:
-    """The soft limit of this process, see `resource.getrlimit`; unlimited where the system does not tell.
-
-    Whoever goes beyond a limit that was not told is refused by the system itself, which is told then.
-    """
+    """The soft limit of this process, see `resource.getrlimit`; unlimited where the system does not tell."""
+    # Whoever goes beyond a limit that was not told is refused by the system itself, which is told then.
     try:
         return resource.getrlimit(kind)[0]
     except OSError:

@@ -20,13 +20,10 @@ _MAX_REASON = 500
 
 
 def early_end(who: str = "") -> str:
-    """Why the program ends early, for an exit handler: ``'ValueError: ...'``, or '' when it ends in good order.
-
-    With `who`, this worker's name, a second line says what to do about an error of the program: ``'  Fix: ...'``.
-
-    Knows unhandled exceptions of the main thread (Ctrl-C among them). An interactive session goes on after those, and
-    ``sys.exit(1)`` leaves no trace that an exit handler could see.
-    """
+    """Why the program ends early, for an exit handler: ``'ValueError: ...'``, or '' when it ends in good order."""
+    # With `who`, this worker's name, a second line says what to do about an error of the program: ``' Fix: ...'``.
+    # Knows unhandled exceptions of the main thread (Ctrl-C among them). An interactive session goes on after those, and
+    # ``sys.exit(1)`` leaves no trace that an exit handler could see.
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return ""
     # last_exc came with Python 3.12; older ones have last_value only.
@@ -60,10 +57,9 @@ def end_by_force(text: str) -> NoReturn:
 
 
 class ExitWatchdog:
-    """Calls `on_expiry` when leaving takes longer than `limit_s` seconds, and ends the process 5 s later.
+    """Calls `on_expiry` when leaving takes longer than `limit_s` seconds, and ends the process 5 s later."""
 
-    The thread is started beforehand and sleeps until then, because Python starts no threads once it ends.
-    """
+    # The thread is started beforehand and sleeps until then, because Python starts no threads once it ends.
 
     def __init__(self, limit_s: float, on_expiry: Callable[[], None]) -> None:
         self._limit_s = limit_s

@@ -21,20 +21,7 @@ class Membership(ABC):
 
     @abstractmethod
     def next_world(self, cause: str, text: str) -> World:
-        """Wait for the next world, after the present one was lost or left.
-
-        Parameters
-        ----------
-        cause : str
-            ``'start'``, ``'lost'``, ``'timeout'``, ``'updated'``, ``'meeting'`` (not all came), or ``'reset'``.
-        text : str
-            What it was lost with.
-
-        Raises
-        ------
-        LaunchError
-            There is none.
-        """
+        """Wait for the next world, after the present one was lost or left."""
 
     @abstractmethod
     def finished(self) -> None:

@@ -23,13 +23,7 @@ class Namespaces:
         self._labels: dict[str, weakref.WeakMethod[Label]] = {}
 
     def add(self, label: Label) -> str:
-        """A fresh namespace: equal on all workers when they ask for theirs in the same order.
-
-        Parameters
-        ----------
-        label : bound method
-            Returns how messages name a key, given as text. Held weakly.
-        """
+        """A fresh namespace: equal on all workers when they ask for theirs in the same order."""
         namespace = f"s{next(self._numbers)}"
         self._labels[namespace] = weakref.WeakMethod(label, lambda _: self._labels.pop(namespace, None))
         return namespace

@@ -58,35 +58,7 @@ def share_segment(
     tell: str = "",
     timeout_s: float | None = None,
 ) -> int:
-    """Share one segment among the workers of this host. Collective over them; a barrier.
-
-    Parameters
-    ----------
-    world : World
-        Its job, meeting and secret name and protect the meeting: call once for each.
-    create : callable
-        Makes the segment from what all workers tell, and returns its file descriptor. Called on local rank 0 only,
-        after all peers have come.
-    version : str
-        Version of the package and of the layout of the segment; must be equal on all workers.
-    tell : str
-        What `create` is to know of this worker.
-    timeout_s : float, optional
-        Seconds, in which this process runs, to wait for the others; default ``config().start_timeout_s``.
-
-    Returns
-    -------
-    int
-        On local rank 0 what `create` returned, on the others a new descriptor (close-on-exec) that the caller owns.
-
-    Raises
-    ------
-    LaunchError
-        Workers are missing at the deadline (the text names them), one ended meanwhile, the world is lost, versions
-        differ, workers cannot watch each other, or the socket cannot be used.
-    Exception
-        On local rank 0, whatever `create` raised; the others get it as LaunchError.
-    """
+    """Share one segment among the workers of this host. Collective over them; a barrier."""
     if world.topology.local_size == 1:
         return create([tell])
     timeout = config().start_timeout_s if timeout_s is None else timeout_s

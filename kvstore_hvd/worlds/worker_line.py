@@ -28,22 +28,7 @@ _CONNECT_S = 10.0
 
 
 class WorkerLine(Membership):
-    """The line of this process. Any thread may call its methods.
-
-    Parameters
-    ----------
-    daemon : str
-        Name of the daemon's abstract socket.
-    secret : bytes
-        Of the job.
-    worker : int
-        This worker's number in the job.
-
-    Raises
-    ------
-    LaunchError
-        The daemon does not answer.
-    """
+    """The line of this process. Any thread may call its methods."""
 
     def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
         super().__init__()
@@ -69,35 +54,14 @@ class WorkerLine(Membership):
     # -- Worlds -------------------------------------------------------------------------------------------------------
 
     def enter(self) -> tuple[World, bool]:
-        """The first world, as soon as all workers of a new job are there.
-
-        Returns
-        -------
-        World
-        bool
-            False: the job is running already, and the world is a guess of what will be once the others have taken this
-            worker in; `next_world` waits for that.
-
-        Raises
-        ------
-        LaunchError
-            The job ends.
-        """
+        """The first world, as soon as all workers of a new job are there."""
         here = Host.here()
         self._send({"t": "enter", "host": [here.name, here.identity]})
         answer = self._take()
         return self._world(answer), answer["t"] == "world"
 
     def next_world(self, cause: str, text: str) -> World:
-        """See `Membership.next_world`.
-
-        Raises
-        ------
-        LaunchError
-            The job ends.
-        SystemExit
-            This worker is not needed any more.
-        """
+        """See `Membership.next_world`."""
         self._send({"t": "ready", "generation": self._generation, "cause": cause, "text": text})
         return self._world(self._take())
 
@@ -201,13 +165,7 @@ _lock = threading.Lock()
 
 
 def current() -> WorkerLine | None:
-    """The line of this process; None unless it is a worker of an elastic job.
-
-    Raises
-    ------
-    LaunchError
-        As `WorkerLine`.
-    """
+    """The line of this process; None unless it is a worker of an elastic job."""
     global _current
     known = config()
     if not known.daemon or known.worker is None:

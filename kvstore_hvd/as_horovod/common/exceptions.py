@@ -19,15 +19,7 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework has another version than the one that is installed.
-
-    Parameters
-    ----------
-    name : str
-        The framework.
-    version, installed_version : str
-        The version that was found, and the one that is installed.
-    """
+    """A framework has another version than the one that is installed."""
 
     def __init__(self, name: str, version: str, installed_version: str | None) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version), name=name)

@@ -57,13 +57,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, *args: Any) -> None:
-    """Check that there is support for a framework, by the name of its module (``'horovod.mxnet'``).
-
-    Raises
-    ------
-    ImportError
-        It is another framework than MXNet.
-    """
+    """Check that there is support for a framework, by the name of its module (``'horovod.mxnet'``)."""
     if not extension_available(ext_name.rpartition(".")[2]):
         raise ImportError(
             message(
@@ -79,28 +73,15 @@ def get_ext_suffix() -> str:
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """The path of an extension module: its folders and its name, beside the file `pkg_path`.
-
-    Raises
-    ------
-    InvalidRequestError
-        There is no name.
-    """
+    """The path of an extension module: its folders and its name, beside the file `pkg_path`."""
     if not args:
         raise InvalidRequestError(message("the name of the extension is missing.", fix="pass it last."))
     return os.path.join(os.path.dirname(pkg_path), *args[:-1], args[-1] + get_ext_suffix())
 
 
 def check_installed_version(name: str, version: str, exception: BaseException | None = None) -> None:
-    """Check that a framework has the version that is installed: nothing here is built against another one.
-
-    Warns where it has not, or with an `exception`, which came of that, raises.
-
-    Raises
-    ------
-    HorovodVersionMismatchError
-        It has another version; the `exception` is the cause.
-    """
+    """Check that a framework has the version that is installed: nothing here is built against another one."""
+    # Warns where it has not, or with an `exception`, which came of that, raises.
     installed = _installed_version(name)
     if installed == version:
         return
@@ -192,13 +173,7 @@ def is_iterable(x: object) -> bool:
 
 
 def split_list(items: Sequence[Item], num_parts: int) -> list[Sequence[Item]]:
-    """Split `items` into `num_parts` runs of neighbours whose lengths differ by one at most, the longer ones first.
-
-    Raises
-    ------
-    ValueError
-        `num_parts` is below 1.
-    """
+    """Split `items` into `num_parts` runs of neighbours whose lengths differ by one at most, the longer ones first."""
     if num_parts < 1:
         raise ValueError(f"num_parts is {num_parts}, expected at least 1.")
     length, longer = divmod(len(items), num_parts)
@@ -207,13 +182,7 @@ def split_list(items: Sequence[Item], num_parts: int) -> list[Sequence[Item]]:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is at least a target of the form ``'major.minor.patch'``.
-
-    Raises
-    ------
-    InvalidRequestError
-        One of them is no text, or the target is of another form.
-    """
+    """Whether a version is at least a target of the form ``'major.minor.patch'``."""
     for given in (ver, target):
         if not isinstance(given, str):
             raise InvalidRequestError(message(f"{given!r} is no version.", fix="pass texts, such as '1.9.1'."))

@@ -11,11 +11,5 @@ __all__ = ["run", "run_commandline"]
 
 
 def run_commandline(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to be horovodrun, whatever the arguments.
-
-    Raises
-    ------
-    LaunchError
-        Always; it names the command that takes its place.
-    """
+    """Refuse to be horovodrun, whatever the arguments."""
     raise LaunchError(message("kvstore_hvd has no horovodrun.", fix="kvhvdrun -np N --as-horovod python script.py"))

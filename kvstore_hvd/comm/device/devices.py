@@ -25,18 +25,7 @@ _STOP_S = 60.0
 
 
 class DeviceThread:
-    """The thread. It begins with the first operation on a device, and ends with the world.
-
-    Parameters
-    ----------
-    engine : native.Engine
-        Where the batches come from.
-    make_executor : callable
-        Makes the executor for a device, when the first batch has come; as every worker does so with the same batch, it
-        may talk to them.
-    speaker : Speaker, optional
-        This worker, as messages name it.
-    """
+    """The thread. It begins with the first operation on a device, and ends with the world."""
 
     def __init__(
         self, engine: native.Engine, make_executor: Callable[[int], Executor], speaker: Speaker | None = None
@@ -51,13 +40,7 @@ class DeviceThread:
         self._stop = threading.Event()
 
     def start(self, device: int) -> None:
-        """Begin, unless it has.
-
-        Raises
-        ------
-        InvalidRequestError
-            It has, with another device.
-        """
+        """Begin, unless it has."""
         with self._lock:
             if self._thread is not None and device != self._device:
                 fact = f"an array is on GPU {device}, but this worker's operations take place on GPU {self._device}."

@@ -31,13 +31,7 @@ class Completion(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all outputs are written; called again and again until it is so, by the thread of the executor.
-
-        Raises
-        ------
-        HorovodInternalError
-            They never will be: the world is lost.
-        """
+        """Whether all outputs are written; called again and again until it is so, by the thread of the executor."""
 
 
 class Executor(ABC):
@@ -76,20 +70,9 @@ class Executor(ABC):
 
 
 class EventCompletion(Completion):
-    """Done when the stream has come so far.
+    """Done when the stream has come so far."""
 
-    Once something has failed it aborts, and says so only when the device touches the arrays no more.
-
-    Parameters
-    ----------
-    stream : Stream
-    check : callable
-        Raises when something has failed.
-    abort : callable
-        Has what is enqueued end soon.
-    timeout_s : float
-        Seconds from now.
-    """
+    # Once something has failed it aborts, and says so only when the device touches the arrays no more.
 
     def __init__(self, stream: Stream, check: Callable[[], None], abort: Callable[[], None], timeout_s: float) -> None:
         self._event = Event().record(stream)
@@ -133,13 +116,7 @@ class EventCompletion(Completion):
 
 
 def input_of(request: DeviceOperation) -> int:
-    """The address of a request's only input.
-
-    Raises
-    ------
-    InvalidRequestError
-        It has none, or several.
-    """
+    """The address of a request's only input."""
     if len(request.inputs) != 1:
         raise InvalidRequestError(
             message(f"an operation on a GPU has {len(request.inputs)} inputs.", fix="add those of this worker first.")

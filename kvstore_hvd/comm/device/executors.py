@@ -29,28 +29,7 @@ __all__ = ["create_executor"]
 
 
 def create_executor(communicator: Communicator | None, topology: Topology, ordinal: int) -> Executor:
-    """Make this worker's executor for arrays on one of its GPUs. Collective; the device becomes the current one.
-
-    Parameters
-    ----------
-    communicator : Communicator or None
-        The engine, by which the workers tell each other what they have; None in a world of one.
-    topology : Topology
-    ordinal : int
-        The device, as CUDA counts it in this process; workers may name different ones.
-
-    Returns
-    -------
-    Executor
-
-    Raises
-    ------
-    LaunchError
-        On every worker alike: some worker has no CuPy, no driver or no such device, or what KVHVD_GPU_PATH demands is
-        not possible.
-    HorovodInternalError
-        The world is lost.
-    """
+    """Make this worker's executor for arrays on one of its GPUs. Collective; the device becomes the current one."""
     talk = _Talk(communicator, topology)
     devices = [Device.from_text(text) for text in talk.agreed("cannot use the GPU", lambda: _describe(ordinal))]
     activate(ordinal)
@@ -146,16 +125,7 @@ class _Talk:
         return agreement.exchange(self.communicator, self._topology, f"gpu/{self._number}", text)
 
     def agreed(self, fault: str, answer: Callable[[], str], made: Sequence[Executor] = ()) -> list[str]:
-        """Every worker's answer; where one has none, all raise why, and what was made is closed.
-
-        Parameters
-        ----------
-        fault : str
-            What is the matter with a worker that has none.
-        answer : callable
-        made : sequence of Executor
-            What `answer` made.
-        """
+        """Every worker's answer; where one has none, all raise why, and what was made is closed."""
         cause: Exception | None = None
         try:
             told = {"answer": answer()}

@@ -42,28 +42,7 @@ _GATHERED_BYTES = 256 << 10
 
 
 class NcclExecutor(Executor):
-    """Reduces by NCCL. Collective: returns when all workers have come.
-
-    Parameters
-    ----------
-    library : NcclLibrary
-    unique_id : str
-        From one worker.
-    rank, size : int
-    device : Device
-        This worker's.
-    ordinal : int
-        As CUDA counts it here.
-    staging_bytes : int
-        The same on all workers.
-    timeout_s, start_timeout_s : float
-        Seconds that an operation, and the meeting, may take.
-
-    Raises
-    ------
-    LaunchError, TimeoutError
-        As `NcclCommunicator`.
-    """
+    """Reduces by NCCL. Collective: returns when all workers have come."""
 
     def __init__(
         self,
@@ -365,10 +344,8 @@ def _packed_dtype(reduction: Reduction) -> str:
 
 
 def _factors(reduction: Reduction) -> tuple[float, float]:
-    """What to multiply with before, and after.
-
-    In sums of floats a factor up to 1 comes before: then nothing overflows on the way that does not at the end.
-    """
+    """What to multiply with before, and after."""
+    # In sums of floats a factor up to 1 comes before: then nothing overflows on the way that does not at the end.
     before, after = reduction.prescale, reduction.postscale
     if reduction.op in _SUMS and reduction.dtype in _FLOATS and abs(after) <= 1.0:
         return before * after, 1.0

@@ -32,29 +32,7 @@ _SLOT_VECTORS = 2048  # of a ring's slot: 32 KiB
 
 
 class RingExecutor(Executor):
-    """Reduces by kernels that read and write the memory of all ranks' GPUs. Collective: maps that memory.
-
-    Parameters
-    ----------
-    rank : int
-    devices : sequence of Device
-        Of all ranks; all on one host, and each reaches all others.
-    ordinal : int
-        This rank's, as CUDA counts here.
-    staging_bytes : int
-        Of each rank's staging memory.
-    timeout_s : float
-        Seconds that an operation may wait for the other ranks.
-    share : callable
-        Tells all ranks a text, and returns those of all.
-    stream : Stream, optional
-        To enqueue on, which stays the caller's; its own if None.
-
-    Raises
-    ------
-    LaunchError
-        The ranks cannot map each other's memory, or differ in how much they have.
-    """
+    """Reduces by kernels that read and write the memory of all ranks' GPUs. Collective: maps that memory."""
 
     def __init__(
         self,

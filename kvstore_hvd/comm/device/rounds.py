@@ -21,24 +21,7 @@ class Piece(NamedTuple):
 
 
 def rounds(counts: Sequence[int], item_bytes: int, capacity: int, most: int) -> list[list[Piece]]:
-    """Place tensors one after the other; those that do not fit whole into a buffer are cut.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Elements of each tensor.
-    item_bytes : int
-        Of an element in the buffer.
-    capacity : int
-        Bytes of the buffer, at least `ALIGNMENT`.
-    most : int
-        Pieces of a round.
-
-    Returns
-    -------
-    list of list of Piece
-        Empty tensors are in none.
-    """
+    """Place tensors one after the other; those that do not fit whole into a buffer are cut."""
     capacity -= capacity % ALIGNMENT
     made: list[list[Piece]] = []
     used = 0

@@ -12,15 +12,7 @@ __all__ = ["SplitExecutor"]
 
 
 class SplitExecutor(Executor):
-    """Chooses by the size of a batch, which is the same on all workers.
-
-    Parameters
-    ----------
-    small, large : Executor
-        On one stream, which is that of `large`.
-    limit : int
-        Bytes of a batch up to which `small` gets it.
-    """
+    """Chooses by the size of a batch, which is the same on all workers."""
 
     def __init__(self, small: Executor, large: Executor, limit: int) -> None:
         self._small, self._large, self._limit = small, large, limit

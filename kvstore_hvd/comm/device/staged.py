@@ -31,18 +31,7 @@ _SMALLEST = 4096
 
 
 class StagedExecutor(Executor):
-    """Reduces through the CPU engine.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        The engine.
-    rank : int
-    ordinal : int
-        This worker's device.
-    timeout_s : float
-        Seconds that a copy may take; the engine limits its own operations.
-    """
+    """Reduces through the CPU engine."""
 
     def __init__(self, communicator: Communicator, rank: int, ordinal: int, timeout_s: float) -> None:
         activate(ordinal)

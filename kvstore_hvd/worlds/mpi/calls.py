@@ -16,17 +16,8 @@ _LOOK_S = 0.05
 
 
 def call_within(limit_s: float, function: Callable[[], Result], look: Callable[[], None] = lambda: None) -> Result:
-    """Call `function` in a thread of its own, which is left behind if it takes longer than `limit_s` seconds.
-
-    Calls `look` again and again meanwhile. MPI has to be used with MPI_THREAD_MULTIPLE.
-
-    Raises
-    ------
-    TimeoutError
-        The builtin one: it takes too long.
-    Exception
-        Whatever the two raise.
-    """
+    """Call `function` in a thread of its own, which is left behind if it takes longer than `limit_s` seconds."""
+    # Calls `look` again and again meanwhile. MPI has to be used with MPI_THREAD_MULTIPLE.
     done = threading.Event()
     results: list[Result] = []
     failures: list[BaseException] = []

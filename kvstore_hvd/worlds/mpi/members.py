@@ -21,17 +21,7 @@ _COME, _FINISHED, _FAILED = 1, 2, 3
 
 
 class Members:
-    """The ranks of a communicator that is ours alone, as one of them sees them. Any thread may call its methods.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    communicator : mpi4py.MPI.Intracomm
-        Its errors are returned.
-    introductions : sequence of Introduction
-        Of its ranks, in order.
-    """
+    """The ranks of a communicator that is ours alone, as one of them sees them. Any thread may call its methods."""
 
     def __init__(self, mpi: Any, communicator: Any, introductions: Sequence[Introduction]) -> None:
         self.communicator = communicator

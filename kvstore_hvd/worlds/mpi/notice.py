@@ -26,13 +26,7 @@ _topology: Topology | None = None
 
 
 def look_for_mpi(topology: Topology) -> None:
-    """Warn once if the program uses mpi4py beside a world of kvhvdrun's; now, or when it comes to that.
-
-    Parameters
-    ----------
-    topology : Topology
-        The world that this process has just joined.
-    """
+    """Warn once if the program uses mpi4py beside a world of kvhvdrun's; now, or when it comes to that."""
     global _topology
     _topology = topology if topology.source == "launcher" else None
     if _topology is None:

@@ -47,18 +47,7 @@ _STOPPED_S = 0.5
 
 
 def why_unavailable(launch: MPILaunch | None) -> str:
-    """Why the workers of this job cannot go on without one that died; empty if they can.
-
-    Parameters
-    ----------
-    launch : MPILaunch or None
-        What the launcher's variables say.
-
-    Returns
-    -------
-    str
-        A sentence. Empty under the mpirun of Open MPI 5 with ``--with-ft ulfm``, once MPI is in use.
-    """
+    """Why the workers of this job cannot go on without one that died; empty if they can."""
     mpi = initialised_mpi()
     if mpi is None:
         return "it is not elastic, nor started by an mpirun that survives deaths (Open MPI 5, `mpirun --with-ft ulfm`)."
@@ -76,20 +65,9 @@ def why_unavailable(launch: MPILaunch | None) -> str:
 
 
 class UlfmMembership(Membership):
-    """Where a worker's worlds come from, one after the other, while processes die. Any thread may call its methods.
+    """Where a worker's worlds come from, one after the other, while processes die. Any thread may call its methods."""
 
-    Collective over the ranks of `world`.
-
-    Parameters
-    ----------
-    world : World
-        The first one, with MPI as the source.
-
-    Raises
-    ------
-    LaunchError
-        A worker has died already.
-    """
+    # Collective over the ranks of `world`.
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -115,30 +93,12 @@ class UlfmMembership(Membership):
         self._members = Members(mpi, communicator, ranks)
 
     def next_world(self, cause: str, text: str) -> World:
-        """Form the next world of those who live, after the present one was lost or left; each of them calls it.
-
-        Waits for all who live. One that does not come within KVHVD_TIMEOUT, as long as it may miss any other operation,
-        is killed if a world was lost: whether it is stopped or hangs, the others could not go on before it ends. After
-        a timeout, a worker that is stopped (SIGSTOP) and stays so is killed after half a second. That is possible for
-        processes of this user on this host, and is logged. Time in which this worker itself was stopped does not count.
-
-        Parameters
-        ----------
-        cause, text : str
-            See `Membership.next_world`.
-
-        Returns
-        -------
-        World
-            Ranks keep their order. One generation after the latest of any of its workers; its ``lost()`` tells that
-            one of them has died or has given it up.
-
-        Raises
-        ------
-        LaunchError
-            Workers did not come and could not be killed; or MPI did not finish within KVHVD_START_TIMEOUT after all
-            had come; or this worker has finished its training, and the others have gone on without it.
-        """
+        """Form the next world of those who live, after the present one was lost or left; each of them calls it."""
+        # Waits for all who live. One that does not come within KVHVD_TIMEOUT, as long as it may miss any other
+        # operation, is killed if a world was lost: whether it is stopped or hangs, the others could not go on before it
+        # ends. After a timeout, a worker that is stopped (SIGSTOP) and stays so is killed after half a second. That is
+        # possible for processes of this user on this host, and is logged. Time in which this worker itself was stopped
+        # does not count.
         log.logger.debug("forming the next world (%s): %s", cause, text)
         with self._lock:
             self._stop_attending()
@@ -149,10 +109,8 @@ class UlfmMembership(Membership):
             return self._form_within(config().start_timeout_s)
 
     def finished(self) -> None:
-        """Tell that training is over here: the others need not wait for this worker, should they lose one.
-
-        It goes on to answer for as long as its process lives, because `Shrink` needs every living process.
-        """
+        """Tell that training is over here: the others need not wait for this worker, should they lose one."""
+        # It goes on to answer for as long as its process lives, because `Shrink` needs every living process.
         with self._lock:
             if self._failed or self._attendant is not None:
                 return

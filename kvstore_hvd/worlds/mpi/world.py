@@ -35,13 +35,7 @@ def initialised_mpi() -> Any | None:
 
 
 def library() -> str:
-    """Names and versions of mpi4py and of the MPI that it loads. MPI is not initialised.
-
-    Raises
-    ------
-    LaunchError
-        mpi4py is missing or cannot load an MPI.
-    """
+    """Names and versions of mpi4py and of the MPI that it loads. MPI is not initialised."""
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError("mpi4py is not installed.")
     mpi = initialised_mpi() or _load(None)
@@ -52,27 +46,7 @@ def library() -> str:
 
 
 def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
-    """Make a world of the ranks of `comm`. Collective over those ranks.
-
-    Parameters
-    ----------
-    launch : MPILaunch or None
-        What the launcher's variables say.
-    comm : mpi4py.MPI.Comm, sequence of int, or None
-        An intracommunicator; ranks of COMM_WORLD in the order wanted; or None for COMM_WORLD.
-
-    Returns
-    -------
-    World or None
-        None when this process is not among the ranks asked for.
-
-    Raises
-    ------
-    LaunchError
-        mpi4py is missing or cannot load an MPI, or the launcher belongs to another MPI.
-    InvalidRequestError
-        `comm` is not a usable communicator or list of ranks.
-    """
+    """Make a world of the ranks of `comm`. Collective over those ranks."""
     mpi = _start(launch)
     if isinstance(comm, mpi.Comm):
         if comm == mpi.COMM_NULL or comm.Is_inter():
@@ -205,10 +179,8 @@ def _bounded(launch: MPILaunch | None, function: Callable[[], Result]) -> Result
 
 
 def _load(launch: MPILaunch | None) -> Any:
-    """Import mpi4py.MPI without initialising MPI.
-
-    It is finalised at exit as usual; unless deaths are survived, because then MPI_Finalize may wait for the dead.
-    """
+    """Import mpi4py.MPI without initialising MPI."""
+    # It is finalised at exit as usual; unless deaths are survived, because then MPI_Finalize may wait for the dead.
     started = f"{_launcher(launch)} started this process ({launch.variable} is set)" if launch else "init(comm=...)"
     try:
         import mpi4py

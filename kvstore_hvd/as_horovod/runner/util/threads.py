@@ -22,29 +22,7 @@ def execute_function_multithreaded(
     block_until_all_done: bool = True,
     max_concurrent_executions: int = 1000,
 ) -> dict[int, Any] | None:
-    """Call a function once for each list of arguments, in several threads.
-
-    Parameters
-    ----------
-    fn : callable
-        The function.
-    args_list : sequence of sequences
-        The arguments of each call.
-    block_until_all_done : bool
-        Whether to wait for all of them.
-    max_concurrent_executions : int
-        Most threads.
-
-    Returns
-    -------
-    dict
-        The result of each call, by its place in `args_list`; None when it does not wait.
-
-    Raises
-    ------
-    KVHvdError
-        It waits, and a call has raised; the first such exception is the cause.
-    """
+    """Call a function once for each list of arguments, in several threads."""
     work: queue.SimpleQueue[tuple[int, Sequence[Any]]] = queue.SimpleQueue()
     for item in enumerate(args_list):
         work.put(item)
@@ -82,26 +60,7 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Call a function in a new thread, and return the thread.
-
-    Parameters
-    ----------
-    target : callable
-        The function.
-    args : tuple
-        Its arguments.
-    name : str, optional
-        Of the thread.
-    daemon : bool
-        Whether the process may end before the thread does.
-    silent : bool
-        Whether to drop what the function raises.
-
-    Raises
-    ------
-    InvalidRequestError
-        `args` is no tuple.
-    """
+    """Call a function in a new thread, and return the thread."""
     _check_args(args)
 
     def call_silently() -> None:
@@ -124,24 +83,7 @@ def on_event(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Call a function in a new thread once an event is set, and return the thread.
-
-    Parameters
-    ----------
-    event : threading.Event
-        The event.
-    func, args, daemon, silent
-        As for `in_thread`.
-    stop : threading.Event, optional
-        Ends the thread, which calls nothing then.
-    check_stop_interval_s : float
-        Seconds between two looks at `stop`.
-
-    Raises
-    ------
-    InvalidRequestError
-        There is no event; `args` is no tuple; or nothing could end a thread that the process waits for.
-    """
+    """Call a function in a new thread once an event is set, and return the thread."""
     if event is None:
         raise InvalidRequestError(message("Event must not be None.", fix="pass a threading.Event."))
     _check_args(args)
