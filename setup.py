@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-import csv
 import os
-import zipfile
-from base64 import urlsafe_b64encode
-from hashlib import sha256
-from io import StringIO
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
-from setuptools.command.editable_wheel import editable_wheel
 
 SOURCES = sorted(str(path) for path in Path("native").rglob("*.cpp"))
+# Translation units: a folder each, which takes a fifth of the time of a file each. Kernels stay single for
+# their flags, algorithms because all have the same local names.
+UNITS = Path("build", "units")
 HEADERS = sorted(str(path) for path in Path("native").rglob("*.hpp"))
 # -MMD: which headers a source includes, see _is_outdated.
 # -ffp-contract=off: a fused multiply-add would round differently from kernel to kernel, and so from rank to rank.
@@ -29,8 +25,8 @@ X86_64_FLAGS = {
     "reduce_avx2.cpp": ["-mavx2", "-mf16c"],
     "reduce_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"],
 }
-# Installed at the root of site-packages: a .pth file there is read by every start of the interpreter.
-STARTUP_FILES = sorted(path for suffix in ("pth", "py") for path in Path("startup").glob(f"*.{suffix}"))
+# Bindings only translate types: pybind11's templates take twice as long with -O3, and are not faster.
+UNIT_FLAGS = {"bindings.cpp": ["-O1"]}
 
 
 class BuildExt(build_ext):
@@ -40,8 +36,9 @@ class BuildExt(build_ext):
         """Compile and link ``ext``."""
         if not SOURCES:
             raise RuntimeError("there is no native/**/*.cpp to build the extension from; is this a whole checkout?")
+        ext.sources = _units()
         compile_one = self.compiler._compile
-        extra = X86_64_FLAGS if self.plat_name.endswith("x86_64") else {}
+        extra = {**UNIT_FLAGS, **(X86_64_FLAGS if self.plat_name.endswith("x86_64") else {})}
 
         def compile_with_extra(obj, src, suffix, cc_args, postargs, pp_opts):  # type: ignore[no-untyped-def]
             compile_one(obj, src, suffix, cc_args, [*postargs, *extra.get(Path(src).name, [])], pp_opts)
@@ -54,26 +51,19 @@ class BuildExt(build_ext):
             self.compiler._compile = compile_one
 
 
-class BuildPy(build_py):
-    """Puts the start-up files beside the package."""
-
-    def run(self) -> None:
-        """Copy the package and the start-up files into the build folder."""
-        super().run()
-        if not self.editable_mode:
-            self.mkpath(self.build_lib)
-            for path in STARTUP_FILES:
-                self.copy_file(str(path), str(Path(self.build_lib, path.name)))
-
-
-class EditableWheel(editable_wheel):
-    """Puts the start-up files into an editable installation too: they cannot be linked, so they are copied."""
-
-    def run(self) -> None:
-        """Build the wheel, then add the start-up files."""
-        super().run()
-        (wheel,) = Path(self.dist_dir).glob("*.whl")
-        _add_to_wheel(wheel, STARTUP_FILES)
+def _units() -> list[str]:
+    """Write the units that include a folder's sources; all units, those that take longest first."""
+    UNITS.mkdir(parents=True, exist_ok=True)
+    folders: dict[str, list[str]] = {}
+    for source in SOURCES:
+        folders.setdefault(Path(source).parent.name, []).append(source)
+    single = folders.pop("reduce") + folders.pop("algorithms")
+    units = {name: UNITS / f"{name}.cpp" for name in sorted(folders)}
+    for name, unit in units.items():
+        text = "".join(f'#include "{Path(source).relative_to("native")}"\n' for source in folders[name])
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+    return [str(units.pop("bindings")), *single, *map(str, units.values())]
 
 
 def _is_outdated(obj: str, src: str) -> bool:
@@ -86,30 +76,15 @@ def _is_outdated(obj: str, src: str) -> bool:
         return True
 
 
-def _add_to_wheel(wheel: Path, files: list[Path]) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        members = {info: archive.read(info) for info in archive.infolist()}
-    record = next(info for info in members if info.filename.endswith(".dist-info/RECORD"))
-    rows = list(csv.reader(StringIO(members.pop(record).decode())))
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for info, content in members.items():
-            archive.writestr(info, content)
-        for path in files:
-            content = path.read_bytes()
-            digest = urlsafe_b64encode(sha256(content).digest()).rstrip(b"=").decode()
-            rows.append([path.name, f"sha256={digest}", str(len(content))])
-            archive.writestr(path.name, content)
-        text = StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        archive.writestr(record, text.getvalue())
-
-
 setup(
-    ext_modules=[
+    # KVHVD_BUILD_NATIVE=0: an editable installation beside a `build_ext --inplace`, see the Makefile.
+    ext_modules=[]
+    if os.environ.get("KVHVD_BUILD_NATIVE") == "0"
+    else [
         Pybind11Extension(
             "kvstore_hvd._native",
             sources=SOURCES,
-            depends=HEADERS,
+            depends=SOURCES + HEADERS,
             include_dirs=["native"],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
@@ -117,5 +92,5 @@ setup(
             cxx_std=17,
         )
     ],
-    cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "editable_wheel": EditableWheel},
+    cmdclass={"build_ext": BuildExt},
 )

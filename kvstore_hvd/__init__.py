@@ -2,7 +2,9 @@
 
 Importing this package registers the store, now if MXNet is imported already, else as soon as it is::
 
-    import mxnet as mx, kvstore_hvd
+    import kvstore_hvd
+    import mxnet as mx
+
     kv = mx.kv.create('horovod')
     trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 0.1}, kvstore=kv)
 """

@@ -33,6 +33,8 @@ from kvstore_hvd.launcher.supervisor import Supervisor
 
 __all__ = ["main"]
 
+# Folder of the workers' sitecustomize.
+_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher", "site")
 _HOSTS = ("hosts", "hostfile", "host-discovery-script")
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
@@ -179,6 +181,8 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         inherited["KVHVD_START_TIMEOUT"] = options.start_timeout
     if options.timeline_filename is not None:
         _set_timeline(inherited, options.timeline_filename)
+    paths = (_SITE, inherited.get("PYTHONPATH", ""))
+    inherited["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command[0] = _executable(command, inherited)
     return command, inherited
 

@@ -1,9 +1,6 @@
 """Lets MXNet 1.9.1 and 2.0.0b1 be imported on NumPy and Python versions that are newer than they are.
 
 Only names that are missing get added; nothing that exists is replaced. docs/numpy-shim.md lists them.
-
-This file imports nothing of this package: ``startup/kvstore_hvd_startup.py`` loads it by its path, so that plain
-``import mxnet`` works without importing the package.
 """
 
 from __future__ import annotations

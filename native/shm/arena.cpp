@@ -15,8 +15,6 @@
 namespace kvstore_hvd {
 namespace {
 
-std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
 void forbid(char* memory, std::size_t bytes) {
   if (bytes == 0) return;
   mmap(memory, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);

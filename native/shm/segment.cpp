@@ -28,9 +28,6 @@ constexpr std::size_t kMaxStage = std::size_t{1} << 20;
 // Of all ranks' payloads of one slot: address space, and what one rank may have to reduce while the others wait.
 constexpr std::size_t kMaxPayloads = std::size_t{64} << 10;
 
-// Of this machine, which ranks that share memory have in common.
-std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
 // That the calling thread may run on; as many as it likes where nobody can tell.
 int usable_cores() {
   cpu_set_t set;

@@ -8,7 +8,7 @@ namespace kvstore_hvd {
 namespace {
 
 // Of slices and chunks: pages, so that no element and no cache line is cut.
-constexpr std::uint32_t kPage = 4096;
+constexpr std::uint32_t kUnit = 4096;
 // No more is staged for a chunk than fits into the staging memory of a world of one rank.
 constexpr std::uint32_t kMostStaged = 128 << 10;
 constexpr std::uint32_t kMost = 1 << 30;
@@ -50,14 +50,14 @@ const std::vector<ThresholdInfo>& threshold_infos() {
       {"inlined", &Thresholds::inlined, 64, 0, kMaxInline},
       {"inlined_direct", &Thresholds::inlined_direct, 64, 0, kMost},
       {"one_shot", &Thresholds::one_shot, 64, 0, kMostStaged},
-      {"large", &Thresholds::large, kPage, 0, kMost},
-      {"min_chunk", &Thresholds::min_chunk, kPage, kPage, kMost},
-      {"max_slice", &Thresholds::max_slice, kPage, kPage, kMostStaged},
-      {"max_slice_large", &Thresholds::max_slice_large, kPage, kPage, kMostStaged},
-      {"broadcast_chunk", &Thresholds::broadcast_chunk, kPage, kPage, kMost},
-      {"direct_chunk", &Thresholds::direct_chunk, kPage, kPage, kMost},
-      {"min_part", &Thresholds::min_part, kPage, kPage, kMost},
-      {"max_part", &Thresholds::max_part, kPage, kPage, kMost},
+      {"large", &Thresholds::large, kUnit, 0, kMost},
+      {"min_chunk", &Thresholds::min_chunk, kUnit, kUnit, kMost},
+      {"max_slice", &Thresholds::max_slice, kUnit, kUnit, kMostStaged},
+      {"max_slice_large", &Thresholds::max_slice_large, kUnit, kUnit, kMostStaged},
+      {"broadcast_chunk", &Thresholds::broadcast_chunk, kUnit, kUnit, kMost},
+      {"direct_chunk", &Thresholds::direct_chunk, kUnit, kUnit, kMost},
+      {"min_part", &Thresholds::min_part, kUnit, kUnit, kMost},
+      {"max_part", &Thresholds::max_part, kUnit, kUnit, kMost},
       {"submitter", &Thresholds::submitter, 64, 0, kMost},
       {"device_fusion", &Thresholds::device_fusion, 64, 0, kMost},
       {"linger", &Thresholds::linger, 64, 0, kMost},

@@ -64,9 +64,6 @@ def environment(folder: Path, interpreter: str, mxnet: str) -> Path:
         pip(python, "graphviz<0.9", "requests")
         (folder / "complete").touch()
     (packages,) = folder.glob("lib/python3.*/site-packages")
-    for path in (ROOT / "startup").glob("*"):
-        if path.suffix in (".py", ".pth"):
-            shutil.copy(path, packages)
     (packages / "checkout.pth").write_text(f"{ROOT}\n")
     return python
 

@@ -1,4 +1,4 @@
-"""A tour through MXNet that touches what a newer NumPy or Python breaks. Plain MXNet: kvstore_hvd is not imported.
+"""A tour through MXNet that touches what a newer NumPy or Python breaks.
 
 ``python shim_workload.py`` prints one line and ends with 0 when all parts pass. Serves MXNet 1.9.1 and 2.0.0b1.
 """
@@ -15,9 +15,11 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
-import mxnet as mx  # noqa: E402 - first of all, as in a user's script
+import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet import autograd, gluon  # noqa: E402
+
+import kvstore_hvd  # noqa: E402, F401 - before MXNet
 
 V2 = mx.__version__.startswith("2")
 nd = mx.nd

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -32,16 +31,6 @@ def example(page: str) -> tuple[str, str, list[str]]:
     return found[1], found[2], found[3].splitlines()
 
 
-def importable(folder: Path) -> dict[str, str]:
-    """Variables with which MXNet can be imported first, as where the package is installed."""
-    variables = variables_of()
-    if importlib.util.find_spec("kvstore_hvd_startup") is None:
-        folder.mkdir()
-        (folder / "sitecustomize.py").write_text("import kvstore_hvd_startup")
-        variables["PYTHONPATH"] += f":{folder}:{ROOT / 'startup'}"
-    return variables
-
-
 def plain(line: str) -> str:
     """A line without what differs from run to run: hosts, processes, folders, the last digits of a loss."""
     line = re.sub(r"\([\w.-]+, pid \d+\)", "(host, pid)", line)
@@ -59,7 +48,7 @@ def test_a_program_prints_what_the_page_says(page: str, marker: str, tmp_path: P
     done = subprocess.run(
         [*kvhvdrun().prefix, *arguments],
         cwd=tmp_path,
-        env={**variables_of(marker), **importable(tmp_path / "site"), **variables},
+        env={**variables_of(marker), **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -80,7 +69,7 @@ def test_the_notebook_prints_what_its_page_says(marker: str, tmp_path: Path) -> 
     done = subprocess.run(
         [sys.executable, "-"],
         cwd=tmp_path,
-        env={**variables_of(marker), **importable(tmp_path / "site")},
+        env={**variables_of(marker)},
         input=program,
         capture_output=True,
         text=True,

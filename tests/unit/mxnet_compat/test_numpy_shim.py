@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import types
@@ -299,92 +298,24 @@ def test_installing_twice_installs_one() -> None:
     python(script)
 
 
-# -- Start-up files -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """Make a site-packages with the start-up files, and an mxnet that only looks at its NumPy."""
-    folder = tmp_path / "site"
-    (folder / "mxnet").mkdir(parents=True)
-    (folder / "mxnet" / "__init__.py").write_text(
-        "import numpy\nseen = hasattr(numpy, 'sometrue') and hasattr(numpy, 'npv')\n"
-    )
-    for name in ("kvstore_hvd_startup.py", "kvstore_hvd_shim.pth"):
-        shutil.copy(ROOT / "startup" / name, folder)
-    return folder
-
-
-# What an interpreter with that site-packages does at its start. Its own start-up files may be those of an installed
-# kvstore_hvd, whose finder is taken away first.
-START = """
-import os, site, sys
-sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, 'tag', None) != 'kvstore_hvd.numpy_shim']
-for name in ('kvstore_hvd_startup', '_kvstore_hvd_numpy_shim'): sys.modules.pop(name, None)
-sys.path[:] = [p for p in sys.path if p not in ('', os.getcwd())]
-folder, checkout = {folder!r}, {checkout!r}
-sys.path.insert(0, folder)
-before = set(sys.modules)
-site.addsitedir(folder)
-new = set(sys.modules) - before
-finders = [f for f in sys.meta_path if getattr(f, 'tag', None) == 'kvstore_hvd.numpy_shim']
-if checkout: sys.path.insert(0, checkout)
-"""
-
-
-def started(folder: Path, checkout: str = str(ROOT)) -> str:
-    return START.format(folder=str(folder), checkout=checkout)
-
-
-def test_start_is_cheap(site: Path) -> None:
-    python(started(site) + "assert new == {'kvstore_hvd_startup'}, new\nassert len(finders) == 1")
-
-
-def test_plain_import_is_shimmed_without_the_package(site: Path) -> None:
-    check = (
-        "import importlib.util; assert importlib.util.find_spec('mxnet')\n"
-        "import mxnet; assert mxnet.seen\n"
-        "assert 'kvstore_hvd' not in sys.modules\n"
-        "assert not [f for f in sys.meta_path if getattr(f, 'tag', None)], sys.meta_path\n"
-    )
-    python(started(site) + check, cwd=site)
-
-
-def test_start_and_package_shim_once(site: Path) -> None:
-    check = (
-        "from kvstore_hvd.mxnet_compat import numpy_shim; numpy_shim.install()\n"
-        "assert sum(getattr(f, 'tag', None) == numpy_shim._TAG for f in sys.meta_path) == 1\n"
-    )
-    python(started(site) + check, cwd=site)
-
-
-@pytest.mark.parametrize("value", ["0", "off", "False"])
-def test_start_is_switched_off(site: Path, value: str) -> None:
-    python(started(site) + "assert not finders", KVHVD_NUMPY_SHIM=value)
-
-
-def test_start_without_the_package(site: Path) -> None:
-    # The start-up files outlived the package, or it cannot be found: MXNet is imported as if they were not there.
-    hide = "sys.meta_path.insert(1, type('Hide', (), {'find_spec': staticmethod(hide)}))\n"
-    script = (
-        started(site, checkout="")
-        + "def hide(name, path=None, target=None):\n"
-        + "    if name == 'kvstore_hvd': raise ModuleNotFoundError(name)\n"
-        + hide
-        + "import mxnet; assert not [f for f in sys.meta_path if getattr(f, 'tag', None)]"
-    )
-    python(script, cwd=site)
+# -- Workers of kvhvdrun ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
-def test_real_mxnet_after_a_start(site: Path) -> None:
-    shutil.rmtree(site / "mxnet")
+def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path: Path) -> None:
+    """The folder that kvhvdrun puts on PYTHONPATH; an environment's own sitecustomize runs as well."""
+    site, other = ROOT / "kvstore_hvd" / "launcher" / "site", tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("own = True\n")
     check = (
-        "import mxnet as mx, numpy as np\n"
-        "assert np.array(mx.nd.ones((2, 2))).tolist() == [[1, 1], [1, 1]]\n"
-        "assert 'kvstore_hvd' not in sys.modules\n"
+        "import sys, sitecustomize; assert sitecustomize.own and 'kvstore_hvd' not in sys.modules\n"
+        f"assert {str(site)!r} not in sys.path\n"
+        "import mxnet; assert mxnet.kv.KVStoreBase.kv_registry['horovod'].__module__ == 'kvstore_hvd.store.kvstore'\n"
     )
-    python(started(site) + check, cwd=site)
+    python(check, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other, ROOT))))
+    # Another environment's interpreter, which has no kvstore_hvd, imports MXNet as ever.
+    bare = "import sys; sys.modules['kvstore_hvd'] = None; import mxnet"
+    python(bare, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other))))
 
 
 # -- Without MXNet ------------------------------------------------------------------------------------------------

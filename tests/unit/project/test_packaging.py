@@ -48,8 +48,7 @@ def test_metadata_has_one_home() -> None:
 def test_name_and_command(setup_cfg: configparser.ConfigParser) -> None:
     assert setup_cfg["metadata"]["name"] == "kvstore-hvd"
     assert setup_cfg["options"]["python_requires"] == ">=3.9"
-    commands = setup_cfg["options.entry_points"]["console_scripts"].split("\n")
-    assert "kvhvdrun = kvstore_hvd_command:main" in commands
+    assert setup_cfg["options"]["scripts"] == "kvstore_hvd/launcher/kvhvdrun"
 
 
 def test_versions_agree(setup_cfg: configparser.ConfigParser) -> None:
@@ -97,20 +96,12 @@ def test_typing_marker_is_installed(distribution: metadata.Distribution) -> None
     assert "kvstore_hvd/py.typed" in {str(path) for path in distribution.files or ()}
 
 
-def test_startup_files_are_at_the_root(distribution: metadata.Distribution) -> None:
-    expected = {path.name for suffix in ("pth", "py") for path in (ROOT / "startup").glob(f"*.{suffix}")}
-    assert "kvstore_hvd_shim.pth" in expected
-    assert expected <= {str(path) for path in distribution.files or ()}
-
-
 def test_licence_is_installed(distribution: metadata.Distribution) -> None:
     assert any(path.name == "LICENSE" for path in distribution.files or ())
 
 
 def test_nothing_else_is_installed(distribution: metadata.Distribution) -> None:
-    allowed = re.compile(
-        r"kvstore_hvd/|(__pycache__/)?kvstore_hvd_(command|shim|startup)\.|kvstore_hvd-[^/]*\.dist-info/"
-    )
+    allowed = re.compile(r"kvstore_hvd/|kvstore_hvd-[^/]*\.dist-info/")
     names = [str(path) for path in distribution.files or ()]
     strays = [name for name in names if not allowed.match(name) and not name.endswith("/bin/kvhvdrun")]
     assert not strays
