@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from support.demo import needs_demo, with_demo
+from support.digits import needs_sklearn
 from support.jobs import LIMIT_S, variables_of
 from support.launchers import kvhvdrun, mpirun
 
-pytestmark = needs_demo
+pytestmark = needs_sklearn
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -25,7 +25,7 @@ def test_uneven(marker):
     """All samples of all workers count, and all workers end with the same parameters."""
     command = [*kvhvdrun().prefix, "-np", "3", sys.executable, str(EXAMPLES / "uneven.py"), "--epochs", "3"]
     done = subprocess.run(
-        command, env=with_demo(variables_of(marker)), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, env=variables_of(marker), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "worker 2: 719 images, 45 batches in an epoch" in done.stdout
@@ -47,7 +47,7 @@ def test_digits_cupy(marker, launcher, tmp_path):
     both = way.command(2, [*program, "--compare", str(tmp_path / "one.npz")])
     text = ""
     for command in (alone, both):
-        variables = {**with_demo(variables_of(marker)), **way.environment}
+        variables = {**variables_of(marker), **way.environment}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr
         text += done.stdout
@@ -73,7 +73,7 @@ def test_elastic_digits(marker):
     command += ["--epochs", "30"]
     process = subprocess.Popen(
         command,
-        env={**with_demo(variables_of(marker)), "PYTHONUNBUFFERED": "1"},
+        env={**variables_of(marker), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.demo import needs_demo, with_demo
+from support.digits import needs_sklearn
 from support.jobs import variables_of
 from support.launchers import environment, kvhvdrun, mpirun
 from support.patience import patient
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, needs_demo]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, needs_sklearn]
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 LIMIT_S = patient(180)
@@ -51,7 +51,7 @@ def train(command: list[str], folder: Path, env: dict[str, str], ranks: int) -> 
     done = subprocess.run(
         [*command, "--save", str(folder / "params")],
         cwd=folder,
-        env={**with_demo(env), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={**env, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
