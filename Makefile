@@ -52,11 +52,11 @@ COMPILE := KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --i
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help venv dev demo test test-all soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean
+.PHONY: help venv dev demo test test-all soak fuzz api lint format native-test tsan tsan-quick asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo dev test test-all soak fuzz api lint format native-test tsan tsan-gpu asan bench clean distclean"
+	@echo "Targets: demo dev test test-all soak fuzz api lint format native-test tsan tsan-quick asan bench clean distclean"
 
 # The package is installed as editable: changes of Python need no command, and `make dev` compiles what has changed.
 # The first time, the compiler runs while pip downloads.
@@ -131,3 +131,39 @@ $(VENV)/.native: $(STAMP)
 	$(PIP) 'cmake>=3.20' ninja
 	@touch $@
 
+# $(1): name of the build folder, $(2): sanitizers, as native/CMakeLists.txt names them, $(3): more options, $(4), $(5):
+# what to build and to run if not all
+comma := ,
+define native
+	$(BIN)/cmake -S native -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DKVHVD_SANITIZE=$(2) $(3)
+	$(BIN)/cmake --build build/$(1) --parallel $(JOBS) $(4)
+	$(BIN)/ctest --test-dir build/$(1) $(5) --parallel $(JOBS) --output-on-failure --no-tests=error --timeout 600
+endef
+
+# NATIVE=-DKVHVD_ALL=ON: also over several hosts, and mutations of the kernels for GPUs.
+native-test: dev $(VENV)/.native
+	$(call native,native,none,-DKVHVD_OBJECTS=$(firstword $(abspath $(wildcard build/temp.*))) $(NATIVE))
+
+tsan: $(VENV)/.native
+	$(call native,native-tsan,thread,$(NATIVE))
+
+# Of the engine, the exchange and the order of the kernels for GPUs.
+tsan-quick: $(VENV)/.native
+	$(call native,native-tsan,thread,,--target test_engine test_exchange test_arena test_gpu_order,-R '^test_(engine|exchange|arena|gpu_order)$$')
+
+asan: $(VENV)/.native
+	$(call native,native-asan,address$(comma)undefined,$(NATIVE))
+
+bench: dev benchmarks/allreduce.py benchmarks/gradients.py benchmarks/train.py
+	mkdir -p build/bench
+	for name in allreduce gradients train; do \
+	  $(BIN)/python benchmarks/$$name.py --json build/bench/$$name.json; \
+	done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find kvstore_hvd tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv-py*-mx* kvstore_hvd/_native*.so

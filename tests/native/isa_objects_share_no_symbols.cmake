@@ -5,7 +5,7 @@
 #   cmake -DNM=nm "-DOBJECTS=a.o;b.o" -P isa_objects_share_no_symbols.cmake
 set(examined 0)
 foreach(object IN LISTS OBJECTS)
-  if(NOT object MATCHES "reduce_(scalar|avx2|avx512)\\.cpp")
+  if(NOT object MATCHES "reduce_(scalar|avx2|avx512)[.a-z]*")
     continue()
   endif()
   math(EXPR examined "${examined} + 1")

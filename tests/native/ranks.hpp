@@ -1,12 +1,13 @@
 // Worlds for tests: ranks as threads of this process, on one mapping of each host's segment, so that ThreadSanitizer
 // sees all of their accesses.
 //
-// With KVHVD_TEST_HOSTS the ranks are on as many hosts: the same tests, of the same promises.
+// KVHVD_TEST_HOSTS in the environment: the ranks are on as many hosts, for the same tests of the same promises.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -37,12 +38,13 @@ inline EngineOptions thread_options(std::chrono::nanoseconds timeout = std::chro
   return options;
 }
 
-constexpr Algorithm algorithm_of_these_tests(Algorithm on_one_host) {
-#ifdef KVHVD_TEST_HOSTS
-  return on_one_host == Algorithm::kTwoShot ? Algorithm::kLinkSum : on_one_host;
-#else
-  return on_one_host;
-#endif
+inline int hosts_of_these_tests() {
+  const char* text = std::getenv("KVHVD_TEST_HOSTS");
+  return text == nullptr ? 1 : std::atoi(text);
+}
+
+inline Algorithm algorithm_of_these_tests(Algorithm on_one_host) {
+  return hosts_of_these_tests() > 1 && on_one_host == Algorithm::kTwoShot ? Algorithm::kLinkSum : on_one_host;
 }
 
 // The ranks of a world, by host.
@@ -50,11 +52,7 @@ using Placement = std::vector<std::vector<int>>;
 
 // The ranks of a world of that size on the hosts of these tests, in order.
 inline Placement placement_of(int size) {
-#ifdef KVHVD_TEST_HOSTS
-  const int hosts = std::min(KVHVD_TEST_HOSTS, size);
-#else
-  const int hosts = 1;
-#endif
+  const int hosts = std::min(hosts_of_these_tests(), size);
   Placement placement(static_cast<std::size_t>(hosts));
   for (int rank = 0; rank < size; ++rank) placement[static_cast<std::size_t>(rank * hosts / size)].push_back(rank);
   return placement;
