@@ -47,9 +47,6 @@ def end_as_failed() -> None:
     Python ends with the program's own code whatever a handler finds, and does not tell handlers the code.
     """
 
-def end_by_signal_if_failed() -> None:
-    """Have the process end by SIGKILL where it would end with another code than 0, for an exit handler."""
-
 class Segment:
     """The shared memory of one world of workers on one host."""
 

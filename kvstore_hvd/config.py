@@ -176,7 +176,7 @@ class MPILaunch:
     size: int | None  # None when the launcher does not say
     variable: str  # the variable that gave it away
     version: str = ""  # of the launcher, where it says so
-    recovers: bool = False  # deaths do not end the job (`mpirun --with-ft ulfm`)
+    survives: bool = False  # deaths do not end the job (`mpirun --with-ft ulfm`)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> MPILaunch | None:

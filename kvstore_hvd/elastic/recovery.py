@@ -6,8 +6,9 @@ from kvstore_hvd import errors
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, PeerLostError, message
 from kvstore_hvd.process import process
 
-__all__ = ["as_lost_world", "check_recoverable"]
+__all__ = ["REPLACES", "as_lost_world", "check_recoverable"]
 
+REPLACES = "start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers."
 _LOST = tuple(
     name
     for name in errors.__all__
@@ -36,11 +37,7 @@ def as_lost_world(error: BaseException) -> HorovodInternalError | None:
 
 def check_recoverable(error: HorovodInternalError) -> None:
     """Check that the workers that are left can meet again."""
-    world = process.current()
-    if world.line is not None or not isinstance(error, PeerLostError):
+    if process.current().line is not None or not isinstance(error, PeerLostError):
         return  # whoever lives meets again
-    why = world.why_not_replaced()
-    if why:
-        fix = "start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers."
-        text = message(f"training cannot recover: {why}", details=str(error).splitlines(), fix=fix)
-        raise PeerLostError(text) from error
+    fact = "training cannot recover: a worker has died, and this job cannot go on without it."
+    raise PeerLostError(message(fact, details=str(error).splitlines(), fix=REPLACES)) from error

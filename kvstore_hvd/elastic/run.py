@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from kvstore_hvd import log
 from kvstore_hvd.elastic.notification import notification_manager
-from kvstore_hvd.elastic.recovery import as_lost_world, check_recoverable
+from kvstore_hvd.elastic.recovery import REPLACES, as_lost_world, check_recoverable
 from kvstore_hvd.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
@@ -198,10 +199,13 @@ class _Loop:
 
     def has_state(self) -> None:
         """The training can go on from this worker, should it be the only one that is left."""
-        line = process.current().line
-        if line is not None and not self._has_told:
-            self._has_told = True
-            line.synced()
+        if self._has_told:
+            return
+        self._has_told, world = True, process.current()
+        if world.line is not None:
+            world.line.synced()
+        elif world.topology.size > 1 and world.topology.rank == 0:
+            log.once("not-elastic", logging.WARNING, "this job cannot replace workers that die: %s", REPLACES)
 
     def finish(self) -> None:
         """Training is over on this worker."""

@@ -24,9 +24,7 @@ from kvstore_hvd.process.member import Member, first_unread, log_unread, raise_u
 from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.worlds import bootstrap, worker_line
 from kvstore_hvd.worlds.leaving import ExitWatchdog, early_end
-from kvstore_hvd.worlds.membership import Membership
-from kvstore_hvd.worlds.mpi import recovery as mpi_recovery
-from kvstore_hvd.worlds.mpi.notice import look_for_mpi
+from kvstore_hvd.worlds.mpi.world import warn_beside
 from kvstore_hvd.worlds.topology import Topology, World
 from kvstore_hvd.worlds.worker_line import WorkerLine
 
@@ -44,7 +42,7 @@ class Process:
         self._watchdog: ExitWatchdog | None = None
         self._recorder = Recorder()
         self._meetings: dict[str, int] = {}  # by job: the number of the next meeting
-        self._line: Membership | None = None  # to who gives out worlds, where workers may come and go
+        self._line: WorkerLine | None = None  # to the launcher, where workers may come and go
 
     @property
     def member(self) -> Member:
@@ -95,7 +93,7 @@ class Process:
                 if line is not None:
                     self._enter(line, comm)
                 else:
-                    self._start(bootstrap.discover(comm))
+                    self._join(bootstrap.discover(comm))
             elif self._member.is_waiting and comm is None:
                 self._member.wait_for(world)  # again: only within `elastic.run` the others take it in
             else:
@@ -149,15 +147,8 @@ class Process:
         """The place of this worker in the latest world that it was in, left or not; None before the first one."""
         return None if self._member.world is None or self._member.is_waiting else self._member.topology
 
-    def why_not_replaced(self) -> str:
-        """Why nobody can go on without a worker that dies; empty where workers may come and go."""
-        if self._line is not None:
-            return ""
-        why = mpi_recovery.why_unavailable(config().mpi_launch)
-        return f"a worker has died, and this job cannot go on without it: {why}"
-
     @property
-    def line(self) -> Membership | None:
+    def line(self) -> WorkerLine | None:
         """Where the worlds come from when workers may come and go; None where they may not."""
         return self._line
 
@@ -173,7 +164,7 @@ class Process:
                 self._watchdog = ExitWatchdog(limit_s, lambda: self.abort(text))
         self._member.join(world)
         self._meetings[world.job] = world.meeting + 1
-        look_for_mpi(topology)
+        warn_beside(topology)
         if topology.size > 1:
             register_exit_handler()
         self._recorder.joined(self._member.others(), topology)
@@ -220,16 +211,7 @@ class Process:
         log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
         self._member.wait_for(world)
 
-    def _start(self, world: World) -> None:
-        """Join a world that the launcher has not given out; its survivors go on where MPI lets them."""
-        self._line = None
-        if world.communicator is not None and not mpi_recovery.why_unavailable(config().mpi_launch):
-            self._line = mpi_recovery.UlfmMembership(world)
-            self._meet(self._line, world)
-        else:
-            self._join(world)
-
-    def _meet(self, line: Membership, world: World) -> None:
+    def _meet(self, line: WorkerLine, world: World) -> None:
         """Join a world that the launcher has given out, or the next one that all of its workers reach."""
         while True:
             try:
@@ -253,14 +235,14 @@ class Process:
         assert world is not None
         if self._member.is_forked:
             raise self._member.closed_error()
-        if isinstance(self._line, WorkerLine):
+        if self._line is not None:
             _check_chosen_by_launcher(comm)
         if comm is not None:
             chosen = bootstrap.discover(comm)
             # Generations go on, whoever meets; meetings are counted for each group of workers.
             topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
             meeting = self._meetings.get(chosen.job, 0)
-            self._start(dataclasses.replace(chosen, topology=topology, meeting=meeting))
+            self._join(dataclasses.replace(chosen, topology=topology, meeting=meeting))
         elif self._line is not None:
             self._forget_inner()  # to be made anew: ranks are not what they were
             self._meet(self._line, self._line.next_world(cause, text))

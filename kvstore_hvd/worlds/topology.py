@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from kvstore_hvd import errors
 
@@ -200,8 +200,7 @@ def _unique_names(hosts: Sequence[Host]) -> tuple[str, ...]:
 class World:
     """A topology and what its ranks need to find and trust each other.
 
-    `job` and `secret` are equal on all ranks of the world and on no others. `communicator` (only when MPI is the
-    source) is mpi4py's, of these ranks, and nobody else talks on it. `lost` tells, before the ranks have met and
+    `job` and `secret` are equal on all ranks of the world and on no others. `lost` tells, before the ranks have met and
     afterwards, why they need not any more; empty as long as they need. `meeting` tells the meetings of a job from each
     other: it is equal on all ranks, whatever other worlds each of them was in.
     """
@@ -209,7 +208,6 @@ class World:
     topology: Topology
     job: str
     secret: bytes = field(repr=False)
-    communicator: Any = field(default=None, repr=False, compare=False)
     lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
     meeting: int = 0
 

@@ -11,6 +11,7 @@ import os
 import queue
 import select
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import log, wire
@@ -18,7 +19,6 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.wire import messages
 from kvstore_hvd.worlds.leaving import end_by_force
-from kvstore_hvd.worlds.membership import Membership
 from kvstore_hvd.worlds.topology import Host, Topology, World
 
 __all__ = ["WorkerLine", "current"]
@@ -27,11 +27,14 @@ __all__ = ["WorkerLine", "current"]
 _CONNECT_S = 10.0
 
 
-class WorkerLine(Membership):
+class WorkerLine:
     """The line of this process. Any thread may call its methods."""
 
     def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
-        super().__init__()
+        #: Called when a generation is lost, with it and the reason. From another thread, as the next one.
+        self.on_void: Callable[[int, str], None] = lambda generation, text: None
+        #: Called when workers are to come or go, with a number that grows and a `HostUpdateResult`.
+        self.on_update: Callable[[int, int], None] = lambda number, result: None
         self._secret, self._worker = secret, worker
         self._pid = os.getpid()
         identity = {"role": "worker", "worker": worker, "pid": self._pid}
@@ -61,20 +64,20 @@ class WorkerLine(Membership):
         return self._world(answer), answer["t"] == "world"
 
     def next_world(self, cause: str, text: str) -> World:
-        """See `Membership.next_world`."""
+        """Wait for the next world, after the present one was lost or left."""
         self._send({"t": "ready", "generation": self._generation, "cause": cause, "text": text})
         return self._world(self._take())
 
     def joined(self, world: World) -> None:
-        """See `Membership.joined`."""
+        """Tell that the meeting has succeeded."""
         self._send({"t": "joined", "generation": world.topology.generation})
 
     def synced(self) -> None:
-        """See `Membership.synced`."""
+        """Tell that this worker has the state of the training, and could hand it on."""
         self._send({"t": "synced", "generation": self._generation})
 
     def finished(self) -> None:
-        """See `Membership.finished`."""
+        """Tell that training is over here: nobody need take this worker's place, or wait for it."""
         self._send({"t": "finished"})
 
     def void(self, generation: int) -> str:
@@ -84,7 +87,7 @@ class WorkerLine(Membership):
 
     @property
     def update(self) -> tuple[int, int] | None:
-        """See `Membership.update`."""
+        """Number and result of an update that came after the present world was given out, if any did."""
         return (self._number, self._result) if self._number > self._number_then else None
 
     def _take(self) -> dict[str, Any]:

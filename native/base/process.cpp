@@ -1,7 +1,6 @@
 #include "base/process.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -32,16 +31,6 @@ void end_as_failed() {
         if (code != 0) return;
         std::fflush(nullptr);
         _exit(1);
-      },
-      nullptr);
-}
-
-void end_by_signal_if_failed() {
-  on_exit(
-      [](int code, void*) {
-        if (code == 0) return;
-        std::fflush(nullptr);
-        kill(getpid(), SIGKILL);
       },
       nullptr);
 }

@@ -20,7 +20,4 @@ inline std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAG
 // it ends: the code is not known to anybody before exit() is called.
 void end_as_failed();
 
-// Have it end by SIGKILL where it would end with another code than 0.
-void end_by_signal_if_failed();
-
 }  // namespace kvstore_hvd

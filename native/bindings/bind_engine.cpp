@@ -371,8 +371,6 @@ py::tuple process(const Engine& engine, int rank) {
 
 void bind_engine(py::module_& module) {
   module.def("has_pidfds", &Liveness::has_pidfds, "Whether the deaths of other processes are noticed at once.");
-  module.def("end_by_signal_if_failed", &end_by_signal_if_failed,
-             "Have this process, which ends, end by SIGKILL unless it ends with code 0.");
   module.def("end_as_failed", &end_as_failed, "Have this process, which ends, end with code 1 instead of 0.");
   py::class_<Work, std::shared_ptr<Work>>(module, "Work", "The handle of a submitted request.")
       .def_property_readonly("done", &Work::done)

@@ -6,23 +6,20 @@ the launcher of another one may abort the process inside MPI_Init, or start as a
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import os
+import logging
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from kvstore_hvd.config import MPILaunch, config
+from kvstore_hvd import log
+from kvstore_hvd.config import MPILaunch
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
-from kvstore_hvd.worlds.mpi.calls import call_within
 from kvstore_hvd.worlds.topology import Host, Topology, World
 
-__all__ = ["Introduction", "initialised_mpi", "introduce", "library", "mpi_world", "start_time", "world_of"]
-
-Result = TypeVar("Result")
+__all__ = ["Introduction", "check_ranks", "initialised_mpi", "library", "mpi_world", "warn_beside"]
 
 
 def initialised_mpi() -> Any | None:
@@ -58,7 +55,7 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         if mpi.COMM_WORLD.rank not in comm:
             return None
 
-    def meet() -> World:
+    try:
         chosen = comm
         if comm is None:
             chosen = mpi.COMM_WORLD
@@ -69,10 +66,10 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         # Our own messages must not meet the application's on its communicator.
         private = chosen.Dup()
         private.Set_errhandler(mpi.ERRORS_RETURN)
-        return world_of(private, introduce(private))
-
-    try:
-        return _bounded(launch, meet)
+        ranks = list(private.allgather(Introduction(Host.here(), secrets.token_hex(8), secrets.token_bytes(32))))
+        private.Free()
+        topology = Topology.of(chosen.rank, [each.host for each in ranks], source="mpi")
+        return World(topology, ranks[0].job, ranks[0].secret)
     except mpi.Exception as error:
         fix = "look at what the first worker that failed has printed."
         text = message(f"MPI failed while the workers were finding each other: {error}.", fix=fix)
@@ -84,37 +81,21 @@ class Introduction:
     """What a rank tells the others of a communicator of itself."""
 
     host: Host
-    process: int
-    started: int  # see `start_time`: tells the process from another one that gets its number later
-    user: int
-    generation: int  # of its last world, -1: none
-    is_leaving: bool  # it takes no part in the next one
     job: str  # offered, as the secret: rank 0's count
     secret: bytes = field(repr=False)
 
 
-def start_time(process: int) -> int:
-    """When a process of this host began, in clock ticks since the machine did; 0 when that cannot be found out."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError):
-        return 0
-
-
-def introduce(communicator: Any, generation: int = -1, is_leaving: bool = False) -> list[Introduction]:
-    """Tell the other ranks of this one, and hear of them; collective. Raises ``MPI.Exception``."""
-    token, secret = secrets.token_hex(8), secrets.token_bytes(32)
-    own = Introduction(
-        Host.here(), os.getpid(), start_time(os.getpid()), os.geteuid(), generation, is_leaving, token, secret
+def warn_beside(topology: Topology) -> None:
+    """Warn once if the program uses mpi4py, for which each of kvhvdrun's workers is alone."""
+    mpi = initialised_mpi()
+    if topology.source != "launcher" or topology.rank != 0 or mpi is None or mpi.COMM_WORLD.size >= topology.size:
+        return
+    fact = (
+        f"the program uses mpi4py, whose MPI.COMM_WORLD has size {mpi.COMM_WORLD.size} here, while kvhvdrun has "
+        f"started {topology.size} workers: what MPI broadcasts or reduces stays in this process."
     )
-    return list(communicator.allgather(own))
-
-
-def world_of(communicator: Any, ranks: Sequence[Introduction], generation: int = 0) -> World:
-    """The world of a communicator that is ours alone, once its ranks have introduced themselves."""
-    topology = Topology.of(communicator.rank, [each.host for each in ranks], generation=generation, source="mpi")
-    return World(topology, ranks[0].job, ranks[0].secret, communicator)
+    fix = f"start with `mpirun -np {topology.size} python train.py`, or use kvstore_hvd's own operations throughout."
+    log.once("mpi-beside-kvhvdrun", logging.WARNING, "%s", message(fact, **topology.speaker, fix=fix))
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
@@ -137,50 +118,25 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
 
 def _start(launch: MPILaunch | None) -> Any:
     """Import and initialise mpi4py.MPI with MPI_THREAD_MULTIPLE, and compare it with the launcher."""
+    if launch is not None and launch.survives:
+        fact = "mpirun was started with `--with-ft ulfm`, under which MPI may wait for workers that have died."
+        fix = "leave it out; `kvhvdrun --min-np 1 --max-np N python train.py` replaces workers that die."
+        raise LaunchError(message(fact, fix=fix))
     mpi = initialised_mpi()
     if mpi is None:
         mpi = _load(launch)
         _compare_vendors(mpi, launch)
         if mpi.Is_finalized():
             raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
-        _initialise(mpi, launch)
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
     size = mpi.COMM_WORLD.size
     if launch is not None and launch.size is not None and launch.size > 1 and size == 1:
         raise _other_mpi(mpi, launch, f"MPI world size is 1, but the launcher asked for {launch.size}.")
     return mpi
 
 
-def _initialise(mpi: Any, launch: MPILaunch | None) -> None:
-    if launch is None or not launch.recovers:
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        return
-    # mpi4py's own function keeps Python's lock: nobody could tell that MPI waits for a worker that has died.
-    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
-    code = _bounded(launch, lambda: library.MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided)))
-    if code != mpi.SUCCESS:
-        raise LaunchError(message(f"MPI could not be initialised (error {code}).", fix="see what MPI has printed."))
-    for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):  # as mpi4py does
-        communicator.Set_errhandler(mpi.ERRORS_RETURN)
-
-
-def _bounded(launch: MPILaunch | None, function: Callable[[], Result]) -> Result:
-    """Call what every rank calls; where a death does not end the job, the others must not wait for ever."""
-    if launch is None or not launch.recovers:
-        return function()
-    limit_s = config().start_timeout_s
-    try:
-        return call_within(limit_s, function)
-    except TimeoutError:
-        text = (
-            f"the workers did not find each other by MPI within {limit_s:g} s. One has died, or does not call init()."
-        )
-        fix = "look at what each of them has printed; KVHVD_START_TIMEOUT (seconds) gives them more time."
-        raise LaunchError(message(text, fix=fix)) from None
-
-
 def _load(launch: MPILaunch | None) -> Any:
-    """Import mpi4py.MPI without initialising MPI."""
-    # It is finalised at exit as usual; unless deaths are survived, because then MPI_Finalize may wait for the dead.
+    """Import mpi4py.MPI without initialising MPI; it is finalised at exit as usual."""
     started = f"{_launcher(launch)} started this process ({launch.variable} is set)" if launch else "init(comm=...)"
     try:
         import mpi4py
@@ -191,9 +147,8 @@ def _load(launch: MPILaunch | None) -> Any:
                 fix=f"`{sys.executable} -m pip install mpi4py`, or start with `kvhvdrun`, which needs no MPI.",
             )
         ) from None
-    survives = launch is not None and launch.recovers
-    before = mpi4py.rc.initialize, False if survives else mpi4py.rc.finalize
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, not survives
+    before = mpi4py.rc.initialize, mpi4py.rc.finalize
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
