@@ -7,12 +7,11 @@ exist is an error, so that a misspelt knob cannot be overlooked; two prefixes ar
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -514,22 +513,6 @@ def cache_folder() -> str:
 def environment() -> dict[str, str]:
     """A copy of the environment of this process, to start another process with."""
     return dict(os.environ)
-
-
-@contextlib.contextmanager
-def changed_environment(**variables: str | None) -> Iterator[None]:
-    """Set environment variables for a while; those that are None stay as they are. Restores what was there before."""
-    changed = {name: value for name, value in variables.items() if value is not None}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def prepare_mxnet() -> None:

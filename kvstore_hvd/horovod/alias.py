@@ -26,14 +26,14 @@ _ROOT = "horovod"
 _NAMES = {
     _ROOT: "kvstore_hvd.as_horovod",
     "horovod.mxnet": "kvstore_hvd.mxnet",
-    "horovod.common.process_sets": "kvstore_hvd.mxnet.process_sets",
-    "horovod.common.elastic": "kvstore_hvd.elastic",
+    "horovod.common": "kvstore_hvd.as_horovod",
+    "horovod.common.exceptions": "kvstore_hvd.errors",
 }
 # What the error names that tells of a module that is not there.
 _OFFERED = (
     "horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets)",
-    "horovod.common (with basics, elastic, exceptions, process_sets, util)",
-    "horovod.runner (with util.threads)",
+    "horovod.common.exceptions",
+    "horovod.run()",
 )
 _WRAPPED = "_kvstore_hvd_wraps"
 

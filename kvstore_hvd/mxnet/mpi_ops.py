@@ -42,7 +42,6 @@ from kvstore_hvd.mxnet.basics import (
     start_timeline,
     stop_timeline,
 )
-from kvstore_hvd.mxnet.basics_object import HorovodBasics
 from kvstore_hvd.mxnet.calls import check_array, check_list, check_name, make_call, names_for, operations, root_in
 from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.joining import join
@@ -103,9 +102,6 @@ __all__ = [
 
 #: An array of MXNet: NDArray, or its ndarray of NumPy's interface. The result is of the same class.
 Tensor = TypeVar("Tensor")
-
-# Programs reach for Horovod's object of this name.
-_basics = HorovodBasics()
 
 
 def allreduce(

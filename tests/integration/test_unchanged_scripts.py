@@ -20,7 +20,6 @@ IMPORTS = """
 import os, sys
 import horovod
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.util import split_list
 rank = int(os.environ.get('KVHVD_RANK', 0))
 def say(text, stream=sys.stdout):
     stream.write(text + '\\n'); stream.flush()
@@ -207,7 +206,7 @@ def test_under_mpirun(script: Path) -> None:
 
 WORKERS = """
 import multiprocessing
-import horovod.common.util
+import horovod.common.exceptions
 def version(item):
     import horovod.common.exceptions
     return horovod.__version__, os.getpid()
@@ -234,7 +233,7 @@ import mxnet as mx, numpy as np
 class Data(mx.gluon.data.Dataset):
     def __len__(self): return 8
     def __getitem__(self, i):
-        import horovod.common.util
+        import horovod.common.exceptions
         return np.float32(i * len(horovod.__version__))
 if __name__ == '__main__':
     if sys.argv[1] == 'spawn':

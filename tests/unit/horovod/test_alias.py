@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from multiprocessing import spawn
@@ -94,53 +95,35 @@ def test_the_package_itself() -> None:
     assert horovod.__doc__
 
 
-def test_common() -> None:
-    horovod_alias.install()
-    from horovod.common.exceptions import HorovodInternalError
-    from horovod.common.util import check_extension, extension_available, gpu_available, is_iterable, split_list
-
-    assert HorovodInternalError is errors.HorovodInternalError
-    assert extension_available("mxnet")
-    assert not extension_available("torch")
-    check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", "/x.py", "mpi_lib")
-    with pytest.raises(ImportError, match=r"Extension horovod\.torch is not available"):
-        check_extension("horovod.torch")
-    assert not gpu_available("mxnet")
-    assert (is_iterable([]), is_iterable(3)) == (True, False)
-    assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
-    assert split_list([1], 3) == [[1], [], []]
-    with pytest.raises(ValueError, match="num_parts is 0"):
-        split_list([1], 0)
-
-
-def test_elastic() -> None:
-    horovod_alias.install()
-    import horovod.common.elastic
-    import horovod.mxnet as hvd
-    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-
-    from kvstore_hvd import elastic
-
-    assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
-    assert hvd.elastic.ObjectState is elastic.ObjectState
-    assert horovod.common.elastic is elastic
-    assert (HorovodInternalError, HostsUpdatedInterrupt) == (errors.HorovodInternalError, errors.HostsUpdatedInterrupt)
-
-
-def test_run() -> None:
+def test_common_and_run() -> None:
     horovod_alias.install()
     import horovod
-    import horovod.runner
+    import horovod.common.exceptions
+    import horovod.mxnet as hvd
 
     import kvstore_hvd
+    from kvstore_hvd import elastic
 
+    assert horovod.common.exceptions is errors
+    assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
+    assert hvd.elastic.ObjectState is elastic.ObjectState
     assert horovod.run is kvstore_hvd.run
-    assert horovod.runner.run is kvstore_hvd.run
-    with pytest.raises(errors.LaunchError, match=r"kvhvdrun -np N --as-horovod python script\.py"):
-        horovod.runner.run_commandline()
 
 
-@pytest.mark.parametrize("name", ["torch", "tensorflow", "tensorflow.keras", "keras", "spark", "ray", "mxnet.absent"])
+def test_the_page_quotes_the_error_of_what_is_not_there() -> None:
+    """Word by word."""
+    horovod_alias.install()
+    page = Path(__file__).resolve().parents[3] / "docs" / "unchanged-scripts.md"
+    shown = re.search(r"^>>> import horovod\.torch\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("horovod.torch")
+    assert shown is not None
+    assert shown[1] == f"ModuleNotFoundError: {caught.value}\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["torch", "tensorflow", "tensorflow.keras", "keras", "spark", "ray", "common.util", "mxnet.absent"]
+)
 def test_what_is_not_offered_is_said(stand_in: str, name: str) -> None:
     horovod_alias.install()
     with pytest.raises(ModuleNotFoundError, match=r"horovod\.mxnet") as caught:
@@ -148,7 +131,6 @@ def test_what_is_not_offered_is_said(stand_in: str, name: str) -> None:
     # Of the parent, when that is missing already.
     assert f"horovod.{name}".startswith(str(caught.value.name))
     assert "offered: " in str(caught.value)
-    assert "horovod.runner" in str(caught.value)
 
 
 def test_a_missing_library_is_not_taken_for_a_missing_module(stand_in: str) -> None:

@@ -22,7 +22,6 @@ PROTOCOLS = {
 }
 # Files whose builtin exceptions are caught by their only callers, or belong to another protocol.
 INTERNAL = {
-    "as_horovod/common/util.py": "Horovod's helpers, which raise what Horovod's raise",
     "config.py": "what a parser of a setting refuses; Config.from_environ makes a ConfigError of all of them",
     "driver/driver.py": "what a daemon says is checked, and its connection ended",
     "driver/jobs.py": "as in driver.py",

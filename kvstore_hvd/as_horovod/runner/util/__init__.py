@@ -1,1 +1,0 @@
-"""``horovod.runner.util``: what programs import from there."""
