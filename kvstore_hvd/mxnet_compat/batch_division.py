@@ -1,4 +1,4 @@
-"""With our store, `Module` and `FeedForward` divide gradients by the samples of all workers, as with 'dist_sync'.
+"""With our store, `Module` divides gradients by the samples of all workers, as with 'dist_sync'.
 
 MXNet makes an optimizer of its name with ``rescale_grad = 1 / batch_size``, and counts the batches of the other workers
 only where it reads 'dist' in the type of the store. A ``rescale_grad`` that the program chooses itself is left alone.
@@ -19,20 +19,15 @@ __all__ = ["patch"]
 _DIVISION = "_kvstore_hvd_division"
 
 _is_ours: exchanging.IsOurs = lambda kv: False  # noqa: E731
-# Whether the FeedForward that is being trained has the name of an optimizer.
-_feeds_by_name = False
 
 
 def patch(mxnet: Any, is_ours: exchanging.IsOurs) -> None:
-    """Make the changes to MXNet; 2.0 has neither of the two."""
+    """Make the changes to MXNet; 2.0 has no Module."""
     global _is_ours
     _is_ours = is_ours
     if hasattr(mxnet, "mod"):
         wrap(mxnet.mod.Module, "init_optimizer", _optimizing)
         wrap(mxnet.mod.Module, "update", _updating)
-    if hasattr(mxnet.model, "FeedForward"):
-        wrap(mxnet.model.FeedForward, "fit", _fitting)
-        wrap(mxnet.model, "_train_multi_device", _training)
 
 
 def _divide(optimizer: Any, batch_size: int, workers: int) -> None:
@@ -83,24 +78,3 @@ def _updating(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self)
 
     return update
-
-
-def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _feeds_by_name
-        before, _feeds_by_name = _feeds_by_name, isinstance(self.optimizer, str)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _feeds_by_name = before
-
-    return fit
-
-
-def _training(original: Callable[..., Any]) -> Callable[..., Any]:
-    def train(*args: Any, optimizer: Any, kvstore: Any, train_data: Any, **kwargs: Any) -> Any:
-        if _feeds_by_name and _is_ours(kvstore):
-            _divide(optimizer, train_data.batch_size, kvstore.num_workers)
-        return original(*args, optimizer=optimizer, kvstore=kvstore, train_data=train_data, **kwargs)
-
-    return train

@@ -1,7 +1,7 @@
 """Optimizers that exchange gradients by themselves, such as `DistributedOptimizer`: what stands beside them.
 
 A store that exchanges them as well would sum them twice: the update would be as many times too large as there are
-workers. So a Trainer, a Module or a FeedForward with such an optimizer gets no store of ours, whatever it asks for, as
+workers. So a Trainer or a Module with such an optimizer gets no store of ours, whatever it asks for, as
 MXNet creates none for one device. All workers still begin with the parameters of the first one, which the
 optimizer's own store broadcasts. The gradients of several devices are first summed by a store of MXNet's.
 
@@ -40,7 +40,7 @@ _BROADCASTS = "_kvstore_hvd_broadcasts"
 
 IsOurs = Callable[[Any], bool]
 
-# The one that a Module or a FeedForward is being given.
+# The one that a Module is being given.
 _present: Any = None
 
 
@@ -51,7 +51,7 @@ def optimizer_in(optimizer: Any) -> Any:
 
 
 def present() -> Any:
-    """The optimizer that exchanges gradients and that a Module or a FeedForward is being given; None if none is."""
+    """The optimizer that exchanges gradients and that a Module is being given; None if none is."""
     return _present
 
 
@@ -88,8 +88,6 @@ def patch(mxnet: Any, is_ours: IsOurs) -> None:
     wrap(mxnet.optimizer.Updater, "set_states", _setting_states)
     if hasattr(mxnet, "mod"):  # only MXNet 1 has it
         _patch_module(mxnet, is_ours)
-    if hasattr(mxnet.model, "FeedForward"):
-        wrap(mxnet.model.FeedForward, "fit", _fitting)
 
 
 def _store_of(optimizer: Any) -> Any:
@@ -190,7 +188,7 @@ def _setting_states(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_states
 
 
-# -- Module and FeedForward ---------------------------------------------------------------------------------------
+# -- Module -------------------------------------------------------------------------------------------------------
 
 
 def _patch_module(mxnet: Any, is_ours: IsOurs) -> None:
@@ -231,13 +229,6 @@ def _patch_module(mxnet: Any, is_ours: IsOurs) -> None:
     wrap_all(mxnet.mod.Module)
     if "__init_subclass__" not in vars(mxnet.mod.Module):
         mxnet.mod.Module.__init_subclass__ = classmethod(init_subclass)
-
-
-def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _with_present(optimizer_in(self.optimizer), original, self, *args, **kwargs)
-
-    return fit
 
 
 def _with_present(optimizer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

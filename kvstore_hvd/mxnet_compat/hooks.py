@@ -3,9 +3,9 @@
 - The store is registered, as ``'horovod'`` and ``'dist_horovod'``.
 - ``kvstore='horovod'`` given as a string creates the store with one device too (MXNet creates nothing there).
 - A Trainer that would train alone although there are several workers raises (see unsynchronised.py).
-- With our store, ``Module`` and ``FeedForward`` start from rank 0's parameters, and a Trainer tells the store the names
+- With our store, a ``Module`` starts from rank 0's parameters, and a Trainer tells the store the names
   of its parameters.
-- With our store, they divide by the batch size of all workers (see batch_division.py).
+- With our store, a Module divides by the batch size of all workers (see batch_division.py).
 - Beside an optimizer that exchanges gradients itself there is no store that does so, too (see exchanging.py).
 - A Trainer's step is one call of our store, not one for each parameter (see trainer_steps.py).
 - Our store takes a Trainer's row_sparse gradients (see sparse_trainers.py).
@@ -120,7 +120,7 @@ def _is_ours_or_named_so(kv: object) -> bool:
     return _is_ours(kv) or (isinstance(kv, str) and kv.lower() in (NAME, ALIAS))
 
 
-# -- mxnet.model, mxnet.module: Module, FeedForward, and where stores are created ----------------------------------
+# -- mxnet.model, mxnet.module: Module, and where stores are created -----------------------------------------------
 
 
 def _patch_model(mxnet: Any) -> None:
@@ -144,19 +144,10 @@ def _patch_model(mxnet: Any) -> None:
 
         return create_kvstore
 
-    def creating_for_feed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def create_kvstore(kvstore: Any, num_device: int, arg_params: Any) -> Any:
-            created = original(kvstore, num_device, arg_params)
-            unsynchronised.check_feed_forward(kvstore, created[0])
-            return created
-
-        return create_kvstore
-
     wrap(trainer, "_create_kvstore", creating)
     if module is not None:
         wrap(module, "_create_kvstore", creating)
     wrap(model, "_create_kvstore", creating)
-    wrap(model, "_create_kvstore", creating_for_feed_forward)
 
     def initializing(original: Callable[..., Any]) -> Callable[..., Any]:
         def initialize_kvstore(

@@ -28,13 +28,13 @@ from typing import Any, Optional
 
 from kvstore_hvd import log
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import UnsynchronisedTrainerError, message
+from kvstore_hvd.errors import UnsupportedMethodError, UnsynchronisedTrainerError, message
 from kvstore_hvd.mxnet_compat import exchanging
 from kvstore_hvd.mxnet_compat.arrays import handle_of, stype_of
 from kvstore_hvd.mxnet_compat.parameters import was_broadcast
 from kvstore_hvd.mxnet_compat.wrapping import wrap
 
-__all__ = ["check_feed_forward", "note_exchange", "patch"]
+__all__ = ["note_exchange", "patch"]
 
 WorldSize = Callable[[], Optional[int]]
 Arrays = Callable[[Any], Iterator[Any]]
@@ -57,8 +57,6 @@ _watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
 # anew.
 _by_chunk: Optional[dict[int, list[_Watch]]] = {}
 _by_size: dict[int, list[_Watch]] = {}
-# Whether the FeedForward that is being trained has an optimizer that may exchange as it updates.
-_feeds_own_optimizer = False
 
 
 class _Watch:
@@ -161,17 +159,6 @@ def _refusal(who: str, asked: str, size: int) -> str:
     )
 
 
-def check_feed_forward(asked: Any, created: Any) -> None:
-    """Warn when a FeedForward would train alone without a store. Nothing sees its updates."""
-    if _size() == 1 or not _is_local(created) or _feeds_own_optimizer or exchanging.present() is not None:
-        return
-    name = _name_of(asked)
-    if name is None:
-        _warn_without_store("FeedForward", "exchanges nothing by itself", _size())
-    elif not config().allow_local_trainer:
-        raise UnsynchronisedTrainerError(_refusal("FeedForward", name, _size()))
-
-
 def note_exchange(arrays: Iterable[Any], chunk_of: ChunkOf, reduces: bool = True) -> None:
     """Told by every collective of the user's which arrays it reads and writes."""
     if _by_chunk is None:
@@ -264,7 +251,7 @@ def patch(mxnet: Any, world_size: WorldSize, is_ours: exchanging.IsOurs) -> None
     if hasattr(mxnet, "mod"):  # only MXNet 1 has it
         _patch_module(mxnet.mod.Module)
     if hasattr(mxnet.model, "FeedForward"):
-        wrap(mxnet.model.FeedForward, "fit", _fitting)
+        wrap(mxnet.model.FeedForward, "fit", _refusing)
 
 
 # -- Trainer ------------------------------------------------------------------------------------------------------
@@ -336,7 +323,7 @@ def _sizes_of_trainer(trainer: Any) -> Iterator[tuple[int, bool]]:
             yield parameter._data[0].size, parameter._grad is not None
 
 
-# -- Module and FeedForward ---------------------------------------------------------------------------------------
+# -- Module -------------------------------------------------------------------------------------------------------
 
 
 def _patch_module(module: type) -> None:
@@ -375,13 +362,11 @@ def _sizes_of_module(module: Any) -> Iterator[tuple[int, bool]]:
         yield arrays[0].size, gradients[0] is not None
 
 
-def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _feeds_own_optimizer
-        before, _feeds_own_optimizer = _feeds_own_optimizer, _is_own(self.optimizer)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _feeds_own_optimizer = before
+        kvstore = kwargs.get("kvstore", args[6] if len(args) > 6 else "local")
+        if _is_ours(kvstore) or (_size() > 1 and kvstore is not None):
+            raise UnsupportedMethodError(message("FeedForward trains on one worker only.", fix="use mx.mod.Module."))
+        return original(self, *args, **kwargs)
 
     return fit

@@ -306,21 +306,6 @@ def test_svrg_module(rank, size, store):
 
 
 @MXNET_1
-@pytest.mark.parametrize("store", ["name", "none"])
-def test_feed_forward(rank, size, store):
-    """As `test_module`."""
-    data, labels = samples(BATCH, seed=rank)
-    batches = mx.io.NDArrayIter(data, labels, batch_size=BATCH, label_name="label")
-    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.1, rescale_grad=1.0 / BATCH))
-    first = first_weights(rank if store == "name" else 0)
-    model = mx.model.FeedForward(regression(), num_epoch=3, optimizer=optimizer, arg_params=first)
-    model.fit(batches, kvstore=STORES[store](), eval_metric="mse")
-    ours = model.arg_params["fc_weight"].asnumpy()
-    assert_equal_on_all_ranks(ours, f"feed forward/{store}")
-    np.testing.assert_allclose(ours, expected_regression(size, 0, 3, BATCH), rtol=1e-3, atol=1e-5)
-
-
-@MXNET_1
 def test_bucketing_module(rank, size):
     """Its Modules share one optimizer, and no store."""
     module = mx.mod.BucketingModule(lambda key: (regression(), ["data"], ["label"]), default_bucket_key=1)

@@ -1,4 +1,4 @@
-"""Trainers, Modules and FeedForward: they train through the store, and those that would train alone raise."""
+"""Trainers and Modules: they train through the store, and those that would train alone raise."""
 
 from __future__ import annotations
 
@@ -211,20 +211,14 @@ def test_stores_of_others_are_taken_at_their_word(world: type[World]) -> None:
     assert trainer._kvstore.type == "teststore"
 
 
-# -- Module and FeedForward, which only MXNet 1 has; MXNet 2 still has the functions in mxnet.model -----------------
+# -- Module, which only MXNet 1 has; MXNet 2 still has the functions in mxnet.model --------------------------------
 
 
-def test_create_kvstore_of_model(world: type[World], fresh_log: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_create_kvstore_of_model(world: type[World]) -> None:
     store, update_on_kvstore = mx.model._create_kvstore("horovod", 1, {})
     assert type(store) is Fake
     assert not update_on_kvstore
     assert mx.model._create_kvstore("local", 1, {}) == (None, False)
-    world.size = 2
-    assert mx.model._create_kvstore(None, 1, {}) == (None, False)
-    assert [record.getMessage()[:44] for record in caplog.records] == ["FeedForward has no kvstore, and exchanges no"]
-    for kvstore, name in (("local", "local"), (mx.kv.create("device"), "device")):
-        with pytest.raises(errors.UnsynchronisedTrainerError, match=f"^FeedForward has kvstore '{name}', but"):
-            mx.model._create_kvstore(kvstore, 1, {})
 
 
 def test_initialize_kvstore_broadcasts_everywhere(world: type[World]) -> None:
@@ -311,20 +305,12 @@ if not V2:
         (record,) = caplog.records
         assert record.getMessage().startswith("Module has no kvstore, and none of its gradients or parameters was")
 
-    @pytest.mark.parametrize("kvstore", [None, "local"])
-    def test_feed_forward_with_an_optimizer_of_the_users(world: type[World], kvstore: str | None) -> None:
-        world.size = 2
-        symbol, batches = module_parts()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = mx.model.FeedForward(symbol, num_epoch=1, optimizer=Exchanging(learning_rate=0.1))
-            model.fit(batches, kvstore=kvstore)
-
-    def test_feed_forward_trains_through_the_store(world: type[World]) -> None:
-        world.size = 2
+    @pytest.mark.parametrize(("kvstore", "size"), [("horovod", 1), ("local", 2)])
+    def test_feed_forward_is_refused(world: type[World], kvstore: str, size: int) -> None:
+        world.size = size
         symbol, batches = module_parts()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            mx.model.FeedForward(symbol, num_epoch=1).fit(batches, kvstore="horovod")
-        calls = Fake.made[0].calls
-        assert {call[0] for call in calls} == {"broadcast", "pushpull"}
+            model = mx.model.FeedForward(symbol, num_epoch=1)
+        with pytest.raises(errors.UnsupportedMethodError, match=r"Fix: use mx\.mod\.Module"):
+            model.fit(batches, kvstore=kvstore)
