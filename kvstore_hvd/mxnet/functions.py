@@ -92,6 +92,7 @@ def allgather_object(obj: Any, name: Optional[str] = None, process_set: ProcessS
     check_name(call, name)
     data, refusal = _written(obj)
     with world.submitting():
+        mxnet_compat.note_collective()
         (name,) = names_for(call, world, name, 1)
         return [pickle.loads(each) for each in gather_bytes(call, world, name, data, refusal)]
 
@@ -137,8 +138,6 @@ def broadcast_parameters(
             deferred.append((shown, parameter))
         else:
             groups.append(_group(call, shown, arrays))
-        if not (world.is_alone or mxnet_compat.is_ndarray(parameter)):
-            mxnet_compat.note_broadcast(parameter)
     with world.submitting():
         # Two networks may have parameters of the same names.
         namespace = unnamed(world, "broadcast_parameters")
@@ -199,6 +198,7 @@ def _broadcast_bytes(
     call: Call, world: Member, name: Optional[str], data: bytes, root: int, refusal: Optional[Exception]
 ) -> memoryview | bytes:
     """The root's bytes; waits for them, inside ``world.submitting()``. A `refusal` of any worker fails on all."""
+    mxnet_compat.note_collective(reduces=False)
     if world.is_alone:
         if refusal is not None:
             raise refusal

@@ -217,8 +217,7 @@ def refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> O
     try:
         check_array(call, tensor, name)
         check_group(call, Group(shown, [tensor], [tensor]))
-        if not world.is_alone:
-            mxnet_compat.note_exchange((tensor,), world.mxnet_adapter().chunk_id)
+        mxnet_compat.note_collective()
         if not tensor.shape:
             fix = "reshape it to (1,)."
             raise InvalidRequestError(call.message(shown, "tensor has no dimensions to take rows from.", fix))

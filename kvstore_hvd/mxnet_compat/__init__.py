@@ -35,12 +35,11 @@ from kvstore_hvd.mxnet_compat.parameters import (
     is_parameters,
     misfit,
     named_parameters,
-    note_broadcast,
     parameters_in,
     zero_added_gradients,
 )
 from kvstore_hvd.mxnet_compat.trainers import devices_of, is_trainer, joinable_of, key_of, labels_of, note_joinable
-from kvstore_hvd.mxnet_compat.unsynchronised import note_exchange
+from kvstore_hvd.mxnet_compat.unsynchronised import note_collective
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
     engine_is_naive,
@@ -89,8 +88,7 @@ __all__ = [
     "libmxnet_path",
     "misfit",
     "named_parameters",
-    "note_broadcast",
-    "note_exchange",
+    "note_collective",
     "note_joinable",
     "numpy_shim",
     "parameters_in",

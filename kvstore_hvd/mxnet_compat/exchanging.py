@@ -24,7 +24,6 @@ from kvstore_hvd.mxnet_compat.trainers import devices_of
 from kvstore_hvd.mxnet_compat.wrapping import wrap
 
 __all__ = [
-    "SYNCHRONISED",
     "broadcast_parameters",
     "broadcasts_parameters",
     "optimizer_in",
@@ -33,8 +32,8 @@ __all__ = [
     "set_store_aside",
 ]
 
-# Of a Trainer or an optimizer: whether it exchanges gradients by itself.
-SYNCHRONISED = "_kvstore_hvd_synchronised"
+# Of an optimizer: whether it exchanges gradients by itself.
+_SYNCHRONISED = "_kvstore_hvd_synchronised"
 # Of a Trainer: the store of its optimizer, which gives all workers the initial parameters.
 _BROADCASTS = "_kvstore_hvd_broadcasts"
 
@@ -47,7 +46,7 @@ _present: Any = None
 def optimizer_in(optimizer: Any) -> Any:
     """The optimizer that exchanges gradients: this one, or one inside it, as SVRG's has; None if there is none."""
     inside = getattr(optimizer, "__dict__", {}).values()
-    return next((each for each in (optimizer, *inside) if getattr(each, SYNCHRONISED, False) is True), None)
+    return next((each for each in (optimizer, *inside) if getattr(each, _SYNCHRONISED, False) is True), None)
 
 
 def present() -> Any:

@@ -20,9 +20,7 @@ __all__ = [
     "is_parameters",
     "misfit",
     "named_parameters",
-    "note_broadcast",
     "parameters_in",
-    "was_broadcast",
     "zero_added_gradients",
 ]
 
@@ -30,8 +28,6 @@ __all__ = [
 _MAKES = "_init_impl"
 # Under what names it is going to be broadcast then.
 _AWAITED = "_kvstore_hvd_awaited"
-# Of a parameter: that its arrays were, or are going to be, broadcast to other workers.
-_BROADCAST = "_kvstore_hvd_broadcast"
 # Those parameters by such a name: two networks in two process sets may use the same one.
 _awaiting: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
 
@@ -47,16 +43,6 @@ def is_parameters(thing: Any) -> bool:
     mxnet = sys.modules.get("mxnet")
     kinds = (Mapping, getattr(mxnet.gluon, "ParameterDict", Mapping)) if mxnet is not None else ()
     return isinstance(thing, kinds) and bool(thing.keys()) and all(map(is_parameter, thing.values()))
-
-
-def note_broadcast(parameter: Any) -> None:
-    """Remember that a parameter is broadcast, for who trains it."""
-    setattr(parameter, _BROADCAST, True)
-
-
-def was_broadcast(parameter: Any) -> bool:
-    """Whether `note_broadcast` was told of it."""
-    return _BROADCAST in vars(parameter)
 
 
 def named_parameters(thing: Any) -> dict[str, Any]:

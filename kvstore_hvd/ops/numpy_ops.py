@@ -10,7 +10,7 @@ from typing import Any, Literal, Optional, TypeVar
 
 import numpy as np
 
-from kvstore_hvd import native
+from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import (
     InvalidRequestError,
@@ -72,6 +72,7 @@ def allreduce(
         The world is lost.
     """
     _check_call("allreduce", name, op)
+    mxnet_compat.note_collective()
     if _is_on_gpu(array):
         return gpu_ops.allreduce(array, name, op, out, float(prescale), float(postscale))  # type: ignore[no-any-return]
     out = _check_arrays("allreduce", name, array, out)
@@ -109,6 +110,7 @@ def allreduce_init(
         The arguments are wrong.
     """
     _check_call("allreduce", name, op)
+    mxnet_compat.note_collective()
     out = _check_arrays("allreduce", name, array, out)
     scale = (float(prescale), float(postscale))
     world = process.current().member
@@ -157,6 +159,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
         fix = f"use a root of 0 to {size - 1}." if size > 1 else "use root 0."
         raise InvalidRequestError(_text("broadcast", name, f"there is no rank {root!r}.", fix))
     _check_call("broadcast", name)
+    mxnet_compat.note_collective(reduces=False)
     if _is_on_gpu(array):
         return gpu_ops.broadcast(array, int(root), name, out)  # type: ignore[no-any-return]
     out = _check_arrays("broadcast", name, array, out)

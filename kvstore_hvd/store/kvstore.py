@@ -453,7 +453,7 @@ class StoreMethods:
         bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._reduction.as_half)
         if bytes_summed is None:
             return False
-        mxnet_compat.note_exchange((value,), adapter.chunk_id)
+        mxnet_compat.note_collective()
         self._count("pushpull", key, bytes_summed)
         return True
 
@@ -481,6 +481,7 @@ class StoreMethods:
             if prepared is None:
                 return False
         with self._member.submitting():
+            mxnet_compat.note_collective()
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
                 how = self._reduction

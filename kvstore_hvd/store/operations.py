@@ -39,7 +39,7 @@ class Operations:
                 fact = f"there are {len(group.values)} values for one key."
                 raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
         priority = priority_of(call, priority)
-        self._note(groups, reduces=False)
+        mxnet_compat.note_collective(reduces=False)
         placement = Placement(self._world, groups)
         _submit_groups([partial(self._broadcast, call, group, placement, priority, root) for group in groups])
 
@@ -47,7 +47,7 @@ class Operations:
         """Reduce the values of each group over the group and all workers, into all outs of the group."""
         # Waits for the groups of row_sparse arrays, after the others were submitted.
         priority = priority_of(call, priority)
-        self._note(groups, reduces=True)
+        mxnet_compat.note_collective()
         rows = [group for group in groups if group.is_row_sparse]
         if rows:
             groups = [group for group in groups if not group.is_row_sparse]
@@ -74,12 +74,6 @@ class Operations:
             return one.copies
 
         _submit_groups([partial(submit, one) for one in prepared])
-
-    def _note(self, groups: Sequence[Group], reduces: bool) -> None:
-        if not self._world.is_alone:
-            chunk_of = self._world.mxnet_adapter().chunk_id
-            for group in groups:
-                mxnet_compat.note_exchange((*group.values, *group.outs), chunk_of, reduces)
 
     def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int, root: int) -> Copies:
         """Submit one group; returns the copies that have to follow."""

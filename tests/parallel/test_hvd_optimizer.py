@@ -35,7 +35,6 @@ def reference(size, steps, devices=1, **options):
     """Train one worker with the data of all."""
     net = mlp(seed=5)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", options, kvstore=None)
-    trainer._kvstore_hvd_synchronised = True
     data, labels = samples(BATCH * devices * size)
     for _ in range(steps):
         backward(net, [(array(data), array(labels))])

@@ -47,7 +47,6 @@ def reference(size, devices=1, steps=3):
     """Train one worker with the data of all."""
     net = mlp(seed=5)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", dict(RATE), kvstore=None)
-    trainer._kvstore_hvd_synchronised = True
     for step in range(steps):
         of_all = [batches_of(rank, devices, 100 * step) for rank in range(size)]
         data, labels = (np.concatenate([one[i].asnumpy() for of in of_all for one in of]) for i in (0, 1))

@@ -48,7 +48,6 @@ class Replay:
     def __init__(self, factor=1.0):
         self.net = mlp(seed=5)
         self.trainer = mx.gluon.Trainer(self.net.collect_params(), "sgd", dict(RATE), kvstore=None)
-        self.trainer._kvstore_hvd_synchronised = True
         self._factor = factor
 
     def step(self, batches):

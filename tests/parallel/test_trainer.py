@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 
 import numpy as np
 import pytest
 
-from kvstore_hvd.errors import MismatchError, UnsynchronisedTrainerError
+from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import array, backward, gradients, is_mxnet_2, mlp, network, parameters, samples, weights
@@ -22,11 +21,7 @@ BATCH = 24  # of all workers together; divisible by 1, 2, 3, 4 workers with two 
 
 def local_trainer(net, optimizer="sgd", **options):
     """A trainer of this process alone, to compare with."""
-
-    class Local(mx.gluon.Trainer):
-        _kvstore_hvd_synchronised = True
-
-    return Local(net.collect_params(), optimizer, options or {"learning_rate": 0.1}, kvstore=None)
+    return mx.gluon.Trainer(net.collect_params(), optimizer, options or {"learning_rate": 0.1}, kvstore=None)
 
 
 def trainer_of(net, kvstore=None, optimizer="sgd", **options):
@@ -110,18 +105,6 @@ def test_string_with_one_device(rank, size, name):
     assert trainer._kvstore.num_workers == size
     for i, weight in enumerate(weights(net)):
         assert_equal_on_all_ranks(weight, f"weight {i}")
-
-
-@pytest.mark.parametrize("kvstore", ["device", "local"])
-def test_unsynchronised_trainers_raise(rank, size, kvstore):
-    """A Trainer that would run unsynchronised with several workers raises; with one it runs."""
-    net = mlp()
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=kvstore)
-    data, label = samples(BATCH)
-    backward(net, [(array(data), array(label))])
-    text = f"(?s)^Trainer has kvstore '{kvstore}', but there are {size} workers.*Fix: pass kvstore"
-    with contextlib.nullcontext() if size == 1 else pytest.raises(UnsynchronisedTrainerError, match=text):
-        trainer.step(BATCH)
 
 
 def test_parameters_start_from_rank_0(rank, size):

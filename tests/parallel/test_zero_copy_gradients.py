@@ -86,13 +86,10 @@ def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
 def test_gradients_that_a_local_trainer_has_used(rank, size):
     """The flag of a fresh gradient is off, and yet a static graph has it."""
 
-    class Local(gluon.Trainer):
-        _kvstore_hvd_synchronised = True
-
     def run():
         with zero_copy(False):
             net = built("dense", "static")
-            step(net, Local(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=None), "dense", 0, 0)
+            step(net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=None), "dense", 0, 0)
         trainer = trainer_of(net)
         for seed in range(3):
             step(net, trainer, "dense", seed, rank)

@@ -88,10 +88,7 @@ def train_alone(
 ) -> Any:
     """One process on the samples that all workers have in each step."""
 
-    class Local(mx.gluon.Trainer):  # type: ignore[name-defined,misc]
-        _kvstore_hvd_synchronised = True
-
-    trainer = Local(net.collect_params(), optimizer, options or dict(OPTIMIZERS[optimizer]), kvstore=None)
+    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, options or dict(OPTIMIZERS[optimizer]), kvstore=None)
     each = [batches_of(counts, r) for r in range(len(counts))]
     for step in range(max(map(len, each))):
         present = [batches[step] for batches in each if step < len(batches)]
