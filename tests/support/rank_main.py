@@ -24,6 +24,7 @@ class _Report(Protocol):
     nodeid: str
     failed: bool
     skipped: bool
+    longreprtext: str
 
 
 class Recorder:
@@ -33,9 +34,11 @@ class Recorder:
         # Unbuffered, so that a line is out even if the process is gone with the next instruction.
         self._file = path.open("wb", buffering=0)
         self._outcomes: dict[str, str] = {}  # of the tests that run
+        self._texts: dict[str, str] = {}  # why they have failed
 
     def _write(self, test: str, outcome: str) -> None:
-        self._file.write(json.dumps({"test": test, "outcome": outcome}).encode() + b"\n")
+        entry = {"test": test, "outcome": outcome, "text": self._texts.pop(test, "")}
+        self._file.write(json.dumps(entry).encode() + b"\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note that a test has begun."""
@@ -46,6 +49,7 @@ class Recorder:
         """Note a part (set-up, call, tear-down) of the running test that did not pass."""
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
+            self._texts[report.nodeid] = report.longreprtext
         elif report.skipped and self._outcomes[report.nodeid] == "passed":
             self._outcomes[report.nodeid] = "skipped"
 
@@ -56,6 +60,7 @@ class Recorder:
     def pytest_collectreport(self, report: _Report) -> None:
         """Count a file that cannot be imported as a failed test."""
         if report.failed:
+            self._texts[report.nodeid] = report.longreprtext
             self._write(report.nodeid, "failed")
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:

@@ -17,6 +17,7 @@ class Results:
     outcomes: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  # of whole ranks: killed, nothing recorded
     failed_ranks: list[int] = field(default_factory=list)
+    texts: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # of failed tests: why, and on which ranks
 
     def count(self, outcome: str) -> int:
         """Return how many tests ended as ``outcome``; a step that fails without a failed test counts as one."""
@@ -34,7 +35,9 @@ def read(folder: Path, ranks: int, may_be_empty: bool = False) -> Results:
     results = Results()
     seen: list[dict[str, str]] = []
     for rank in range(ranks):
-        tests, ended = _read_rank(folder / f"rank{rank}.jsonl")
+        tests, ended, texts = _read_rank(folder / f"rank{rank}.jsonl")
+        for test, text in texts.items():
+            results.texts.setdefault(test, (text, []))[1].append(rank)
         if ended is None:
             running = " and ".join(test for test, outcome in tests.items() if outcome == "started")
             where = f"in {running}" if running else "outside of a test"
@@ -51,8 +54,9 @@ def read(folder: Path, ranks: int, may_be_empty: bool = False) -> Results:
     return results
 
 
-def _read_rank(path: Path) -> tuple[dict[str, str], int | None]:
+def _read_rank(path: Path) -> tuple[dict[str, str], int | None, dict[str, str]]:
     tests: dict[str, str] = {}
+    texts: dict[str, str] = {}
     ended = None
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -61,6 +65,8 @@ def _read_rank(path: Path) -> tuple[dict[str, str], int | None]:
             continue
         if entry["test"]:
             tests[entry["test"]] = entry["outcome"]
+            if entry["text"]:
+                texts[entry["test"]] = entry["text"]
         else:
             ended = int(entry["outcome"].split()[1])
-    return tests, ended
+    return tests, ended, texts

@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Run the tests of what has changed, or those that are named: ./t [--ranks N] [NAME...] [-- PYTEST-ARGUMENT...]
+
+NAME is a file, file::test, a folder, a part of a file's name (`pushpull`, `parallel/join`), a folder of the package
+(`store`: all that concerns it), or a C++ test (`test_engine`). Without names, `git status` chooses. Native sources that
+have changed are compiled first. Each failure is shown once, with its ranks; logs stay in build/t.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENVS = sorted(ROOT.glob(".venv-py*-mx*/.installed"), key=lambda stamp: stamp.stat().st_mtime)
+# Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
+TESTS = {
+    "calling": ["integration/run_function"],
+    "comm": ["parallel/adapter", "parallel/fuzz"],
+    "driver": ["integration/elastic_launcher"],
+    "elastic": ["parallel/elastic"],
+    "join": ["parallel/join", "parallel/hvd_join"],
+    "launcher": ["integration/launcher"],
+    "mxnet": ["parallel/hvd", "parallel/fuzz"],
+    "mxnet_compat": ["parallel/trainer", "parallel/zero_copy", "parallel/self_reducing", "parallel/trainings"],
+    "ops": ["parallel/numpy_ops", "parallel/persistent", "parallel/fuzz"],
+    "process": ["parallel/resets", "parallel/hvd_basics"],
+    "recording": ["parallel/timeline", "parallel/report"],
+    "store": ["parallel/kvstore", "parallel/scales", "parallel/sparse"],
+    "worlds": ["parallel/hvd_basics", "integration/lifecycle"],
+    "native/base": ["parallel/fuzz", "test_running_time"],
+    "native/bindings": ["parallel/fuzz", "parallel/adapter", "parallel/persistent"],
+    "native/engine": ["parallel/fuzz", "test_engine"],
+    "native/link": ["test_link"],
+    "native/mxnet": ["parallel/fuzz", "parallel/adapter", "test_turns"],
+    "native/reduce": ["parallel/fuzz", "parallel/scales", "test_reduce", "test_reduce_values"],
+    "native/report": ["parallel/report", "test_statistics", "test_timeline", "test_stall"],
+    "native/request": ["parallel/fuzz", "test_engine_errors"],
+    "native/shm": ["parallel/fuzz", "test_arena", "test_processes"],
+    "native/cuda": ["test_gpu_copies", "test_gpu_schedules", "test_gpu_stops"],
+}
+
+
+def found(name: str) -> list[str]:
+    """The test files, tests and C++ tests that a name stands for."""
+    if name in TESTS or (ROOT / "tests" / "unit" / name).is_dir():
+        unit = [str(ROOT / "tests" / "unit" / name)] if (ROOT / "tests" / "unit" / name).is_dir() else []
+        return unit + [test for part in TESTS.get(name, []) for test in found(part)]
+    path, _, test = name.partition("::")
+    if (ROOT / path).exists():
+        return [f"{(ROOT / path).resolve()}{'::' + test if test else ''}"]
+    if (ROOT / "tests" / "native" / f"{path}.cpp").exists() or (ROOT / "tests/native/cuda" / f"{path}.cpp").exists():
+        return [path]
+    folder, _, part = path.rpartition("/")
+    files = sorted((ROOT / "tests").glob(f"{folder or '*'}/**/test_{part}*.py"))
+    return [f"{file}{'::' + test if test else ''}" for file in files]
+
+
+def changed() -> list[str]:
+    """The names of tests that concern the uncommitted changes of this checkout."""
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "-uall", "--no-renames"]
+    names: list[str] = []
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        parts = Path(line[3:]).parts
+        if parts[0] == "tests" and parts[-1].startswith("test_") and (ROOT / line[3:]).exists():
+            names.append(parts[-1][:-4] if parts[-1].endswith(".cpp") else line[3:])
+        elif parts[0] == "native" and len(parts) > 2:
+            names.append("/".join(parts[:2]))
+        elif parts[0] == "kvstore_hvd":
+            names.append(parts[1] if len(parts) > 2 else f"unit/{parts[1][:-3]}")
+    return list(dict.fromkeys(names))
+
+
+def cpp(tests: list[str], venv: Path) -> int:
+    """Build and run C++ tests; returns how many failed."""
+    make = ["make", "--silent", "--no-print-directory", f"{venv.name}/.native"]
+    subprocess.run(make, cwd=ROOT, check=True)
+    build = ROOT / "build" / "native"
+    tools = {**os.environ, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
+    (objects,) = list((ROOT / "build").glob("temp.*"))[:1]
+    configure = ["cmake", "-S", str(ROOT / "native"), "-B", str(build), "-G", "Ninja", f"-DKVHVD_OBJECTS={objects}"]
+    for command in ([] if (build / "build.ninja").exists() else [configure]) + [
+        ["cmake", "--build", str(build), "--target", *tests]
+    ]:
+        subprocess.run(command, env=tools, check=True, stdout=subprocess.DEVNULL)
+    failed = 0
+    for test in tests:
+        start = time.monotonic()
+        done = subprocess.run([str(build / test)], capture_output=True, text=True)
+        print(
+            f"{test:32}{'passed' if done.returncode == 0 else 'FAILED'}{time.monotonic() - start:27.1f} s", flush=True
+        )
+        if done.returncode:
+            failed += 1
+            print(done.stdout[-3000:] + done.stderr[-3000:])
+    return failed
+
+
+def main(venv: Path) -> int:
+    """Run them; 0: all passed."""
+    given, start = sys.argv[1:], time.monotonic()
+    cut = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="workers of parallel tests (default: %(default)d)")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args(given[:cut])
+    names = options.names or changed()
+    tests = list(dict.fromkeys(test for name in names for test in found(name)))
+    if not tests:
+        print(f"no tests for {', '.join(names) or 'what has changed: nothing'}")
+        return 1
+    print("tests of", ", ".join(names), flush=True)
+    compile_jobs = {**os.environ, "KVHVD_BUILD_JOBS": str(os.cpu_count())}
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=ROOT, env=compile_jobs, check=True)
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    import run
+
+    steps = []
+    for kind in ("unit", "parallel", "integration"):
+        if mine := [test for test in tests if test.startswith(str(ROOT / "tests" / kind))]:
+            ranks = {"launcher": "kvhvdrun", "ranks": options.ranks} if kind == "parallel" else {}
+            steps.append(run.Step(kind, "" if options.names else "not slow", tests=tuple(mine), **ranks))
+    chosen = argparse.Namespace(out=ROOT / "build" / "t", pytest=given[cut + 1 :], isa=None, timeout=1800)
+    failed = run.run_all([steps[:1], steps[1:]], chosen) if steps else 0
+    if of_cpp := [test for test in tests if "/" not in test]:
+        failed += cpp(of_cpp, venv)
+    print(f"{'FAILED' if failed else 'passed'} in {time.monotonic() - start:.1f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if not VENVS:
+        sys.exit("no environment yet: make dev")
+    if Path(sys.prefix) != VENVS[-1].parent:
+        os.execv(
+            VENVS[-1].parent / "bin" / "python", [str(VENVS[-1].parent / "bin" / "python"), __file__, *sys.argv[1:]]
+        )
+    sys.exit(main(VENVS[-1].parent))
