@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-VENVS = sorted(ROOT.glob(".venv-py*-mx*/.installed"), key=lambda stamp: stamp.stat().st_mtime)
+VENVS = sorted(ROOT.glob(".venv-py*-mx*/.installed"))
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
     "calling": ["integration/run_function"],
@@ -137,8 +137,8 @@ def main(venv: Path) -> int:
 if __name__ == "__main__":
     if not VENVS:
         sys.exit("no environment yet: make dev")
-    if Path(sys.prefix) != VENVS[-1].parent:
+    if Path(sys.prefix) != VENVS[0].parent:
         os.execv(
-            VENVS[-1].parent / "bin" / "python", [str(VENVS[-1].parent / "bin" / "python"), __file__, *sys.argv[1:]]
+            VENVS[0].parent / "bin" / "python", [str(VENVS[0].parent / "bin" / "python"), __file__, *sys.argv[1:]]
         )
-    sys.exit(main(VENVS[-1].parent))
+    sys.exit(main(VENVS[0].parent))

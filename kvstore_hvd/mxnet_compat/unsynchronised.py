@@ -57,6 +57,7 @@ def _look(watch: _Watch, who: Any, workers: int) -> bool:
         watch.updates = number
         return True
     if watch.asked is None:
+        has_broadcast = _broadcasts > 0  # local SGD begins with one, often before the Trainer is made
         text = (
             "%s has no kvstore, and nothing was exchanged by its third update: each of the %d workers trains a model "
             "of its own. If that is not on purpose, pass kvstore='horovod'."
