@@ -13,14 +13,14 @@ from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 
 # Folders of the package that know nothing of MXNet and MPI: tests with one of each suffice.
-ALIKE = {"base", "comm", "driver", "gpu", "launcher", "native", "tests", "wire"}
+ALIKE = {"base", "comm", "driver", "gpu", "launcher", "native", "project", "tests", "wire"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in ALIKE:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.alike)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore_hvd import errors, log, mxnet_compat
 from kvstore_hvd.config import reload
+from kvstore_hvd.mxnet_compat import unsynchronised
 from support.fake_store import V2, Fake, World, mx, network, parameters, step, trainer_of
 
 # -- Trainers that would train alone ------------------------------------------------------------------------------
@@ -204,9 +205,10 @@ if not V2:
 
     @pytest.mark.parametrize("reduces", [False, True])
     def test_module_without_a_store_warns_once(
-        world: type[World], said: pytest.LogCaptureFixture, reduces: bool
+        world: type[World], said: pytest.LogCaptureFixture, reduces: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         world.size = 2
+        monkeypatch.setattr(unsynchronised, "_broadcasts", 0)
         symbol, batches = module_parts()
         after_batch = (lambda _: mxnet_compat.note_collective()) if reduces else None
         mx.mod.Module(symbol).fit(batches, num_epoch=3, kvstore=None, batch_end_callback=after_batch)

@@ -15,7 +15,7 @@ PROGRAMS = Path(__file__).resolve().parents[2] / "typing"
 
 pytest.importorskip("basedpyright", reason="the checkers are in the environment of `make test` only")
 
-pytestmark = pytest.mark.slow  # the other environment has the same types
+pytestmark = pytest.mark.slow  # make lint has mypy; the other environment has the same types
 
 
 def mypy(program: Path) -> set[int]:

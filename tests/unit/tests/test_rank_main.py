@@ -10,7 +10,7 @@ from support.results import Results, read
 
 
 def report(test: str, outcome: str) -> SimpleNamespace:
-    return SimpleNamespace(nodeid=test, failed=outcome == "failed", skipped=outcome == "skipped")
+    return SimpleNamespace(nodeid=test, failed=outcome == "failed", skipped=outcome == "skipped", longreprtext="why")
 
 
 def recorded(folder: Path, *ended: str, code: int | None = 1) -> Results:
@@ -31,6 +31,7 @@ def test_tests_that_run_at_the_same_time(tmp_path: Path) -> None:
     results = recorded(tmp_path, "c", "a", "b")
     assert results.outcomes == {"a": "passed", "b": "failed", "c": "skipped"}
     assert results.problems == []
+    assert results.texts == {"b": ("why", [0])}
 
 
 def test_all_that_were_running_are_named(tmp_path: Path) -> None:
