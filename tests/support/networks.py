@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,14 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 }
 
 
-def built(name: str, mode: str = "plain", grad_req: str = "write", dtype: str = "float32", seed: int = 3) -> Any:
+def built(
+    name: str,
+    mode: str = "plain",
+    grad_req: str = "write",
+    dtype: str = "float32",
+    seed: int = 3,
+    contexts: Sequence[Any] = (),
+) -> Any:
     """Return an initialised network."""
     import mxnet as mx
 
@@ -125,7 +132,7 @@ def built(name: str, mode: str = "plain", grad_req: str = "write", dtype: str = 
     net = make()
     net.cast(dtype)
     mx.random.seed(seed)
-    net.initialize(mx.init.Normal(0.3))
+    net.initialize(mx.init.Normal(0.3), ctx=list(contexts) or mx.cpu())
     options = MODES[mode]
     if options is not None:
         net.hybridize(**options)

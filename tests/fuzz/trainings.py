@@ -1,0 +1,244 @@
+"""Random trainings of Gluon, drawn from a seed, against a model: one process that has all the data.
+
+The model computes the gradients of every worker one after the other, adds them in the order of ranks, as the engine
+promises to, and updates with MXNet's own optimizer: all parameters after every step have its bits. In a `Join`, where
+gradients are weighted, they are its numbers, but for rounding. Everything is drawn alike on all workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.join import Join
+from support.arrays import assert_equal_on_all_ranks, assert_same_bits, ordered_sum
+from support.gluon import array, gradients, parameters, weights
+from support.networks import BATCH, MODES, NETWORKS, built
+from support.rounding import apart, sgd_roundings
+from support.zero_copy import meet_again, zero_copy
+
+__all__ = ["Training", "draw", "run_training"]
+
+OPTIMIZERS: dict[str, dict[str, float]] = {
+    "sgd": {"learning_rate": 0.01, "momentum": 0.9, "wd": 0.01},
+    "nag": {"learning_rate": 0.01, "momentum": 0.5},
+    "adam": {"learning_rate": 0.01},
+    "rmsprop": {"learning_rate": 0.01},
+}
+KINDS = ("store", "name", "DistributedTrainer", "DistributedOptimizer")
+#: What may happen before a step, on all workers.
+EVENTS = ("reset", "states", "learning rate", "clip", "nothing")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all workers do. `counts` has the number of samples of every rank in every step; 0 in a Join: no step."""
+
+    seed: int
+    kind: str
+    network: str
+    mode: str
+    dtype: str
+    optimizer: str
+    grad_req: str
+    devices: int
+    zero_copy: bool
+    joins: bool
+    events: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+def draw(seed: int, size: int) -> Training:
+    """The training of this seed."""
+    chance = random.Random(seed)
+    joins = chance.random() < 0.25
+    network = "dense" if joins else chance.choice(sorted(NETWORKS))
+    dtype = chance.choice(["float16", "float32", "float64"]) if network == "elementwise" else "float32"
+    kind = chance.choice(KINDS[:3] if joins else KINDS)
+    steps = chance.randint(2, 4)
+    averages = kind.startswith("Distributed")
+    if joins:
+        lengths = [chance.randint(0, 3) for _ in range(size)]
+        lengths[chance.randrange(size)] = 3
+        counts = [[chance.randint(1, BATCH) if step < length else 0 for length in lengths] for step in range(3)]
+    else:
+        counts = [[chance.randint(1, 2 * BATCH) for _ in range(size)] for _ in range(steps)]
+    if averages and not joins:  # an average of workers is one of samples only if all have equally many
+        counts = [[of_step[0]] * size for of_step in counts]
+    if network == "lstm":  # MXNet 2 keeps the shape of its state
+        counts = [[BATCH] * size for _ in counts]
+    return Training(
+        seed=seed,
+        kind=kind,
+        network=network,
+        mode=chance.choice(sorted(MODES)),
+        dtype=dtype,
+        optimizer="sgd" if joins or dtype == "float16" else chance.choice(sorted(OPTIMIZERS)),
+        grad_req="write" if joins else chance.choice(["write", "write", "add"]),
+        devices=1 if joins or network in ("deferred", "elementwise", "tied") else chance.choice([1, 1, 2]),
+        zero_copy=chance.random() < 0.7,
+        joins=joins,
+        events=tuple("nothing" if joins else chance.choice(EVENTS) for _ in counts),
+        counts=tuple(map(tuple, counts)),
+    )
+
+
+def run_training(training: Training, rank: int, size: int) -> None:
+    """Train in this world, and compare with the model after every step."""
+    with zero_copy(training.zero_copy):
+        _Run(training, rank, size).run()
+
+
+class _Run:
+    def __init__(self, training: Training, rank: int, size: int) -> None:
+        import mxnet as mx
+
+        self.of, self.rank, self.size = training, rank, size
+        self.contexts = [mx.cpu(device) for device in range(training.devices)]
+        settings = {"mode": training.mode, "grad_req": training.grad_req, "dtype": training.dtype}
+        self.net = built(training.network, seed=training.seed + 1 + rank, contexts=self.contexts, **settings)
+        self.model = built(training.network, seed=training.seed, **settings)
+        options = OPTIMIZERS[training.optimizer]
+        self.alone = mx.gluon.Trainer(self.model.collect_params(), training.optimizer, dict(options), kvstore=None)
+        self.trainer = self._trainer(dict(options))
+        # Parameters without a shape get it from data. Gradients of the first step need the parameters of rank 0.
+        for net, contexts in ((self.net, self.contexts), (self.model, self.contexts[:1])):
+            for ctx in contexts:
+                net(self._data(0, 0, 0, BATCH, ctx)).wait_to_read()
+        hvd.broadcast_parameters(self.net.collect_params())
+        for param, values in zip(parameters(self.model), weights(self.net)):
+            param.set_data(array(values))
+
+    def _trainer(self, options: dict[str, Any]) -> Any:
+        import mxnet as mx
+
+        params, name, kind = self.net.collect_params(), self.of.optimizer, self.of.kind
+        if kind == "DistributedTrainer":
+            return hvd.DistributedTrainer(params, name, options)
+        if kind == "DistributedOptimizer":
+            optimizer = hvd.DistributedOptimizer(mx.optimizer.create(name, **options))
+            return mx.gluon.Trainer(params, optimizer, kvstore="horovod")
+        return mx.gluon.Trainer(
+            params, name, options, kvstore=mx.kv.create("horovod") if kind == "store" else "horovod"
+        )
+
+    def _data(self, step: int, part: int, piece: int, count: int, ctx: Any = None) -> Any:
+        shape = list(NETWORKS[self.of.network][1])
+        shape[shape.index(BATCH)] = count
+        values = np.random.default_rng([self.of.seed, step, part, piece]).standard_normal(shape)
+        return array(values.astype(self.of.dtype), ctx)
+
+    def _backward(self, net: Any, step: int, rank: int, contexts: Sequence[Any], device: int = 0) -> None:
+        """The gradients of one worker's samples; on one of its devices or, for several contexts, on all."""
+        from mxnet import autograd
+
+        for part in range(2 if self.of.grad_req == "add" else 1):
+            losses = []
+            with autograd.record():
+                for offset, ctx in enumerate(contexts):
+                    piece = rank * self.of.devices + device + offset
+                    losses.append((net(self._data(step, part, piece, self.of.counts[step][rank], ctx)) ** 2).sum())
+            for loss in losses:
+                loss.backward()
+
+    def _samples(self, step: int) -> int:
+        return sum(self.of.counts[step]) * self.of.devices
+
+    def run(self) -> None:
+        joins = Join([self.trainer], divide_by_initial_world_size=False) if self.of.joins else contextlib.nullcontext()
+        with joins:
+            for step, event in enumerate(self.of.events):
+                if self.of.counts[step][self.rank] == 0:
+                    break
+                self._happen(event)
+                self._backward(self.net, step, self.rank, self.contexts)
+                self._step(step, event == "clip")
+                if not self.of.joins:
+                    self._step_of_model(step, event == "clip")
+                    self._compare(step)
+        if self.of.joins:
+            for step in range(len(self.of.counts)):
+                self._step_of_model(step, False)
+            self._compare_roughly()
+
+    def _happen(self, event: str) -> None:
+        if event == "reset":
+            meet_again()
+        elif event == "learning rate" and self.of.kind != "DistributedOptimizer":
+            for trainer in (self.trainer, self.alone):
+                trainer.set_learning_rate(0.005)
+        elif event == "states":
+            with tempfile.TemporaryDirectory() as folder:
+                for trainer in (self.trainer, self.alone):
+                    trainer.save_states(str(Path(folder, "states")))
+                    trainer.load_states(str(Path(folder, "states")))
+
+    def _step(self, step: int, clips: bool) -> None:
+        own = self.of.counts[step][self.rank] * self.of.devices
+        number = own if self.of.kind.startswith("Distributed") else self._samples(step)
+        if self.of.joins and not self.of.kind.startswith("Distributed"):
+            number = own * self.size
+        if clips and self.of.kind in ("store", "name"):
+            self.trainer.allreduce_grads()
+            for gradient in self._gradients(self.net):
+                gradient[:] = gradient * 0.5
+            self.trainer.update(number)
+        else:
+            self.trainer.step(number)
+        self._zero(self.net)
+
+    def _step_of_model(self, step: int, clips: bool) -> None:
+        present = [rank for rank in range(self.size) if self.of.counts[step][rank]]
+        parts = []
+        for rank in present:
+            devices = []
+            for device in range(self.of.devices):
+                self._backward(self.model, step, rank, [None], device)
+                devices.append([values.copy() for values in gradients(self.model)])
+                self._zero(self.model)
+            parts.append([ordered_sum(list(of_devices)) for of_devices in zip(*devices)])
+        sums = [ordered_sum(list(of_ranks)) for of_ranks in zip(*parts)]
+        trained = [param for param in parameters(self.model) if param.grad_req != "null"]
+        factor = 0.5 if clips and self.of.kind in ("store", "name") else 1
+        for param, values in zip(trained, sums):
+            param.grad()[:] = array((values * factor).astype(values.dtype))
+        own = self.of.counts[step][present[0]] * self.of.devices
+        # In the order of what divides: in float64, (1 / 3) / 7 is not always 1 / 21.
+        first, then = {
+            "DistributedTrainer": (self.size, own),
+            "DistributedOptimizer": (own, self.size),
+        }.get("" if self.of.joins else self.of.kind, (1, self._samples(step)))
+        self.alone._scale = 1.0 / first
+        self.alone.step(then)
+        self._zero(self.model)
+
+    def _zero(self, net: Any) -> None:
+        for gradient in self._gradients(net) if self.of.grad_req == "add" else ():
+            gradient[:] = 0
+
+    @staticmethod
+    def _gradients(net: Any) -> list[Any]:
+        different = {id(param): param for param in parameters(net)}.values()  # MXNet 2 has tied ones twice
+        return [gradient for param in different if param.grad_req != "null" for gradient in param.list_grad()]
+
+    def _compare(self, step: int) -> None:
+        for device in range(self.of.devices):
+            ours = [param.list_data()[device].asnumpy() for param in parameters(self.net)]
+            for param, mine, models in zip(parameters(self.model), ours, weights(self.model)):
+                if param.grad_req != "null":  # running statistics are each worker's own
+                    assert np.isfinite(models).all(), f"step {step}: the model has overflowed"
+                    assert_same_bits(mine, models)
+
+    def _compare_roughly(self) -> None:
+        near = apart(sgd_roundings([8, 16, 3], sum(map(sum, self.of.counts)), len(self.of.counts) + 1))
+        for number, (mine, models) in enumerate(zip(weights(self.net), weights(self.model))):
+            assert_equal_on_all_ranks(mine, f"training/{self.of.seed}/{number}")
+            assert np.linalg.norm(mine - models) <= near * np.linalg.norm(models)
