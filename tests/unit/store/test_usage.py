@@ -66,8 +66,9 @@ def test_batches_that_are_used_once_are_not_kept() -> None:
     assert counted.report({}, unknown)["operations"] == {"pushpull": 1000}
 
 
-def test_batches_count_like_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "_MOST_BATCHES", 2)
+@pytest.mark.parametrize("most", [2, 16])
+def test_batches_count_like_their_operations(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_MOST_BATCHES", most)
     batched, single = Usage(), Usage()
     batches = [Batch("pushpull", [(key, 4 * key), ("loss", 1)]) for key in (1, 2, 3)]
     for time in range(3):
