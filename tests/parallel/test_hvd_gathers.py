@@ -118,6 +118,7 @@ def test_alltoall_refuses_on_every_rank(rank, size):
     wrong = [
         [1] * size + [1],
         [2] + [1] * (size - 1),
+        [0] + [1] * (size - 1),
         [-1, *[1] * (size - 1)],
         np.array([1.0] * size, "float32"),
     ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
+import kvstore_hvd
 from support.arrays import DTYPES, assert_same_bits, contribution, make
 
 mx = pytest.importorskip("mxnet")
@@ -228,7 +231,11 @@ def test_both_names_create_the_store(world):
     assert {store.type for store in stores} == {"horovod"}
 
 
-def test_barrier(kv):
-    """`barrier` and `_barrier`."""
-    kv.barrier()
-    kv._barrier()
+def test_barrier(kv, rank, size):
+    """`barrier` and `_barrier`: nobody goes on before the last one has come. Workers of a host have one clock."""
+    for late, barrier in enumerate((kv.barrier, kv._barrier, kvstore_hvd.barrier)):
+        time.sleep(0.1 * (rank == late % size))
+        came = np.array([time.monotonic()])
+        barrier()
+        left = np.array([time.monotonic()])
+        assert kvstore_hvd.allreduce(came, "came", op="max") <= kvstore_hvd.allreduce(left, "left", op="min")

@@ -93,8 +93,9 @@ def test_rows_have_the_bits_of_dense_sums(rank, size, case, dtype):
 
 
 def test_indices_without_order_and_of_more_dimensions(kv, rank, size):
-    """Results are sorted; a row may have any shape, also none."""
-    x = mx.nd.sparse.row_sparse_array((np.array([[4.0] * 3, [1.0] * 3], "float32"), [4, 1]), shape=(ROWS, WIDTH))
+    """Results are sorted; a row that an array has twice is the sum of both; a row may have any shape, also none."""
+    rows = np.repeat(np.array([[3.0], [1.0], [1.0]], "float32"), WIDTH, axis=1)
+    x = mx.nd.sparse.row_sparse_array((rows, [4, 1, 4]), shape=(ROWS, WIDTH))
     kv.pushpull(1, x)
     assert x.indices.asnumpy().tolist() == [1, 4]
     assert x.asnumpy()[:, 0].tolist() == [0, size, 0, 0, 4 * size, *[0] * 7]

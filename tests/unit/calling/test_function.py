@@ -160,6 +160,7 @@ class Job:
 def test_results_are_those_of_the_last_world() -> None:
     job = Job()
     job.tell(Kind.RESULT, "old", rank=0, size=3, generation=1, worker=0)
+    job.tell(Kind.RESULT, "left", rank=2, size=3, generation=1, worker=2)
     job.tell(Kind.RESULT, "b", rank=1, size=2, generation=2, worker=1)
     job.tell(Kind.RESULT, "a", rank=0, size=2, generation=2, worker=5)
     assert job.outcome.results(0) == ["a", "b"]
