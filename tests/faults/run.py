@@ -21,11 +21,12 @@ BIN = Path(sys.executable).parent
 NATIVE = ROOT / "build/native"
 WORK = ROOT / "build/faults"
 KEPT, OUTPUT = WORK / "kept", WORK / "last.txt"
+BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
 PYTEST = ("-m", "pytest", "-q", "-x", "--disable-warnings", "-p", "no:cacheprovider")
 # What pytest says at its end; where a test hangs or crashes, the innermost frame of one; a check of native/test_*.
 NAMES = (r"(?:FAILED|ERROR) (\S+::\S+|\S+\.py\b)", r"line \d+,? in (test_\w+)", r"check failed: (.*)")
-ENVIRONMENT = {**os.environ, "KVHVD_TIMEOUT": "20", "PYTHONPYCACHEPREFIX": str(WORK / "pyc")}
-ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)
+OURS = {"KVHVD_TIMEOUT": "20", "PYTHONPYCACHEPREFIX": str(WORK / "pyc"), "PYTHONDONTWRITEBYTECODE": ""}
+ENVIRONMENT = {**os.environ, **OURS}
 
 
 def call(*command: object, folder: Path = ROOT) -> tuple[int, str]:
@@ -45,14 +46,9 @@ def call(*command: object, folder: Path = ROOT) -> tuple[int, str]:
 
 def must(*command: object) -> None:
     """Run a command that has to succeed."""
-    code, output = call(*command)
-    if code:
-        raise OSError(f"{' '.join(map(str, command))}:\n{output}")
-
-
-def build() -> None:
-    """Compile the extension where sources have changed."""
-    must(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(map(str, command))}: {done.stdout}{done.stderr}")
 
 
 def failure_of(test: str) -> str:
@@ -83,7 +79,7 @@ def planted(patch: Path) -> Iterator[None]:
         must("cp", "-a", "--parents", *kept, KEPT)
         must("patch", "-p1", "-s", "-F2", "-r-", "--no-backup-if-mismatch", "-i", patch)
         if is_native:
-            build()
+            must(*BUILD)
         yield
     finally:
         must("cp", "-a", f"{KEPT}/.", ROOT)
@@ -95,12 +91,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults, without .patch [all]")
     patches = [HERE / f"{name}.patch" for name in parser.parse_args().names] or sorted(HERE.glob("*.patch"))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs ignore it
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # jobs in the background ignore some
+        signal.signal(number, signal.default_int_handler)
     if KEPT.exists():
         sys.exit(f"another run is under way; or one was killed: `cp -a {KEPT}/. {ROOT}`, and delete {KEPT}")
     WORK.mkdir(parents=True, exist_ok=True)
-    build()
+    must(*BUILD)
     red: dict[str, str] = {}  # by test: what fails without a fault
     caught: Counter[str] = Counter()
     survived = []
@@ -111,16 +107,18 @@ def main() -> int:
                 red[test] = failure_of(test)
                 print(f"{test} fails without a fault: {red[test]}\n" if red[test] else "", end="", flush=True)
         began, result = time.monotonic(), ""
-        with planted(patch):
-            for test in tests:
-                if not red[test]:
+        try:
+            with planted(patch):
+                for test in (each for each in tests if not red[each]):
                     result = failure_of(test)
-                if result and not result.startswith("("):
-                    caught[re.split("[-/]", test)[0]] += 1
-                    break
-            else:
-                survived.append(patch.stem)
-                result = f"SURVIVED {result}"
+                    if result and not result.startswith("("):
+                        caught[re.split("[-/]", test)[0]] += 1
+                        break
+                else:
+                    raise OSError(result)
+        except OSError as error:
+            survived.append(patch.stem)
+            result = f"SURVIVED {error}"
         print(f"{time.monotonic() - began:4.0f} s  {patch.stem}: {result}", flush=True)
     tiers = ", ".join(f"{tier} {count}" for tier, count in caught.items())
     print(f"caught {sum(caught.values())} of {len(patches)}: {tiers}; survived: {' '.join(survived) or 'none'}")
