@@ -36,7 +36,7 @@ def call(*command: object, folder: Path = ROOT) -> tuple[int, str]:
         process = subprocess.Popen(words, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(420)
+                code = process.wait(240)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@
 #include "check.hpp"
 #include "ranks.hpp"
 #include "shm/arena.hpp"
+#include "shm/describe.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -331,6 +332,14 @@ const bool leaving_with_work =
           },
           std::chrono::seconds(2));
     });
+
+const bool letters = testing::add("a text that is too long is cut between two letters", [] {
+  const std::string_view text = "a\u20ac\u20ac";  // of one byte, and of three
+  for (std::size_t bytes = 0; bytes <= 8; ++bytes) {
+    const std::size_t whole = bytes < 1 ? 0 : bytes < 4 ? 1 : bytes < 7 ? 4 : 7;
+    testing::check_equal(utf8_prefix(text, bytes).size(), whole, std::to_string(bytes));
+  }
+});
 
 }  // namespace
 }  // namespace kvstore_hvd

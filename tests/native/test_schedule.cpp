@@ -118,7 +118,7 @@ const bool settings = testing::add("thresholds can be set by name, and wrong set
   check(changed.large == Thresholds().large && parse_thresholds("").one_shot == Thresholds().one_shot, "left alone");
   for (const char* wrong :
        {"one_shot", "one_shoot=128", "one_shot=", "one_shot=-64", "one_shot=65", "one_shot=1e3", "one_shot=128x",
-        "direct_chunk=0", "min_part=1048576", "one_shot=99999999999999999999", "one_shot=128,,"}) {
+        "one_shot=131136", "direct_chunk=0", "min_part=1048576", "one_shot=99999999999999999999", "one_shot=128,,"}) {
     check(throws<std::invalid_argument>([&] { static_cast<void>(parse_thresholds(wrong)); }), wrong);
   }
   for (const ThresholdInfo& info : threshold_infos()) {
@@ -181,6 +181,22 @@ const bool fusion =
       }
       check(!schedule.fetch(1, entry), "nothing is left");
     });
+
+const bool apart = testing::add("what has another root, or is another operation, is not fused", [] {
+  const auto segment = Segment::create(2, 0, all_scheduled());
+  World& world = segment->world();
+  for (int i = 0; i < 6; ++i) {
+    Signature& agreed = world.slots[make_ready(world, "t" + std::to_string(i), 10, -i)].agreed;
+    if (i < 4) agreed.collective = Collective::kBroadcast;
+    if (i < 2) agreed.root = 1;
+  }
+  Alarm alarm(world, 0, std::chrono::seconds(10));
+  Schedule schedule(world, alarm);
+  Entry entry;
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    check(schedule.fetch(i, entry) && entry.n_pieces == 2 && entry.root == (i == 0 ? 1 : 0), "two by two");
+  }
+});
 
 const bool devices =
     testing::add("devices get the next batch once all have begun the last, and in order of priority", [] {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.arrays import assert_same_bits
+from support.arrays import assert_same_bits, contribution, expected_sum
 from support.gluon import gradients, weights
 from support.networks import BATCH, MODES, backward, batch, built, step, trainer_of
 from support.zero_copy import both, gradient_bytes, zero_copy
@@ -52,6 +52,20 @@ def test_floating_dtypes(rank, size, mode, dtype):
         return weights(net) + gradients(net)
 
     assert both(run) == (expected[-1] if size > 1 else 0)
+
+
+@pytest.mark.parametrize("elsewhere", [None, 0, 1])
+@pytest.mark.parametrize("count", [30_011, 100_003, 600_011])
+def test_large_gradients(rank, size, count, elsewhere):
+    """Workers sum those in parts, the last of which is smaller, unless that of one of them is elsewhere."""
+    with zero_copy(rank != elsewhere):
+        weight = mx.gluon.Parameter("weight", shape=(count,))
+        weight.initialize()
+        trainer = mx.gluon.Trainer({"weight": weight}, "sgd", kvstore="horovod")
+        for _ in range(3):
+            weight.grad()[:] = mx.nd.array(contribution(rank, (count,), "float32"))
+            trainer.allreduce_grads()
+            assert_same_bits(weight.grad().asnumpy(), expected_sum(size, (count,), "float32"))
 
 
 # -- MXNet's check for stale gradients ----------------------------------------------------------------------------
