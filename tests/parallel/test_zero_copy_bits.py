@@ -63,7 +63,7 @@ def test_large_gradients(rank, size, count, elsewhere):
         weight.initialize()
         trainer = mx.gluon.Trainer({"weight": weight}, "sgd", kvstore="horovod")
         for _ in range(3):
-            weight.grad()[:] = mx.nd.array(contribution(rank, (count,), "float32"))
+            weight.grad()[:] = contribution(rank, (count,), "float32")
             trainer.allreduce_grads()
             assert_same_bits(weight.grad().asnumpy(), expected_sum(size, (count,), "float32"))
 
