@@ -52,11 +52,11 @@ COMPILE := KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --i
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help venv dev demo test test-all soak fuzz api lint format native-test tsan tsan-quick asan bench clean distclean
+.PHONY: help venv dev demo test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo dev test test-all soak fuzz api lint format native-test tsan tsan-quick asan bench clean distclean"
+	@echo "Targets: demo dev test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan bench clean distclean"
 
 # The package is installed as editable: changes of Python need no command, and `make dev` compiles what has changed.
 # The first time, the compiler runs while pip downloads.
@@ -102,6 +102,10 @@ fuzz: dev
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_faults.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_elastic.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_elastic_daemon.py integration/test_elastic_sockets.py
+
+# Planted faults: whether the tests notice what a user would, see tests/faults/README.md.
+faults: dev $(VENV)/.native
+	$(BIN)/python tests/faults/run.py $(FAULTS)
 
 # The reference of all public names: build/api/index.html. Classes that need MXNet are made when they are asked for.
 api: dev

@@ -22,7 +22,8 @@ NATIVE = ROOT / "build/native"
 WORK = ROOT / "build/faults"
 KEPT, OUTPUT = WORK / "kept", WORK / "last.txt"
 BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
-PYTEST = ("-m", "pytest", "-q", "-x", "--disable-warnings", "-p", "no:cacheprovider")
+MARKS = "not slow and not timing and not soak and not fuzz and not gpu"  # as in `make test`
+PYTEST = ("-m", "pytest", "-q", "-x", "--disable-warnings", "-m", MARKS)
 # What pytest says at its end; where a test hangs or crashes, the innermost frame of one; a check of native/test_*.
 NAMES = (r"(?:FAILED|ERROR) (\S+::\S+|\S+\.py\b)", r"line \d+,? in (test_\w+)", r"check failed: (.*)")
 OURS = {"KVHVD_TIMEOUT": "20", "PYTHONPYCACHEPREFIX": str(WORK / "pyc"), "PYTHONDONTWRITEBYTECODE": ""}
@@ -56,7 +57,9 @@ def failure_of(test: str) -> str:
     tier, _, name = test.partition("/")
     if tier == "native":
         if not (NATIVE / "build.ninja").exists():
-            must(BIN / "cmake", "-S", "native", "-B", NATIVE, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}")
+            objects = next((ROOT / "build").glob("temp.*"))
+            options = f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}", f"-DKVHVD_OBJECTS={objects}"
+            must(BIN / "cmake", "-S", "native", "-B", NATIVE, "-G", "Ninja", *options)
         must(BIN / "cmake", "--build", NATIVE, "--target", name)
         code, output = call(NATIVE / name)
     else:
