@@ -20,7 +20,7 @@ VENVS = sorted(ROOT.glob(".venv-py*-mx*/.installed"))
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
     "calling": ["integration/run_function"],
-    "comm": ["parallel/adapter", "parallel/fuzz"],
+    "comm": ["unit/adapter", "parallel/fuzz"],
     "driver": ["integration/elastic_launcher"],
     "elastic": ["parallel/elastic"],
     "join": ["parallel/join", "parallel/hvd_join"],
@@ -33,10 +33,10 @@ TESTS = {
     "store": ["parallel/kvstore", "parallel/scales", "parallel/sparse"],
     "worlds": ["parallel/hvd_basics", "integration/lifecycle"],
     "native/base": ["parallel/fuzz", "test_running_time"],
-    "native/bindings": ["parallel/fuzz", "parallel/adapter", "parallel/persistent"],
+    "native/bindings": ["parallel/fuzz", "unit/adapter", "parallel/persistent"],
     "native/engine": ["parallel/fuzz", "test_engine"],
     "native/link": ["test_link"],
-    "native/mxnet": ["parallel/fuzz", "parallel/adapter", "test_turns"],
+    "native/mxnet": ["parallel/fuzz", "unit/adapter", "test_turns"],
     "native/reduce": ["parallel/fuzz", "parallel/scales", "test_reduce", "test_reduce_values"],
     "native/report": ["parallel/report", "test_statistics", "test_timeline", "test_stall"],
     "native/request": ["parallel/fuzz", "test_engine_errors"],

@@ -164,7 +164,7 @@ def report(step: Step, results: Results, folder: Path) -> None:
 
 def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
     """Run chains of steps, print failures as they come and the table at the end; returns the exit code."""
-    rows: list[tuple[str, int, int, int, float]] = []
+    rows: list[list[int]] = []
     lock = threading.Lock()
 
     def run_chain(chain: list[Step]) -> None:
@@ -173,7 +173,7 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
             with lock:
                 report(step, results, options.out / step.name)
                 counts = [results.count(outcome) for outcome in ("passed", "failed", "skipped")]
-                rows.append((step.name, *counts, seconds))  # type: ignore[arg-type]
+                rows.append(counts)
                 print(
                     f"{step.name:32}{counts[0]:6} passed{counts[1]:5} failed{counts[2]:5} skipped{seconds:8.1f} s",
                     flush=True,
@@ -184,7 +184,7 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    passed, failed, skipped = (sum(row[column] for row in rows) for column in (1, 2, 3))
+    passed, failed, skipped = (sum(row[column] for row in rows) for column in range(3))
     print(f"\n{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
     return 1 if failed or not passed else 0
 

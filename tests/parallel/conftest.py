@@ -45,14 +45,3 @@ def dynamic(world: Any) -> Iterator[None]:
     for each in list(registry.sets.values()):
         process_sets.remove_process_set(each.first)
     registry.is_dynamic = False
-
-
-@pytest.fixture
-def pair() -> Iterator[Any]:
-    """Return a world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
-    from support.pair import World, mx
-
-    world = World()
-    yield world
-    world.close()
-    mx.nd.waitall()

@@ -13,17 +13,19 @@ import pytest
 
 from fuzz.runner import run_programs
 from kvstore_hvd.mxnet_compat import engine_is_naive
+from support.launched import launched
 
-pytestmark = pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine is not asynchronous")
+pytestmark = [pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine is not asynchronous"), pytest.mark.sizes]
 
 FIRST = int(os.environ.get("KVHVD_TEST_FUZZ_SEED", "1000"))
 PROGRAMS = int(os.environ.get("KVHVD_TEST_FUZZ_PROGRAMS", "5000"))
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.mpi
 def test_random_programs(dynamic: None, rank: int, size: int) -> None:
     """No wrong value, every mismatch reported on every rank, and the world works on."""
-    run_programs(0, 200, rank, size)
+    run_programs(0, 30 if launched().launcher == "mpirun" else 200 if size == 4 else 60, rank, size)
 
 
 @pytest.mark.fuzz

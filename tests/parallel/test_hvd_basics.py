@@ -16,6 +16,8 @@ from kvstore_hvd.mxnet import basics
 
 mx = pytest.importorskip("mxnet")
 
+pytestmark = [pytest.mark.sizes, pytest.mark.mpi]
+
 QUESTIONS = (hvd.size, hvd.rank, hvd.local_size, hvd.local_rank, hvd.cross_size, hvd.cross_rank, hvd.is_homogeneous)
 
 

@@ -12,6 +12,8 @@ from support.arrays import DTYPES, assert_same_bits, contribution, expected_sum,
 
 mx = pytest.importorskip("mxnet")
 
+pytestmark = pytest.mark.sizes
+
 
 def rows_of(rank, rows, dtype="float32", width=(3,)):
     """Return what a rank contributes: an array of this many rows."""

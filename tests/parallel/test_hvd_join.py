@@ -18,6 +18,8 @@ from support.gluon import array, backward, mlp, samples, weights
 
 mx = pytest.importorskip("mxnet")
 
+pytestmark = pytest.mark.sizes
+
 DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"]
 
 

@@ -28,6 +28,8 @@ from support.patience import patient
 
 mx = pytest.importorskip("mxnet")
 
+pytestmark = pytest.mark.sizes
+
 
 def sum_of(members, shape=(7, 3), dtype="float32"):
     """The sum of the members' contributions."""

@@ -84,8 +84,9 @@ def compare(rank, size, data, hybridize=None, dtype="float32", tolerance=1e-5, s
     np.testing.assert_allclose(own(x).asnumpy(), alone(x).asnumpy(), **close)
 
 
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
-@pytest.mark.parametrize("shape", [(4, 3), (3, 2, 5), (2, 3, 4, 5), (2, 3, 2, 4, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("hybridize", "shape"), zip([*HYBRID, None], [(4, 3), (3, 2, 5), (2, 3, 4, 5), (2, 3, 2, 4, 3)]), ids=str
+)
 def test_as_one_batch(rank, size, shape, hybridize):
     """Outputs, gradients and running statistics."""
     compare(rank, size, batches(size, shape), hybridize)

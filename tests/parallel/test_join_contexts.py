@@ -149,6 +149,7 @@ def test_an_exception_frees_the_others(rank, size):
     assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_long_is_no_stall(rank, size, caplog):
     """To wait for workers with more input may take any time: it has no timeout, and is in no report."""
     net = mlp()
@@ -263,6 +264,7 @@ def test_again_after_different_numbers_of_contexts(rank, size):
     assert_same_everywhere(net, trainer, "counted anew")
 
 
+@pytest.mark.slow
 def test_other_joinables_wait_long_too(rank, size):
     """Who has no input waits for the others' next iteration for any time."""
     with settings(KVHVD_TIMEOUT="2", KVHVD_STALL_CHECK_TIME_S="1"):

@@ -13,8 +13,7 @@ from support.arrays import DTYPES, assert_same_bits, contribution, make
 mx = pytest.importorskip("mxnet")
 
 
-@pytest.mark.parametrize("shape", [(1,), (17, 5), (256, 257), (1_200_001,)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "shape"), zip(DTYPES, [(1,), (17, 5), (256, 257), (1_200_001,)] * 2), ids=str)
 def test_everybody_gets_the_value_of_rank_0(kv, rank, dtype, shape):
     """`broadcast(key, value, out)`: rank 0's value into out; the value of the others is left alone."""
     mine = contribution(rank, shape, dtype)
@@ -22,15 +21,6 @@ def test_everybody_gets_the_value_of_rank_0(kv, rank, dtype, shape):
     kv.broadcast("x", x, out=out, priority=3)
     assert_same_bits(out.asnumpy(), contribution(0, shape, dtype))
     assert_same_bits(x.asnumpy(), mine)
-
-
-def test_value_is_the_first_out(kv, kind, rank):
-    """What a Trainer does: value is out[0], the others are on other devices."""
-    outs = [make(kind, contribution(rank, (4, 3), "float32"), mx.cpu(d)) for d in range(2)]
-    kv.broadcast(0, outs[0], out=outs)
-    for d, out in enumerate(outs):
-        assert out.ctx == mx.cpu(d)
-        assert_same_bits(out.asnumpy(), contribution(0, (4, 3), "float32"))
 
 
 def test_outs_of_other_dtypes_and_devices(kv, kind, rank):
@@ -41,20 +31,6 @@ def test_outs_of_other_dtypes_and_devices(kv, kind, rank):
     assert [out.asnumpy().tolist() for out in outs] == [[1.5, -2.25], [1.5, -2.25], [1, -2]]
     assert all(type(out) is type(x) for out in outs)
     assert kv.report()["operations"] == {"broadcast": 1}
-
-
-def test_list_with_one_value(kv, kind, rank):
-    """Value = [x] is unwrapped."""
-    x, out = make(kind, np.full(3, rank + 5.0, "float32")), make(kind, np.zeros(3, "float32"))
-    kv.broadcast("x", [x], out=[out])
-    assert out.asnumpy().tolist() == [5] * 3
-
-
-def test_tuple_of_outs(kv, kind, rank):
-    """Tuple out is taken like a list."""
-    outs = tuple(make(kind, np.zeros(3, "float32")) for _ in range(2))
-    kv.broadcast("x", make(kind, np.full(3, rank + 5.0, "float32")), out=outs)
-    assert [out.asnumpy().tolist() for out in outs] == [[5] * 3] * 2
 
 
 def test_list_of_keys(kv, kind, rank):
@@ -72,13 +48,6 @@ def test_values_that_are_the_outs_of_other_keys(kv, kind, rank):
     kv.broadcast(["a", "b"], [x, y], out=[y, x])
     assert x.asnumpy().tolist() == [10] * 2
     assert y.asnumpy().tolist() == [1] * 2
-
-
-def test_in_place(kv, kind, rank):
-    """`out=None`: in place."""
-    x = make(kind, np.full(3, rank + 5.0, "float32"))
-    kv.broadcast("x", x)
-    assert x.asnumpy().tolist() == [5] * 3
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0)], ids=str)

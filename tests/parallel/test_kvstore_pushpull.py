@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 import numpy as np
 import pytest
@@ -37,26 +36,13 @@ def array_of(like, values):
     return make(mx.np if isinstance(like, mx.np.ndarray) else mx.nd, values)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "shape"), zip(DTYPES, [*SHAPES, (5,)]), ids=str)
 def test_sum_in_place(kv, rank, size, dtype, shape):
     """`pushpull` single, in place; dtypes; the sum has the bits of the sequential one in rank order."""
     x = make(mx.nd, contribution(rank, shape, dtype))
     kv.pushpull("x", x)
     assert_same_bits(x.asnumpy(), expected_sum(size, shape, dtype))
     assert_equal_on_all_ranks(x.asnumpy(), f"in-place/{dtype}/{shape}")
-
-
-@pytest.mark.parametrize("shape", [(1,), (17, 5), (256, 257)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_into_out(kv, kind, rank, size, dtype, shape):
-    """`pushpull` with out: reduced straight into it, the value is left alone, the class of results is kept."""
-    mine = contribution(rank, shape, dtype)
-    x, y = make(kind, mine), make(kind, np.zeros(shape, dtype))
-    kv.pushpull(7, x, out=y, priority=-7)
-    assert type(y) is type(x)
-    assert_same_bits(y.asnumpy(), expected_sum(size, shape, dtype))
-    assert_same_bits(x.asnumpy(), mine)
 
 
 def test_values_of_several_gpus_are_one_array_of_the_worker(kv, kind, rank, size, monkeypatch):
@@ -72,27 +58,6 @@ def test_values_of_several_gpus_are_one_array_of_the_worker(kv, kind, rank, size
     for value in values:
         assert_same_bits(value.asnumpy(), np.full(33, sum(20 * r + 1 for r in range(size)), "float32"))
     assert [len(one.inputs) for one in given] == [1] * (size > 1)
-
-
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
-def test_list_of_device_values(kv, kind, rank, size, dtype, devices):
-    """List of device values: summed on this worker, then over the workers, the result to all devices."""
-    shape = (33,)
-    values = [make(kind, contribution(rank, shape, dtype, d), mx.cpu(d)) for d in range(devices)]
-    kv.pushpull("x", values, priority=1)
-    exact = sum(
-        contribution(r, shape, dtype, d).astype("float64") for r, d in itertools.product(range(size), range(devices))
-    )
-    for d, value in enumerate(values):
-        got = value.asnumpy()
-        assert value.ctx == mx.cpu(d)
-        if dtype == "int32":
-            assert_same_bits(got, exact.astype("int64").astype(dtype))
-        else:
-            np.testing.assert_allclose(got, exact, rtol=0, atol=2e-2 if dtype == "float16" else 1e-5)
-        assert_same_bits(got, values[0].asnumpy())
-    assert_equal_on_all_ranks(values[0].asnumpy(), f"devices/{dtype}/{devices}/{kind.__name__}")
 
 
 def test_device_values_are_summed_in_order(kv, rank, size):
@@ -115,15 +80,6 @@ def test_one_value_several_outs(kv, kind, rank, size):
     kv.pushpull("x", make(kind, contribution(rank, shape, "float32")), out=outs)
     for out in outs:
         assert_same_bits(out.asnumpy().astype("float32"), expected_sum(size, shape, "float32"))
-
-
-def test_several_values_one_out(kv, kind, rank, size):
-    """N values, 1 out: the sum of all of them."""
-    values = [make(kind, np.full((3,), 10.0**d * (rank + 1), "float32"), mx.cpu(d)) for d in range(3)]
-    out = make(kind, np.zeros(3, "float32"))
-    kv.pushpull("x", values, out=out)
-    assert out.asnumpy().tolist() == [111.0 * size * (size + 1) / 2] * 3
-    assert values[1].asnumpy()[0] == 10.0 * (rank + 1)
 
 
 def test_tuples(kv, kind, rank, size):
@@ -241,17 +197,6 @@ def test_results_can_be_used_without_waiting(kv, rank, size):
         kv.pushpull("x", x)
         x = x / size
     np.testing.assert_allclose(x.asnumpy(), np.ones((300, 300)), rtol=1e-5)
-
-
-@asynchronous
-def test_other_order_and_priorities_on_every_rank(kv, rank, size):
-    """Matching is by name: ranks may submit in other orders and with other priorities."""
-    keys = list(range(40))
-    arrays = {key: mx.nd.array(contribution(rank, (key * 37 + 1,), "float32", key)) for key in keys}
-    for key in np.random.default_rng(rank).permutation(keys).tolist():
-        kv.pushpull(key, arrays[key], priority=(key * (rank + 3)) % 7)
-    for key in keys:
-        assert_same_bits(arrays[key].asnumpy(), expected_sum(size, (key * 37 + 1,), "float32", key))
 
 
 def test_one_key_for_several_arrays_keeps_the_order_of_calls(kv, rank, size):

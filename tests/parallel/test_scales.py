@@ -18,7 +18,7 @@ import kvstore_hvd.mxnet as hvd
 from fuzz.arrays import read
 from fuzz.model import fold, rounded_to_bfloat16
 from kvstore_hvd.mxnet_compat import bfloat16
-from kvstore_hvd.native import DTYPES, OPS
+from kvstore_hvd.native import OPS
 from support.arrays import assert_same_bits, make
 
 mx = pytest.importorskip("mxnet")
@@ -79,7 +79,7 @@ def assert_equal(got: Any, want: Any, what: object) -> None:
     assert same.all(), f"{what}: {got[~same][:5]} instead of {want[~same][:5]}"
 
 
-@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "int64"])
 def test_numpy(rank: int, size: int, dtype: str) -> None:
     """New array, in place, and prepared."""
     for op, factors in itertools.product(OPS, FACTORS):
@@ -107,7 +107,7 @@ def array_of(values: Any, dtype: str) -> Any:
     return mx.nd._internal._copyto(mx.nd.array(values), out=array)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8", "int32"])
 def test_mxnet_arrays(rank: int, size: int, dtype: str) -> None:
     """New array and in place."""
     checks = []
@@ -121,8 +121,7 @@ def test_mxnet_arrays(rank: int, size: int, dtype: str) -> None:
         assert_equal(read(got), expected(size, dtype, op, *factors), (dtype, op, factors))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["sum", "average"])
+@pytest.mark.parametrize(("op", "dtype"), [("sum", "float16"), ("average", "int32"), ("average", "bfloat16")])
 def test_reducescatter(rank: int, size: int, op: str, dtype: str) -> None:
     """Of the scaled result each worker has its share, the only worker all of it."""
     for factors in FACTORS:
@@ -134,7 +133,7 @@ def test_reducescatter(rank: int, size: int, op: str, dtype: str) -> None:
         assert_equal(got, want, (dtype, op, factors))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 def test_several_values_of_a_store(rank: int, size: int, kv: Any, dtype: str) -> None:
     """The arrays of a worker are summed as those of workers are: first each worker's own, then the sums."""
     parts = [[contribution(3 * each + place, dtype) for place in range(3)] for each in range(size)]

@@ -13,6 +13,8 @@ from support.gluon import is_mxnet_2
 
 mx = pytest.importorskip("mxnet")
 
+pytestmark = pytest.mark.sizes
+
 ROWS, WIDTH = 12, 3
 FLOATS = ("float16", "float32", "float64")
 in_gluon = pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2: Embedding(sparse_grad=True) is an AssertionError of Gluon")
@@ -59,8 +61,7 @@ def assert_sum(got, size, case, dtype, scale=lambda total: total):
     assert_same_bits(got.asnumpy(), scale(wide).astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "case"), [(FLOATS[place % len(FLOATS)], case) for place, case in enumerate(CASES)])
 def test_pushpull(kv, rank, size, case, dtype):
     """In place, into another array, and by push and pull."""
     mine = contribution(rank, case, dtype)
@@ -75,8 +76,8 @@ def test_pushpull(kv, rank, size, case, dtype):
     assert_sum(mine, size, case, dtype)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "int64", "int8", "uint8"])
 @pytest.mark.parametrize("case", ["overlapping", "some empty", "all empty"])
+@pytest.mark.parametrize("dtype", [FLOATS[0], "int8", "int64"])
 def test_rows_have_the_bits_of_dense_sums(rank, size, case, dtype):
     """Sum and Average with factors: as a dense array of the same values."""
     ids = CASES[case](rank)

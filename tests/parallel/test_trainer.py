@@ -10,12 +10,11 @@ import pytest
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
-from support.gluon import array, backward, gradients, is_mxnet_2, mlp, network, parameters, samples, weights
+from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 from support.rounding import apart, sgd_roundings
 
 mx = pytest.importorskip("mxnet")
 
-STEPS = 50
 BATCH = 24  # of all workers together; divisible by 1, 2, 3, 4 workers with two devices each
 
 
@@ -48,51 +47,6 @@ def near(steps):
     return apart(sgd_roundings([8, 16, 16, 3], BATCH, steps))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("grad_req", ["write", "add"])
-@pytest.mark.parametrize("hybridize", [False, True])
-def test_sgd_equals_that_of_one_worker(rank, size, hybridize, grad_req, devices):
-    """N workers' SGD is one worker's on the joined batch, over 50 steps, but for rounding."""
-    contexts = [mx.cpu(d) for d in range(devices)]
-    net, alone = mlp(contexts=contexts, hybridize=hybridize), mlp(hybridize=hybridize)
-    for of_net in (net, alone):
-        for param in parameters(of_net):
-            param.grad_req = grad_req
-    trainers = [trainer_of(net), local_trainer(alone)]
-    for step in range(STEPS):
-        data, label = samples(BATCH, seed=step)
-        # With 'add', gradients of two halves of the batch are accumulated before the step.
-        halves = [slice(None)] if grad_req == "write" else [slice(0, BATCH // 2), slice(BATCH // 2, None)]
-        for half in halves:
-            backward(alone, [(array(data[half]), array(label[half]))])
-            backward(net, list(shards(data[half], label[half], rank, size, contexts)))
-        for trainer in trainers:
-            trainer.step(BATCH)
-        if grad_req == "add":
-            for of_net in (net, alone):
-                for grad in (grad for param in parameters(of_net) for grad in param.list_grad()):
-                    grad[:] = 0
-    assert relative_difference(weights(net), weights(alone)) <= near(STEPS)
-    for d in range(1, devices):
-        for a, b in zip(weights(net, d), weights(net)):
-            assert_same_bits(a, b)
-    for i, weight in enumerate(weights(net)):
-        assert_equal_on_all_ranks(weight, f"weight {i}")
-
-
-def test_gradients_of_all_workers_and_devices_are_summed(rank, size):
-    """Two devices per worker: the reduce reaches every device's gradient."""
-    contexts = [mx.cpu(d) for d in range(2)]
-    net, alone = mlp(contexts=contexts), mlp()
-    trainer = trainer_of(net)
-    data, label = samples(BATCH)
-    backward(alone, [(array(data), array(label))])
-    backward(net, list(shards(data, label, rank, size, contexts)))
-    trainer.allreduce_grads()
-    for d in range(2):
-        assert relative_difference(gradients(net, d), gradients(alone)) <= near(1)
-
-
 @pytest.mark.parametrize("name", ["horovod", "dist_horovod"])
 def test_string_with_one_device(rank, size, name):
     """The string trap: Trainer(kvstore='horovod') with one device trains distributed."""
@@ -120,19 +74,6 @@ def test_parameters_start_from_rank_0(rank, size):
     for param, mine, theirs in zip(parameters(net), weights(net), weights(rank_0)):
         assert_same_bits(mine, np.ones_like(theirs) if param.grad_req == "null" else theirs)
     assert not any("running" in name for name, use in trainer._kvstore.report()["keys"].items() if "pushpull" in use)
-
-
-def test_deferred_initialisation(rank, size):
-    """Deferred init: parameters without a shape are broadcast when they get one."""
-    nn = mx.gluon.nn
-    net = network(nn.Dense(16), nn.Dense(3), seed=rank)
-    trainer = trainer_of(net)
-    for step in range(3):
-        data, label = samples(BATCH, seed=step)
-        backward(net, list(shards(data, label, rank, size, [mx.cpu()])))
-        trainer.step(BATCH)
-    for i, weight in enumerate(weights(net)):
-        assert_equal_on_all_ranks(weight, f"weight {i}")
 
 
 @pytest.mark.parametrize("same_store", [False, True])
@@ -223,20 +164,6 @@ def test_compression_params(rank, size):
     assert difference > near(5) or size == 1
     for i, weight in enumerate(weights(net)):
         assert_equal_on_all_ranks(weight, f"weight {i}")
-
-
-def test_clipping_between_allreduce_and_update(rank, size):
-    """`allreduce_grads` + `update`: clipping by the global norm sees the summed gradients."""
-    net, alone = mlp(), mlp()
-    for of_net, trainer, batches in (
-        (net, trainer_of(net), list(shards(*samples(BATCH), rank, size, [mx.cpu()]))),
-        (alone, local_trainer(alone), [tuple(map(array, samples(BATCH)))]),
-    ):
-        backward(of_net, batches)
-        trainer.allreduce_grads()
-        mx.gluon.utils.clip_global_norm([p.grad() for p in parameters(of_net)], 0.5)
-        trainer.update(1)
-    assert relative_difference(weights(net), weights(alone)) <= near(1)
 
 
 def test_loss_scaler_sees_the_same_overflow(rank, size):

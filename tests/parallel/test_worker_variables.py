@@ -68,6 +68,7 @@ def run(environ, *command):
     return [json.loads(line.partition("@")[2]) for line in done.stdout.splitlines() if "@" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_programs_that_a_worker_starts(of_kvhvdrun, rank):
     """Another kvhvdrun has workers of its own; a program without kvhvdrun's variables is alone."""

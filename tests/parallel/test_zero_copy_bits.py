@@ -6,52 +6,15 @@ import numpy as np
 import pytest
 
 from support.arrays import assert_same_bits, contribution, expected_sum
-from support.gluon import gradients, weights
-from support.networks import BATCH, MODES, backward, batch, built, step, trainer_of
-from support.zero_copy import both, gradient_bytes, zero_copy
+from support.gluon import weights
+from support.networks import BATCH, backward, batch, built, trainer_of
+from support.zero_copy import zero_copy
 
 mx = pytest.importorskip("mxnet")
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
 # -- The same bits ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("grad_req", ["write", "add"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["conv", "norm", "lstm", "tied", "deferred"])
-def test_training_has_the_bits_of_a_staged_one(rank, size, name, mode, grad_req):
-    """Five steps; every gradient of every step is summed in place."""
-    expected = []
-
-    def run():
-        net = built(name, mode, grad_req)
-        trainer = trainer_of(net)
-        values = []
-        for seed in range(5):
-            step(net, trainer, name, seed, rank)
-            values += weights(net) + ([] if grad_req == "add" else gradients(net))
-        expected.append(5 * gradient_bytes(net))
-        return values
-
-    assert both(run, own=name == "conv") == (expected[-1] if size > 1 else 0)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("mode", MODES)
-def test_floating_dtypes(rank, size, mode, dtype):
-    """Half, single and double precision."""
-    expected = []
-
-    def run():
-        net = built("elementwise", mode, dtype=dtype)
-        trainer = trainer_of(net)
-        for seed in range(3):
-            step(net, trainer, "elementwise", seed, rank, dtype)
-        expected.append(3 * gradient_bytes(net))
-        return weights(net) + gradients(net)
-
-    assert both(run) == (expected[-1] if size > 1 else 0)
 
 
 @pytest.mark.parametrize("elsewhere", [None, 0, 1])

@@ -125,6 +125,7 @@ def test_processes_of_multiprocessing(rank, size):
     step(net, trainer, "dense", 1, rank)
 
 
+@pytest.mark.slow
 def test_training_beside_a_data_loader_with_processes(rank, size):
     """The usual case: workers are forked in the middle of a training."""
     data = np.random.default_rng(rank).standard_normal((12, 8)).astype("float32")

@@ -59,7 +59,7 @@ def test_other_device_stays_staged(rank, size):
     assert both(run) == 0
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "int64"])
+@pytest.mark.parametrize("dtype", ["int8", "int64"])
 def test_integers_stay_staged(rank, size, dtype):
     """Integer gradients are summed through staging memory."""
     param = gluon.Parameter("steps", shape=(5,), dtype=dtype, init="zeros")

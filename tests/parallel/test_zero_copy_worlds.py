@@ -36,6 +36,7 @@ NETS = 300
 # -- Room ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_net_leaves_anything_behind(rank, size):
     """Memory of gradients comes back as nets are deleted."""
     store = mx.kv.create("horovod")

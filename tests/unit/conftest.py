@@ -45,3 +45,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     Fake.root_value = None
     monkeypatch.undo()
     reload()
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    """Return a world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
+    from support.pair import World, mx
+
+    world = World()
+    yield world
+    world.close()
+    mx.nd.waitall()

@@ -67,29 +67,6 @@ def test_arrays_that_occur_twice_or_are_views_of_each_other(pair: World, inputs:
     pair.other.wait(work)
 
 
-def test_arrays_of_several_devices(pair: World) -> None:
-    arrays = [mx.nd.ones((5,), ctx=mx.cpu(i)) * (i + 1) for i in range(3)]
-    pair.pushpull("w", arrays, arrays)
-    pair.other.wait(pair.submit("w", theirs := np.full(5, 10, "float32")))
-    assert [array.asnumpy().tolist() for array in arrays] == [[16.0] * 5] * 3
-    assert theirs.tolist() == [16.0] * 5
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (33, 5)])
-def test_every_dtype_and_shape_of_numpy_arrays(pair: World, dtype: str, shape: tuple[int, ...]) -> None:
-    with mx.util.np_shape(True):
-        array = mx.np.array(ramp(shape, dtype), dtype=dtype)
-        pair.pushpull("w", [array], [array])
-        theirs = ramp(shape, dtype, start=3)
-        pair.other.wait(pair.submit("w", theirs))
-        result = array.asnumpy()
-    assert result.shape == shape
-    assert result.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(result, ramp(shape, dtype) + ramp(shape, dtype, start=3))
-    np.testing.assert_array_equal(result, theirs)
-
-
 def test_operations_of_one_name_start_in_the_order_of_the_calls(pair: World) -> None:
     slow = mx.nd.ones((1000, 1000)) / 1000
     for _ in range(10):
@@ -151,25 +128,6 @@ def test_results_of_a_convolution(pair: World) -> None:
     pair.other.wait(pair.submit("w", theirs := np.zeros_like(expected)))
     np.testing.assert_array_equal(theirs, expected)
     np.testing.assert_array_equal(activation.asnumpy(), expected)
-
-
-def test_gradients_of_a_training_step(pair: World) -> None:
-    network, image = convolution()
-    with mx.autograd.record():
-        loss = (network(image) ** 2).sum()
-    loss.backward()
-    gradients = [parameter.grad() for parameter in network.collect_params().values()]
-    expected = [gradient.asnumpy() for gradient in gradients]
-    theirs = [np.zeros_like(array) for array in expected]
-    for i, gradient in enumerate(gradients):
-        pair.pushpull(str(i), [gradient], [gradient], priority=-i)
-    works = [pair.submit(str(i), theirs[i]) for i in reversed(range(len(theirs)))]
-    for i, gradient in enumerate(gradients):
-        np.testing.assert_array_equal(gradient.asnumpy(), expected[i])
-    for work in works:
-        pair.other.wait(work)
-    for array, right in zip(theirs, expected):
-        np.testing.assert_array_equal(array, right)
 
 
 def test_is_plain_and_chunk_id() -> None:
