@@ -35,6 +35,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     registry = mx.kvstore.KVStoreBase.kv_registry
     before, state = dict(registry), (hooks._store, unsynchronised._world_size)
     registry.pop("horovod", None)
+    monkeypatch.setattr(unsynchronised, "_broadcasts", 0)
+    monkeypatch.setattr(unsynchronised, "_reductions", 0)
     hooks.install_hooks(store_class, lambda: World.size)
     yield World
     registry.clear()
