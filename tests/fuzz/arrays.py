@@ -81,6 +81,8 @@ def read(array: Any) -> Array:
     """The values of an array of MXNet, bfloat16 as float32; raises its error, if it has one."""
     import mxnet as mx
 
+    if isinstance(array, np.ndarray):
+        return array
     array.wait_to_read()  # without elements, reading would not wait
     if dtype_name(array) != "bfloat16":
         return array.asnumpy()

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from fuzz.arrays import Arrays, make_array, read
 from fuzz.model import Model, object_of
@@ -21,6 +22,13 @@ Array = Any  # numpy.ndarray of any dtype
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 _STORED = ("pushpull", "store_broadcast", "push_and_pull")
+
+
+def _of_library(kind: str, values: Array, dtype: str) -> Any:
+    """An array of NumPy, or a row_sparse one of MXNet."""
+    import mxnet as mx
+
+    return values.copy() if kind == "numpy_allreduce" else mx.nd.array(values, dtype=dtype).tostype("row_sparse")
 
 
 class Calls:
@@ -68,6 +76,11 @@ class Calls:
         for tensor, devices in enumerate(given):
             changed = [self._changed(operation, tensor, values, fault) for values in devices]
             context = mx.cpu(1) if draw.random() < 0.05 and operation.kind not in _STORED else mx.cpu()
+            if operation.kind in ("numpy_allreduce", "sparse_allreduce"):
+                inputs = [_of_library(operation.kind, *each) for each in changed]
+                self._expect(arrays, operation, inputs, changed, results[tensor], fault)
+                arrays.inputs.append(inputs)
+                continue
             inputs = [
                 source if source is not None else make_array(arrays, values, dtype, draw, mx.cpu(d) if d else context)
                 for d, (values, dtype) in enumerate(changed)
@@ -77,7 +90,15 @@ class Calls:
                 changed[0] = (None, changed[0][1])
             self._expect(arrays, operation, inputs, changed, results[tensor], fault)
             arrays.inputs.append(inputs)
-        replicated = ("allreduce", "grouped_allreduce", "broadcast", "broadcast_parameters", *_STORED)
+        replicated = (
+            "allreduce",
+            "numpy_allreduce",
+            "sparse_allreduce",
+            "grouped_allreduce",
+            "broadcast",
+            "broadcast_parameters",
+            *_STORED,
+        )
         arrays.is_replicated = operation.kind in (*replicated, "allgather", "grouped_allgather")
         return arrays
 
@@ -132,7 +153,8 @@ class Calls:
                 arrays.expected.append((out, None if result is None and copied else wanted, "out"))
                 arrays.results.append(out)
         arrays.outs.append(outs)
-        writes = operation.in_place and operation.kind in ("allreduce", "grouped_allreduce", "broadcast")
+        in_place = ("allreduce", "numpy_allreduce", "grouped_allreduce", "broadcast")
+        writes = operation.in_place and operation.kind in in_place
         writes = writes or operation.kind == "broadcast_parameters" or (operation.kind in _STORED and not outs)
         writes = writes and operation.kind != "push_and_pull"
         for array, (values, _) in zip(inputs, given):
@@ -200,13 +222,33 @@ class Calls:
                 # The others wait; the error may come with this read or with a later call.
                 arrays.expected.append((tensors[0], None, ""))
             return
-        if operation.kind.startswith("grouped"):
+        if operation.kind == "numpy_allreduce":
+            assert name is not None
+            out, factors = (
+                tensors[0] if operation.in_place else None,
+                (more["prescale_factor"], more["postscale_factor"]),
+            )
+            returned = kvstore_hvd.allreduce(tensors[0], name, more["op"].name.lower(), out, *factors)
+        elif operation.recorded:
+            returned = self._recorded(operation, arrays, name, more)
+        elif operation.kind.startswith("grouped"):
             suffix = "_" if operation.in_place and "allreduce" in operation.kind else ""
             returned = getattr(hvd, operation.kind + suffix)(tensors, name=name, **more)
         else:
             suffix = "_" if operation.in_place and operation.kind in ("allreduce", "broadcast") else ""
-            returned = getattr(hvd, operation.kind + suffix)(tensors[0], name=name, **more)
+            kind = operation.kind.replace("sparse_", "") + suffix
+            returned = getattr(hvd, kind)(tensors[0], name=name, **more)
         self._returned(operation, arrays, returned)
+
+    def _recorded(self, operation: Operation, arrays: Arrays, name: Any, more: dict[str, Any]) -> Any:
+        """The gradient of what a rank gave is that array again: so it is reduced to what the array was."""
+        tensor = arrays.inputs[0][0]
+        tensor.attach_grad()
+        with self._mx.autograd.record():
+            result = hvd.allreduce(tensor, name=name, **more)
+        result.backward(tensor.copy())
+        arrays.expected.append((tensor.grad, arrays.model.outputs(operation.index, self._rank)[0], "gradient"))
+        return result
 
     def _returned(self, operation: Operation, arrays: Arrays, returned: Any) -> None:
         """Note what the returned arrays have to hold."""
@@ -218,7 +260,7 @@ class Calls:
                 arrays.differences.append(f"received_splits {received.asnumpy().tolist()} instead of {wanted}")
         if not operation.kind.startswith("grouped"):
             returned = [returned]
-        if operation.in_place and operation.kind in ("allreduce", "grouped_allreduce", "broadcast"):
+        if operation.in_place and operation.kind in ("allreduce", "numpy_allreduce", "grouped_allreduce", "broadcast"):
             if any(a is not b[0] for a, b in zip(returned, arrays.inputs)) or len(returned) != len(arrays.inputs):
                 arrays.differences.append("the operation in place returns other arrays")
             return
@@ -297,7 +339,7 @@ class Calls:
             "broadcast_object": lambda: hvd.broadcast_object(1, root, process_set=process_set),
             "allgather_object": lambda: hvd.allgather_object(1, process_set=process_set),
         }
-        one: Any = getattr(hvd, operation.kind, None)
+        one: Any = getattr(hvd, operation.kind.replace("sparse_", ""), None)
         tensors: Any = [ones] if operation.kind.startswith("grouped") else ones
         calls.get(operation.kind, lambda: one and one(tensors, name=operation.name, process_set=process_set))()
 

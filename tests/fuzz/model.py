@@ -48,6 +48,9 @@ def values(seed: int, operation: Operation, tensor: int, rank: int, device: int,
         array.reshape(-1)[places] = generator.choice(SPECIAL, places.shape)
     if operation.dtype == "bfloat16":
         return rounded_to_bfloat16(array.astype(np.float32))
+    if operation.kind == "sparse_allreduce":
+        array = np.abs(array) + 1  # no zeros but in the rows that the rank does not have
+        array[generator.random(len(array)) < generator.choice((0.0, 0.5, 0.9, 1.0))] = 0
     return array.astype(operation.dtype)
 
 

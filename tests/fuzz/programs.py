@@ -31,6 +31,8 @@ _ROWS = ("dtype", "width", "dimensions", "refused", "kind", "arguments", "late")
 KINDS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "allreduce": (30, False, _MISMATCHES),
     "grouped_allreduce": (8, False, ("shape", "dtype", "op", "scale", "arguments", "late")),
+    "numpy_allreduce": (6, True, ("shape", "dtype", "op", "scale", "late")),
+    "sparse_allreduce": (5, True, ("shape", "dtype", "late")),
     "broadcast": (10, False, ("shape", "dtype", "root", "kind", "input", "arguments", "late")),
     "broadcast_parameters": (3, False, ("late",)),
     "pushpull": (20, False, ("shape", "dtype", "kind", "input", "arguments", "late")),
@@ -47,6 +49,7 @@ KINDS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "store_barrier": (1, True, ("late",)),
     "wait": (4, True, ()),
 }
+_DTYPES = {"numpy_allreduce": DTYPES, "sparse_allreduce": ("float16", "float32", "float64")}
 _OF_STORES = ("pushpull", "store_broadcast", "push_and_pull")
 
 
@@ -101,6 +104,7 @@ class Operation:
     root: int = 0
     priority: int = 0
     in_place: bool = False
+    recorded: bool = False  # by autograd: the gradient is reduced as the array was
     special: bool = False  # infinities, NaNs and the like among the values
     source: Optional[int] = None
     overwritten: bool = False  # by an operation that takes its result, in place
@@ -180,6 +184,7 @@ class _Generator:
         self._draw = random.Random(f"program {seed} of {size}")
         self._operations: list[Operation] = []
         self._sets = [tuple(range(size))]
+        self._faulty = False
 
     def program(self, leavers: bool) -> Program:
         draw, size = self._draw, self._size
@@ -187,7 +192,7 @@ class _Generator:
             members = tuple(sorted(draw.sample(range(size), draw.randint(1, size))))
             if members not in self._sets:
                 self._sets.append(members)
-        faulty = draw.random() < 0.5
+        faulty = self._faulty = draw.random() < 0.5
         names = [f"w{i}" for i in range(40)]
         draw.shuffle(names)
         weights = [weight for weight, _, _ in KINDS.values()]
@@ -211,7 +216,7 @@ class _Generator:
     def _operation(self, kind: str, names: list[str]) -> Optional[Operation]:
         draw = self._draw
         members = self._sets[0]
-        if kind not in _OF_STORES and kind != "store_barrier":
+        if kind not in (*_OF_STORES, "store_barrier", "numpy_allreduce"):
             members = draw.choice(self._sets)
         operation = Operation(len(self._operations), kind, members)
         operation.priority = draw.choice((0, 0, -operation.index, draw.randint(-(2**31), 2**31 - 1)))
@@ -223,15 +228,15 @@ class _Generator:
             operation.source = draw.choice(asked).index
             operation.members = self._operations[operation.source].members
             return operation
-        operation.dtype = draw.choice((*DTYPES, "bfloat16"))
+        operation.dtype = draw.choice(_DTYPES.get(kind, (*DTYPES, "bfloat16")))
         operation.special = operation.dtype in FLOATS and draw.random() < 0.15
         if "barrier" not in kind and kind != "broadcast_parameters":
             operation.name = names.pop()
         if kind in _OF_STORES:
             self._of_store(operation)
-        elif kind in ("allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter"):
-            operation.op = draw.choice(OPS if "allreduce" in kind else OPS[:2])
-            if draw.random() < 0.3:
+        elif "reduce" in kind:
+            operation.op = draw.choice(OPS if "allreduce" in kind and kind != "sparse_allreduce" else OPS[:2])
+            if draw.random() < 0.3 and kind != "sparse_allreduce":
                 operation.prescale, operation.postscale = draw.choice(FACTORS), draw.choice((1.0, *FACTORS))
         tensors = draw.randint(0, 4) if kind.startswith("grouped") else draw.choice((1, 1, 1, 2, 3))
         if kind not in (*_OF_STORES, "broadcast_parameters") and not kind.startswith("grouped"):
@@ -239,11 +244,33 @@ class _Generator:
         operation.shapes = [self._shape(operation) for _ in range(tensors)]
         if kind in ("allgather", "grouped_allgather", "alltoall"):
             self._rows(operation)
-        operation.in_place = draw.random() < 0.5
+        operation.in_place = draw.random() < 0.5 and kind != "sparse_allreduce"
         operation.outsiders = len(members) < self._size and draw.random() < 0.3 and kind not in _OF_STORES
-        if operation.name and "_object" not in kind and draw.random() < 0.1 and kind not in _OF_STORES:
+        if (
+            operation.name
+            and "_object" not in kind
+            and kind != "numpy_allreduce"
+            and draw.random() < 0.1
+            and kind not in _OF_STORES
+        ):
             operation.name = None
         self._chain(operation)
+        # Beside faults the call may raise the error of another operation: then there is nothing to go back from.
+        can_record = (
+            not self._faulty
+            and operation.source is None
+            and operation.name
+            and not operation.in_place
+            and operation.op in OPS[:2]
+        )
+        if (
+            kind == "allreduce"
+            and can_record
+            and operation.shapes[0]
+            and 0 not in operation.shapes[0]
+            and draw.random() < 0.3
+        ):
+            operation.recorded, operation.dtype = True, draw.choice(("float32", "float64"))
         if len(members) == 1 and operation.dtype not in ("float16", "float32", "float64"):
             # A worker alone scales with MXNet's operators, which neither clamp integers nor round to bfloat16.
             operation.prescale = operation.postscale = 1.0
@@ -277,9 +304,9 @@ class _Generator:
             count = max(1, draw.choice(BORDERS) * draw.choice((1, 1, 2)) // item + draw.randint(-3, 3))
         else:
             count = draw.randint(1 << 20, 3 << 20) // item
-        if operation.kind.endswith(("gather", "scatter", "alltoall")):
+        if operation.kind.endswith(("gather", "scatter", "alltoall")) or operation.kind == "sparse_allreduce":
             width = draw.choice(((), (1,), (3,), (2, 2)))
-            least = 1 if operation.dtype == "bfloat16" else 0
+            least = 1 if operation.dtype == "bfloat16" or operation.kind == "sparse_allreduce" else 0
             return (max(least, count // math.prod(width)), *width)
         if count == 1 and draw.random() < 0.3 and operation.dtype != "bfloat16":
             return ()
@@ -330,7 +357,7 @@ class _Generator:
         kinds = list(KINDS[operation.kind][2])
         if len(operation.members) == 1:
             kinds = [kind for kind in kinds if kind in ("late", "arguments")]
-        if operation.name is None or not operation.shapes:
+        if operation.name is None or not operation.shapes or operation.recorded:
             kinds = [kind for kind in kinds if kind == "late"]
         if operation.source is not None:
             kinds = [kind for kind in kinds if kind in ("op", "scale", "root", "kind", "late", "arguments")]
