@@ -101,7 +101,7 @@ fuzz: dev
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_faults.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_elastic.py
-	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_elastic_daemon.py integration/test_elastic_sockets.py
+	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_elastic_sockets.py
 
 # Planted faults: whether the tests notice what a user would, see tests/faults/README.md.
 faults: dev $(VENV)/.native

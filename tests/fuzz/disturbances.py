@@ -16,8 +16,7 @@ from typing import Any, Optional
 from support.elastic import ElasticJob
 from support.elastic_kinds import KINDS
 from support.elastic_schedule import assert_all_right
-from support.patience import of_the_product
-from support.pauses import all_stopped, stopped
+from support.jobs import stopped
 
 __all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
 
@@ -141,12 +140,12 @@ def run(seed: int, folder: Path, marker: str) -> str:
         options=["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"],
         arguments=["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size), "--kind", plan.kind],
         points=plan.points,
-        variables={"KVHVD_TIMEOUT": str(of_the_product(TIMEOUT_S))},
+        KVHVD_TIMEOUT=str(TIMEOUT_S),
     )
     try:
         _disturb(job, plan)
         job.finish()
-        code = job.end()
+        code = job.end(None).process.returncode
         if code == 0:
             assert_all_right(job, SAMPLES)
             return "finished"
@@ -184,14 +183,15 @@ def _disturb(job: ElasticJob, plan: Plan) -> None:
             if len(members) < 2:
                 continue  # with the last one the state would be lost
             with contextlib.suppress(ProcessLookupError):
-                job.send(members[each.who % len(members)], signal.SIGSTOP if each.kind == "stop" else signal.SIGKILL)
+                number = signal.SIGSTOP if each.kind == "stop" else signal.SIGKILL
+                job.kill(members[each.who % len(members)], number=number)
         _until(job, lambda: _steps_of_newest_world(job) >= 2)
 
 
 def _pause(job: ElasticJob, each: Disturbance) -> None:
     members, daemons = job.members(), job.daemons() if job.process.poll() is None else []
     if each.whom == "all":
-        held = all_stopped(job.marker)
+        held = stopped(marker=job.marker)
     elif each.whom == "launcher":
         held = stopped(job.process.pid)
     elif each.whom == "daemon":

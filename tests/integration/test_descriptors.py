@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support import elastic_worker
-from support.jobs import LIMIT_S, run, variables_of
 from support.launchers import kvhvdrun
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 LIMITED = """
-import resource, time
-import numpy as np
+import resource
 import kvstore_hvd
 from kvstore_hvd import mxnet as hvd
 def allow(more):
@@ -27,19 +21,15 @@ def allow(more):
 """
 
 
-def test_too_few_are_said_when_a_world_is_joined(marker: str) -> None:
-    program = LIMITED + "allow(10)\nkvstore_hvd.init()"
-    code, _, err = run(marker, 2, program)
-    assert code == 1
-    assert b"joining the world of 2 workers takes 14 open files, and this process has 10 left." in err
-    assert b"Fix: `ulimit -n " in err
-    assert err.count(b"did not arrive") == 0
+def test_too_few_are_said_when_a_world_is_joined(run: Any) -> None:
+    err = run("-np 2", LIMITED + "allow(10)\nkvstore_hvd.init()", code=1).err
+    assert "joining the world of 2 workers takes 14 open files, and this process has 10 left." in err
+    assert "Fix: `ulimit -n " in err
+    assert err.count("did not arrive") == 0
 
 
-def test_too_few_are_said_by_all_when_a_process_set_is_added(marker: str) -> None:
-    program = (
-        LIMITED
-        + """
+def test_too_few_are_said_by_all_when_a_process_set_is_added(run: Any) -> None:
+    program = """
 hvd.init(process_sets='dynamic')
 first = hvd.add_process_set([0, 1])
 if rank > 0: allow(6)
@@ -47,65 +37,30 @@ try:
     hvd.add_process_set([1, 2])
 except kvstore_hvd.errors.LaunchError as error:
     say(f'{error}\\n')
-say(f'{hvd.size()}\\n')
 hvd.barrier()
 """
-    )
-    code, out, err = run(marker, 3, program, variables={"KVHVD_START_TIMEOUT": "3"})
-    assert code == 0, err
+    out = run("-np 3", LIMITED + program, KVHVD_START_TIMEOUT="3").out
     # Less than 6 when the watcher of a world has opened files since.
-    text = rb"joining process set 2 of 2 workers takes 14 open files, and this process has [0-6] left\."
+    text = r"joining process set 2 of 2 workers takes 14 open files, and this process has [0-6] left\."
     assert len(re.findall(text, out)) >= 2 * 3, out  # of two workers, told to all
-    assert sum(line.endswith(b"] 3") for line in out.splitlines()) == 3
 
 
-def test_a_full_table_of_descriptors_kills_nobody(marker: str) -> None:
-    program = (
-        LIMITED
-        + """
-if rank == 1: time.sleep(1)  # the others are looking for it
-kvstore_hvd.init()
-allow(0)
-for step in range(20):
-    time.sleep(0.05)
-    kvstore_hvd.barrier()
-say('through\\n')
-"""
-    )
-    code, out, err = run(marker, 3, program)
-    assert (code, out.count(b"through")) == (0, 3), err
+def test_a_full_table_of_descriptors_kills_nobody(run: Any) -> None:
+    program = "kvstore_hvd.init()\nallow(0)\nfor step in range(20): kvstore_hvd.barrier()\nsay('through\\n')"
+    assert run("-np 3", LIMITED + program).out.count("through") == 3
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        "-np {0}",
-        "--min-np {0}",
-        "--min-np 1 --event-log log -H localhost:{0}",
-        "--min-np {1} --host-discovery-script 'echo localhost:{0}; echo 127.0.0.1:{0}'",
-    ],
+    ["-np 9", "--min-np 9 -H localhost:9", "--min-np 18 --host-discovery-script 'echo localhost:9 127.0.0.1:9'"],
 )
-@pytest.mark.parametrize("count", [1, 2, 9])
-def test_as_many_files_as_kvhvdrun_asks_for_suffice(marker: str, tmp_path: Path, options: str, count: int) -> None:
-    given = shlex.split(options.format(count, 2 * count))
+def test_as_many_files_as_kvhvdrun_asks_for_suffice(run: Any, options: str) -> None:
+    def attempt(files: int, code: int) -> str:
+        limit = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *kvhvdrun().prefix]
+        more: dict[str, Any] = {"acts": "steps=5"} if "--min-np" in options else {"program": ["true"]}
+        words = options.replace(" 127", "; echo 127")
+        return str(run(words, launcher=limit, code=code, KVHVD_ELASTIC_TIMEOUT="60", **more).err)
 
-    def attempt(files: int) -> tuple[int, str]:
-        worker = ["true"] if given[0] == "-np" else [sys.executable, elastic_worker.__file__, "steps=5"]
-        command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *kvhvdrun().prefix, *given, *worker]
-        done = subprocess.run(
-            command,
-            env={**variables_of(marker), "KVHVD_ELASTIC_TIMEOUT": "60"},
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        return done.returncode, done.stderr
-
-    code, err = attempt(15)
-    needed = re.search(r"needs (\d+) open files, and only 15 are allowed", err)
-    assert code == 2, err
-    assert needed is not None, err
-    assert attempt(int(needed[1])) == (0, "")
+    needed = re.search(r"needs (\d+) open files, and only 15 are allowed", attempt(15, 2))
+    assert needed is not None
+    assert attempt(int(needed[1]), 0) == ""

@@ -7,11 +7,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from support.jobs import LIMIT_S, variables_of
-from support.launchers import kvhvdrun
 
 mx = pytest.importorskip("mxnet")
 
@@ -38,42 +36,37 @@ def plain(line: str) -> str:
     return re.sub(r"loss [\d.]+e-\d+", "loss", line)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/unchanged-scripts.md", "docs/diagnosing-hangs.md"])
-def test_a_program_prints_what_the_page_says(page: str, marker: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        *(
+            pytest.param(f"docs/{page}.md", marks=pytest.mark.slow)
+            for page in ("unchanged-scripts", "diagnosing-hangs")
+        ),
+    ],
+)
+def test_a_program_prints_what_the_page_says(page: str, run: Any, tmp_path: Path) -> None:
     program, command, shown = example(page)
     (tmp_path / "train.py").write_text(program)
     words = shlex.split(command)
     variables = dict(word.split("=", 1) for word in words[: words.index("kvhvdrun")])
     arguments = [sys.executable if word == "python" else word for word in words[words.index("kvhvdrun") + 1 :]]
-    done = subprocess.run(
-        [*kvhvdrun().prefix, *arguments],
-        cwd=tmp_path,
-        env={**variables_of(marker), **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    printed = [plain(line) for line in (done.stdout + done.stderr).splitlines()]
+    job = run("", arguments, code=None, **variables)
+    printed = [plain(line) for line in (job.out + job.err).splitlines()]
     for rank in ("[0]", "[1]"):
         lines = iter(printed)
         for line in shown:
             if line.startswith(rank):
-                assert plain(line) in lines, f"not printed, or out of order: {line}\n{done.stdout}{done.stderr}"
+                assert plain(line) in lines, f"not printed, or out of order: {line}\n{job.describe()}"
 
 
-def test_the_notebook_prints_what_its_page_says(marker: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_notebook_prints_what_its_page_says(start: Any) -> None:
     """Read from standard input: like the cells of a notebook, it has no file."""
     text = (ROOT / "docs" / "notebooks.md").read_text()
     program, shown = re.findall(r"^```(?:python)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:2]
-    done = subprocess.run(
-        [sys.executable, "-"],
-        cwd=tmp_path,
-        env={**variables_of(marker)},
-        input=program,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(shown.splitlines())
+    job = start("-", [], launcher=[sys.executable], stdin=subprocess.PIPE)
+    job.process.stdin.write(program.encode())
+    job.process.stdin.close()
+    assert sorted(job.end().out.splitlines()) == sorted(shown.splitlines())

@@ -8,17 +8,12 @@ are neither the daemon nor a worker. KVHVD_TEST_SEED chooses another sequence; a
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +22,14 @@ import pytest
 from kvstore_hvd.wire import Address, Connection, WireError
 from kvstore_hvd.wire.authentication import mac
 from kvstore_hvd.wire.connection import _MAGIC
-from support.jobs import LIMIT_S, end_by, processes, variables_of
-from support.launchers import kvhvdrun
+from support.jobs import LIMIT_S, Job, processes
 
-WORKER = Path(__file__).resolve().parents[1] / "support" / "elastic_worker.py"
-
-# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
-pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.alike]
 
 
 def environ(pid: int) -> dict[str, str]:
     entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return dict(entry.decode().partition("=")[::2] for entry in entries if entry)  # type: ignore[misc]
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def listening_port(pid: int) -> int:
@@ -67,35 +47,20 @@ def listening_port(pid: int) -> int:
     raise AssertionError(f"process {pid} does not listen")
 
 
-class Job:
+class Target:
     """A job with two workers that train nothing, and what an attacker may find out about it."""
 
-    def __init__(self, marker: str, folder: Path) -> None:
-        self.log = folder / "events"
-        options = ["--min-np", "2", "--max-np", "2", "--event-log", str(self.log)]
-        self.launcher = subprocess.Popen(
-            [*kvhvdrun().prefix, *options, sys.executable, str(WORKER)],
-            env=variables_of(marker),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        eventually(lambda: self.count("generation_joined") == 1, "the first world")
-        self.workers = {event["worker"]: event["pid"] for event in self.events() if event["event"] == "worker_started"}
-        self.daemon = parent(self.workers[0])
-        self.secret = bytes.fromhex(environ(self.workers[0])["KVHVD_SECRET"])
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        job.until_joined(0, 1)
+        self.workers = {worker: job.pid(worker) for worker in (0, 1)}
+        (self.daemon,) = job.daemons()
+        variables = environ(self.workers[0])
+        self.secret = bytes.fromhex(variables["KVHVD_SECRET"])
         self.addresses: dict[str, Address] = {
-            "launcher": ("127.0.0.1", listening_port(self.launcher.pid)),
-            "daemon": environ(self.workers[0])["KVHVD_DAEMON"],
+            "launcher": ("127.0.0.1", listening_port(job.process.pid)),
+            "daemon": variables["KVHVD_DAEMON"],
         }
-
-    def events(self) -> list[dict[str, Any]]:
-        if not self.log.exists():
-            return []
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
-
-    def count(self, name: str) -> int:
-        return sum(event["event"] == name for event in self.events())
 
     def open(self, target: str) -> socket.socket:
         address = self.addresses[target]
@@ -110,48 +75,39 @@ class Job:
     def usage(self) -> dict[str, tuple[int, int]]:
         """Descriptors and KiB of memory of launcher and daemon."""
         found = {}
-        for name, pid in (("launcher", self.launcher.pid), ("daemon", self.daemon)):
+        for name, pid in (("launcher", self.job.process.pid), ("daemon", self.daemon)):
             status = Path(f"/proc/{pid}/status").read_text()
             found[name] = (len(os.listdir(f"/proc/{pid}/fd")), int(status.partition("VmRSS:")[2].split()[0]))
         return found
 
 
-@pytest.fixture
-def job(marker: str, tmp_path: Path) -> Iterator[Job]:
-    job = Job(marker, tmp_path)
-    yield job
-    if job.launcher.poll() is None:
-        job.launcher.kill()
-        job.launcher.communicate()
-
-
 class Attacker:
     """Sends one thing after the other, to one socket or the other."""
 
-    def __init__(self, job: Job, seed: int) -> None:
-        self.job = job
+    def __init__(self, target: Target, seed: int) -> None:
+        self.target = target
         self.sent = 0
         self.random = random.Random(seed)
         self._open: list[socket.socket | Connection] = []
-        self._recorded = {target: self._record(target) for target in job.addresses}
+        self._recorded = {name: self._record(name) for name in target.addresses}
 
     def _record(self, target: str) -> bytes:
         """The bytes that a process with the secret sends, which a stranger may have seen on its way."""
-        connection = Connection(self.job.open(target), self.job.secret, "client", self._identity())
+        connection = Connection(self.target.open(target), self.target.secret, "client", self._identity())
         while not connection._peer_nonce:
             select.select([connection], [], [], LIMIT_S)
             connection.receive()
         body = connection._nonce + connection._own_identity
-        proof = mac(self.job.secret, _MAGIC, b"hello", connection._peer_nonce, body)
+        proof = mac(self.target.secret, _MAGIC, b"hello", connection._peer_nonce, body)
         connection.close()
         return struct.pack("!I", len(body)) + proof + body
 
     def _identity(self) -> dict[str, Any]:
         return self.random.choice(
             [
-                {"role": "daemon", "host": "localhost", "pid": self.job.daemon},
+                {"role": "daemon", "host": "localhost", "pid": self.target.daemon},
                 {"role": "daemon", "host": "127.0.0.9", "pid": os.getpid()},
-                {"role": "worker", "worker": 0, "pid": self.job.workers[0]},
+                {"role": "worker", "worker": 0, "pid": self.target.workers[0]},
                 {"role": "worker", "worker": 1 << 60, "pid": os.getpid()},
                 {"role": "launcher"},
                 {"role": None, "host": [], "worker": {}},
@@ -175,7 +131,7 @@ class Attacker:
             each.close()
 
     def _bytes(self, target: str) -> None:
-        stranger = self.job.open(target)
+        stranger = self.target.open(target)
         self._open.append(stranger)
         kind = self.random.randrange(4)
         if kind == 0:
@@ -196,20 +152,20 @@ class Attacker:
             data = data[: self.random.randrange(len(data))]
         elif kind == 1:
             data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
-        stranger = self.job.open(target)
+        stranger = self.target.open(target)
         self._open.append(stranger)
         stranger.sendall(data)
 
     def _other_secret(self, target: str) -> None:
-        secret = self.random.choice([b"", bytes(32), self.job.secret[:-1]])
-        connection = Connection(self.job.open(target), secret, "client", self._identity())
+        secret = self.random.choice([b"", bytes(32), self.target.secret[:-1]])
+        connection = Connection(self.target.open(target), secret, "client", self._identity())
         self._open.append(connection)
         select.select([connection], [], [], LIMIT_S)
         connection.receive()
 
     def _with_secret(self, target: str) -> None:
         """One who knows the secret, but is nobody whom the job waits for; it says what others would, or anything."""
-        connection = Connection(self.job.open(target), self.job.secret, "client", self._identity())
+        connection = Connection(self.target.open(target), self.target.secret, "client", self._identity())
         self._open.append(connection)
         while not connection.is_authenticated:
             assert select.select([connection], [], [], LIMIT_S)[0]
@@ -240,46 +196,27 @@ class Attacker:
 @pytest.mark.parametrize(
     "count", [pytest.param(1_000, id="short"), pytest.param(25_000, id="long", marks=pytest.mark.fuzz)]
 )
-def test_attacks_change_nothing(job: Job, marker: str, count: int) -> None:
+def test_attacks_change_nothing(start: Any, count: int) -> None:
     seed = int(os.environ.get("KVHVD_TEST_SEED", "1"))
-    attacker = Attacker(job, seed)
+    job = start("--min-np 2 --max-np 2", acts="steps=1000000")
+    target = Target(job)
+    attacker = Attacker(target, seed)
     for _ in range(100):  # what is allocated once
         attacker.step()
-    before = job.events()
-    usage = job.usage()
+    before = list(job.events())
+    usage = target.usage()
     while attacker.sent < count:
         attacker.step()
     attacker.end()
     told = f"KVHVD_TEST_SEED={seed}, {attacker.sent} messages"
-    assert job.launcher.poll() is None, told
+    assert job.process.poll() is None, told
     assert job.events() == before, told
-    assert set(processes(marker)) >= {job.launcher.pid, job.daemon, *job.workers.values()}, told
+    assert set(processes(job.marker)) >= {job.process.pid, target.daemon, *target.workers.values()}, told
     # Strangers that said nothing have their time; then everything is as it was.
     for name, (descriptors, memory) in usage.items():
-        eventually(lambda: job.usage()[name][0] <= descriptors, f"the descriptors of the {name}")  # noqa: B023
-        assert job.usage()[name][1] < memory + 8192, f"{told}: memory of the {name}"
+        job.until(lambda: target.usage()[name][0] <= descriptors, f"the descriptors of the {name}")  # noqa: B023
+        assert target.usage()[name][1] < memory + 8192, f"{told}: memory of the {name}"
     # And the job does what it would have done.
-    os.kill(job.workers[0], signal.SIGKILL)
-    eventually(lambda: job.count("generation_joined") == 2, "a world with the worker's successor")
-    code, _, err = end_by(job.launcher, signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM
-    assert job.secret.hex().encode() not in err
-    assert processes(marker) == []
-
-
-def test_the_secret_is_in_no_command_line_and_no_file_for_others(job: Job, marker: str) -> None:
-    secret = job.secret.hex().encode()
-    found = processes(marker)
-    assert {job.launcher.pid, job.daemon, *job.workers.values()} <= set(found)
-    for pid in found:
-        assert secret not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert Path(f"/proc/{pid}/environ").stat().st_mode & 0o077 == 0
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                path = Path(os.readlink(f"/proc/{pid}/fd/{fd}"))
-                if path.is_file():
-                    assert secret not in path.read_bytes()
-    code, _, err = end_by(job.launcher, signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM
-    assert secret not in err
-    assert secret not in job.log.read_bytes()
+    job.kill(0)
+    job.until_joined(1, 2)
+    assert target.secret.hex() not in job.end(128 + signal.SIGTERM, signal.SIGTERM).err

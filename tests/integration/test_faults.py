@@ -1,72 +1,73 @@
-"""Ranks that die, stop, leave or fail while others wait for them: real processes, real signals, real MXNet."""
+"""Ranks that die, stop, leave or fail while others wait for them: real processes, real signals."""
 
 from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import time
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support import jobs
-from support.patience import of_the_product, patient
-from support.pauses import stopped
-from support.runs import Run
+from support.jobs import Job, stopped
 
-WORKER = Path(__file__).resolve().parents[1] / "support" / "fault_worker.py"
+# Every rank sums until rank 1 suffers the fault. Whoever is told checks that no call hangs, and exits with code 7.
+SUM = """
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+for step in range(1000):
+    if step == 3 and rank == 1:
+        say('suffers\\n')
+        {fault}
+    try:
+        kvstore_hvd.allreduce(np.ones(3), 'weight')
+    except kvstore_hvd.HorovodInternalError as error:
+        say(f'caught: {{type(error).__name__}}: {{error}}\\n', sys.stderr)
+        break
+for _ in range(2):
+    try:
+        kvstore_hvd.allreduce(np.ones(2), 'late')
+    except kvstore_hvd.HorovodInternalError as error:
+        say('again\\n')
+sys.exit(7)
+"""
 
 
-@pytest.fixture
-def start(tmp_path: Path, marker: str):  # type: ignore[no-untyped-def]
-    """Start jobs; `Run` checks that each leaves nothing behind."""
-    runs: list[Run] = []
-
-    def start_one(fault: str, ranks: int, **variables: str) -> Run:
-        runs.append(Run(WORKER, [fault], ranks, tmp_path, marker, **variables))
-        return runs[-1]
-
-    yield start_one
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.send_signal(signal.SIGTERM)
-            run.process.wait(timeout=patient(30))
-
-
-def survivors(output: str, ranks: int) -> list[str]:
-    """The errors that the ranks other than the faulty one report, each of them exactly once."""
+def caught(job: Job, ranks: int = 3) -> list[str]:
+    """The errors that the ranks other than rank 1 report, each of them exactly once."""
     errors = []
-    for rank in (rank for rank in range(ranks) if rank != 1):
-        own = [line.split("] ", 1)[1] for line in output.splitlines() if line.startswith(f"[{rank}] ")]
-        caught = [line for line in own if line.startswith("caught: ")]
-        assert len(caught) == 1, f"rank {rank} caught {caught}:\n{output}"
-        assert own.count("again: PeerLostError") + own.count("again: TimeoutError") == 2, output
-        errors.append(caught[0])
+    for rank in {*range(ranks)} - {1}:
+        own = job.of(rank)
+        assert (own.count("caught: "), own.count("again")) == (1, 2), job.describe()
+        errors.append(own)
     return errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("fault", "how", "code"),
     [
-        ("sigkill", r"died \(SIGKILL\)", 128 + signal.SIGKILL),
-        ("abort", r"died \(SIGABRT\)", 128 + signal.SIGABRT),
-        ("os_exit", "exited with code 3", 3),
-        ("exit_code", "left before it submitted", 5),
-        ("raise", "ended early: ValueError: the data set is empty", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"died \(SIGKILL\)", 137),
+        ("os._exit(3)", "exited with code 3", 3),
+        ("sys.exit(0)", "left before it submitted allreduce 'weight'", 7),
     ],
 )
-def test_a_rank_that_ends_is_named_by_all_others(  # type: ignore[no-untyped-def]
-    start, fault: str, how: str, code: int, ranks: int
-) -> None:
-    """The others raise within a second, name rank, host and cause, and the job ends with the culprit's exit code."""
-    ended, output = start(fault, ranks).end()
-    for error in survivors(output, ranks):
-        assert re.search(rf"PeerLostError: \[rank [023]/{ranks}\] .*rank 1 \(.*pid \d+\) {how}", error), output
-    fix = "correct the ValueError on rank 1." if fault == "raise" else "restart the job from its last checkpoint"
-    assert f"  Fix: {fix}" in output
-    assert ended == code, output
+def test_a_rank_that_ends_is_named_by_all_others(run: Any, fault: str, how: str, code: int) -> None:
+    """With host and cause; and the job ends with the culprit's exit code, unless that is success."""
+    job = run("-np 3", SUM.format(fault=fault), code=code)
+    for error in caught(job):
+        assert re.search(rf"PeerLostError: \[rank [02]/3\] .*rank 1 \(.*pid \d+\) {how}", error), error
+        assert "  Fix: " in error
+
+
+@pytest.mark.alike
+@pytest.mark.parametrize("fault", ["os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)"])
+def test_a_rank_that_stands_still_is_named_at_the_deadline(run: Any, fault: str) -> None:
+    """Who has waited, in what, and for whom."""
+    for error in caught(run("-np 3", SUM.format(fault=fault), code=7, KVHVD_TIMEOUT="3")):
+        waited = r"waited 3 s (in allreduce .*)?for rank 1 \(.*pid \d+\), which did not submit it\."
+        assert re.search(rf"TimeoutError: .*{waited}", error), error
 
 
 # Operations of either rank are pending when rank 1 fails: announced, and not announced because MXNet still computes.
@@ -91,47 +92,26 @@ while True:
 """
 
 
-def test_an_error_of_the_program_is_all_that_is_printed(marker: str) -> None:
-    """One traceback on each rank, although what was pending has failed as well."""
-    ended, _, err = jobs.run(marker, 2, PENDING)
-    lines = err.decode().splitlines()
+def test_an_error_of_the_program_is_all_that_is_printed(run: Any) -> None:
+    """One traceback on each rank, although what was pending has failed as well; the others name the error."""
+    job = run("-np 2", PENDING, code=1)
+    assert "ended early: ValueError: the data set is empty" in job.of(0)
     for rank, last in ((0, "  Fix: correct the ValueError on rank 1."), (1, "ValueError: the data set is empty")):
-        own = [line[4:] for line in lines if line.startswith(f"[{rank}] ")]
-        assert own.count("Traceback (most recent call last):") == 1, err.decode()
-        assert own[-1] == last, err.decode()
-    assert ended == 1
+        own = job.of(rank).splitlines()
+        assert own.count("Traceback (most recent call last):") == 1, job.describe()
+        assert own[-1] == last, job.describe()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_leaves_in_good_order_is_named_by_those_who_need_it(start, ranks: int) -> None:  # type: ignore[no-untyped-def]
-    """A rank whose script ends early, with success, leaves the others with an error and not waiting."""
-    ended, output = start("return", ranks).end()
-    for error in survivors(output, ranks):
-        assert re.search(
-            r"PeerLostError: .*rank 1 \(.*\) left before it submitted allreduce '\w*(weight|bias)' ", error
-        ), output
-    assert ended == 7, output
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("fault", ["sigstop", "hang"])
-def test_a_rank_that_stands_still_is_named_at_the_deadline(start, fault: str, ranks: int) -> None:  # type: ignore[no-untyped-def]
-    """A stopped or sleeping rank costs the others no more than the deadline."""
-    deadline_s = of_the_product(2)
-    run = start(fault, ranks, KVHVD_TIMEOUT=str(deadline_s))
-    ended, output = run.end()
-    for error in survivors(output, ranks):
-        # Who has waited, in what, and for whom: each of them once.
-        waited = rf"waited {deadline_s} s (in allreduce .*)?for rank 1 \(.*pid \d+\)"
-        fact = rf"TimeoutError: .*{waited}, which did not submit it\."
-        assert re.search(fact, error), output
-    assert re.search(r"rank 1 \(.*pid \d+\)", output)
-    assert ended == 7, output
+@pytest.mark.alike
+def test_ctrl_c_ends_all_ranks(start: Any) -> None:
+    """Also one that waits in an operation, and one that does not react."""
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+    job = start("-np 3", SUM.format(fault=deaf), KVHVD_KILL_GRACE="0.5").until_printed("suffers")
+    job.end(128 + signal.SIGINT, signal.SIGINT)
 
 
 # Rank 1 is stopped while both sum in rank 0's arena; rank 0 uses its array again, and rank 1 goes on.
 SUMS = """
-import time
 import mxnet as mx
 import kvstore_hvd
 store = mx.kv.create('horovod')
@@ -148,73 +128,57 @@ for trial in range(5):
     grad[:] = 1
     store.pushpull('sum', grad, out=grad)
     assert (grad.asnumpy() == 2).all()
-    say(f'trial {os.getpid()}\\n')
+    say(f'trial {trial} {os.getpid()}\\n')
     try:
         while True:
             store.pushpull('sum', grad, out=grad)
             grad.wait_to_read()
     except Exception as error:
-        say(f'failed {type(error).__name__}\\n')
+        say(f'failed {trial} {type(error).__name__}\\n')
     if rank == 0:
         grad[:] = 7
         grad.wait_to_read()
-        say('used again\\n')
-        sys.stdin.readline()
+        say(f'used again {trial}\\n')
+        wait_for(f'go{trial}')
         say(f'changed {(grad.asnumpy() != 7).sum()}\\n')
     kvstore_hvd.reset()
 """
 
 
-def test_a_rank_that_was_stopped_past_the_deadline_changes_nothing_later(marker: str) -> None:
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_past_the_deadline_changes_nothing_later(start: Any) -> None:
     """It may be about to write into an array of the other worker, which has had its error by then."""
-    process = jobs.start(marker, 2, SUMS, variables={"KVHVD_TIMEOUT": "1"}, stdin=subprocess.PIPE)
+    job = start("-np 2", SUMS, KVHVD_TIMEOUT="1")
     for trial in range(5):
-        pids = {}
-        for _ in range(2):
-            line = jobs.line_with(process, b"trial")
-            pids[line[:3]] = int(line.split()[-1])
+        job.until_printed(f"trial {trial}", 2)
+        (pid,) = re.findall(rf"\[1\] trial {trial} (\d+)", job.out)
         time.sleep(0.1 + trial * 0.0071)  # amid one of many sums
-        with stopped(pids[b"[1]"]):
-            jobs.line_with(process, b"[0] used again")
-        jobs.line_with(process, b"[1] failed")
-        assert process.stdin is not None
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        assert jobs.line_with(process, b"[0] changed").split()[-1] == b"0"
-    _, err = process.communicate(timeout=jobs.LIMIT_S)
-    assert process.returncode == 0, err.decode()
+        with stopped(int(pid)):
+            job.until_printed(f"[0] used again {trial}")
+        job.until_printed(f"[1] failed {trial}")
+        (job.folder / f"go{trial}").touch()
+    assert job.end().out.count("changed 0\n") == 5
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_model_that_drifts_apart_is_named_by_all(start, ranks: int) -> None:  # type: ignore[no-untyped-def]
+DIVERGES = """
+import kvstore_hvd
+from support.small_training import SmallTraining
+training = SmallTraining()
+try:
+    for step in range(100):
+        if step == 2 and rank == 1:
+            training.net.weight.set_data(training.net.weight.data() * 2 + 1)
+        training.step()
+except kvstore_hvd.DivergedError as error:
+    say(f'caught: {error}\\n')
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_drifts_apart_is_named_by_all(run: Any) -> None:
     """Every rank says which parameter, and on which rank, although each of them ends as soon as it knows."""
-    ended, output = start("diverge", ranks, KVHVD_VERIFY_EVERY="5").end()
-    for rank in range(ranks):
-        assert re.search(
-            rf"\[{rank}\] caught: DivergedError: \[rank {rank}/{ranks}\] verify '\w*weight' \(key \d\): "
-            r"the workers' parameters differ after 5 updates",
-            output,
-        ), output
-        assert re.search(rf"^\[{rank}\]   [0-9a-f]{{16}}: rank 1$", output, re.MULTILINE), output
-    assert ended == 7, output
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_all_ranks(start, number: int, ranks: int) -> None:  # type: ignore[no-untyped-def]
-    """Ctrl-C (and the batch system's SIGTERM) reach all ranks, also one that does not react."""
-    run = start("hang", ranks)
-    run.until(lambda text: text.count("trained") == ranks and "hanging" in text)
-    run.process.send_signal(number)
-    ended, output = run.end()
-    assert ended == 128 + number, output
-
-
-def test_killing_the_launcher_ends_all_ranks(start) -> None:  # type: ignore[no-untyped-def]
-    """The launcher's death takes the workers with it."""
-    run = start("hang", 2)
-    run.until(lambda text: "hanging" in text)
-    run.belongings.note()
-    run.process.kill()
-    run.process.wait(timeout=patient(10))
-    run.belongings.assert_gone(patient(15))
+    job = run("-np 3", DIVERGES, KVHVD_VERIFY_EVERY="5")
+    for rank in range(3):
+        text = r"verify '\w*weight' \(key \d\): the workers' parameters differ after 5 updates"
+        assert re.search(rf"caught: \[rank {rank}/3\] {text}", job.of(rank)), job.describe()
+        assert re.search(r"^  [0-9a-f]{16}: rank 1$", job.of(rank), re.MULTILINE), job.describe()

@@ -17,7 +17,11 @@ from support.jobs import LIMIT_S, variables_of
 from support.launchers import kvhvdrun, with_tests
 from support.patience import of_the_product
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
+]
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "gpu_worker.py"
 

@@ -1,133 +1,214 @@
-"""How jobs of kvhvdrun end: exit codes, who is blamed, and that no process is left behind."""
+"""How jobs of kvhvdrun end: exit codes, who is blamed, and that nothing is left of them, whoever is killed."""
 
 from __future__ import annotations
 
-import select
+import os
 import signal
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.jobs import LIMIT_S, processes, run, start, wait_for
+from support.jobs import LIMIT_S, processes, status_of, variables_of
+from support.launchers import kvhvdrun, with_tests
+from support.pid_namespace import run_as_init, why_impossible
 
-# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.alike
 
-# -- Ends ---------------------------------------------------------------------------------------------------------
-
-
-def test_exit_code_and_last_words_of_the_first_failure(marker: str) -> None:
-    program = "if rank == 1: say('early\\n' 'ValueError: bad', sys.stderr); sys.exit(7)\nforever()"
-    code, _, err = run(marker, 3, program, variables={"KVHVD_SURVIVOR_TIME": "0.1"})
-    assert code == 7
-    head, _, block = err.partition(b"kvhvdrun: ")
-    assert head.endswith(b"\n")
-    assert block.startswith(b"rank 1 of 3 (pid ")
-    assert block.endswith(b") exited with code 7. Its last lines on stderr:\n    early\n    ValueError: bad\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
-def test_a_killed_worker_gives_128_and_the_signal(marker: str, number: signal.Signals) -> None:
-    program = f"if rank == 1: os.kill(os.getpid(), {int(number)})\nforever()"
-    code, _, err = run(marker, 2, program, variables={"KVHVD_SURVIVOR_TIME": "0.1"})
-    assert code == 128 + number
-    assert f"was killed by {number.name}".encode() in err
-
-
-def test_survivors_may_report_and_are_not_blamed(marker: str) -> None:
-    # Rank 0 ends first, but because of rank 1: as when a peer is told of a failure before the failing process is gone.
-    program = """
-if rank == 0:
-    say('PeerLostError: rank 1 raised ValueError\\n', sys.stderr); sys.exit(1)
-threading.Event().wait(0.3)
-say('ValueError: the cause\\n', sys.stderr); sys.exit(9)
-"""
-    code, _, err = run(marker, 2, program)
-    assert code == 9
-    assert b"rank 1 of 2" in err.partition(b"kvhvdrun: ")[2]
-    assert b"[0] PeerLostError" in err
-
-
-def test_the_cause_is_the_last_line_whatever_exit_handlers_raise(marker: str) -> None:
-    program = """
-if rank == 0:
-    say('PeerLostError: rank 1 raised ValueError\\n', sys.stderr); sys.exit(1)
-import atexit
-class PeerLostError(Exception): pass
-@atexit.register
-def leave(): raise PeerLostError('rank 1 ended early\\n  Fix: restart')
-threading.Event().wait(0.3)
-raise ValueError('the cause')
-"""
-    code, _, err = run(marker, 2, program)
-    summary = err.partition(b"kvhvdrun: ")[2]
-    assert code == 1
-    assert summary.startswith(b"rank 1 of 2")
-    assert summary.endswith(b"\n    ValueError: the cause\n")
-    assert err.count(b"PeerLostError: rank 1 ended early") == 1  # the worker's own words are whole
-
-
-def test_the_time_of_the_survivors_runs_from_the_first_failure(marker: str) -> None:
-    """However many fail after it. A launcher that is late by less than six seconds changes nothing."""
-    program = "threading.Event().wait(rank); sys.exit(10 + rank)"
-    code, _, err = run(marker, 9, program, "--verbose", variables={"KVHVD_SURVIVOR_TIME": "2"})
-    assert code == 10
-    assert b"rank 1 exited with code 11" in err
-    assert b"rank 8 was killed by SIGTERM" in err
-
-
-def test_a_worker_that_ignores_sigterm_is_killed(marker: str) -> None:
-    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 0: sys.exit(3)\nforever()"
-    code, _, _ = run(marker, 2, program, variables={"KVHVD_SURVIVOR_TIME": "0.1", "KVHVD_KILL_GRACE": "0.2"})
-    assert code == 3
-
-
-def test_a_stopped_worker_is_killed(marker: str) -> None:
-    program = "if rank == 0: sys.exit(3)\nos.kill(os.getpid(), signal.SIGSTOP)"
-    code, _, _ = run(marker, 2, program, variables={"KVHVD_SURVIVOR_TIME": "0.1", "KVHVD_KILL_GRACE": "0.2"})
-    assert code == 3
-
-
-def test_workers_that_end_well_are_waited_for(marker: str) -> None:
-    program = "if rank == 0: sys.exit(0)\nthreading.Event().wait(0.5); say('done\\n')"
-    code, out, _ = run(marker, 2, program, variables={"KVHVD_SURVIVOR_TIME": "0.1", "KVHVD_KILL_GRACE": "0.1"})
-    assert (code, out) == (0, b"[1] done\n")
-
-
-# -- Nothing is left ----------------------------------------------------------------------------------------------
-
-GRANDCHILDREN = """
-sleep = ['sleep', '1000']
-subprocess.Popen(sleep)
-subprocess.Popen(sleep, start_new_session=True)
-subprocess.Popen(['sh', '-c', 'setsid sleep 1000 & exit'], start_new_session=True).wait()
+# In its session and out of it, with its environment and without.
+CHILDREN = """
 mark = os.environ['KVHVD_TEST_MARK']
-subprocess.Popen(['setsid', 'env', '-i', '/bin/sh', '-c', 'sleep 1000; :', mark])
+bare = ['env', '-i', '/bin/sh', '-c', 'sleep 1000; :', mark]
+subprocess.Popen(['sleep', '1000'])
+subprocess.Popen(['sleep', '1000'], start_new_session=True)
+subprocess.Popen(bare)
+subprocess.Popen(bare, start_new_session=True)
+subprocess.Popen(['setsid', 'sh', '-c', 'setsid env -i /bin/sh -c "sleep 1000; :" $0 & exit', mark]).wait()
 say('ready\\n')
 """
 
 
-def test_grandchildren_end_with_a_job_that_ends_well(marker: str) -> None:
-    code, _, _ = run(marker, 2, GRANDCHILDREN)
-    assert code == 0
+def with_name(marker: str, name: bytes) -> list[int]:
+    """The processes that `pkill NAME` or `pkill -f NAME` would hit, of this job only."""
+    files = [(pid, Path("/proc", str(pid), file)) for pid in processes(marker) for file in ("comm", "cmdline")]
+    return sorted({pid for pid, file in files if file.exists() and name in file.read_bytes()})
 
 
-def test_grandchildren_end_with_a_worker_that_is_killed(marker: str) -> None:
-    program = GRANDCHILDREN + "if rank == 1: os.kill(os.getpid(), 9)\nforever()"
-    code, _, _ = run(marker, 2, program, variables={"KVHVD_SURVIVOR_TIME": "0.1"})
-    assert code == 137
+# -- Ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_sigkill_of_the_launcher_ends_everything(marker: str) -> None:
-    process = start(marker, 2, GRANDCHILDREN + "forever()")
-    wait_for(process, 2)
-    assert len(processes(marker)) >= 2 + 2 * 4
-    process.kill()
-    # The streams close when the last process that holds them has ended.
-    process.communicate(timeout=LIMIT_S)
-    while processes(marker):
-        threading_wait()
+def test_exit_code_and_last_words_of_the_first_failure(run: Any) -> None:
+    program = "if rank == 1: say('early\\n' 'ValueError: bad', sys.stderr); sys.exit(7)\nforever()"
+    err = run("-np 3", program, code=7, KVHVD_SURVIVOR_TIME="0.1").err
+    head, _, block = err.partition("kvhvdrun: ")
+    assert head.endswith("\n")
+    assert block.startswith("rank 1 of 3 (pid ")
+    assert block.endswith(") exited with code 7. Its last lines on stderr:\n    early\n    ValueError: bad\n")
 
 
-def threading_wait() -> None:
-    """A short pause between two looks at /proc, which has no events."""
-    select.select([], [], [], 0.02)
+def test_a_killed_worker_gives_128_and_the_signal(run: Any) -> None:
+    """What it has started is ended, too."""
+    program = CHILDREN + "if rank == 1: os.kill(os.getpid(), 9)\nforever()"
+    assert "was killed by SIGKILL" in run("-np 2", program, code=137, KVHVD_SURVIVOR_TIME="0.1").err
+
+
+def test_survivors_may_report_and_are_not_blamed(run: Any) -> None:
+    """Rank 0 ends first, but because of rank 1; and the cause is its last line, whatever exit handlers raise."""
+    program = """
+if rank == 0:
+    say('PeerLostError: rank 1 raised ValueError\\n', sys.stderr); open('told', 'w'); sys.exit(1)
+import atexit
+class PeerLostError(Exception): pass
+@atexit.register
+def leave(): raise PeerLostError('rank 1 ended early\\n  Fix: restart')
+wait_for('told')
+raise ValueError('the cause')
+"""
+    err = run("-np 2", program, code=1).err
+    summary = err.partition("kvhvdrun: ")[2]
+    assert summary.startswith("rank 1 of 2")
+    assert summary.endswith("\n    ValueError: the cause\n")
+    assert "[0] PeerLostError" in err
+    assert err.count("PeerLostError: rank 1 ended early") == 1  # the worker's own words are whole
+
+
+@pytest.mark.timing
+def test_the_time_of_the_survivors_runs_from_the_first_failure(run: Any) -> None:
+    """However many fail after it. A launcher that is late by less than six seconds changes nothing."""
+    program = "time.sleep(rank); sys.exit(10 + rank)"
+    job = run("-np 9 --verbose", program, code=10, KVHVD_SURVIVOR_TIME="2")
+    assert "rank 1 exited with code 11" in job.err
+    assert "rank 8 was killed by SIGTERM" in job.err
+
+
+def test_workers_that_ignore_sigterm_or_are_stopped_are_killed(run: Any) -> None:
+    program = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 0: wait_for('1'); wait_for('2'); sys.exit(3)
+open(str(rank), 'w')
+if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)
+forever()
+"""
+    run("-np 3", program, code=3, KVHVD_SURVIVOR_TIME="0.1", KVHVD_KILL_GRACE="0.2")
+
+
+def test_what_is_deaf_to_sigterm_is_killed_when_all_workers_have_ended_well(run: Any) -> None:
+    program = (
+        CHILDREN
+        + """
+deaf = 'import signal, threading; signal.signal(15, signal.SIG_IGN); print(1, flush=True); threading.Event().wait()'
+for own in (False, True):
+    child = subprocess.Popen([sys.executable, '-c', deaf], stdout=subprocess.PIPE, start_new_session=own)
+    child.stdout.readline()
+"""
+    )
+    assert run("-np 2", program).err == ""
+
+
+# -- Nothing is left ----------------------------------------------------------------------------------------------
+
+
+def test_a_guard_that_is_killed_is_replaced_and_costs_the_job_nothing(start: Any, marker: str) -> None:
+    """A worker that ends well meanwhile is no reason to end the other one."""
+    job = start("-np 2", "say('ready\\n'); wait_for('go' if rank else '/'); say('done\\n')", KVHVD_SURVIVOR_TIME="0.1")
+    job.until_printed("[0] done")
+    (first,) = with_name(marker, b"job-guard")
+    os.kill(first, signal.SIGKILL)
+    job.until(lambda: set(with_name(marker, b"job-guard")) - {first}, "another guard")
+    (job.folder / "go").touch()
+    assert "[1] done" in job.end().out
+    assert job.err == ""
+
+
+@pytest.mark.parametrize("options", ["-np 2", "--min-np 2 --host-discovery-script"])
+def test_whoever_kills_launchers_by_name_ends_all_of_the_job(start: Any, marker: str, options: str) -> None:
+    """Those of an elastic job together with the daemon, and what a discovery script has started."""
+    if "--min" in options:
+        options += " \"setsid env -i sh -c 'sleep 1000; :' $KVHVD_TEST_MARK > /dev/null 2>&1 & echo localhost:2\""
+    job = start(options, CHILDREN + "forever()").until_printed("ready", 2)
+    assert len(processes(marker)) >= 2 + 2 * 5
+    by_name = with_name(marker, b"kvhvdrun")
+    assert job.process.pid in by_name
+    for pid in [*by_name, *job.daemons()]:
+        os.kill(pid, signal.SIGKILL)
+    job.end(-signal.SIGKILL)
+
+
+# Shared memory that Python's resource tracker removes once the processes of its program are gone.
+SHARED = """
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+tracker = resource_tracker._resource_tracker._fd
+subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(1000)'], pass_fds=[tracker])
+open(f'memory{rank}', 'w').write(memory.name)
+say('ready\\n')
+"""
+
+
+@pytest.mark.parametrize("who", ["worker", "launcher"])
+def test_shared_memory_is_removed_by_what_cleans_up_behind_itself(start: Any, who: str) -> None:
+    killed = "if rank == 1: os.kill(os.getpid(), 9)\n" if who == "worker" else ""
+    job = start("-np 2", SHARED + "wait_for('memory0')\n" + killed + "forever()")
+    if who == "launcher":
+        job.until_printed("ready", 2)
+    job.end(137 if who == "worker" else -9, 0 if who == "worker" else signal.SIGKILL)
+    names = [(job.folder / f"memory{rank}").read_text() for rank in range(2)]
+    assert [name for name in names if Path("/dev/shm", name).exists()] == []
+
+
+@pytest.mark.parametrize("options", [(), ("--min-np", "1")])
+def test_what_was_started_before_kvhvdrun_goes_on(options: tuple[str, ...]) -> None:
+    """As in the start script of a container: a shell starts a service, and becomes kvhvdrun."""
+    script = 'sleep 1000 > /dev/null & echo $!; exec "$@"'
+    command = ["sh", "-c", script, "sh", *kvhvdrun().prefix, "-np", "2", *options, "true"]
+    done = subprocess.run(command, env=variables_of(), stdout=subprocess.PIPE, timeout=LIMIT_S, check=True)
+    os.kill(int(done.stdout), signal.SIGTERM)  # raises when it is gone
+
+
+# Runs as the init of a namespace. Rank 1 ends; a stranger gets its number while rank 0 goes on until it may end.
+STRANGER = """
+import subprocess, sys, time
+from support.pid_namespace import is_running, start_with_id
+how, *launcher = {words!r}
+worker = '''
+import os, sys
+print(os.environ["KVHVD_RANK"], os.getpid(), flush=True)
+if os.environ["KVHVD_RANK"] == "0": sys.stdin.read()
+'''
+job = subprocess.Popen([*launcher, '-np', '2', '-v', sys.executable, '-c', worker],
+                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+pids = dict(line.split()[1:] for line in (job.stdout.readline().decode() for _ in range(2)))
+while b'rank 1 exited with code 0' not in job.stderr.readline(): pass
+stranger = start_with_id(int(pids['1']))
+if how == 'killed':
+    job.kill()
+else:
+    job.stdin.close()
+job.wait(60)
+while is_running(int(pids['0'])):
+    time.sleep(0.02)
+time.sleep(3 if how == 'killed' else 0)  # for whoever wants to kill the stranger, too
+print('the stranger lives' if is_running(stranger.pid) else 'the stranger was killed', flush=True)
+"""
+
+
+@pytest.mark.timing
+@pytest.mark.skipif(bool(why_impossible()), reason=why_impossible())
+@pytest.mark.parametrize("how", ["ends", "killed"])
+def test_a_stranger_with_the_number_of_a_worker_that_has_ended_is_spared(marker: str, how: str) -> None:
+    program = STRANGER.format(words=[how, *kvhvdrun().prefix])
+    done = run_as_init(program, with_tests(variables_of(marker)), 60)
+    assert done.stdout == "the stranger lives\n", done.stderr
+
+
+def test_a_launcher_that_is_stopped_and_continued_goes_on(start: Any) -> None:
+    """Ctrl-Z and fg: the workers are stopped with it."""
+    job = start("-np 2", "say(f'{os.getpid()}\\n'); wait_for('go')").until_printed("\n", 2)
+    pids = [job.process.pid, *(int(line.split()[-1]) for line in job.out.splitlines())]
+    job.process.send_signal(signal.SIGTSTP)
+    job.until(lambda: [status_of(pid)[0] for pid in pids] == ["T"] * 3, "three stopped processes")
+    job.process.send_signal(signal.SIGCONT)
+    (job.folder / "go").touch()
+    assert job.end().err == ""

@@ -1,92 +1,61 @@
-"""Signals that kvhvdrun gets: while workers start, while they run, and while they end."""
+"""Signals that kvhvdrun gets: while workers start, while they run, and while they end; and what it starts them with."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import select
 import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.jobs import LIMIT_S, end_by, run, start, variables_of, wait_for
+from kvstore_hvd.base.cores import describe, suffice
+from support.jobs import PACKAGES
 from support.launchers import kvhvdrun
 
-# Slow: the short choice of tests is for another MXNet and MPI, which nothing here has to do with.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.alike
 
-HANDLER = """
-def handler(number, frame):
-    say(f'got {number}\\n')
-    if number not in (signal.SIGUSR1, signal.SIGUSR2): sys.exit(0)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, handler)
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_reach_every_worker_and_give_the_exit_code(start: Any, number: signal.Signals) -> None:
+    """Whatever the workers say; the user's own signals are passed on and end nothing."""
+    program = f"""
+signal.signal(signal.SIGUSR1, lambda *_: say('user\\n'))
+signal.signal({int(number)}, lambda number, _: (say(f'got {{number}}\\n'), os._exit(77 * rank)))
 say('ready\\n')
 while True: signal.pause()
 """
+    job = start("-np 2", program).until_printed("ready", 2)
+    job.process.send_signal(signal.SIGUSR1)
+    job.until_printed("user", 2)
+    job.end(128 + number, number)
+    assert sorted(job.out.splitlines()[4:]) == [f"[{rank}] got {int(number)}" for rank in range(2)]
+    assert job.err == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_signals_reach_every_worker(marker: str, number: signal.Signals) -> None:
-    process = start(marker, 2, HANDLER)
-    wait_for(process, 2)
-    code, out, _ = end_by(process, number)
-    assert sorted(out.splitlines()) == [b"[0] got %d" % number, b"[1] got %d" % number]
-    assert code == 128 + number
+def test_a_signal_after_a_failure_gives_the_exit_code(start: Any) -> None:
+    job = start("-np 2 -v", "if rank == 1: sys.exit(7)\nforever()", KVHVD_SURVIVOR_TIME="100")
+    job.until_printed("rank 1 exited with code 7").end(128 + signal.SIGINT, signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_workers_that_die_of_the_signal(marker: str, number: signal.Signals) -> None:
-    process = start(marker, 2, "say('ready\\n'); forever()")
-    wait_for(process, 2)
-    assert end_by(process, number)[0] == 128 + number
+def test_ctrl_c_of_a_terminal_while_workers_start(start: Any) -> None:
+    """It reaches the workers, too."""
+    job = start("-np 3 -v", "forever()", start_new_session=True).until_printed("kvhvdrun: rank 0 is")
+    os.killpg(job.process.pid, signal.SIGINT)
+    job.end(128 + signal.SIGINT)
 
 
-@pytest.mark.parametrize("own", [0, 1, 77])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_signal_gives_the_exit_code_whatever_the_workers_say(marker: str, number: signal.Signals, own: int) -> None:
-    program = f"signal.signal({int(number)}, lambda *_: os._exit({own})); say('ready\\n')\nwhile True: signal.pause()"
-    process = start(marker, 2, program)
-    wait_for(process, 2)
-    code, _, err = end_by(process, number)
-    assert (code, err) == (128 + number, b"")
-
-
-def test_a_signal_after_a_failure_gives_the_exit_code(marker: str) -> None:
-    program = "if rank == 1: sys.exit(7)\nsay('ready\\n'); forever()"
-    process = start(marker, 2, program, "-v", variables={"KVHVD_SURVIVOR_TIME": "100"})
-    assert process.stderr is not None
-    while b"rank 1 exited with code 7" not in (line := process.stderr.readline()):
-        assert line
-    assert end_by(process, signal.SIGINT)[0] == 128 + signal.SIGINT
-
-
-@pytest.mark.parametrize("progress", [b"kvhvdrun: job ", b"kvhvdrun: rank 0 is", b"kvhvdrun: rank 2 is"])
-@pytest.mark.parametrize("group", [False, True])
-def test_ctrl_c_while_workers_start(marker: str, progress: bytes, group: bool) -> None:
-    process = start(marker, 3, "forever()", "-v", start_new_session=True)
-    assert process.stderr is not None
-    while progress not in (line := process.stderr.readline()):
-        assert line
-    if group:
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.send_signal(signal.SIGINT)
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGINT
-
-
-def test_ctrl_c_while_the_launcher_is_imported(marker: str, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_launcher_is_imported(start: Any, tmp_path: Path) -> None:
     if len(kvhvdrun().prefix) > 1:
         pytest.skip("the package is not installed, and with it the command")
     (tmp_path / "difflib.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
-    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{variables_of()['PYTHONPATH']}"}
-    process = start(marker, 2, "", variables=variables)
-    assert wait_for(process, 1) == [b"importing\n"]
-    assert end_by(process, signal.SIGINT) == (128 + signal.SIGINT, b"", b"")
+    job = start("-np 2", "", PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGES}").until_printed("importing")
+    assert job.end(128 + signal.SIGINT, signal.SIGINT).err == ""
 
 
 # A launcher that gets a signal when it has started its first worker.
@@ -97,140 +66,120 @@ from kvstore_hvd.launcher import processes
 spawn = processes.spawn
 def spawn_and_signal(*arguments, **keywords):
     pid = spawn(*arguments, **keywords)
-    os.kill(os.getpid(), int(sys.argv[1]))
+    os.kill(os.getpid(), signal.SIGTERM)
     return pid
 processes.spawn = spawn_and_signal
-sys.exit(launch.main(['-np', '50', '-v', 'sleep', '1000']))
+sys.exit(launch.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_starting_of_more_workers(marker: str, number: signal.Signals) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(int(number))],
-        env=variables_of(marker),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 128 + number
-    assert done.stderr.count(b" is process ") == 1
+def test_a_signal_stops_the_starting_of_more_workers(run: Any) -> None:
+    job = run("-np 50 -v", ["sleep", "1000"], code=143, launcher=[sys.executable, "-c", INTERRUPTED])
+    assert job.err.count(" is process ") == 1
 
 
-def test_workers_start_with_no_signal_blocked(marker: str) -> None:
-    code, out, _ = run(marker, 2, "say(f'{signal.pthread_sigmask(signal.SIG_BLOCK, [])}\\n')")
-    assert (code, sorted(out.splitlines())) == (0, [b"[0] set()", b"[1] set()"])
-
-
-def test_user_signals_are_passed_on_and_end_nothing(marker: str) -> None:
-    process = start(marker, 2, HANDLER)
-    wait_for(process, 2)
-    process.send_signal(signal.SIGUSR1)
-    assert sorted(wait_for(process, 2)) == [b"[0] got 10\n", b"[1] got 10\n"]
-    assert end_by(process, signal.SIGTERM)[0] == 128 + signal.SIGTERM
-
-
-def test_a_second_ctrl_c_kills(marker: str) -> None:
+def test_a_second_ctrl_c_kills(start: Any) -> None:
     program = "signal.signal(signal.SIGINT, lambda *_: say('no\\n')); say('ready\\n')\nwhile True: signal.pause()"
-    process = start(marker, 2, program, variables={"KVHVD_KILL_GRACE": "100"})
-    wait_for(process, 2)
-    process.send_signal(signal.SIGINT)
-    wait_for(process, 2)
-    assert end_by(process, signal.SIGINT)[0] == 128 + signal.SIGINT
+    job = start("-np 2", program, KVHVD_KILL_GRACE="100").until_printed("ready", 2)
+    job.process.send_signal(signal.SIGINT)
+    job.until_printed("no", 2).end(128 + signal.SIGINT, signal.SIGINT)
 
 
-def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace(marker: str) -> None:
+def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace(start: Any) -> None:
     program = "signal.signal(signal.SIGINT, signal.SIG_IGN); say('ready\\n'); forever()"
-    process = start(marker, 2, program, variables={"KVHVD_KILL_GRACE": "0.2"})
-    wait_for(process, 2)
-    assert end_by(process, signal.SIGINT)[0] == 128 + signal.SIGINT
+    job = start("-np 2", program, KVHVD_KILL_GRACE="0.2").until_printed("ready", 2)
+    job.end(128 + signal.SIGINT, signal.SIGINT)
 
 
-def test_an_ignored_hangup_stays_ignored(marker: str) -> None:
-    program = "say(f'{signal.getsignal(signal.SIGHUP) == signal.SIG_IGN}\\n'); sys.stdin.read()"
-    process = start(
-        marker, 2, program, stdin=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    )
-    assert [line[4:] for line in wait_for(process, 2)] == [b"True\n", b"True\n"]
-    process.send_signal(signal.SIGHUP)
-    process.communicate(b"", timeout=LIMIT_S)
-    assert process.returncode == 0
+def test_an_ignored_hangup_stays_ignored(start: Any) -> None:
+    program = "say(f'{signal.getsignal(signal.SIGHUP) == signal.SIG_IGN}\\n'); wait_for('go')"
+    job = start("-np 2", program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job.until_printed("True", 2).process.send_signal(signal.SIGHUP)
+    (job.folder / "go").touch()
+    job.end()
 
 
-def _ignored() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+@pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
+def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_and_blocked(run: Any, options: str) -> None:
+    def inherited() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+
+    program = "say(f'{signal.getsignal(17) == signal.SIG_DFL} {signal.pthread_sigmask(0, [])}\\n'); sys.exit(3)"
+    job = run(options, program, code=3, preexec_fn=inherited)
+    assert {line[4:] for line in job.out.splitlines()} == {"True set()"}
 
 
-def _blocked() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-
-
-@pytest.mark.parametrize("inherited", [_ignored, _blocked])
-@pytest.mark.parametrize("options", [["-np", "1"], ["-np", "2"], ["--min-np", "1"]])
-def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_or_blocked(
-    marker: str, options: list[str], inherited: Callable[[], None]
-) -> None:
-    def started(program: str) -> subprocess.Popen[bytes]:
-        command = [*kvhvdrun().prefix, *options, sys.executable, "-c", "import signal\n" + program]
-        return subprocess.Popen(
-            command,
-            env=variables_of(marker),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            preexec_fn=inherited,  # noqa: PLW1509 - no other thread is there
-        )
-
-    process = started("print(signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, signal.pthread_sigmask(0, []))")
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
-    assert all(line.endswith(b"True set()") for line in out.splitlines())
-    process = started("raise SystemExit(3)")
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 3
-    process = started("print('ready', flush=True); signal.pause()")
-    wait_for(process, 1)
-    assert end_by(process, signal.SIGTERM)[0] == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("elastic", [False, True])
-def test_a_signal_ends_the_job_although_nobody_reads_its_output(
-    marker: str, number: signal.Signals, elastic: bool
-) -> None:
-    options = ["--min-np", "2"] if elastic else ["-np", "2"]
+@pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
+def test_a_signal_ends_the_job_although_nobody_reads_its_output(start: Any, options: str) -> None:
     # The signal's own action: without a handler, Python would end with the write that it is in.
-    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\nwhile True: print('x' * 1000, flush=True)"
-    process = subprocess.Popen(
-        [*kvhvdrun().prefix, *options, sys.executable, "-c", program],
-        env={**variables_of(marker), "KVHVD_KILL_GRACE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    program = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nwhile True: say('x' * 1000 + '\\n')"
+    job = start(options, program, stdout=subprocess.PIPE, KVHVD_KILL_GRACE="1")
+    pipe = job.process.stdout.fileno()
+
+    def is_full() -> bool:
+        (number,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))
+        return bool(number > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 8192)  # type: ignore[attr-defined]
+
+    job.until(is_full, "a full pipe")
+    job.end(128 + signal.SIGTERM, signal.SIGTERM)
+
+
+# -- The start ----------------------------------------------------------------------------------------------------
+
+
+def test_workers_share_memory_and_the_secret_is_on_no_command_line(run: Any) -> None:
+    program = """
+from kvstore_hvd.worlds.bootstrap import discover
+from kvstore_hvd.worlds.rendezvous import share_segment
+fd = share_segment(discover(), lambda told: os.memfd_create('x'))
+os.pwrite(fd, b'x', rank)
+say(f'{os.fstat(fd).st_ino} {len(os.sched_getaffinity(0))}\\n')
+for pid in filter(str.isdigit, os.listdir('/proc')):
     try:
-        assert process.stdout is not None
-        process.stdout.read(1)
-        select.select([], [], [], 2)  # until what lies between is full: nothing tells of that
-        process.send_signal(number)
-        assert process.wait(LIMIT_S) == 128 + number
-    finally:
-        process.kill()
-        process.communicate(timeout=LIMIT_S)
-
-
-def test_a_reader_that_is_slow_gets_all_that_is_written_within_the_grace(marker: str) -> None:
-    program = r"""
-def handler(*_):
-    say('last words ' * 20000 + '\n'); sys.exit(0)
-signal.signal(signal.SIGTERM, handler)
-say('ready\n')
-while True: signal.pause()
+        assert os.environ['KVHVD_SECRET'].encode() not in open(f'/proc/{pid}/cmdline', 'rb').read()
+    except OSError: pass
 """
-    process = start(marker, 2, program, variables={"KVHVD_KILL_GRACE": "100"})
-    wait_for(process, 2)
-    process.send_signal(signal.SIGTERM)
-    select.select([], [], [], 3)
-    out, _ = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, out.count(b"last words ")) == (128 + signal.SIGTERM, 40000)
+    lines = [line[4:].split() for line in run("-np 4 --bind-cores", program).out.splitlines()]
+    assert len({inode for inode, _ in lines}) == 1
+    cores = len(os.sched_getaffinity(0))
+    assert {int(pinned) for _, pinned in lines} <= {max(1, cores // 4), (cores + 3) // 4}
+
+
+def test_a_worker_that_never_comes_is_named_by_all_others(run: Any) -> None:
+    program = """
+if rank == 1: forever()
+from kvstore_hvd.worlds.bootstrap import discover
+from kvstore_hvd.worlds.rendezvous import share_segment
+share_segment(discover(), lambda told: os.memfd_create('x'))
+"""
+    err = run("-np 3 --start-timeout 2", program, code=1).err
+    assert "[rank 0/3] rank 1 did not arrive within 2 s." in err
+    assert "[rank 2/3] the start failed" in err
+
+
+def test_a_script_without_an_interpreter_is_named(run: Any, tmp_path: Path) -> None:
+    script = tmp_path / "train"
+    script.write_text("echo\n")
+    script.chmod(0o755)
+    err = run("-np 2", [str(script)], code=126).err
+    assert str(script) in err
+    assert "#!" in err
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_waits_spins_only_if_there_is_a_core_for_each(run: Any, together: bool) -> None:
+    """Those that the workers may use count, not those of the machine; pinned to one each they have one each."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not together and len(cores) < 2:
+        pytest.skip("needs two cores")
+    program = f"""
+import kvstore_hvd
+os.sched_setaffinity(0, {{{cores[:1] * 2 if together else cores[:2]}[rank]}})
+kvstore_hvd.init()
+kvstore_hvd.barrier()
+"""
+    err = run("-np 2", program, KVHVD_LOG_LEVEL="info").err
+    # A control group may allow less than that, too.
+    allowed = suffice([describe()] * 2)
+    assert err.count("a worker that waits does not spin") == (0 if allowed and not together else 2), err

@@ -1,40 +1,32 @@
-"""Start by the mpirun that belongs to this interpreter's mpi4py, and by others that do not."""
+"""Start by the mpirun that belongs to this interpreter's mpi4py; communicators; and mpi4py in workers of kvhvdrun."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.launchers import Launcher, environment, mpirun
-from support.patience import patient
+from kvstore_hvd.horovod.variables import Seat, of_worker
+from support.jobs import LIMIT_S
+from support.launchers import Launcher, mpirun
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = patient(60)
+OWN = mpirun()
+pytestmark = pytest.mark.skipif(OWN is None, reason="no mpirun and mpi4py beside this interpreter")
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(mpirun() is None, reason="no mpirun and mpi4py beside this interpreter"),
-]
-
-# Each rank writes one line, in one piece: mpirun may mix the ranks' output otherwise.
-REPORT = """
-def report(**fields):
-    import json, os
-    os.write(1, ('@' + json.dumps(fields) + '\\n').encode())
-"""
-
-TOPOLOGY = """
-import dataclasses, sys
+DISCOVER = """
+import dataclasses
 from kvstore_hvd.worlds.bootstrap import discover
+from kvstore_hvd.worlds.rendezvous import share_segment
+{before}
 world = discover({comm})
-report(mpi='mpi4py.MPI' in sys.modules, job=world.job, secret=world.secret.hex(), **dataclasses.asdict(world.topology))
+told = dataclasses.asdict(world.topology)
 """
+REPORT = (
+    "report(rank=told.pop('rank'), mpi='mpi4py.MPI' in sys.modules, job=world.job, secret=world.secret.hex(), **told)"
+)
 
 FAILURE = """
 from kvstore_hvd.worlds.bootstrap import discover
@@ -46,114 +38,133 @@ except KVHvdError as error:
 """
 
 
-def launch(launcher: Launcher | None, ranks: int, program: str, **variables: str) -> list[dict[str, Any]]:
-    """Run a program on some ranks (without a launcher: on one) and return what they reported."""
-    command = [sys.executable, "-c", REPORT + program]
-    if launcher is not None:
-        command = launcher.command(ranks, command)
-    done = subprocess.run(
-        command,
-        env={**environment(launcher), "PYTHONPATH": str(ROOT), **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    # A launcher may put something of its own before or between lines; JSON tells what is ours.
-    reports = [json.loads(line[line.index("@") + 1 :]) for line in done.stdout.splitlines() if "@" in line]
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return reports
-
-
-@pytest.fixture(scope="module")
-def own() -> Launcher:
-    launcher = mpirun()
-    assert launcher is not None
-    return launcher
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_topology(own: Launcher, ranks: int) -> None:
-    reports = sorted(launch(own, ranks, TOPOLOGY.format(comm="")), key=lambda r: r["rank"])
-    assert [r["rank"] for r in reports] == list(range(ranks))
-    assert [r["local_rank"] for r in reports] == list(range(ranks))
-    for report in reports:
-        assert (report["size"], report["local_size"], report["source"]) == (ranks, ranks, "mpi")
-        assert (report["cross_rank"], report["cross_size"], report["generation"]) == (0, 1, 0)
-    assert len({(r["job"], r["secret"]) for r in reports}) == 1
-
-
-def test_one_rank_does_not_load_mpi(own: Launcher) -> None:
-    (report,) = launch(own, 1, TOPOLOGY.format(comm=""))
-    assert (report["rank"], report["size"], report["source"], report["mpi"]) == (0, 1, "single", False)
-
-
-def test_without_a_launcher_mpi_is_not_loaded() -> None:
-    (report,) = launch(None, 1, TOPOLOGY.format(comm=""))
-    assert (report["size"], report["source"], report["mpi"]) == (1, "single", False)
-
-
-def test_an_application_that_started_mpi_by_itself(own: Launcher) -> None:
-    program = "from mpi4py import MPI\n" + TOPOLOGY
-    reports = launch(own, 2, program.format(comm="MPI.COMM_WORLD"))
-    assert sorted(r["rank"] for r in reports) == [0, 1]
-    # Without an mpirun nobody removes the file that Open MPI makes for other processes; one alone has no use for it.
-    (alone,) = launch(None, 1, program.format(comm=""), **{**own.environment, "OMPI_MCA_btl": "self"})
-    assert (alone["size"], alone["source"]) == (1, "mpi")
-
-
-def test_a_communicator_orders_the_ranks(own: Launcher) -> None:
-    program = "from mpi4py import MPI\nold = MPI.COMM_WORLD.rank\n" + TOPOLOGY + "report(old=old)\n"
-    comm = "MPI.COMM_WORLD.Split(old % 2, -old)"
-    reports = launch(own, 4, program.format(comm=comm))
-    worlds = [r for r in reports if "rank" in r]
-    assert sorted(r["rank"] for r in worlds) == [0, 0, 1, 1]
-    assert all(r["size"] == 2 for r in worlds)
-    assert len({r["job"] for r in worlds}) == 2
-
-
-def test_a_list_of_ranks_leaves_the_others_alone(own: Launcher) -> None:
-    reports = launch(own, 3, TOPOLOGY.format(comm="[2, 0]"))
-    assert sorted((r["size"], r["rank"]) for r in reports) == [(1, 0), (2, 0), (2, 1)]
-
-
-def test_ranks_share_memory(own: Launcher) -> None:
-    program = """
-import os
-from kvstore_hvd.worlds.bootstrap import discover
-from kvstore_hvd.worlds.rendezvous import share_segment
-world = discover()
+def test_topology_and_shared_memory(run: Any) -> None:
+    """What kvhvdrun has set does not count, as where a worker of kvhvdrun starts mpirun."""
+    program = (
+        DISCOVER.format(before="", comm="")
+        + """
 fds = [share_segment(w, lambda told: os.memfd_create('x')) for w in (world, world.next_generation())]
-report(inodes=[os.fstat(fd).st_ino for fd in fds])
+inodes = [os.fstat(fd).st_ino for fd in fds]
+report(rank=told.pop('rank'), job=world.job, secret=world.secret.hex(), inodes=inodes, **told)
 """
-    reports = launch(own, 4, program)
-    assert len(reports) == 4
-    assert len({tuple(r["inodes"]) for r in reports}) == 1
+    )
+    reports = run("-np 4", program, launcher=OWN, **of_worker("localhost", Seat(5, 7, 5, 7))).reports()
+    assert [r["rank"] for r in reports] == [r["local_rank"] for r in reports] == list(range(4))
+    for report in reports:
+        assert (report["size"], report["local_size"], report["source"]) == (4, 4, "mpi")
+        assert (report["cross_rank"], report["cross_size"], report["generation"]) == (0, 1, 0)
+    assert len({(r["job"], r["secret"], tuple(r["inodes"])) for r in reports}) == 1
     assert len(set(reports[0]["inodes"])) == 2
 
 
-def test_mpi4py_is_missing(own: Launcher, tmp_path: Path) -> None:
+def test_one_rank_does_not_load_mpi_unless_the_program_has(run: Any) -> None:
+    (report,) = run("-np 1", DISCOVER.format(before="", comm="") + REPORT, launcher=OWN).reports()
+    assert (report["rank"], report["size"], report["source"], report["mpi"]) == (0, 1, "single", False)
+    # Without an mpirun nobody removes the file that Open MPI makes for other processes; one alone has no use for it.
+    program = DISCOVER.format(before="from mpi4py import MPI", comm="") + REPORT
+    variables = {**OWN.environment, "OMPI_MCA_btl": "self"} if OWN else {}
+    (alone,) = run("", program, launcher=["env"], **variables).reports()
+    assert (alone["size"], alone["source"]) == (1, "mpi")
+
+
+# -- Communicators ------------------------------------------------------------------------------------------------
+
+COMMUNICATORS = """
+import numpy as np
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.ops import numpy_ops
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+def total(**more):
+    return float(numpy_ops.allreduce(np.ones(2) * (world.rank + 1), 'total', op='sum', **more)[0])
+def attempt(**more):
+    try:
+        hvd.init(**more)
+    except Exception as error:
+        return f'{type(error).__name__} {error}'
+"""
+
+
+def test_worlds_of_communicators(run: Any) -> None:
+    """In the communicator's order, others are not needed; a list names ranks, and who is not named is alone."""
+    program = (
+        COMMUNICATORS
+        + """
+hvd.init(comm=world.Split(world.rank % 2, -world.rank))
+half = hvd.rank(), hvd.size(), total()
+threads = hvd.mpi_threads_supported() is (MPI.Query_thread() == MPI.THREAD_MULTIPLE) and hvd.mpi_enabled()
+outside = attempt(process_sets=[hvd.ProcessSet(world.Split(world.rank // 2, world.rank))])
+hvd.shutdown()
+world.Barrier()
+hvd.init(comm=[3, 0])
+report(job=world.rank, half=half, outside=outside, threads=threads,
+       listed=(hvd.rank(), hvd.size(), total()))
+"""
+    )
+    reports = run("-np 4", program, launcher=OWN).reports()
+    assert [report["half"] for report in reports] == [[1, 2, 4], [1, 2, 6], [0, 2, 4], [0, 2, 6]]
+    assert [report["listed"] for report in reports] == [[1, 2, 5], [0, 1, 2], [0, 1, 3], [0, 2, 5]]
+    for report in reports:
+        assert report["threads"]
+        assert "processes that are none of the 2 workers" in report["outside"]
+
+
+def test_process_sets_of_communicators(run: Any) -> None:
+    """Each worker names its own part; all parts are sets, in the order of their ranks, and some may be in none."""
+    program = (
+        COMMUNICATORS
+        + """
+from kvstore_hvd.mxnet.process_sets import get_process_set_ids_and_ranks
+mine = hvd.ProcessSet(world.Split(world.rank % 2, -world.rank))
+comm = world.Split(0 if world.rank % 2 == 0 else MPI.UNDEFINED, world.rank)
+left_out = hvd.ProcessSet(world.Split(MPI.UNDEFINED if world.rank == 3 else world.rank % 2, world.rank))
+some = hvd.ProcessSet(comm)
+before = some.ranks
+error = attempt(process_sets=[left_out])
+hvd.init(world, process_sets=[mine])
+parts = dict(number=mine.process_set_id, ranks=mine.ranks, sets=get_process_set_ids_and_ranks(), inside=mine.rank(),
+             text=repr(mine))
+hvd.shutdown()
+world.Barrier()
+hvd.init(process_sets=[some])
+report(job=world.rank, error=error, before=before, some=some.ranks, included=some.included(), all=total(), **parts)
+"""
+    )
+    for place, report in enumerate(run("-np 4", program, launcher=OWN).reports()):
+        half = [place % 2, place % 2 + 2]
+        assert report["error"].startswith("MismatchError")
+        assert "no ranks: rank 3" in report["error"]
+        assert (report["number"], report["ranks"], report["inside"]) == (1 + place % 2, half, place // 2)
+        assert report["sets"] == {"0": [0, 1, 2, 3], "1": [0, 2], "2": [1, 3]}
+        assert report["text"] == f"ProcessSet(process_set_id={1 + place % 2}, ranks={half})"
+        assert (report["before"], report["some"], report["included"]) == (None, [0, 2], place % 2 == 0)
+        assert report["all"] == 10
+
+
+# -- What MPI lacks -----------------------------------------------------------------------------------------------
+
+
+def test_mpi4py_is_missing_or_cannot_load_mpi(run: Any, tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no such module')")
-    reports = launch(own, 2, f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + FAILURE)
-    assert [r["kind"] for r in reports] == ["LaunchError"] * 2
-    assert "mpi4py is not installed" in reports[0]["text"]
-    assert "-m pip install mpi4py" in reports[0]["text"]
+    missing = f"sys.path.insert(0, {str(tmp_path)!r})\n"
+    for before, variables, texts in (
+        (missing, {}, ("mpi4py is not installed", "-m pip install mpi4py")),
+        ("sys.path.pop(0)\n", {"MPI4PY_LIBMPI": "/no/such/libmpi.so"}, ("mpi4py cannot load an MPI library",)),
+    ):
+        reports = run("-np 2", before + FAILURE, launcher=OWN, **variables).reports()
+        assert [r["kind"] for r in reports] == ["LaunchError"] * 2
+        assert all(text in reports[0]["text"] for text in texts)
 
 
-def test_the_mpi_library_cannot_be_loaded(own: Launcher) -> None:
-    reports = launch(own, 2, FAILURE, MPI4PY_LIBMPI="/no/such/libmpi.so")
-    assert [r["kind"] for r in reports] == ["LaunchError"] * 2
-    assert "mpi4py cannot load an MPI library" in reports[0]["text"]
-
-
-def test_the_variables_of_another_mpi(own: Launcher) -> None:
+def test_the_variables_of_another_mpi(run: Any) -> None:
     # As another MPI's mpirun sets them; its processes would abort in MPI_Init or start as worlds of one.
-    if "Open MPI" in own.version:
+    assert OWN is not None
+    if "Open MPI" in OWN.version:
         variables, theirs = {"PMI_RANK": "0", "PMI_SIZE": "4"}, "MPICH"
     else:
         variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_VERSION": "5.0.11"}
         theirs = "Open MPI 5.0.11"
-    (report,) = launch(None, 1, FAILURE, **variables)
+    (report,) = run("", FAILURE, launcher=["env"], **variables).reports()
     assert report["kind"] == "LaunchError"
     assert "4 workers were started by the mpirun of another MPI" in report["text"]
     assert f"mpirun: {theirs}; mpi4py loaded: " in report["text"]
@@ -173,33 +184,37 @@ def system_mpirun() -> Launcher | None:
     return Launcher("mpirun", (SYSTEM,), "Open MPI 4", dict.fromkeys(names, "1"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(system_mpirun() is None, reason="no Open MPI 4 on this system")
-class TestSystemMPI:
-    """Debian's Open MPI: with its own library, and with the one that mpi4py loads here by itself."""
+def test_debians_mpirun(run: Any) -> None:
+    """With its own library, and with the one that mpi4py loads here by itself."""
+    assert OWN is not None
+    for library in sorted(Path("/usr/lib").glob("*/libmpi.so.40"))[:1]:
+        program = DISCOVER.format(before="", comm="") + REPORT
+        reports = run("-np 4", program, launcher=system_mpirun(), MPI4PY_LIBMPI=str(library)).reports()
+        assert [(r["rank"], r["size"], r["source"]) for r in reports] == [(rank, 4, "mpi") for rank in range(4)]
+    if "Open MPI" not in OWN.version:  # that starts the processes of newer ones
+        reports = run("-np 2", FAILURE, launcher=system_mpirun()).reports()
+        assert "mpirun: Open MPI 4 or older; mpi4py loaded: MPICH" in reports[0]["text"]
 
-    def test_its_own_library(self) -> None:
-        libraries = sorted(Path("/usr/lib").glob("*/libmpi.so.40"))
-        if not libraries:
-            pytest.skip("its library is not installed")
-        launcher = system_mpirun()
-        reports = launch(launcher, 4, TOPOLOGY.format(comm=""), MPI4PY_LIBMPI=str(libraries[0]))
-        assert sorted(r["local_rank"] for r in reports) == [0, 1, 2, 3]
-        assert all((r["size"], r["source"]) == (4, "mpi") for r in reports)
 
-    def test_our_library(self, own: Launcher) -> None:
-        launcher = system_mpirun()
-        if "Open MPI" in own.version:  # it starts the processes of newer ones
-            reports = launch(launcher, 2, TOPOLOGY.format(comm=""))
-            assert sorted(r["rank"] for r in reports) == [0, 1]
-        else:
-            reports = launch(launcher, 2, FAILURE)
-            assert [r["kind"] for r in reports] == ["LaunchError"] * 2
-            assert "mpirun: Open MPI 4 or older; mpi4py loaded: MPICH" in reports[0]["text"]
+# -- mpi4py in a worker of kvhvdrun -------------------------------------------------------------------------------
 
-    def test_our_new_mpirun_with_its_old_library(self, own: Launcher) -> None:
-        libraries = sorted(Path("/usr/lib").glob("*/libmpi.so.40"))
-        if not libraries:
-            pytest.skip("its library is not installed")
-        reports = launch(own, 2, FAILURE, MPI4PY_LIBMPI=str(libraries[0]))
-        assert [r["kind"] for r in reports] == ["LaunchError"] * 2
-        assert "mpi4py loaded: Open MPI 4." in reports[0]["text"]
+
+@pytest.mark.parametrize("options", ["-np 2", "-np 1", pytest.param("--min-np 2", marks=pytest.mark.slow)])
+def test_mpi4py_that_knows_nothing_of_the_other_workers_is_told_once(run: Any, options: str) -> None:
+    """With both sizes and what to do; nothing is said where there is no other worker, or MPI is not used."""
+    program = """
+import mpi4py, kvstore_hvd
+kvstore_hvd.init()
+assert 'mpi4py.MPI' not in sys.modules
+kvstore_hvd.reset()
+from mpi4py import MPI
+kvstore_hvd.reset()
+kvstore_hvd.reset()
+"""
+    assert OWN is not None
+    err = run(options, program, **OWN.environment).err
+    text = "MPI.COMM_WORLD has size 1 here, while kvhvdrun has started 2 workers"
+    assert err.count(text) == ("2" in options), err
+    assert err.count("mpirun -np 2") == ("2" in options), err

@@ -9,10 +9,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.jobs import LIMIT_S, run, variables_of
+from support.jobs import PRELUDE
 from support.launchers import kvhvdrun
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -41,19 +42,16 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def told(marker: str, program: str, *, ranks: int = 2, **variables: str) -> list[str]:
+def told(run: Any, program: str, **variables: str) -> list[str]:
     """What each rank of a job prints; nothing may come on stderr but the launcher's own lines."""
-    code, out, err = run(marker, ranks, program, variables=variables)
-    assert code == 0, (code, out, err)
-    assert b"Traceback" not in err, err
-    text = out.decode()
-    return ["\n".join(re.findall(rf"^\[{rank}\] (.*)$", text, re.MULTILINE)) for rank in range(ranks)]
+    job = run("-np 2", program, **variables)
+    assert "Traceback" not in job.err, job.err
+    return [job.of(rank).strip() for rank in range(2)]
 
 
-@pytest.mark.parametrize("answer", ["{'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': -1 << 60}.get", "int"])
-def test_a_machine_that_does_not_tell_its_memory(marker: str, answer: str) -> None:
-    """A call of the system that is refused leaves a number of pages below zero, or an error."""
-    texts = told(marker, f"os.sysconf = {answer}\n{PROGRAM}")
+def test_a_machine_that_does_not_tell_its_memory(run: Any) -> None:
+    """A call of the system that is refused leaves a number of pages below zero."""
+    texts = told(run, "os.sysconf = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': -1 << 60}.get\n" + PROGRAM)
     assert texts == ["sum [2.0, 2.0]"] * 2
 
 
@@ -71,27 +69,25 @@ def told_by_all(texts: list[str], what: str, fix: str) -> None:
     ("name", "number", "what", "fix"),
     [
         ("memfd_create", errno.EPERM, "creating the shared segment: Operation not permitted", "sandbox"),
-        ("memfd_create", errno.ENOSYS, "creating the shared segment: Function not implemented", "sandbox"),
-        ("memfd_create", errno.EMFILE, "creating the shared segment: Too many open files", "ulimit -n"),
         ("eventfd", errno.EMFILE, "creating an eventfd: Too many open files", "ulimit -n"),
         ("dontfork", errno.EINVAL, "keeping the shared segment from forked children: Invalid argument", "sandbox"),
         ("dofork", errno.ENOMEM, "keeping the arena for forked children: Cannot allocate memory", "ulimit -v"),
     ],
 )
-def test_a_call_that_is_refused(marker: str, shim: str, name: str, number: int, what: str, fix: str) -> None:
+def test_a_call_that_is_refused(run: Any, shim: str, name: str, number: int, what: str, fix: str) -> None:
     variables = {"LD_PRELOAD": shim, f"REFUSE_{name}": str(number)}
-    told_by_all(told(marker, PROGRAM, **variables), what, fix)
+    told_by_all(told(run, PROGRAM, **variables), what, fix)
 
 
-def test_limits_that_cannot_be_read(marker: str, shim: str) -> None:
+def test_limits_that_cannot_be_read(run: Any, shim: str) -> None:
     """Where a sandbox denies prlimit, launcher and workers do without."""
-    texts = told(marker, PROGRAM, LD_PRELOAD=shim, REFUSE_getrlimit=str(errno.EPERM))
+    texts = told(run, PROGRAM, LD_PRELOAD=shim, REFUSE_getrlimit=str(errno.EPERM))
     assert texts == ["sum [2.0, 2.0]"] * 2
 
 
-def test_a_limit_of_files_that_is_too_small(marker: str) -> None:
+def test_a_limit_of_files_that_is_too_small(run: Any) -> None:
     limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + PROGRAM
-    told_by_all(told(marker, limited), "sizing the shared segment: File too large", "ulimit -f")
+    told_by_all(told(run, limited), "sizing the shared segment: File too large", "ulimit -f")
 
 
 def unshares(*options: str) -> list[str]:
@@ -104,36 +100,20 @@ def unshares(*options: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "option"), [("PID", "--pid"), ("time", "--time")])
-def test_workers_in_namespaces_of_their_own(marker: str, kind: str, option: str) -> None:
+def test_workers_in_namespaces_of_their_own(run: Any, kind: str, option: str) -> None:
     """They cannot see whether the others live: that is said, and none takes a living one for dead."""
-    own = unshares(option, "--fork", "--kill-child")
-    program = f"import sys\nsay = sys.stdout.write\n{PROGRAM}"
-    command = [*kvhvdrun().prefix, "-np", "2", *own, sys.executable, "-c", program]
-    done = subprocess.run(command, env=variables_of(marker), capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    assert "died" not in done.stdout + done.stderr
+    own = [*unshares(option, "--fork", "--kill-child"), sys.executable, "-c", PRELUDE + PROGRAM]
+    job = run("-np 2", own)
+    assert "died" not in job.out + job.err
     for rank in range(2):
-        text = "\n".join(re.findall(rf"^\[{rank}\] (.*)$", done.stdout, re.MULTILINE))
+        text = job.of(rank)
         assert text.startswith(f"LaunchError: [rank {rank}/2] "), text
         assert f"the workers are in different {kind} namespaces" in text
         assert len(re.findall(rf"{kind.lower()}:\[\d+\]: rank [01]", text)) == 2, text
         assert len(re.findall(r"^  Fix: start all of them in one container", text, re.MULTILINE)) == 1, text
 
 
-def test_an_elastic_job_without_a_loopback(marker: str) -> None:
-    command = [*unshares("--net"), *kvhvdrun().prefix, "--min-np", "2", sys.executable, "-c", "1"]
-    done = subprocess.run(command, env=variables_of(marker), capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 126, done.stderr
-    assert "kvhvdrun: the launcher could not be started: " in done.stderr
-    assert done.stderr.endswith("  Fix: an elastic job needs the network of this host itself: ip link set lo up\n")
-
-
-@pytest.mark.parametrize("options", [["-np", "2"], ["--min-np", "2"], ["--help"]], ids=" ".join)
-def test_a_misspelt_setting_is_an_error_as_any_other(marker: str, options: list[str]) -> None:
-    command = [*kvhvdrun().prefix, *options, sys.executable, "-c", "print('started')"]
-    variables = {**variables_of(marker), "KVHVD_TIMEUOT": "3"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
-    assert (done.returncode, done.stdout) == (2, ""), done
-    assert re.fullmatch(
-        r"kvhvdrun: .*\n  KVHVD_TIMEUOT does not exist; did you mean KVHVD_TIMEOUT\?\n  Fix: .*\n", done.stderr
-    ), done.stderr
+def test_an_elastic_job_without_a_loopback(run: Any) -> None:
+    err = run("--min-np 2", ["true"], launcher=[*unshares("--net"), *kvhvdrun().prefix], code=126).err
+    assert "kvhvdrun: the launcher could not be started: " in err
+    assert err.endswith("  Fix: an elastic job needs the network of this host itself: ip link set lo up\n")

@@ -3,52 +3,64 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.jobs import LIMIT_S
-from support.launchers import Launcher, environment, kvhvdrun, mpirun, with_tests
+from support.launchers import mpirun
 
-pytestmark = pytest.mark.timeout(120)
+PROGRAM = """
+import importlib, logging
+import numpy as np
+import kvstore_hvd
+from kvstore_hvd.errors import ConfigError
+OURS = ('HOROVOD_LOG_LEVEL', 'HOROVOD_DYNAMIC_PROCESS_SETS', 'HOROVOD_TIMELINE', 'HOROVOD_STALL_CHECK_TIME_SECONDS')
+texts = []
+class Said(logging.Handler):
+    def emit(self, record): texts.append(record.getMessage())
+logging.getLogger('kvstore_hvd').addHandler(Said())
+def world(**variables):
+    for name in OURS:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    texts.clear()
+    hvd.init()
+    try:
+        hvd.add_process_set([0])
+        sets = 'dynamic'
+    except ValueError:
+        sets = 'fixed'
+    kvstore_hvd.allreduce(np.ones(2), 'x')
+    hvd.shutdown()
+    return [sets, any('left the world' in text for text in texts)]
+hvd = importlib.import_module(NAME)
+worlds = [world(HOROVOD_LOG_LEVEL='debug', HOROVOD_DYNAMIC_PROCESS_SETS='1', HOROVOD_TIMELINE='timeline.json'),
+          world(HOROVOD_LOG_LEVEL='error')]
+refused = ''
+try:
+    world(HOROVOD_STALL_CHECK_TIME_SECONDS='soon')
+except ConfigError as error:
+    refused = str(error)
+report(worlds=[*worlds, world()], refused=refused)
+"""
 
-WORKER = str(Path(__file__).resolve().parent.parent / "support" / "settings_worker.py")
-STARTS = {
-    "import": ([], [WORKER, "kvstore_hvd.mxnet"]),
-    "-m": ([], ["-m", "kvstore_hvd", WORKER, "horovod.mxnet"]),
-    "as-horovod": (["--as-horovod"], [WORKER, "horovod.mxnet"]),
-}
 
-
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("launcher", [kvhvdrun(), mpirun()], ids=["kvhvdrun", "mpirun"])
-def test_settings_before_init(tmp_path: Path, launcher: Launcher | None, start: str, workers: int) -> None:
+@pytest.mark.parametrize(
+    "how", ["kvhvdrun --as-horovod", *(pytest.param(how, marks=pytest.mark.slow) for how in ("kvhvdrun", "mpirun -m"))]
+)
+def test_settings_before_init(run: Any, how: str) -> None:
     """They hold in the world that is joined next; what cannot be used is refused there, and can be corrected."""
-    options, program = STARTS[start]
+    launcher = mpirun() if how.startswith("mpirun") else ()
     if launcher is None:
         pytest.skip("no mpirun and mpi4py beside this interpreter")
-    if options and launcher.name == "mpirun":
-        pytest.skip("an option of kvhvdrun")
-    command = launcher.command(workers, [*options, sys.executable, *program, str(tmp_path)])
-    done = subprocess.run(
-        command,
-        env=with_tests(environment(launcher)),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for line in done.stdout.splitlines():
-        told = json.loads(line[line.index("{") :])
-        first, second, third = told["worlds"]
-        assert first["size"] == workers
-        assert (first["sets"], first["debug"]) == ("dynamic", True)
-        assert (second["sets"], second["debug"]) == ("fixed", False)
-        assert (third["sets"], third["debug"]) == ("fixed", False)
+    options = "-np 2 " + how.partition(" ")[2]
+    if "-m" in how:
+        options = f"-np 2 {sys.executable} -m kvstore_hvd"
+    name = "kvstore_hvd.mxnet" if how == "kvhvdrun" else "horovod.mxnet"
+    job = run(options, f"NAME = {name!r}\n" + PROGRAM, launcher=launcher)
+    assert len(job.reports()) == 2
+    for told in job.reports():
+        assert told["worlds"] == [["dynamic", True], ["fixed", False], ["fixed", False]]
         assert "HOROVOD_STALL_CHECK_TIME_SECONDS: 'soon' is not" in told["refused"]
-    assert len(done.stdout.splitlines()) == workers
-    assert json.loads((tmp_path / "timeline.json").read_text()), "the timeline of the first world"
+    assert json.loads((job.folder / "timeline.json").read_text()), "the timeline of the first world"

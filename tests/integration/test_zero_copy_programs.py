@@ -1,89 +1,107 @@
-"""Whole programs with gradients in shared memory: how they start, under which limits they run, and how they end."""
+"""Whole programs with gradients in shared memory: under which limits they run, and how they end."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.launchers import environment, kvhvdrun, with_tests
-from support.patience import patient
+from support.launchers import kvhvdrun
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("mxnet") is None, reason="there is no MXNet")
+MAKE = """
+import zlib
+import kvstore_hvd
+import mxnet as mx
+from support.zero_copy import are_in_arena
+module = mx.np if mx.__version__.startswith('2') else mx.nd
+def make(kvstore):
+    nn = mx.gluon.nn
+    net = nn.HybridSequential()
+    net.add(nn.Dense(64, activation='tanh', in_units=8), nn.Dense(3, in_units=64))
+    mx.random.seed(1)
+    net.initialize(mx.init.Normal(0.1))
+    return net, mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 0.01}, kvstore=kvstore)
+def step(net, trainer):
+    with mx.autograd.record():
+        loss = (net(module.ones((4, 8)) * (rank + 1)) ** 2).mean()
+    loss.backward()
+    trainer.step(1)
+def gradients(net):
+    return [p.grad() for p in net.collect_params().values()]
+"""
 
-TESTS = Path(__file__).resolve().parents[1]
-LIMIT_S = patient(90)
+# A child that ends as a program does, not with os._exit, after it has written to the gradients.
+TRAIN = """
+net, trainer = make('horovod')
+step(net, trainer)
+before = [grad.asnumpy() for grad in gradients(net)]
+child = os.fork()
+if child == 0:
+    for grad in gradients(net):
+        grad[:] = 3
+        assert (grad.asnumpy() == 3).all()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert all((one == other.asnumpy()).all() for one, other in zip(before, gradients(net)))
+step(net, trainer)
+values = b''.join(p.data().asnumpy().tobytes() for p in net.collect_params().values())
+say(f'weights {zlib.crc32(values):08x} inside {sum(are_in_arena(net))}\\n')
+kept = [net, trainer, *gradients(net)]  # alive at the end
+"""
 
 
-def run(program: str, ranks: int, *, limit: str = "", code: int = 0, **variables: str) -> str:
-    """Run the program under kvhvdrun; checks its exit code and returns what it printed."""
-    command = kvhvdrun().command(ranks, [sys.executable, str(TESTS / "support" / "zero_copy_worker.py"), program])
-    if limit:
-        command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", *command]
-    result = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-        env=with_tests({**environment(), "OMP_NUM_THREADS": "1", "KVHVD_TIMEOUT": "30", **variables}),
+def weights(run: Any, inside: int, *command: str, **variables: str) -> str:
+    """The checksum of the weights, which is the same on all ranks."""
+    job = run("-np 2", MAKE + TRAIN, launcher=command and (*command, *kvhvdrun().prefix), **variables)
+    found = re.findall(rf"weights (\w+) inside {inside}$", job.out, re.MULTILINE)
+    assert len(found) == 2, job.describe()
+    assert len(set(found)) == 1, job.describe()
+    return str(found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["-f 4194304", "-v 8388608", "naive", "arena"])
+def test_same_weights_with_and_without(run: Any, how: str) -> None:
+    """Under `ulimit` (in KiB) the arena takes a part of what there is; also MXNet's synchronous engine has it."""
+    variables = {"naive": {"MXNET_ENGINE_TYPE": "NaiveEngine"}, "arena": {"KVHVD_ARENA_MIB": "1"}}.get(how, {})
+    limit = () if variables else ("bash", "-c", f'ulimit {how} && exec "$@"', "bash")
+    assert weights(run, 4, *limit, **variables) == weights(run, 0, KVHVD_ZERO_COPY="0")
+
+
+@pytest.mark.slow
+def test_gradients_outlive_a_lost_world(run: Any) -> None:
+    """After a worker's death the others read, write and free their arrays, train another net alone, and end."""
+    program = (
+        MAKE
+        + """
+net, trainer = make(mx.kv.create('horovod'))
+step(net, trainer)
+mx.nd.waitall()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    for _ in range(1000):
+        step(net, trainer)
+        mx.nd.waitall()
+except kvstore_hvd.HorovodInternalError as error:
+    say(f'caught {type(error).__name__}\\n')
+kept = gradients(net)
+for gradient in kept:
+    gradient[:] = 5
+    assert (gradient.asnumpy() == 5).all()
+del net, trainer
+kept.pop()
+mx.nd.waitall()
+fresh, _ = make(None)
+with mx.autograd.record():
+    loss = (fresh(module.ones((4, 8))) ** 2).mean()
+loss.backward()
+mx.nd.waitall()
+say('survived\\n')
+sys.exit(7)
+"""
     )
-    assert result.returncode == code, result.stdout
-    assert "Traceback" not in result.stdout, result.stdout
-    return result.stdout
-
-
-def weights(output: str, ranks: int) -> str:
-    """Return the checksum of the weights, which is the same on all ranks."""
-    found = re.findall(r"weights (\w+) inside", output)
-    assert len(found) == ranks, output
-    assert len(set(found)) == 1, output
-    return found[0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("program", ["train", "string"])
-def test_same_weights_with_and_without(program: str, ranks: int) -> None:
-    """From the first line to the last, with a store and with its name; arrays are alive at the end."""
-    inside = 4 if ranks > 1 else 0
-    output = run(program, ranks)
-    assert output.count(f"inside {inside} of 4") == ranks, output
-    off = run(program, ranks, KVHVD_ZERO_COPY="0")
-    assert off.count("inside 0 of 4") == ranks, off
-    assert weights(output, ranks) == weights(off, ranks)
-
-
-@pytest.mark.parametrize("variables", [{"MXNET_ENGINE_TYPE": "NaiveEngine"}, {"KVHVD_ARENA_MIB": "1"}])
-def test_other_ways_to_run(variables: dict[str, str]) -> None:
-    """MXNet's synchronous engine, and an arena just large enough."""
-    output = run("train", 2, **variables)
-    assert output.count("inside 4 of 4") == 2, output
-    assert weights(output, 2) == weights(run("train", 2), 2)
-
-
-@pytest.mark.parametrize("limit", ["-v 8388608", "-f 4194304"])
-def test_limited_address_space_and_file_size(limit: str) -> None:
-    """Under `ulimit` (in KiB) the arena takes a part of what there is."""
-    output = run("train", 2, limit=limit)
-    assert output.count("inside 4 of 4") == 2, output
-    assert weights(output, 2) == weights(run("train", 2), 2)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gradients_outlive_a_lost_world(ranks: int) -> None:
-    """After a worker's death the others may use and free their arrays, and end as they like."""
-    output = run("lost", ranks, code=128 + signal.SIGKILL)
-    assert output.count("caught PeerLostError") == ranks - 1, output
-    assert output.count("survived") == ranks - 1, output
-
-
-def test_a_child_that_ends_as_a_program_does() -> None:
-    """Its exit handlers leave the parent's world and gradients alone."""
-    output = run("forked", 2)
-    assert output.count("inside 4 of 4") == 2, output
+    job = run("-np 2", program, code=137)
+    assert "caught PeerLostError" in job.out
+    assert "survived" in job.out

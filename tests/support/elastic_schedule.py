@@ -30,14 +30,7 @@ class Step(NamedTuple):
 
 
 def assert_all_right(job: ElasticJob, samples: int) -> list[Step]:
-    """Check what a job that has ended with success has left: returns the steps that count.
-
-    Raises
-    ------
-    AssertionError
-        Workers that finished have different parameters; a commit was lost; a sample is missing in an epoch, or counted
-        too often; the parameters differ in a bit from those of one process that has done the same steps.
-    """
+    """Check that workers ended alike, no commit was lost, each sample counted once; and the bits of the parameters."""
     ends = job.lines("end")
     assert ends, job.describe()
     for end in ends:

@@ -1,29 +1,49 @@
-"""Jobs of kvhvdrun whose workers run a few lines of Python."""
+"""Jobs that a test starts, watches and disturbs while they run, and what may not be left of them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import kvstore_hvd
-from support.launchers import environment, kvhvdrun
+from support.launchers import Launcher, environment, kvhvdrun
 from support.patience import patient
 
+TESTS = Path(__file__).resolve().parents[1]
 #: Where the package that is tested is imported from: the installed one has its extension, a source tree may not.
 PACKAGES = Path(kvstore_hvd.__file__).resolve().parents[1]
 LIMIT_S = patient(60)
+# Between two looks at files and at /proc, which have no events.
+GLANCE_S = 0.01
+ELASTIC_WORKER = str(TESTS / "support" / "elastic_worker.py")
+SHARED = Path("/dev/shm")
+# MPI names its files so; whether they stay is MPI's affair.
+OF_MPI = re.compile(r"sm_segment\.|mpich_shm_|vader_segment\.|open_mpi\.")
 
 # What every worker's program begins with.
 PRELUDE = """
-import os, signal, subprocess, sys, threading
-rank = int(os.environ['KVHVD_RANK'])
+import os, signal, subprocess, sys, threading, time
+names = ('KVHVD_RANK', 'KVHVD_WORKER', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
+rank = int(next((os.environ[name] for name in names if name in os.environ), 0))
 def say(text, stream=sys.stdout):
     stream.write(text); stream.flush()
 def forever():
     threading.Event().wait(100)
+def report(**fields):  # in one piece: mpirun may mix the ranks' output otherwise
+    import json
+    os.write(1, ('@' + json.dumps(fields) + '\\n').encode())
+def wait_for(name):
+    while not os.path.exists(name): time.sleep(0.01)
 """
 
 
@@ -40,52 +60,242 @@ def processes(marker: str) -> list[int]:
     return found
 
 
+def status_of(pid: int) -> list[str]:
+    """The state of a process ('X': there is none), its parent, and so on, as proc(5) has them."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0"]
+
+
+@contextlib.contextmanager
+def stopped(*pids: int, marker: str = "") -> Iterator[None]:
+    """Keep these processes stopped, or all that carry the marker, also those that they were just starting."""
+    held: set[int] = set()
+    try:
+        while running := [p for p in (processes(marker) if marker else pids) if status_of(p)[0] not in "TtZX"]:
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    held.add(pid)
+            time.sleep(0.005)  # a stop takes a moment
+        yield
+    finally:
+        for pid in held:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
 def variables_of(marker: str = "") -> dict[str, str]:
-    """Return the environment of a job that carries this marker."""
+    """The environment of a job that carries this marker."""
     name, _, value = marker.partition("=")
     return {**environment(), "PYTHONPATH": str(PACKAGES), **({name: value} if marker else {})}
 
 
-def start(marker: str, ranks: int, program: str, *options: str, **more: object) -> subprocess.Popen[bytes]:
-    """Start kvhvdrun with workers that run `program`."""
-    variables = more.pop("variables", {})
-    environ = {**variables_of(marker), **variables}  # type: ignore[dict-item]
-    command = [*kvhvdrun().prefix, "-np", str(ranks), *options, sys.executable, "-c", PRELUDE + program]
-    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-    return subprocess.Popen(command, env=environ, **given)  # type: ignore[call-overload, no-any-return]
+def shared_files() -> set[str]:
+    """The files in /dev/shm that this user has made, but for those of MPI."""
+    found = set()
+    for entry in os.scandir(SHARED):
+        with contextlib.suppress(FileNotFoundError):
+            if not OF_MPI.match(entry.name) and entry.stat().st_uid == os.getuid():
+                found.add(entry.name)
+    return found
 
 
-def run(marker: str, ranks: int, program: str, *options: str, **more: object) -> tuple[int, bytes, bytes]:
-    """Run it to its end: exit code, stdout, stderr."""
-    text = more.pop("input", None)
-    if text is not None:
-        more["stdin"] = subprocess.PIPE
-    process = start(marker, ranks, program, *options, **more)
-    try:
-        out, err = process.communicate(text, timeout=LIMIT_S)  # type: ignore[arg-type]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, out, err
+def left_files(before: set[str]) -> set[str]:
+    """The files in /dev/shm that are new and that no process holds, as those of jobs that still run are."""
+    new = shared_files() - before
+    for pid in filter(str.isdigit, os.listdir("/proc") if new else []):
+        held = []
+        with contextlib.suppress(OSError):
+            held += [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    held.append(os.readlink(entry.path))
+        new.difference_update(path[len(f"{SHARED}/") :] for path in held if path.startswith(f"{SHARED}/"))
+    return new & shared_files()
 
 
-def wait_for(process: subprocess.Popen[bytes], lines: int) -> list[bytes]:
-    """Read lines from stdout: workers say so when they are ready."""
-    assert process.stdout is not None
-    return [process.stdout.readline() for _ in range(lines)]
+class Belongings:
+    """Processes and files in /dev/shm of a job that starts now; other jobs may run at the same time."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+        self._before = shared_files()
+
+    def assert_gone(self, limit_s: float = 0.0, about: str = "") -> None:
+        """Fail if anything of the job is left; a limit is for processes of a job whose launcher was killed."""
+        end = time.monotonic() + limit_s
+        while (left := processes(self.marker)) and time.monotonic() < end:
+            time.sleep(GLANCE_S)
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left if status_of(pid)[0] != "X"]
+        assert not left, f"processes are left: {left} {commands}\n{about}"
+        end = time.monotonic() + patient(15)  # a file of another job may be on its way from one process to the next
+        while files := left_files(self._before):
+            assert time.monotonic() < end, f"left in {SHARED}: {files}\n{about}"
+            time.sleep(GLANCE_S)
 
 
-def line_with(process: subprocess.Popen[bytes], text: bytes) -> bytes:
-    """Read until a line that has this in it."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    while text not in (line := process.stdout.readline()):
-        assert line, f"the job ended before {text!r}: {process.stderr.read().decode()}"
-    return line
+class Job:
+    """A command whose processes all carry a marker, in a folder that has its output: `out0`, `err0`, and so on.
+
+    The names of `more` that are in capitals are environment variables, the others are arguments of Popen.
+    """
+
+    def __init__(self, folder: Path, marker: str, command: Sequence[str], **more: Any) -> None:
+        self.folder, self.marker = folder, marker
+        number = len(list(folder.glob("out[0-9]*")))
+        self._out, self._err = folder / f"out{number}", folder / f"err{number}"
+        self._log = folder / f"events{number}.jsonl"
+        self._lines: list[dict[str, Any]] = []
+        self._position = 0
+        self._belongings = Belongings(marker)
+        variables = {name: value for name, value in more.items() if name[0].isupper()}
+        path = os.pathsep.join([str(PACKAGES), str(TESTS)])
+        environ = {**variables_of(marker), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "cwd": folder}
+            given.update((name, value) for name, value in more.items() if not name[0].isupper())
+            command = [word.format(log=self._log) if word == "{log}" else word for word in command]
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(command, env=environ, **given)
+
+    # -- What it has written ------------------------------------------------------------------------------------------
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        """What it has printed to standard error so far."""
+        return self._err.read_text(errors="replace")
+
+    def of(self, rank: int) -> str:
+        """What a rank has printed so far, first to standard output."""
+        lines = (self.out + "\n" + self.err).splitlines(keepends=True)
+        return "".join(line.partition("] ")[2] for line in lines if line.startswith(f"[{rank}] "))
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What ranks have told with `report`, in the order of what came first in it."""
+        found = [json.loads(line[line.index("@{") + 1 :]) for line in self.out.splitlines() if "@{" in line]
+        return sorted(found, key=lambda fields: next(iter(fields.values())))
+
+    def events(self, event: str = "", **fields: Any) -> list[dict[str, Any]]:
+        """The event log of an elastic job so far: all, or the events of a kind with these fields."""
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]
+            self._position += len(complete)
+            self._lines += map(json.loads, complete.splitlines())
+        return [
+            line
+            for line in self._lines
+            if event in ("", line["event"]) and all(line.get(name) == value for name, value in fields.items())
+        ]
+
+    def members(self, generation: int = -1) -> list[int]:
+        """The workers of a world, or of the newest one, in the order of ranks."""
+        ready = [each for each in self.events("generation_ready") if generation in (-1, each["generation"])]
+        return list(ready[-1]["workers"]) if ready else []
+
+    def describe(self) -> str:
+        """What is known about it, for messages of tests that fail."""
+        events = "\n".join(map(json.dumps, self.events()))
+        return f"code {self.process.poll()}\n{self.out[-5000:]}\n-- errors\n{self.err[-5000:]}\n-- events\n{events}"
+
+    # -- Waiting ------------------------------------------------------------------------------------------------------
+
+    def until(self, condition: Callable[[], Any], what: str = "") -> Any:
+        """Wait until `condition` returns something true, and return that; fails at the limit, or when the job ends."""
+        limit = time.monotonic() + LIMIT_S
+        while True:
+            ended = self.process.poll() is not None
+            if found := condition():
+                return found
+            assert not ended, f"the job ended before {what or condition}\n{self.describe()}"
+            assert time.monotonic() < limit, f"{LIMIT_S:g} s without {what or condition}\n{self.describe()}"
+            time.sleep(GLANCE_S)
+
+    def until_printed(self, text: str, times: int = 1) -> Job:
+        """Wait until it has printed this so many times, on either stream."""
+        self.until(lambda: self.out.count(text) + self.err.count(text) >= times, f"{times} times {text!r}")
+        return self
+
+    def until_event(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Wait for an event."""
+        found: dict[str, Any] = self.until(lambda: self.events(event, **fields), f"event {event} {fields}")[0]
+        return found
+
+    def until_joined(self, *workers: int, count: int = 0, after: int = -1) -> list[int]:
+        """Wait until a world of these workers, or of so many, or any, has been joined after the given one."""
+
+        def joined() -> list[list[int]]:
+            worlds = [self.members(each["generation"]) for each in self.events("generation_joined")
+                      if each["generation"] > after]  # fmt: skip
+            return [world for world in worlds if list(workers) in ([], world) and count in (0, len(world))]
+
+        found: list[int] = self.until(joined, f"a world of {workers or count}")[-1]
+        return found
+
+    def end(self, code: int | None = 0, number: int = 0) -> Job:
+        """Wait for the end, after a signal to the launcher; fails if anything is left, or if the code is another."""
+        if number:
+            self.process.send_signal(number)
+        try:
+            self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job hangs\n{self.describe()}") from None
+        # Only what a launcher was killed may need a moment.
+        self._belongings.assert_gone(patient(15) if self.process.returncode < 0 else 0.0, self.describe())
+        assert code in (None, self.process.returncode), self.describe()
+        return self
+
+    # -- Disturbing ---------------------------------------------------------------------------------------------------
+
+    def pid(self, worker: int) -> int:
+        """The process of a worker of an elastic job."""
+        return int(self.events("worker_started", worker=worker)[-1]["pid"])
+
+    def kill(self, *workers: int, number: int = signal.SIGKILL) -> None:
+        """Send workers of an elastic job a signal."""
+        for worker in workers:
+            os.kill(self.pid(worker), number)
+
+    def daemons(self) -> list[int]:
+        """The daemons of an elastic job: parents of its workers."""
+        parents = {int(status_of(entry["pid"])[1]) for entry in self.events("worker_started")}
+        return sorted(parents - {0})
+
+    def close(self) -> None:
+        """End what is left of it, after a test that failed."""
+        if self.process.poll() is None:
+            for pid in processes(self.marker):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait(LIMIT_S)
 
 
-def end_by(process: subprocess.Popen[bytes], number: int) -> tuple[int, bytes, bytes]:
-    """Send the launcher a signal and wait for its end: exit code, and the rest of stdout and stderr."""
-    process.send_signal(number)
-    out, err = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out, err
+def start(
+    folder: Path,
+    marker: str,
+    options: str,
+    program: str | Sequence[str] = "",
+    acts: str = "",
+    launcher: Launcher | Sequence[str] = (),
+    **more: Any,
+) -> Job:
+    """Start kvhvdrun, or another launcher, with a Python program (lines after PRELUDE), a command or acts of fakes."""
+    if isinstance(launcher, Launcher):
+        more = {**launcher.environment, **more}
+        launcher = launcher.prefix
+    words = [*(launcher or kvhvdrun().prefix), *(["--event-log", "{log}"] if "--min-np" in options else [])]
+    if isinstance(program, str):
+        file = folder / f"program{len(list(folder.glob('program*')))}.py"
+        file.write_text(PRELUDE + program)
+        program = [ELASTIC_WORKER, *acts.split()] if acts else [str(file)]
+        if sys.executable not in options:
+            program = [sys.executable, *program]
+    return Job(folder, marker, [*words, *shlex.split(options), *program], **more)
