@@ -294,7 +294,7 @@ def test_the_output_of_a_launcher_that_reads_no_more_does_not_keep_the_daemon(ma
 START = {"t": "start", "worker": -1, "command": ["true"], "environment": {}, "cores": []}
 
 
-@pytest.mark.parametrize("message", [{"t": "beat", "more": 1}, START, {"t": "to", "worker": 0, "message": []}])
+@pytest.mark.parametrize("message", [{"t": "beat", "more": 1}, START])
 def test_a_message_that_is_none_ends_the_line(marker: str, message: dict[str, Any]) -> None:
     with FakeLauncher(marker) as launcher:
         launcher.line.send(message)
@@ -312,7 +312,7 @@ def test_no_worker_is_started_twice(marker: str) -> None:
         assert b"worker 0 was to be started twice" in launcher.last_words()
 
 
-@pytest.mark.parametrize("line", [b"", b'{"address": 1}\n'])
+@pytest.mark.parametrize("line", [b'{"address": 1}\n'])
 def test_settings_that_are_none(marker: str, line: bytes) -> None:
     with FakeLauncher(marker, line=line) as launcher:
         code, _, err = launcher.result()

@@ -98,7 +98,9 @@ def test_killed_workers_are_replaced(start: Any, tmp_path: Path) -> None:
     assert "[5] generation" in job.out
 
 
-@pytest.mark.parametrize("acts", ["1:die_at=world", "1:die 1:at=10 2:die_at=ready"])
+@pytest.mark.parametrize(
+    "acts", ["1:die_at=world", pytest.param("1:die 1:at=10 2:die_at=ready", marks=pytest.mark.slow)]
+)
 def test_a_worker_dies_on_its_way_into_a_world(run: Any, acts: str) -> None:
     """The first world, or the next one while it is formed."""
     job = run(f"--min-np 2 --max-np 3 {SOON}", acts=f"steps=50 {acts}")
@@ -123,6 +125,7 @@ def test_a_program_that_always_fails(run: Any) -> None:
     assert len(job.events("worker_started")) == 4
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_whoever_runs_it(run: Any) -> None:
     # Five must fail after the first. One that ends before the driver has heard from all that they have met does not
     # count, so that there may be more of them on a busy machine.

@@ -24,7 +24,7 @@ from kvstore_hvd.wire.authentication import mac
 from kvstore_hvd.wire.connection import _MAGIC
 from support.jobs import LIMIT_S, Job, processes
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.alike]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 
 
 def environ(pid: int) -> dict[str, str]:

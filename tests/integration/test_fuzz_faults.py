@@ -54,7 +54,8 @@ def lose(seed: int, number: int, folder: Path, marker: str) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_workers(tmp_path: Path, marker: str, number: int) -> None:
     """After SIGSTOP and SIGCONT the same processes meet again."""
     lose(1, number, tmp_path, marker)

@@ -21,7 +21,7 @@ from support.launchers import kvhvdrun
 pytestmark = pytest.mark.alike
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_reach_every_worker_and_give_the_exit_code(start: Any, number: signal.Signals) -> None:
     """Whatever the workers say; the user's own signals are passed on and end nothing."""
     program = f"""
@@ -99,7 +99,7 @@ def test_an_ignored_hangup_stays_ignored(start: Any) -> None:
     job.end()
 
 
-@pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
+@pytest.mark.parametrize("options", ["-np 2", pytest.param("--min-np 2", marks=pytest.mark.slow)])
 def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_and_blocked(run: Any, options: str) -> None:
     def inherited() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -110,7 +110,7 @@ def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_and_
     assert {line[4:] for line in job.out.splitlines()} == {"True set()"}
 
 
-@pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
+@pytest.mark.parametrize("options", ["-np 2", pytest.param("--min-np 2", marks=pytest.mark.slow)])
 def test_a_signal_ends_the_job_although_nobody_reads_its_output(start: Any, options: str) -> None:
     # The signal's own action: without a handler, Python would end with the write that it is in.
     program = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nwhile True: say('x' * 1000 + '\\n')"
@@ -167,7 +167,7 @@ def test_a_script_without_an_interpreter_is_named(run: Any, tmp_path: Path) -> N
     assert "#!" in err
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_who_waits_spins_only_if_there_is_a_core_for_each(run: Any, together: bool) -> None:
     """Those that the workers may use count, not those of the machine; pinned to one each they have one each."""
     cores = sorted(os.sched_getaffinity(0))
