@@ -51,6 +51,7 @@ def test_a_script_that_cannot_be_started(run: Any) -> None:
 
 
 @pytest.mark.alike
+@pytest.mark.slow
 def test_exit_codes_and_tracebacks_are_those_of_the_script(run: Any) -> None:
     run("-np 2 --as-horovod", "if rank == 1: sys.exit(7)", code=7)
     err = run("-np 2 --as-horovod", "raise ValueError(rank)", code=1).err
