@@ -55,5 +55,7 @@ def chains(operations: list[Operation]) -> list[list[Operation]]:
         else:
             chains.setdefault(("array", operation.index), []).append(operation)
         if operation.name is None and operation.kind != "wait":
-            chains.setdefault(("unnamed", operation.kind.replace("sparse_", ""), operation.members), []).append(operation)
+            chains.setdefault(("unnamed", operation.kind.replace("sparse_", ""), operation.members), []).append(
+                operation
+            )
     return list(chains.values())

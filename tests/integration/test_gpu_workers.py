@@ -15,7 +15,6 @@ import pytest
 from support.host_kernels import COMPILER, compiled
 from support.jobs import LIMIT_S, variables_of
 from support.launchers import kvhvdrun, with_tests
-from support.patience import of_the_product
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,7 +73,7 @@ def test_a_worker_dies_while_kernels_wait_for_its(run: Any, gpus: int) -> None:
 
 def test_a_worker_stands_still_while_kernels_wait_for_its(run: Any) -> None:
     """At the deadline, and by its name."""
-    deadline_s = of_the_product(2)
+    deadline_s = 3
     code, out, err = run(2, 1, "stop", KVHVD_TIMEOUT=str(deadline_s), KVHVD_KILL_GRACE="1")
     assert code != 0
     assert "rank 0: TimeoutError: [rank 0/2]" in out, out + err
