@@ -9,22 +9,6 @@ from support.elastic_jobs import Play
 # -- Changes ------------------------------------------------------------------------------------------------------
 
 
-def test_members_are_told_of_a_newcomer_when_it_is_ready() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.hosts({"a": 3})
-    play.enter(2)
-    assert play.notes("updated") == []
-    play.ready(2)
-    for worker in (0, 1):
-        assert play.told(worker, "updated") == [{"t": "updated", "number": 1, "result": 2}]
-    play.ready(0, "updated")
-    assert play.generation == 0
-    assert play.told(1, "void") == []
-    play.ready(1, "updated")
-    assert (play.generation, play.members) == (1, [0, 1, 2])
-
-
 def test_members_are_told_of_all_changes_together() -> None:
     play = Play({"a": 1, "b": 1}, min_np=1)
     play.begin()
@@ -40,18 +24,6 @@ def test_members_are_told_of_all_changes_together() -> None:
     play.hosts({"a": 1, "c": 2})
     play.ready(3)
     assert play.told(0, "updated")[2:] == [{"t": "updated", "number": 3, "result": 2}]
-
-
-def test_a_newcomer_that_gets_ready_during_a_meeting_is_told_of_after_it() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.kill(1)
-    play.ready(0)
-    play.ready(2)
-    assert (play.generation, play.members) == (1, [0])
-    assert play.told(0, "updated") == []
-    play.meet()
-    assert play.told(0, "updated") == [{"t": "updated", "number": 1, "result": 2}]
 
 
 def test_who_has_to_leave_and_does_not_is_ended() -> None:
@@ -76,107 +48,7 @@ def test_who_has_to_leave_and_does_not_is_ended() -> None:
     assert play.ending.code == 0
 
 
-def test_a_slot_that_comes_back_is_used_when_the_worker_that_left_has_ended() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
-    play.hosts({"a": 1})
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    play.meet()
-    play.hosts({"a": 1, "b": 1})
-    assert len(play.starts()) == 2
-    play.end(1)
-    assert play.starts()[2:] == [(2, "b:0")]
-    assert play.ending is None  # a worker that was sent away is no success
-    play.ready(2)
-    assert play.told(0, "updated")[-1]["result"] == 2
-
-
-def test_a_slot_that_goes_and_comes_back_before_the_commit_keeps_its_worker() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
-    play.hosts({"a": 1})
-    play.hosts({"a": 1, "b": 1})
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert (play.generation, play.members) == (1, [0, 1])
-    assert play.told(1, "leave") == []
-
-
-def test_who_leaves_takes_no_place_of_those_to_come() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1, max_np=2)
-    play.begin()
-    play.hosts({"a": 1, "c": 1})
-    play.ready(2)
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.meet() == [0, 2]
-    assert play.told(1, "leave")
-    play.hosts({"a": 1, "b": 1, "c": 1})  # worker 1 is still there
-    assert len(play.starts()) == 3
-    play.kill(0)
-    assert play.starts()[3:] == [(3, "a:0")]
-
-
-def test_a_newcomer_whose_slot_goes_is_sent_away() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
-    play.hosts({"a": 1, "b": 1, "c": 2})
-    play.ready(2)
-    play.hosts({"a": 1, "b": 1})
-    assert play.told(2, "leave")
-    play.wait(0.1)
-    assert play.signals(3) == [(signal.SIGTERM, True)]  # nobody there who could hear it
-    play.enter(3)
-    assert play.told(3, "leave")
-
-
-def test_the_last_one_with_the_state_stays_until_a_newcomer_has_it() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.hosts({"b": 1})
-    play.ready(2)
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.meet() == [0, 2]
-    assert play.told(1, "leave")
-    assert play.told(0, "updated")[-1]["result"] == 1
-    play.ready(0, "updated")
-    play.ready(2, "updated")
-    assert play.meet() == [2]
-    assert play.told(0, "leave")
-
-
-def test_when_all_slots_go_the_workers_wait_for_others() -> None:
-    play = Play({"a": 1}, min_np=1, elastic_timeout_s=10)
-    play.begin()
-    play.hosts({})
-    play.ready(0, "updated")
-    assert play.generation == 0
-    play.wait(9)
-    play.hosts({"a": 1})
-    assert (play.generation, play.members) == (1, [0])
-
-
 # -- Meetings -----------------------------------------------------------------------------------------------------
-
-
-def test_a_death_during_a_meeting_voids_it() -> None:
-    play = Play({"a": 3}, min_np=1)
-    for worker in range(3):
-        play.ready(worker)
-    play.say(0, "joined", generation=0)
-    play.kill(2)
-    assert [note["generation"] for note in play.notes("generation_void")] == [0]
-    assert play.told(0, "void")
-    play.ready(0)
-    play.ready(1)
-    assert (play.generation, play.members) == (1, [0, 1])
-    play.say(0, "joined", generation=0)  # too late
-    play.say(1, "joined", generation=1)
-    assert play.notes("generation_joined") == []
-    play.say(0, "joined", generation=1)
-    assert play.notes("generation_joined") == [{"generation": 1}]
 
 
 def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
@@ -191,29 +63,6 @@ def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
     assert play.signals(0) == play.signals(1) == [(signal.SIGKILL, False)]
 
 
-def test_who_gives_a_meeting_up_voids_it() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.ready(0)
-    play.ready(1)
-    play.ready(1, "meeting")
-    assert play.notes("generation_void")[0]["cause"] == "meeting"
-    assert play.told(0, "void")
-    assert not play.told(1, "void")
-    play.ready(0, "meeting")
-    assert (play.generation, play.members) == (1, [0, 1])
-
-
-def test_a_word_from_before_the_world_changes_nothing() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.kill(1)
-    play.ready(0)
-    assert play.generation == 1
-    play.ready(0, generation=0)
-    assert play.notes("generation_void")[-1]["generation"] == 0
-    assert play.generation == 1
-
-
 def test_a_meeting_that_hangs_altogether_is_ended() -> None:
     play = Play({"a": 2}, min_np=1, start_timeout_s=30)
     play.ready(0)
@@ -223,16 +72,6 @@ def test_a_meeting_that_hangs_altogether_is_ended() -> None:
     assert play.signals(0) == []
     assert play.signals(1) == [(signal.SIGKILL, False)]
     play.ready(0)
-    assert play.members == [0]
-
-
-def test_who_does_not_come_out_of_a_meeting_is_killed() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.ready(0)
-    play.ready(1)
-    play.ready(0, "meeting")
-    play.wait(6)
-    assert play.signals(1) == [(signal.SIGKILL, False)]
     assert play.members == [0]
 
 
@@ -247,21 +86,6 @@ def test_workers_that_never_meet() -> None:
     assert play.ending is not None
     assert play.ending.code == 1
     assert play.ending.reason == "the rendezvous failed 20 times in a row, the last time with: no memory"
-
-
-def test_a_meeting_that_succeeds_makes_those_before_it_good() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.ready(0)
-    play.ready(1)
-    for _ in range(3):
-        for _ in range(19):
-            play.ready(0, "meeting")
-            play.ready(1, "meeting")
-        play.meet()
-        for worker in (0, 1):
-            play.ready(worker, "updated")
-    assert play.ending is None
-    assert play.generation == 3 * 20
 
 
 # -- Hangs --------------------------------------------------------------------------------------------------------
@@ -297,14 +121,6 @@ def test_who_is_not_ready_for_long_is_killed_whatever_the_cause() -> None:
         assert play.members == [0]
 
 
-def test_survivors_that_never_come_are_killed() -> None:
-    play = Play({"a": 2}, min_np=1, timeout_s=100)
-    play.begin()
-    play.kill(0)
-    play.wait(101)
-    assert play.signals(1) == [(signal.SIGKILL, False)]
-
-
 def test_a_killed_worker_that_the_kernel_does_not_end_is_taken_for_gone() -> None:
     play = Play({"a": 2}, min_np=1)
     play.begin()
@@ -333,18 +149,6 @@ def test_a_long_wait_for_a_worker_is_told_once() -> None:
     play.meet()
     play.wait(100)
     assert len(play.notes("waiting")) == 1
-
-
-def test_a_wait_for_more_workers_is_told_once() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=60)
-    play.begin()
-    play.hosts({"a": 1})
-    play.kill(1)
-    play.ready(0)
-    play.wait(11)
-    assert play.notes("too_few") == [{"text": "1 workers are ready", "needed": 2, "seconds": 50}]
-    play.wait(20)
-    assert len(play.notes("too_few")) == 1
 
 
 # -- Newcomers of one change --------------------------------------------------------------------------------------
@@ -402,39 +206,6 @@ def test_the_wait_has_bounds() -> None:
         assert updates(play) == 0
         play.wait(0.2)
         assert updates(play) == 1
-
-
-def test_who_will_not_come_is_not_waited_for() -> None:
-    """One that dies is; but its successor is, as long as it would have been."""
-    play = Play({"a": 1}, min_np=1)
-    play.begin()
-    play.hosts({"a": 3})
-    play.wait(10)
-    play.ready(1)
-    play.wait(1)
-    play.kill(2)
-    assert play.starts()[3:] == [(3, "a:2")]
-    play.wait(8.9)
-    assert updates(play) == 0
-    play.wait(0.2)
-    assert updates(play) == 1
-    play = Play({"a": 1}, min_np=1)
-    play.begin()
-    play.hosts({"a": 3})
-    play.wait(10)
-    play.ready(1)
-    play.hosts({"a": 2})  # the other slot is gone
-    assert updates(play) == 1
-
-
-def test_a_commit_for_another_reason_takes_those_that_are_ready() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.hosts({"a": 4})
-    play.ready(2)
-    play.kill(1)
-    play.ready(0)
-    assert play.meet() == [0, 2]
 
 
 def test_slots_that_go_are_told_at_once() -> None:

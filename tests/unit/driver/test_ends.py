@@ -46,15 +46,6 @@ def test_crashes_are_forgotten_after_a_long_life() -> None:
     assert play.starts()[3:] == [(3, "a:1")]
 
 
-def test_a_worker_that_cannot_be_started_counts_as_crashed() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.end(1, 126, "no such file")
-    play.end(2, 126, "no such file")
-    assert [note["slot"] for note in play.notes("slot_blacklisted")] == ["a:1"]
-    play.ready(0)
-    assert play.members == [0]
-
-
 def fail_in_turn(play: Play, code: int = 1, *, hung: bool = False) -> None:
     """All of a world but rank 0 fail, or are killed because they hang; it meets with those that take their places."""
     first, *others = play.members
@@ -119,20 +110,6 @@ def test_all_end_well() -> None:
     assert len(play.starts()) == 2
 
 
-def test_after_a_success_nobody_is_started_and_the_rest_goes_on() -> None:
-    play = Play({"a": 3}, min_np=3)
-    play.begin()
-    play.end(0)
-    assert play.starts()[3:] == []
-    play.kill(1)
-    assert play.starts()[3:] == []
-    play.ready(2)
-    assert play.meet() == [2]
-    play.end(2)
-    assert play.ending is not None
-    assert play.ending.code == 0  # what was lost was made good
-
-
 def test_a_loss_after_a_success_that_nobody_makes_good_is_the_code() -> None:
     play = Play({"a": 2}, min_np=1)
     play.begin()
@@ -142,43 +119,6 @@ def test_a_loss_after_a_success_that_nobody_makes_good_is_the_code() -> None:
     assert play.ending is not None
     assert play.ending.code == 7
     assert play.ending.reason == "worker 1 (a:1) exited with code 7. Its last lines on stderr:"
-
-
-def test_newcomers_leave_when_the_others_are_done() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    crash_and_return(play, 1, [0])
-    play.ready(2)
-    play.say(0, "finished")
-    assert play.told(2, "leave")
-    play.end(0)
-    assert play.ending is None
-    play.end(2)
-    assert play.ending is not None
-    assert play.ending.code == 0
-
-
-def test_who_has_finished_is_not_waited_for() -> None:
-    play = Play({"a": 3}, min_np=1)
-    play.begin()
-    play.say(0, "finished")
-    play.kill(1)
-    play.ready(2)
-    assert play.members == [2]
-
-
-def test_who_never_had_the_state_leaves_when_it_is_all_done() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.say(0, "synced", generation=0)
-    play.say(0, "finished")
-    play.end(0)
-    play.ready(1, "lost")
-    assert play.generation == 0
-    assert play.told(1, "leave")
-    play.end(1)
-    assert play.ending is not None
-    assert play.ending.code == 0
 
 
 def test_how_a_worker_ends_that_had_to_leave_is_not_the_code_of_the_job() -> None:
@@ -192,17 +132,6 @@ def test_how_a_worker_ends_that_had_to_leave_is_not_the_code_of_the_job() -> Non
     play.end(1, -15)
     assert play.ending is not None
     assert (play.ending.code, play.ending.reason) == (0, "")
-
-
-def test_a_second_run_in_the_same_program_recovers_too() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.say(0, "finished")
-    play.say(1, "finished")
-    play.kill(1)
-    assert play.ending is None
-    play.ready(0, "lost")
-    assert play.members == [0]
 
 
 def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for() -> None:

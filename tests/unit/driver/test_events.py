@@ -41,13 +41,6 @@ def test_one_object_a_line(tmp_path: Path) -> None:
     assert second["lines"] == ["a\nb", "é"]
 
 
-def test_no_log() -> None:
-    with EventLog(None) as log:
-        log.write("job_start", {})
-        log.finish(LIMIT_S)
-        assert log.take_lost() == []
-
-
 def test_a_log_that_cannot_be_made() -> None:
     with pytest.raises(LaunchError, match="--event-log: '/no/such/log' cannot be made: No such file or directory"):
         EventLog("/no/such/log")
@@ -61,7 +54,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path: Path
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with EventLog(path) as log:
         fill(path)
-        for number in range(60_000):  # more than is kept in memory
+        for number in range(30_000):  # more than is kept in memory
             log.write("many", {"number": number, "text": "x" * 40})
         (text,) = log.take_lost()
         assert text == "the event log is not written, and too much waits for it: what follows is left out."
@@ -75,7 +68,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path: Path
     os.close(reader)
     *many, lost, last = lines
     assert [line["number"] for line in many] == list(range(len(many)))
-    assert (lost["event"], lost["count"], last["event"]) == ("events_lost", 60_000 - len(many), "one_more")
+    assert (lost["event"], lost["count"], last["event"]) == ("events_lost", 30_000 - len(many), "one_more")
 
 
 def fill(path: str) -> None:
@@ -93,18 +86,6 @@ def read_now(fd: int) -> bytes:
     return b""
 
 
-def test_what_a_reader_that_stands_still_leaves_is_given_up_at_the_end(tmp_path: Path) -> None:
-    path = str(tmp_path / "pipe")
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with EventLog(path) as log:
-        log.write("long", {"text": "x" * 100_000})
-        log.finish(0.1)
-        assert log.take_lost() == ["the event log is not complete: its end could not be written in time."]
-        assert not log.pending
-    os.close(reader)
-
-
 def test_a_full_disk_is_told_once() -> None:
     with EventLog("/dev/full") as log:
         log.write("job_start", {})
@@ -113,16 +94,6 @@ def test_a_full_disk_is_told_once() -> None:
         log.write("job_end", {})
         log.finish(LIMIT_S)
         assert log.take_lost() == []
-
-
-def test_events_in_words() -> None:
-    assert (
-        event_text("generation_ready", {"generation": 1, "workers": [0, 2]})
-        == "generation ready generation 1 workers [0, 2]"
-    )
-    text = event_text("generation_void", {"generation": 1, "cause": "lost", "text": "worker 1\nfailed"})
-    assert text == "generation void generation 1 cause lost (worker 1)"
-    assert event_text("job_start", {"job": "x", "max_np": None, "lines": ["a"]}) == "job start job x"
 
 
 # -- The status line ----------------------------------------------------------------------------------------------

@@ -33,31 +33,6 @@ def test_the_first_generation_begins_when_all_are_ready() -> None:
     assert play.notes("generation_joined") == [{"generation": 0}]
 
 
-def test_not_more_workers_than_asked_for() -> None:
-    assert len(Play({"a": 9}, min_np=2, max_np=3).starts()) == 3
-
-
-def test_the_start_waits_for_slots() -> None:
-    play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
-    assert play.starts() == []
-    play.wait(59)
-    play.hosts({"a": 1, "b": 1})
-    assert len(play.starts()) == 2
-
-
-def test_each_long_wait_for_slots_is_told_once() -> None:
-    play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
-    play.wait(30)
-    assert len(play.notes("too_few")) == 1
-    play.hosts({"a": 2})
-    play.begin()
-    play.hosts({"a": 1})
-    play.kill(1)
-    play.ready(0)
-    play.wait(30)
-    assert len(play.notes("too_few")) == 2
-
-
 def test_the_number_at_the_start_may_be_more_than_the_least() -> None:
     play = Play({"a": 2}, min_np=1, first_np=3)
     assert play.starts() == []
@@ -73,16 +48,6 @@ def test_the_start_gives_up_with_the_reason() -> None:
     assert play.ending is not None
     assert play.ending.code == 1
     assert play.ending.reason == "there are 1 slots, 2 are needed, and no more came within 60 s."
-
-
-def test_a_worker_that_dies_before_the_first_generation_is_replaced_and_waited_for() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.ready(0)
-    play.kill(1)
-    assert play.starts()[2:] == [(2, "a:1")]
-    assert play.generation == -1
-    play.ready(2)
-    assert play.members == [0, 2]
 
 
 def test_a_program_that_always_fails_ends_the_job() -> None:
@@ -140,26 +105,6 @@ def test_a_dead_worker_costs_itself_only() -> None:
     assert (play.generation, play.members) == (1, [0, 2])
 
 
-def test_a_newcomer_that_is_ready_in_time_is_taken_along() -> None:
-    play = Play({"a": 3}, min_np=2)
-    play.begin()
-    play.kill(0)
-    play.ready(3)
-    play.ready(2)
-    play.ready(1)
-    assert play.members == [1, 2, 3]
-
-
-def test_below_the_least_the_newcomers_are_waited_for() -> None:
-    play = Play({"a": 2}, min_np=2)
-    play.begin()
-    play.kill(0)
-    play.ready(1)
-    assert play.generation == 0
-    play.ready(2)
-    assert (play.generation, play.members) == (1, [1, 2])
-
-
 def test_below_the_least_without_slots_it_waits_and_ends_with_the_reason() -> None:
     play = Play({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=30)
     play.begin()
@@ -174,21 +119,6 @@ def test_below_the_least_without_slots_it_waits_and_ends_with_the_reason() -> No
     assert play.ending.reason == "1 workers are ready, 2 are needed, and no more came within 30 s."
     assert play.ending.details == ("worker 1 (b:0) was killed by SIGKILL",)
     assert play.told(0, "fail") == [{"t": "fail", "text": play.ending.reason}]
-
-
-def test_the_wait_below_the_least_ends_when_a_slot_comes() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=30)
-    play.begin()
-    play.hosts({"a": 1})
-    play.kill(1)
-    play.ready(0)
-    play.wait(29)
-    play.hosts({"a": 1, "c": 1})
-    play.ready(2)
-    assert play.members == [0, 2]
-    play.meet()
-    play.wait(1000)
-    assert play.ending is None
 
 
 def test_when_nobody_is_left_the_state_is_lost() -> None:
@@ -227,119 +157,7 @@ def test_newcomers_that_never_had_the_state_do_not_go_on_alone() -> None:
     assert play.told(2, "fail")
 
 
-def test_the_last_one_that_has_the_state_stays_until_another_has_it() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1, max_np=2)
-    play.begin()
-    play.say(0, "synced", generation=0)
-    play.hosts({"b": 1, "c": 1})
-    play.ready(2)
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.members == [0, 1]  # its slot is gone, but worker 1 may not have the state
-
-
-def test_the_state_stays_although_no_newcomer_waits_for_it() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
-    play.say(0, "synced", generation=0)
-    play.hosts({"b": 1})
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.meet() == [0, 1]
-    play.say(1, "synced", generation=1)
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.meet() == [1]
-
-
-def test_rank_0_has_the_state_if_anybody_has_it() -> None:
-    play = Play({"a": 3}, min_np=1)
-    play.begin()
-    for worker in (0, 1, 2):
-        play.say(worker, "synced", generation=0)
-    play.kill(1, 2)
-    play.ready(0)
-    play.ready(3)
-    play.ready(4)
-    play.ready(0, "updated")
-    play.meet()
-    play.ready(3, "updated")
-    assert play.members[0] == 0
-    play.ready(4, "updated")
-    play.ready(0, "updated")
-    assert play.meet() == [0, 3, 4]
-    play.say(4, "synced", generation=play.generation)
-    play.kill(0)
-    play.ready(3)
-    play.ready(4)
-    assert play.members == [4, 3]
-
-
-def test_who_leaves_with_the_state_does_not_count() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
-    for worker in (0, 1):
-        play.say(worker, "synced", generation=0)
-    play.hosts({"b": 1, "c": 1})
-    play.ready(2)
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.meet() == [1, 2]
-    assert play.told(0, "leave")
-    play.kill(1)  # while it hands the state to worker 2
-    assert play.ending is not None
-    assert "that has the state of the training" in play.ending.reason
-
-
-def test_a_host_is_lost_with_its_workers() -> None:
-    play = Play({"a": 2, "b": 1}, min_np=1)
-    play.begin()
-    play.job.host_lost("a", "its daemon was killed by SIGKILL", play.now)
-    play._take()
-    assert [note["worker"] for note in play.notes("worker_exited")] == [0, 1]
-    assert len(play.notes("generation_void")) == 1
-    play.ready(2)
-    assert play.members == [2]
-    assert play.starts()[3:] == [(3, "a:0"), (4, "a:1")]
-
-
 # -- Order --------------------------------------------------------------------------------------------------------
-
-
-def test_old_workers_keep_their_order_and_newcomers_come_after_them() -> None:
-    play = Play({"a": 4}, min_np=1)
-    play.begin()
-    play.kill(0)
-    play.ready(4)
-    for worker in (3, 2, 1):
-        play.ready(worker)
-    assert play.meet() == [1, 2, 3, 4]
-    play.kill(2)
-    play.ready(5)
-    for worker in (4, 3, 1):
-        play.ready(worker)
-    assert play.meet() == [1, 3, 4, 5]
-
-
-def test_workers_of_a_machine_are_neighbours_and_the_oldest_machine_is_first() -> None:
-    play = Play({"a": 2, "b": 2}, min_np=1)
-    for worker, identity in ((2, "y"), (3, "y"), (0, "x"), (1, "x")):
-        play.enter(worker, identity)
-    assert play.meet() == [0, 1, 2, 3]
-    play.kill(0)
-    play.enter(4, "x")
-    play.kill(1)
-    play.enter(5, "x")
-    for worker in (4, 5, 2, 3):
-        play.ready(worker)
-    assert play.meet() == [2, 3, 4, 5]
-    play.kill(2)
-    play.enter(6, "y")
-    for worker in (6, 3, 4, 5):
-        play.ready(worker)
-    assert play.members == [3, 6, 4, 5]
-    assert play.told(3, "world")[-1]["rank"] == 0
-    assert [host[1] for host in play.told(3, "world")[-1]["hosts"]] == ["y", "y", "x", "x"]
 
 
 def test_a_newcomer_is_told_a_place_until_it_is_ready() -> None:
@@ -380,16 +198,6 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first() -> None:
         play.ready(worker)
     assert play.meet() == [1, 2, 3]  # the state is the old ones'
     assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2}
-
-
-def test_newcomers_have_the_local_ranks_of_their_slots() -> None:
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
-    play.hosts({"a": 3, "b": 2})
-    for worker in (4, 2, 3):
-        play.ready(worker)
-    play.begin()
-    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 3, "b:1": 4}
 
 
 def test_local_ranks_of_two_machines() -> None:

@@ -28,12 +28,6 @@ def test_the_oldest_host_comes_first_whatever_is_discovered() -> None:
     assert Slot("d", 0) not in made
 
 
-def test_a_host_without_slots_is_none() -> None:
-    made = slots(a=1)
-    assert made.update({"a": 0, "b": 0}) == [("host_removed", "a", 0)]
-    assert not list(made)
-
-
 def test_the_first_crash_costs_nothing_and_the_others_more_and_more() -> None:
     made, slot = slots(a=1), Slot("a", 0)
     assert made.crashed(slot, 100.0) == 0
@@ -55,16 +49,6 @@ def test_crashes_are_counted_per_slot_and_can_be_forgiven() -> None:
     made.forgive(Slot("a", 0))
     assert made.crashed(Slot("a", 0), 0.0) == 0
     assert made.crashed(Slot("a", 0), 0.0) > 0
-
-
-def test_a_slot_that_comes_back_is_still_known() -> None:
-    made, slot = slots(a=1), Slot("a", 0)
-    made.crashed(slot, 0.0)
-    made.crashed(slot, 0.0)
-    made.update({})
-    assert made.blacklisted(1.0) == []
-    made.update({"a": 1})
-    assert made.blacklisted(1.0) == [slot]
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(1.0, 1.0), (5.0, 7.0), (1.0, 3600.0)])
