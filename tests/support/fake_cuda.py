@@ -1,7 +1,7 @@
 """A stand-in for CuPy, for tests on machines without a GPU: memory of the host, streams that are threads.
 
 Only the calls that this package makes exist, with CUDA's own order: what is enqueued on a stream runs later, one after
-another, and copies and kernels of different streams overlap. Kernels are those of `fake_kernels`. Every call of the
+another, and copies and kernels of different streams overlap. Kernels are those of `host_kernels`. Every call of the
 runtime is recorded. Several ranks are threads of the test, each with a current device of its own; or processes, when
 its memory `is_shared`.
 """
@@ -72,23 +72,12 @@ class FakeCuda:
     streams: dict[int, _Stream] = field(default_factory=dict)
     events: dict[int, _Event] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)  # the devices of addresses, where not the current one
-    compiled: list[tuple[str, ...]] = field(default_factory=list)
-    architectures: tuple[int, ...] = (70, 75, 80, 86, 89, 90)
-    status_of_events: int = 0
     is_shared: bool = False  # other processes map its memory
     before: Callable[[str], object] = lambda name: None  # each call, of this name
     _default: dict[tuple[int, int], _Stream] = field(default_factory=dict)
     _next: int = 1000
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.local = field(default_factory=threading.local)
-
-    def names(self) -> list[str]:
-        """The functions that were called, in order."""
-        return [call[0] for call in self.calls]
-
-    def launches(self) -> list[str]:
-        """The kernels that were launched, in order."""
-        return [call[1] for call in self.calls if call[0] == "launch"]
 
     def called(self, name: str, *arguments: Any) -> None:
         with self._lock:
@@ -294,8 +283,6 @@ class _Runtime(SimpleNamespace):
         self._cuda.stream_at(stream).push(reached)
 
     def eventQuery(self, address: int) -> int:
-        if self._cuda.status_of_events:
-            return self._cuda.status_of_events
         return 0 if self._cuda.events[address].done.is_set() else NOT_READY
 
     def streamCreateWithPriority(self, flags: int, priority: int) -> int:
@@ -328,13 +315,6 @@ class _Nvrtc(SimpleNamespace):
         return [source, ()]
 
     def compileProgram(self, program: list[Any], options: tuple[str, ...]) -> None:
-        self._cuda.compiled.append(options)
-        if "nvrtc" in self._cuda.failures:
-            raise self._cuda.failures["nvrtc"]
-        kind, number = options[0].partition("=")[2].split("_")
-        known = self._cuda.architectures
-        if int(number) not in (known if kind == "sm" else (*known, 0)):
-            raise NVRTCError(5)
         program[1] = options
 
     def getProgramLog(self, program: list[Any]) -> str:
@@ -367,7 +347,9 @@ class _Function:
         self._cuda.called("launch", self.name, grid, enable_cooperative_groups)
         assert self._cuda.stream_at(stream.ptr).device == self._cuda.current, "a stream of another device"
         copies = [np.array(argument) for argument in arguments]  # by value: read now
-        self._cuda.stream_at(stream.ptr).push(lambda: fake_kernels.run(self.name, copies, grid))
+        run = fake_kernels.run
+        assert run is not None, f"{self.name} is launched outside of host_kernels"
+        self._cuda.stream_at(stream.ptr).push(lambda: run(self.name, copies, grid))
 
 
 class _RawKernel:

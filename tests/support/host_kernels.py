@@ -42,7 +42,7 @@ def loaded(path: Path) -> Any:
 
 @contextmanager
 def host_kernels(library: Any) -> Iterator[None]:
-    """Let the stand-in launch these inside, instead of its own."""
+    """Let the stand-in launch these inside."""
 
     def run(name: str, arguments: list[Any], grid: tuple[int, ...]) -> None:
         world = int(arguments[0]) if len(arguments) == 2 else None

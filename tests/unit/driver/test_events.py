@@ -12,7 +12,6 @@ import pytest
 
 from kvstore_hvd.driver import status
 from kvstore_hvd.driver.events import EventLog
-from kvstore_hvd.driver.news import event_text
 from kvstore_hvd.driver.status import StatusLine
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launcher.relay import Relay

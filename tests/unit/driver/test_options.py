@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_hvd import config, launch
+from kvstore_hvd import launch
 from kvstore_hvd.driver.discovery import FixedHosts, HostDiscoveryScript
 from kvstore_hvd.driver.options import elastic_plan, is_elastic
 from kvstore_hvd.driver.plan import ElasticPlan

@@ -30,10 +30,6 @@ def test_version_3() -> None:
     assert device_array(Interface(data=(0x10, True))).is_read_only
 
 
-def test_version_2_is_as_the_default_stream_leaves_it() -> None:
-    assert device_array(Interface(version=2)).stream == 1
-
-
 @pytest.mark.parametrize(
     ("typestr", "dtype"),
     [("<f2", "float16"), ("<f8", "float64"), ("|i1", "int8"), ("|u1", "uint8"), ("<i4", "int32"), ("<i8", "int64")],
@@ -66,17 +62,6 @@ def test_arrays_with_gaps_or_another_order(shape: Any, strides: Any) -> None:
         device_array(Interface(shape=shape, strides=strides))
 
 
-def test_masks_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="mask"):
-        device_array(Interface(mask=Interface("|b1")))
-
-
-@pytest.mark.parametrize(("stream", "fact"), [(0, "stream 0, which is ambiguous"), (-1, "which is none"), ("1", "'1'")])
-def test_streams_that_are_none_are_refused(stream: Any, fact: str) -> None:
-    with pytest.raises(InvalidRequestError, match=fact):
-        device_array(Interface(stream=stream))
-
-
 @pytest.mark.parametrize(
     "array",
     [
@@ -97,12 +82,6 @@ def test_what_cannot_be_read_is_said(array: Any) -> None:
         device_array(array, rank=1, size=2, operation="allreduce", name="x")
 
 
-@pytest.mark.parametrize("shape", [(-1,), (-2, -3), (1 << 62,), (0, 1 << 63), (1 << 40, 1 << 40)])
-def test_shapes_that_no_array_has(shape: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="there is no array of shape"):
-        device_array(Interface(shape=shape))
-
-
 def test_memory_that_cannot_be_the_arrays(cuda: FakeCuda) -> None:
     with pytest.raises(InvalidRequestError, match=r"has no memory \(its address is 0\)"):
         device_array(Interface(data=(0, False)))
@@ -111,11 +90,6 @@ def test_memory_that_cannot_be_the_arrays(cuda: FakeCuda) -> None:
     cuda.places[0x1000] = -2  # as CUDA says of the host's memory that it does not know
     with pytest.raises(InvalidRequestError, match="says that it is on a GPU, but its memory is not"):
         device_array(Interface())
-
-
-def test_an_empty_array_has_no_address() -> None:
-    found = device_array(Interface(shape=(0,), data=(0, False)))
-    assert (found.address, found.count, found.device) == (0, 0, 2)
 
 
 def test_dlpack(cuda: FakeCuda) -> None:
@@ -137,62 +111,6 @@ def test_dlpack_is_refused_alike() -> None:
         device_array(DLPack(2, 32, (2, 2), (1, 2)))
 
 
-def test_bfloat16_of_both_kinds_comes_by_dlpack() -> None:
-    class Both(Interface, DLPack):
-        def __init__(self) -> None:
-            Interface.__init__(self, "<V2")
-            DLPack.__init__(self, 4, 16, (2,))
-
-    assert device_array(Both()).dtype == "bfloat16"
-
-
-def test_what_names_no_stream_comes_by_dlpack_which_waits_for_it() -> None:
-    class Both(Interface, DLPack):
-        def __init__(self) -> None:
-            Interface.__init__(self, version=2)
-            DLPack.__init__(self, 2, 32, (2,))
-
-    array = Both()
-    assert device_array(array).shape == (2,)
-    assert array.streams == [1]
-
-
-class WithGradient(DLPack):
-    """As a tensor of PyTorch on a GPU that requires a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 32, (1,))
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
-
-    def __dlpack__(self, *, stream: Any = None) -> Any:
-        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-
-
-def test_what_the_other_library_says_is_passed_on() -> None:
-    assert is_on_gpu(WithGradient())
-    with pytest.raises(InvalidRequestError, match=r"BufferError: .* use tensor.detach\(\)"):
-        device_array(WithGradient())
-
-
-class Nameless(DLPack):
-    """As a tensor of bfloat16 in older versions of PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 16, (2,))
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        raise KeyError("torch.bfloat16")
-
-
-def test_what_has_no_name_in_the_interface_comes_by_dlpack() -> None:
-    assert is_on_gpu(Nameless())
-    assert device_array(Nameless()).dtype == "bfloat16"
-
-
 class OnTheCPU:
     """As a tensor of PyTorch on the CPU."""
 
@@ -208,12 +126,3 @@ def test_who_is_on_a_gpu() -> None:
     assert not is_on_gpu(np.zeros(3))
     assert not is_on_gpu(object())
     assert not is_on_gpu([1.0])
-
-
-@pytest.mark.parametrize("place", [None, (), ("cuda", 0), 2])
-def test_who_does_not_say_where_it_is(place: Any) -> None:
-    class Liar:
-        def __dlpack_device__(self) -> Any:
-            return place
-
-    assert not is_on_gpu(Liar())

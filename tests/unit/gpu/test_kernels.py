@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
-from kvstore_hvd import native
 from kvstore_hvd.gpu import kernels, shapes
 
 
 def test_sizes_are_those_that_the_sources_report() -> None:
     # tests/native/cuda/test_gpu_copies.cpp has the same numbers, as the C++ compiler sees them.
     assert kernels.STRUCTURES == {"Segment": 32, "World": 416, "Launch": 80, "Copy": 40, "Control": 27136}
-
-
-def test_source_is_one_text() -> None:
-    text = kernels.source()
-    assert not re.search(r'#include "\w+\.cuh"', text)
-    assert "#pragma once" not in text
-    for header in ("platform", "layout", "elements", "memory", "waiting", "copy", "direct", "ring"):
-        assert text.count(f'#line 1 "{header}.cuh"') == 1
-    assert text.index('#line 1 "platform.cuh"') < text.index('#line 1 "ring.cuh"') < text.index("kvhvd_sizes")
 
 
 def test_names() -> None:
@@ -40,13 +28,6 @@ def test_names() -> None:
         kernels.allreduce_kernel("tree", "float32", "sum")
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES)
-def test_names_of_a_type_are_among_all(dtype: str) -> None:
-    names = kernels.kernel_names(dtype)
-    assert len(set(names)) == len(names)
-    assert set(names) <= set(kernels.kernel_names())
-
-
 def test_tables_of_segments() -> None:
     table, tiles = shapes.segments([4096, 0, 8192], [0, 16, 16], [kernels.TILE_BYTES + 1, 0, 5], ranks=[1, 0, 2])
     assert table.dtype == kernels.SEGMENT
@@ -54,13 +35,6 @@ def test_tables_of_segments() -> None:
     np.testing.assert_array_equal(table["first_tile"], [0, 2, 2])
     np.testing.assert_array_equal(table["rank"], [1, 0, 2])
     assert shapes.segments([], [], [])[1] == 0
-
-
-def test_stops() -> None:
-    assert kernels.Stop.of(0) is None
-    stop = kernels.Stop.of(1 | 3 << 8 | 2 << 16 | 1 << 24)
-    assert stop == ("timeout", 3, 2, "the start of an operation")
-    assert kernels.Stop.of(2 | 4 << 24) == ("abort", 0, 0, "a free slot")
 
 
 def test_launches_fit_the_device() -> None:
@@ -73,9 +47,3 @@ def test_launches_fit_the_device() -> None:
     assert shapes.ring_channels(100, 2048, shared) == 1
     assert shapes.copy_blocks(1000, shared) == 264
     assert shapes.Limits(1, 1, sharers=4).resident == 1
-
-
-def test_choice_of_algorithm() -> None:
-    assert shapes.choose(2, 4096, 1 << 20) == "oneshot"
-    assert shapes.choose(8, 1 << 20, 1 << 22) == "twoshot"
-    assert shapes.choose(8, 1 << 23, 1 << 22) == "ring"

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from kvstore_hvd.comm.device.executor import Executor
-from kvstore_hvd.comm.device.nccl import NcclExecutor
 from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.gpu.devices import Device
 from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.fake_cuda import FakeCuda, fake_cuda
-from support.fake_nccl import FakeNccl
 from support.gpu_ranks import Exchange, HostArray, on_ranks
 from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 
@@ -34,18 +32,14 @@ def cuda(library: Any) -> Iterator[FakeCuda]:
 class HostRanks(Ranks):
     """On the stand-in, with the real kernels; with a GPU for each rank, or one for all."""
 
-    def __init__(self, cuda: FakeCuda, way: str, size: int) -> None:
-        self.size, self.kind = size, "nccl" if way == "nccl" else "kernels"
-        exchange, nccl = Exchange(size), FakeNccl(cuda)
-        unique_id = nccl.unique_id()
+    def __init__(self, way: str, size: int) -> None:
+        self.size, self.kind = size, "kernels"
+        exchange = Exchange(size)
         ordinals = [0 if way == "shared" else each for each in range(size)]
 
         def make(rank: int) -> Executor:
             devices = [Device.of(each, "here") for each in ordinals]
-            if way != "nccl":
-                return RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
-            library: Any = nccl
-            return NcclExecutor(library, unique_id, rank, size, devices[rank], ordinals[rank], STAGING, 60.0, 60.0)
+            return RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
 
         self.executors = on_ranks(size, make)
 
@@ -53,13 +47,13 @@ class HostRanks(Ranks):
 class TestExecutors(ExecutorCases):
     """What all executors must do."""
 
-    @pytest.fixture(params=["own", "shared", "nccl"])
+    @pytest.fixture(params=["own", "shared"])
     def ranks(self, cuda: FakeCuda, request: Any) -> Iterator[Callable[[int], HostRanks]]:
         """Make ranks."""
         made: list[HostRanks] = []
 
         def make(size: int) -> HostRanks:
-            made.append(HostRanks(cuda, request.param, size))
+            made.append(HostRanks(request.param, size))
             return made[-1]
 
         yield make

@@ -6,36 +6,7 @@ import random
 
 import pytest
 
-from kvstore_hvd.comm.device.rounds import ALIGNMENT, Piece, buffer_bytes, rounds
-
-
-def test_tensors_that_fit_share_a_round() -> None:
-    assert rounds([3, 5, 1], 4, 1024, 10) == [[Piece(0, 0, 3, 0), Piece(1, 0, 5, 16), Piece(2, 0, 1, 48)]]
-
-
-def test_one_that_fits_whole_is_not_cut() -> None:
-    assert rounds([3, 8], 4, 32, 10) == [[Piece(0, 0, 3, 0)], [Piece(1, 0, 8, 0)]]
-
-
-def test_one_that_is_too_large_is_cut_and_shares_its_last_round() -> None:
-    assert rounds([20, 2], 4, 32, 10) == [
-        [Piece(0, 0, 8, 0)],
-        [Piece(0, 8, 8, 0)],
-        [Piece(0, 16, 4, 0), Piece(1, 0, 2, 16)],
-    ]
-
-
-def test_one_that_is_too_large_begins_where_there_is_room() -> None:
-    assert rounds([2, 12], 4, 32, 10) == [[Piece(0, 0, 2, 0), Piece(1, 0, 4, 16)], [Piece(1, 4, 8, 0)]]
-
-
-def test_empty_tensors_are_in_no_round() -> None:
-    assert rounds([0, 0], 4, 64, 10) == []
-    assert rounds([0, 1, 0], 4, 64, 10) == [[Piece(1, 0, 1, 0)]]
-
-
-def test_a_round_has_so_many_pieces() -> None:
-    assert [len(pieces) for pieces in rounds([1] * 7, 4, 4096, 3)] == [3, 3, 1]
+from kvstore_hvd.comm.device.rounds import ALIGNMENT, buffer_bytes, rounds
 
 
 @pytest.mark.parametrize("seed", range(50))
