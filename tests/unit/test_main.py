@@ -51,22 +51,16 @@ def test_a_script_finds_itself_its_arguments_and_its_neighbours(tmp_path: Path) 
     assert done.returncode == 0
 
 
-def test_a_module(tmp_path: Path) -> None:
+def test_a_module_and_a_folder(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "__main__.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    done = run("-m", "package", "-m", "x", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "__main__ ['-m', 'x']\n", "")
+    for arguments, told in ((("-m", "package", "-m", "x"), "['-m', 'x']"), (("package", "y"), "['y']")):
+        done = run(*arguments, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"__main__ {told}\n", "")
 
 
-def test_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "__main__.py").write_text("print('ran')")
-    done = run("app", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "ran\n")
-
-
-@pytest.mark.parametrize("end", ["raise ValueError('bad')", "1 +", "raise SystemExit('no')", "import sys; sys.exit(7)"])
+@pytest.mark.parametrize("end", ["raise ValueError('bad')", "1 +", "raise SystemExit('no')"])
 def test_ends_as_python_would(tmp_path: Path, end: str) -> None:
     (tmp_path / "train.py").write_text(f"x = 1\n{end}\n")
     ours, pythons = run("train.py", cwd=tmp_path), python("train.py", cwd=tmp_path)
@@ -85,13 +79,6 @@ def test_horovod_is_answered_for(tmp_path: Path) -> None:
     assert f"a module 'horovod' is installed ({tmp_path}/horovod.py)" in done.stderr
 
 
-def test_the_main_module_is_as_python_makes_it(tmp_path: Path) -> None:
-    names = "__name__, __package__, __spec__, __cached__, __doc__, type(__loader__).__name__, __loader__.name"
-    (tmp_path / "train.py").write_text(f"'What it does.'\nimport sys; print({names}, sys.flags)")
-    ours, pythons = run("train.py", cwd=tmp_path), python("train.py", cwd=tmp_path)
-    assert (ours.stdout, ours.returncode) == (pythons.stdout, 0)
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="-P came with Python 3.11")
 def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; print(sys.path)")
@@ -99,26 +86,13 @@ def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
     assert ours.stdout == python("-P", "train.py", cwd=tmp_path).stdout
 
 
-def test_traceback_of_a_module_has_no_frames_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("def f():\n    raise ValueError('bad')\nf()\n")
-    done = run("-m", "train", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: bad\n")
-    assert "kvstore_hvd" not in done.stderr
-    assert "runpy" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ((), "usage: "),
-        (("--nonsense",), "usage: "),
-        (("-m",), "needs the name of a module"),
         (("-m", "no_such_module"), "no module named 'no_such_module'"),
-        (("-m", "no_such.module"), "cannot find module"),
         (("absent.py",), "no such file: 'absent.py'"),
         ((".",), "the folder '.' has no __main__.py"),
-        (("/proc/self/mem",), "cannot read '/proc/self/mem': "),
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:
@@ -126,9 +100,3 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, arguments: tuple[str, ...], 
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_help(tmp_path: Path) -> None:
-    done = run("--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: ")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from support.jobs import LIMIT_S, variables_of
 
 PRELUDE = """
@@ -44,14 +42,14 @@ for name in {names}:
     assert done.stdout.split() == names, done.stderr
 
 
-@pytest.mark.parametrize("call", ["allreduce", "allgather", "alltoall", "reducescatter", "grouped_allgather"])
-def test_arrays_that_are_none_of_mxnets_are_refused(call: str) -> None:
-    arguments = "[np.ones(2)]" if call.startswith("grouped") else "np.ones(2)"
+def test_arrays_that_are_none_of_mxnets_are_refused() -> None:
+    calls = ["allreduce", "allgather", "alltoall", "reducescatter", "grouped_allgather"]
     done = run(f"""
-try:
-    hvd.{call}({arguments})
-except kvstore_hvd.KVHvdError as error:
-    assert "Fix: " in str(error), str(error)
-    print("refused")
+for name in {calls}:
+    try:
+        getattr(hvd, name)([np.ones(2)] if name.startswith("grouped") else np.ones(2))
+    except kvstore_hvd.KVHvdError as error:
+        assert "Fix: " in str(error), str(error)
+        print(name)
 """)
-    assert done.stdout == "refused\n", done.stderr
+    assert done.stdout.split() == calls, done.stderr
