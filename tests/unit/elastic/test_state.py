@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 import threading
@@ -49,23 +48,6 @@ def test_attributes_roll_back():
     assert one.losses == [1.0, 0.5]
 
 
-def test_values_given_first_are_saved():
-    """ObjectState: without any commit, the first values come back."""
-    history = [1]
-    one = state(history=history)
-    history.append(2)
-    one.restore()
-    assert one.history == [1]
-
-
-def test_shared_values_stay_shared():
-    """ObjectState: two attributes that are one object are one object after a restore."""
-    shared = [1]
-    one = state(a=shared, b={"x": shared})
-    one.restore()
-    assert one.a is one.b["x"]
-
-
 def test_save_that_fails_keeps_the_last_one():
     """ObjectState.save: a value that cannot be copied is named, and the last commit is whole."""
     one = state(a=1, b=2)
@@ -94,16 +76,6 @@ def test_names_that_are_taken():
     for name in ("commit", "sync", "reset", "_rank"):
         with pytest.raises(InvalidRequestError, match=f"'{name}'"):
             state(**{name: 1})
-
-
-def test_sync_takes_what_was_saved():
-    """ObjectState.sync: what rank 0 saved last, in place of what is there."""
-    one = ObjectState(lambda value: {"epoch": 5, "names": ["a"]}, lambda: 1, epoch=0, names=[])
-    one.sync()
-    assert (one.epoch, one.names) == (5, ["a"])
-    one.names.append("b")
-    one.restore()
-    assert one.names == ["a"]
 
 
 def test_order_of_calls():
@@ -210,38 +182,6 @@ def test_arrays_of_mxnet_are_copied(kind):
     assert copied["list"][0].ctx == mx.cpu(1)
     assert copied["list"][0].asnumpy().tolist() == [1.5, 2.5]
     assert copied["tuple"][0].shape == (0, 3)
-
-
-def test_deep_copy_leaves_singletons_alone():
-    """deep_copy: modules of a program's own kind of copying and cycles do not trouble it."""
-
-    class Single:
-        def __deepcopy__(self, memo):
-            return self
-
-    single, cycle = Single(), []
-    cycle.append(cycle)
-    copied = deep_copy([single, cycle, int, copy.copy])
-    assert copied[0] is single
-    assert copied[1][0] is copied[1]
-    assert copied[2:] == [int, copy.copy]
-
-
-def test_arrays_of_what_copies_itself_are_left_to_it():
-    """deep_copy: nothing is read that an object with a kind of copying of its own may not copy."""
-    mx = pytest.importorskip("mxnet")
-
-    class Single:
-        def __init__(self, array):
-            self.array = array
-
-        def __deepcopy__(self, memo):
-            return self
-
-    single = Single(mx.nd.random.normal(0, -1, shape=(3,)))  # fails when it is executed
-    assert deep_copy([single])[0] is single
-    with pytest.raises(Exception, match="gaussian"):
-        single.array.wait_to_read()
 
 
 def test_a_state_that_cannot_hear_of_updates_is_refused():

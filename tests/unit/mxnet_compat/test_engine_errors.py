@@ -91,26 +91,6 @@ def test_errors_keep_class_and_text(world: type[World], cls: type[errors.KVHvdEr
     mx.nd.waitall()
 
 
-@pytest.mark.skipif(mxnet_compat.engine_is_naive(), reason="NaiveEngine drops errors of operators")
-def test_errors_of_one_line_and_of_others(world: type[World]) -> None:
-    x = mx.nd.ones((4,))
-    fail_in_engine(x, "ShutdownError: the engine was shut down.")
-    with pytest.raises(errors.ShutdownError, match=r"^the engine was shut down.$"):
-        x.wait_to_read()
-    y = mx.nd.ones((4,))
-    fail_in_engine(y, "SomeoneElsesError: whatever.")
-    with pytest.raises(mx.base.MXNetError, match="whatever") as caught:
-        y.wait_to_read()
-    assert not isinstance(caught.value, errors.KVHvdError)
-
-
-def test_engine_text_names_the_class_of_errors_py() -> None:
-    class Special(errors.PeerLostError):
-        pass
-
-    assert mxnet_compat.engine_text(Special("gone.")) == "PeerLostError: gone."
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [

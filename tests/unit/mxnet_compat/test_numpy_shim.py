@@ -97,17 +97,15 @@ def test_names_that_exist_are_left_alone(bare_numpy: Any) -> None:
 
 def test_the_numpy_that_is_installed_gets_all_names() -> None:
     script = (
-        "import numpy as np, warnings; from kvstore_hvd.mxnet_compat import numpy_shim; before = dict(vars(np))\n"
+        "import sys, numpy as np; from kvstore_hvd.mxnet_compat import numpy_shim; before = dict(vars(np))\n"
         "numpy_shim.prepare(); after = vars(np)\n"
         "assert all(after[name] is value for name, value in before.items() if name != '__warningregistry__')\n"
         "missing = [name for name in (*numpy_shim._NAMES, *numpy_shim._FINANCIAL) if not hasattr(np, name)]\n"
-        "assert not missing, missing"
+        "assert not missing, missing\n"
+        "for _ in range(2): numpy_shim.install()\n"
+        "assert sum(getattr(finder, 'tag', None) == numpy_shim._TAG for finder in sys.meta_path) == 1"
     )
     python(script)
-
-
-def test_no_numpy_is_no_error() -> None:
-    with_numpy(None, numpy_shim._add_numpy_names)
 
 
 def test_the_documentation_lists_every_name() -> None:
@@ -117,14 +115,6 @@ def test_the_documentation_lists_every_name() -> None:
 
 
 # -- distutils ----------------------------------------------------------------------------------------------------
-
-
-def test_versions_compare() -> None:
-    version = numpy_shim._Version
-    assert version("1.26.4") >= version("1.6.0")
-    assert version("2.0.0rc1+cpu") > version("1.17")
-    assert version("1.15") < version("1.17")
-    assert version("1.17") == version("1.17")
 
 
 def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
@@ -153,13 +143,8 @@ def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
     [
         ((np.int64(2), 3), "(2, 3)"),
         ([np.float64(1.0), np.float32(0.5)], "[1.0, 0.5]"),
-        ((np.int64(2),), "(2,)"),
         (((np.int64(1), 2), [np.bool_(True)]), "((1, 2), [True])"),
-        ((), "()"),
-        (("a", None), "('a', None)"),
         (np.float64(1.5), "1.5"),
-        ("text", "text"),
-        (True, "True"),
     ],
 )
 def test_text_of_parameters(value: object, text: str) -> None:
@@ -249,15 +234,6 @@ def test_hooks_nest(module: Path) -> None:
     assert ImportHook.find("inner") is ImportHook.find("outer") is None
 
 
-def test_looking_for_the_module_does_not_use_the_hook_up(module: Path) -> None:
-    made = hook("a")
-    assert importlib.util.find_spec("kvhvd_probe") is not None
-    assert ImportHook.find("a") is made
-    import kvhvd_probe  # noqa: F401
-
-    assert events() == ["before a", "run", "after a"]
-
-
 def test_a_failed_import_can_be_tried_again(module: Path) -> None:
     made = hook("a")
     text = module.read_text()
@@ -268,34 +244,6 @@ def test_a_failed_import_can_be_tried_again(module: Path) -> None:
     module.write_text(text + "# longer, so that no cached code fits\n")
     importlib.import_module("kvhvd_probe")
     assert events() == ["before a", "before a", "run", "after a"]
-
-
-def test_a_module_that_is_not_there(module: Path) -> None:
-    module.unlink()
-    hook("a")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        importlib.import_module("kvhvd_probe")
-    assert caught.value.name == "kvhvd_probe"
-    assert events() == []
-
-
-def test_uninstalled_hook_does_nothing(module: Path) -> None:
-    made = hook("a")
-    made.uninstall()
-    made.uninstall()
-    importlib.import_module("kvhvd_probe")
-    assert events() == ["run"]
-
-
-def test_installing_twice_installs_one() -> None:
-    script = (
-        "import sys; from kvstore_hvd.mxnet_compat import numpy_shim as shim\n"
-        "shim.uninstall()\n"
-        "for _ in range(2): shim.install()\n"
-        "count = lambda: sum(getattr(finder, 'tag', None) == shim._TAG for finder in sys.meta_path)\n"
-        "assert count() == 1; shim.uninstall(); assert count() == 0; shim.uninstall()"
-    )
-    python(script)
 
 
 # -- Workers of kvhvdrun ------------------------------------------------------------------------------------------
@@ -354,13 +302,3 @@ def test_require_mxnet_passes_on_why_it_fails(tmp_path: Path) -> None:
 def test_pip_command(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], command: str) -> None:
     monkeypatch.setattr(sys, "version_info", (*version, 0, "final", 0))
     assert mxnet_compat.pip_command() == command
-
-
-def test_the_package_is_importable_without_mxnet() -> None:
-    check = (
-        "import sys; sys.modules['mxnet'] = None\n"
-        "import kvstore_hvd\n"
-        "from kvstore_hvd import mxnet_compat\n"
-        "assert not mxnet_compat.is_ndarray(1) and not mxnet_compat.is_np_ndarray(1)\n"
-    )
-    python(check)

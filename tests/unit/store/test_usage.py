@@ -22,15 +22,6 @@ def unknown(key: str) -> None:
     """What an engine knows that has measured nothing."""
 
 
-def test_nothing_was_done() -> None:
-    assert Usage().report({}, unknown) == {
-        "operations": {},
-        "bytes": 0,
-        "ms": {"queued": 0.0, "reducing": 0.0, "exposed": 0.0},
-        "keys": {},
-    }
-
-
 def test_counts_by_key_and_in_total() -> None:
     counted = Usage()
     counted.add("broadcast", 3, 8)
@@ -55,15 +46,6 @@ def test_keys_that_are_used_once_are_counted_together(monkeypatch: pytest.Monkey
     assert list(report["keys"]) == ["0", "once/0", "once/1", OTHER_KEYS]
     assert report["keys"]["0"] == {"operations": {"pushpull": 100}, "bytes": 400, **NOTHING}
     assert report["keys"][OTHER_KEYS] == {"operations": {"pushpull": 98}, "bytes": 98 * 8, **NOTHING}
-
-
-def test_batches_that_are_used_once_are_not_kept() -> None:
-    counted = Usage()
-    batches = [Batch("pushpull", [("weight", 4)]) for _ in range(1000)]
-    for batch in batches:
-        counted.add_batch(batch)
-    assert sum(batch.times for batch in batches) <= usage._MOST_BATCHES  # the others are settled
-    assert counted.report({}, unknown)["operations"] == {"pushpull": 1000}
 
 
 @pytest.mark.parametrize("most", [2, 16])
