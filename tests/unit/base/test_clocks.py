@@ -56,18 +56,6 @@ def test_a_machine_under_load_does_not_stop_the_clock(time: Time) -> None:
     assert deadline.wait_s() == 0
 
 
-def test_a_deadline_says_how_long_to_wait(time: Time) -> None:
-    deadline = Deadline(1.2)
-    assert deadline.wait_s() == LOOK_S
-    assert deadline.wait_s(0.1) == 0.1
-    time.pass_by(0.9)
-    assert deadline.wait_s() == pytest.approx(0.3)
-    time.pass_by(60.0)
-    assert deadline.left() == pytest.approx(0.2)
-    time.pass_by(0.3)
-    assert (deadline.left() <= 0, deadline.wait_s()) == (True, 0)
-
-
 def test_an_earlier_deadline_counts_for_the_later_one(time: Time) -> None:
     """Somebody who waits for it looks at no other."""
     later = Deadline(10.0)

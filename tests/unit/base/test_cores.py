@@ -72,15 +72,6 @@ def test_a_quota_of_version_2(machine: Machine, quota: str, usable: int, enough:
         assert suffice([describe(root)] * ranks) == (ranks <= enough)
 
 
-@pytest.mark.parametrize(("quota", "usable"), [(-1, 8), (400_000, 4), (410_000, 5)])
-def test_a_quota_of_version_1(machine: Machine, quota: int, usable: int) -> None:
-    machine.mount(1, "/sys/fs/cgroup/cpu,cpuacct")
-    machine.mount(2, "/sys/fs/cgroup/unified")
-    machine.group_v1("/sys/fs/cgroup/cpu,cpuacct/docker/1f", quota)
-    root = machine.place("2:cpu,cpuacct:/docker/1f\n0::/docker/1f")
-    assert usable_cores(root) == CORES[:usable]
-
-
 def test_groups_above_limit_as_well(machine: Machine) -> None:
     machine.mount(2, "/sys/fs/cgroup")
     machine.group("/sys/fs/cgroup/a/b/c", "max")
@@ -96,15 +87,6 @@ def test_a_container_that_sees_its_own_group_only(machine: Machine, top: str, pa
     machine.mount(2, "/sys/fs/control groups", top)
     machine.group("/sys/fs/control groups", "150000")
     assert usable_cores(machine.place(f"0::{path}")) == CORES[:2]
-
-
-def test_names_of_mounts_are_any_bytes(machine: Machine) -> None:
-    machine.mounts += "31 22 8:17 / " + os.fsdecode(b"/media/Gr\xfc\xdfe\x85\x0b") + " rw - ext4 /dev/sdb1 rw\n"
-    machine.mount(2, "/sys/fs/cgroup")
-    machine.group("/sys/fs/cgroup/job", "200000")
-    root = machine.place("0::/job")
-    assert usable_cores(root) == CORES[:2]
-    assert suffice([describe(root)] * 2)
 
 
 def test_without_proc_or_groups_the_affinity_counts(machine: Machine) -> None:

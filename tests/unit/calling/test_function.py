@@ -22,11 +22,9 @@ from kvstore_hvd.calling.paths import prefixes, take_path
 from kvstore_hvd.calling.reports import Kind, Reporter, Reports, Sender
 from kvstore_hvd.calling.streams import OutputStream
 from kvstore_hvd.errors import (
-    HorovodInternalError,
     InvalidRequestError,
     InvalidTypeError,
     KVHvdError,
-    LaunchError,
     PeerLostError,
     RunError,
 )
@@ -59,17 +57,12 @@ def test_the_signature_is_horovods() -> None:
     ("arguments", "words"),
     [
         ({"func": 3}, "func is 3, which cannot be called"),
-        ({"args": 3}, "args is a int, expected a tuple"),
         ({"args": "ab"}, "args is a str, expected a tuple"),
         ({"kwargs": [1]}, "kwargs is a list, expected a dict"),
         ({"args": (threading.Lock(),)}, "the function or its arguments cannot be pickled: TypeError: cannot pickle"),
         ({"hosts": "localhost:2", "hostfile": "hosts"}, "both hosts and hostfile name hosts"),
         ({"use_mpi": True}, "use_mpi and mpi_args cannot be honoured"),
-        ({"mpi_args": "--map-by core"}, "use_mpi and mpi_args cannot be honoured"),
         ({"num_proc": 2, "np": 3}, "num_proc is 2 and np is 3, which are the same option"),
-        ({"min_num_proc": 2, "min_np": 3}, "min_num_proc is 2 and min_np is 3, which are the same option"),
-        ({"max_num_proc": 2, "max_np": 3}, "max_num_proc is 2 and max_np is 3, which are the same option"),
-        ({"min_np": 1, "cooldown_range": 3}, "cooldown_range is 3, expected two numbers of seconds"),
         ({"min_np": 1, "cooldown_range": (1, 2, 3)}, "expected two numbers of seconds"),
     ],
 )
@@ -78,11 +71,6 @@ def test_what_is_refused_before_anything_starts(arguments: dict[str, Any], words
         kvstore_hvd.run(**{"func": print, **arguments})
     assert "Fix: " in str(caught.value)
     assert isinstance(caught.value, (InvalidRequestError, InvalidTypeError))
-
-
-def test_horovod_has_no_such_option() -> None:
-    with pytest.raises(TypeError, match="gloo_timeout"):
-        kvstore_hvd.run(print, gloo_timeout=3)  # type: ignore[call-arg]
 
 
 def options(**given: Any) -> list[str]:
@@ -103,11 +91,6 @@ def test_options_become_those_of_kvhvdrun() -> None:
         *("--num-proc=2", "--min-np=1", "--max-np=4", "--slots-per-host=4", "--reset-limit=0"),
         *("--blacklist-cooldown-range", "10", "300"),
     ]
-
-
-def test_one_worker_is_no_wish_of_an_elastic_job() -> None:
-    """Horovod's default for `num_proc` is 1, and would be less than the fewest."""
-    assert options(min_num_proc=2) == ["--min-np=2"]
 
 
 # -- What travels -------------------------------------------------------------------------------------------------
@@ -195,13 +178,6 @@ def test_failures_of_earlier_worlds_do_not_count() -> None:
         job.outcome.results(1)
 
 
-def test_a_refusal_is_a_launch_error() -> None:
-    job = Job()
-    job.tell(Kind.REFUSED, "no such thing.\n  Fix: leave it.")
-    with pytest.raises(LaunchError, match="no such thing"):
-        job.outcome.results(2)
-
-
 def test_a_report_for_which_there_is_no_descriptor_is_an_error() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Reports() as reports:
@@ -233,29 +209,12 @@ class Needy(Exception):
         super().__init__(text)
 
 
-def test_an_error_of_mxnet_is_told_by_its_text() -> None:
-    error = type("MXNetError", (Exception,), {})("Traceback (most recent call last):\n  File x.cc\nMXNetError: n > 0")
-    assert failure_of(error, None, "the function raised").fact == "the function raised MXNetError: n > 0."
-
-
 @pytest.mark.parametrize("error", [Needy(3, "lost"), ValueError(threading.Lock())])
 def test_an_exception_that_cannot_travel_leaves_its_text(error: Exception) -> None:
     failure = failure_of(error, None, "the function raised")
     assert failure.error() is None
     assert type(error).__name__ in failure.fact
     assert type(error).__name__ in failure.trace
-
-
-def test_causes_are_part_of_the_traceback() -> None:
-    try:
-        try:
-            raise KeyError("inner")
-        except KeyError as error:
-            raise HorovodInternalError("outer") from error
-    except HorovodInternalError as error:
-        failure = failure_of(error, error.__traceback__, "the function raised")
-    assert "KeyError: 'inner'" in failure.trace
-    assert "HorovodInternalError: outer" in failure.trace
 
 
 # -- Paths and streams --------------------------------------------------------------------------------------------
@@ -273,17 +232,6 @@ def test_another_python_keeps_its_libraries(monkeypatch: pytest.MonkeyPatch) -> 
     assert sys.path == ["/work", "/own/lib", "/shared"]
 
 
-def test_a_file_is_inherited(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w") as file:
-        file.write("first\n")
-        stream = OutputStream(file)
-        assert stream.inherited == file.fileno()
-        assert stream.fileno() == -1
-        assert (tmp_path / "out").read_text() == "first\n"
-        stream.close()
-        assert not file.closed
-
-
 @pytest.mark.parametrize("make", [io.StringIO, lambda: io.TextIOWrapper(io.BytesIO(), write_through=True)])
 def test_what_has_no_descriptor_is_written_to(make: Any) -> None:
     """Characters that come in two parts are whole in the end."""
@@ -297,11 +245,4 @@ def test_what_has_no_descriptor_is_written_to(make: Any) -> None:
     assert stream.fileno() == -1
     target.seek(0)
     assert target.read() == "a\N{GREEK SMALL LETTER ALPHA}\n\N{REPLACEMENT CHARACTER}"
-    stream.close()
-
-
-def test_no_stream_at_all() -> None:
-    stream = OutputStream(None)
-    assert stream.fileno() == -1
-    assert stream.inherited < 0  # subprocess.DEVNULL
     stream.close()

@@ -48,11 +48,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "stand_in"
 
 
-def test_without_it_there_is_no_horovod() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("horovod")
-
-
 def test_both_names_mean_one_module(stand_in: str) -> None:
     horovod_alias.install()
     import horovod.mxnet as hvd
@@ -67,32 +62,11 @@ def test_both_names_mean_one_module(stand_in: str) -> None:
     assert hvd.size() == 7
 
 
-def test_modules_keep_their_own_specification(stand_in: str) -> None:
-    horovod_alias.install()
-    module = importlib.import_module("horovod.mxnet.mpi_ops")
-    assert module.__name__ == "stand_in.mpi_ops"
-    assert module.__spec__ is not None
-    assert module.__spec__.name == "stand_in.mpi_ops"
-    assert module.__package__ == "stand_in"
-    # A reload is one of the module itself.
-    assert importlib.reload(module) is module
-
-
 def test_nothing_is_imported_before_a_script_does(stand_in: str) -> None:
     horovod_alias.install()
     importlib.import_module("horovod")
     assert importlib.util.find_spec("horovod.mxnet") is not None
     assert stand_in not in sys.modules
-
-
-def test_the_package_itself() -> None:
-    horovod_alias.install()
-    import horovod
-
-    assert tuple(int(part) for part in horovod.__version__.split(".")) >= (0, 28, 1)
-    assert Path(horovod.__file__).is_file()
-    assert horovod.__path__
-    assert horovod.__doc__
 
 
 def test_common_and_run() -> None:
@@ -121,9 +95,7 @@ def test_the_page_quotes_the_error_of_what_is_not_there() -> None:
     assert shown[1] == f"ModuleNotFoundError: {caught.value}\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["torch", "tensorflow", "tensorflow.keras", "keras", "spark", "ray", "common.util", "mxnet.absent"]
-)
+@pytest.mark.parametrize("name", ["torch", "tensorflow.keras", "common.util", "mxnet.absent"])
 def test_what_is_not_offered_is_said(stand_in: str, name: str) -> None:
     horovod_alias.install()
     with pytest.raises(ModuleNotFoundError, match=r"horovod\.mxnet") as caught:
@@ -139,13 +111,6 @@ def test_a_missing_library_is_not_taken_for_a_missing_module(stand_in: str) -> N
         importlib.import_module("horovod.mxnet.broken")
     assert caught.value.name == "no_such_library"
     assert "horovod.mxnet.broken" not in sys.modules
-
-
-def test_nothing_of_ours_can_be_reached_by_chance() -> None:
-    horovod_alias.install()
-    for name in ("horovod.engine", "horovod.launcher", "horovod.common.log"):
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module(name)
 
 
 @pytest.mark.parametrize("imported", [False, True])
@@ -184,7 +149,3 @@ def test_it_is_installed_once() -> None:
     assert original.__module__ == spawn.__name__
     horovod_alias.uninstall()
     assert len(sys.meta_path) == before
-
-
-def test_every_name_of_the_table_is_below_the_root() -> None:
-    assert all(name == "horovod" or name.startswith("horovod.") for name in horovod_alias._NAMES)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_hvd.launcher.belonging import Remains, group_has_members, mark_of, mark_this_process
+from kvstore_hvd.launcher.belonging import Remains, mark_of, mark_this_process
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.processes import descends_from
 from support.patience import patient
@@ -57,14 +57,6 @@ def test_the_guard_ends_what_has_the_mark_or_the_variable(sleeper: subprocess.Po
     assert sleeper.poll() is None
 
 
-def test_a_guard_that_was_told_so_ends_nothing(variable: bytes) -> None:
-    guard = Guard(variable)
-    with marked(variable) as process:
-        guard.close()
-        assert process.poll() is None
-        process.kill()
-
-
 def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variable: bytes) -> None:
     left, right = os.pipe()
     guard = Guard(variable)
@@ -78,15 +70,6 @@ def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variab
         pass
     os.close(left)
     guard.close()
-
-
-def test_what_is_deaf_to_sigterm_is_killed(variable: bytes) -> None:
-    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
-    with marked(variable, [sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        Remains(variable, 0.1).finish()
-        assert process.wait(patient(60)) == -9
 
 
 @pytest.mark.parametrize("had_begun", [False, True])
@@ -214,14 +197,6 @@ assert collected(1) == [(pid, 7)]
 """
     # A zombie each time: the kernel has not given the number to anybody else.
     assert in_child(f"LEADER = {LEAVES_A_DEAF_ONE!r}\n{program}").splitlines() == ["15 Z", "9 Z"]
-
-
-def test_a_group_of_zombies_has_no_members() -> None:
-    with subprocess.Popen(SLEEP, start_new_session=True) as leader:
-        assert group_has_members(leader.pid)
-        leader.kill()
-        os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
-        assert not group_has_members(leader.pid)
 
 
 def test_a_leader_that_is_killed_leaves_its_group_time() -> None:

@@ -83,10 +83,3 @@ def test_the_first_error_is_raised_and_the_others_are_logged(
         assert worlds(*members).leave("") is raised
     assert [member.reasons for member in members] == [[""]] * len(members)
     assert [record.getMessage().rpartition("\n")[2] for record in caplog.records] == logged
-
-
-def test_who_leaves_for_a_reason_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    members = [_Left(FIRST), _Left(lost=LOST)]
-    assert worlds(*members).leave("reset() was called") is None
-    assert [member.reasons for member in members] == [["reset() was called"]] * 2
-    assert caplog.records == []

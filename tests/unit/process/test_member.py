@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from typing import ClassVar
 
 import pytest
 
@@ -50,48 +48,6 @@ def test_one_error_that_comes_twice_is_told_once_in_our_own_class(fake: FakeComm
         process.current().member.check()
     assert str(caught.value) == text
     process.current().member.check()
-
-
-def test_what_was_put_off_first_is_raised(fake: FakeCommunicator) -> None:
-    for name in ("first", "second"):
-        process.current().member.defer(KVHvdError(name))
-    process.current().member.defer(None)
-    with pytest.raises(KVHvdError, match="first"):
-        process.current().member.check()
-    process.current().member.check()
-
-
-class Busy(Member):
-    """One whose fields change as others are about to be read or written: other threads do that."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "_deferred" and value is None and self.__dict__.get("_deferred") is not None:
-            other = threading.Thread(target=self.defer, args=(KVHvdError("second"),))
-            other.start()
-            other.join(0.2)  # it may have to wait for what happens here
-            self.others.append(other)
-        super().__setattr__(name, value)
-
-    others: ClassVar[list[threading.Thread]] = []
-
-
-def test_no_error_is_lost_that_comes_as_another_is_taken() -> None:
-    mine = Busy()
-    mine.join(_world_of_one(0))
-    mine.defer(KVHvdError("first"))
-    with pytest.raises(KVHvdError, match="first"):
-        mine.check()
-    for other in Busy.others:
-        other.join()
-    Busy.others.clear()
-    assert str(mine.deferred) == "second"
-
-
-def test_errors_can_be_asked_for_as_another_thread_leaves(fake: FakeCommunicator) -> None:
-    answers = [fake.adapter, None]
-    mine = process.current().member
-    mine.__class__ = type("Leaving", (Member,), {"_adapter": property(lambda self: answers.pop(0))})
-    mine.check()
 
 
 def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,19 +106,6 @@ def test_who_is_interrupted_as_it_leaves_has_left(
     assert mine.leave() is None
 
 
-def test_an_error_that_waits_is_not_replaced_by_one_of_mxnet(
-    fake: FakeCommunicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def waitall() -> None:
-        raise ValueError("later")
-
-    monkeypatch.setattr(mxnet_compat, "waitall", waitall)
-    mine = process.current().member
-    earlier = KVHvdError("of an operation")
-    mine.defer(earlier)
-    assert mine.leave() is earlier
-
-
 @pytest.mark.parametrize(("voided", "is_aborted"), [(4, False), (5, True), (6, True)])
 def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
     fake: FakeCommunicator, voided: int, is_aborted: bool
@@ -189,16 +132,3 @@ def test_an_error_that_waits_survives_a_call_that_fails(fake: FakeCommunicator, 
     with pytest.raises(KVHvdError, match="of an operation"):
         mine.check()
     mine.check()
-
-
-def test_a_single_worker_waits_for_mxnet_before_mxnets_own_exit_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one ends the threads of operators written in Python before it waits. Errors are told."""
-    told: list[Exception] = []
-
-    def fail() -> None:
-        raise KVHvdError("an operation failed")
-
-    monkeypatch.setattr(mxnet_compat, "waitall", fail)
-    monkeypatch.setattr(process, "log_unread", told.append)
-    process.Process().leave_at_exit()
-    assert [str(error) for error in told] == ["an operation failed"]

@@ -18,7 +18,6 @@ from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.native.records import Missed, Waiting
 from kvstore_hvd.process import stacks
 from kvstore_hvd.process.stall import StallInspector
-from kvstore_hvd.worlds.namespaces import Namespaces
 from kvstore_hvd.worlds.topology import Host, Inside, Topology
 from support.fake_native import FakeAdapter, FakeCommunicator
 from support.patience import patient
@@ -152,15 +151,6 @@ def test_the_report_names_operations_ranks_and_processes(stage) -> None:
     ]
 
 
-def test_many_operations_are_counted(stage) -> None:
-    here = stage()
-    here.world.answer = [waiting(key, 70 - key / 10) for key in range(40)]
-    lines = here.look(0)[0].splitlines()
-    assert len(lines) == 9
-    assert "'w5'" in lines[6]
-    assert lines[7] == "  ... and 34 more"
-
-
 def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog) -> None:
     """It is told once, for those who look, and never ends the world."""
     rank = stage(rank=0, shutdown_s=70.0)
@@ -199,39 +189,12 @@ def test_a_stopped_rank_cannot_speak_and_is_said_to_be_stopped(stage, stopped: i
     )
 
 
-def test_a_rank_that_never_joined_is_named(stage) -> None:
-    here = stage()
-    here.world.pids = {1: 0}
-    here.world.answer = [waiting(0, 61)]
-    assert here.look(0)[0].splitlines()[-1] == "  rank 1 (node, pid 0)"
-
-
 def test_a_stall_inside_the_collective(stage) -> None:
     here = stage()
     here.world.answer = [waiting(0, 61, (2,), True), waiting(1, 61, (), True)]
     text = here.look(0)[0]
     assert "allreduce 'w0' (key 0): 61 s, submitted by all; rank 2 stopped inside it" in text
     assert "allreduce 'w1' (key 1): 61 s, submitted by all; none of them moves" in text
-
-
-def test_a_new_culprit_is_worth_a_report(stage) -> None:
-    here = stage()
-    here.world.answer = [waiting(0, 61)]
-    assert here.look(0)
-    here.world.answer = [waiting(0, 62), waiting(1, 60.5)]
-    assert not here.look(1)
-    here.world.answer = [waiting(0, 63), waiting(1, 61), waiting(2, 60, (3,))]
-    assert "rank 3" in here.look(2)[0]
-
-
-def test_the_next_stall_is_another_one(stage) -> None:
-    here = stage()
-    here.world.answer = [waiting(0, 61)]
-    assert here.look(0)
-    here.world.answer = [waiting(1, 60)]
-    over, begin = here.look(1)
-    assert over.startswith("the stall is over")
-    assert "'w1'" in begin
 
 
 def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage, stopped: int) -> None:
@@ -242,14 +205,6 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage, stopped: int) -> N
     (text,) = here.look(100)
     assert text.startswith("rank 0 has been blocked in the engine for 100 s")
     assert f"kill -CONT {stopped}" in text
-
-
-def test_a_rank_that_is_blocked_again_and_again_for_a_moment_says_nothing(stage, stopped: int) -> None:
-    here = stage()
-    here.world.pids = {2: stopped}
-    for now in range(200):
-        here.world.answer = [] if now % 50 == 0 else None
-        assert not here.look(now)
 
 
 def test_after_a_long_silence_the_next_report_is_not_due_at_once(stage) -> None:
@@ -279,13 +234,6 @@ def test_the_shutdown_time_fails_the_world_with_the_same_text(stage) -> None:
     assert not here.inspector.look(31), "a lost world needs no more reports"
 
 
-def test_a_shutdown_time_below_the_check_time_counts(stage) -> None:
-    here = stage(check_s=60.0, shutdown_s=5.0)
-    here.world.answer = [waiting(0, 5)]
-    assert here.look(0)
-    assert here.world.left
-
-
 # -- Who is late --------------------------------------------------------------------------------------------------
 
 
@@ -302,20 +250,6 @@ def test_a_late_rank_names_what_it_missed_and_where_it_is(stage) -> None:
             assert lines[2].startswith("  main thread, innermost call last")
             assert "in test_a_late_rank_names_what_it_missed_and_where_it_is" in text
     assert reported == [60, 120, 240]
-
-
-def test_a_rank_that_is_last_in_every_step_is_not_late(stage) -> None:
-    here = stage(1)
-    for now in range(200):
-        here.world.late_for = [Missed("s0/0", now // 50)]  # another operation of that name every 50 s
-        assert not here.look(now)
-
-
-def test_a_look_without_an_answer_changes_nothing(stage) -> None:
-    here = stage(1)
-    for now in range(70):
-        here.world.late_for = None if now % 2 else [Missed("s0/0", 7)]
-        assert bool(here.look(now)) == (now == 60)
 
 
 # -- The thread ---------------------------------------------------------------------------------------------------
@@ -383,18 +317,3 @@ def test_stacks_are_bounded_and_leave_out_our_own_threads() -> None:
     assert "outer calls left out" in text
     assert "more threads" in text
     assert len(text.splitlines()) < 100
-
-
-def test_names_on_the_wire_are_told_in_the_users_words() -> None:
-    class Store:
-        def label(self, key: str) -> str:
-            return f"'weight' (key {key})"
-
-    names, first, second = Namespaces(), Store(), Store()
-    assert [names.add(first.label), names.add(second.label)] == ["s0", "s1"]
-    assert names.describe("s1/3") == "'weight' (key 3)"
-    assert names.describe("np/loss") == "'loss'"
-    assert names.describe("np/a/b") == "'a/b'"
-    assert names.describe("barrier/s0") == "barrier 's0'"
-    del second
-    assert names.describe("s1/3") == "s1 '3'"

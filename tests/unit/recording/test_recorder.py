@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -73,14 +72,6 @@ class TestParts:
         assert not has_ended(part.path, "another")
         assert not has_ended(part.path + "x", "s")
 
-    def test_it_is_on_disk_as_soon_as_it_is_written(self, tmp_path: Path) -> None:
-        part = PartWriter(str(tmp_path / "t"), header())
-        part.add([event(), event()], lost=3)
-        lines = Path(part.path).read_text().splitlines()
-        assert [type(json.loads(line)) for line in lines] == [dict, list, list, dict]
-        part.discard()
-        assert not os.listdir(tmp_path)
-
     def test_two_cannot_write_one_part(self, tmp_path: Path) -> None:
         first = PartWriter(str(tmp_path / "t"), header())
         with pytest.raises(OSError, match="another process is writing it"):
@@ -130,19 +121,6 @@ class TestTrace:
         waiting, working = trace.row(0, "v (key 1)")
         assert (waiting["ts"], waiting["dur"], working["ts"], working["dur"]) == (0, 0, 0, 0)
 
-    def test_tensors_have_rows_and_kinds_have_names(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        broadcast = event("s0/w", 9000, collective="broadcast", algorithm="failed", failed=True)
-        write_trace(str(target), [write_part(target, header(0, 1), event("s0/w"), event("s1/w"), broadcast)])
-        trace = Trace(target)
-        assert trace.names(0) == ["w (key 1)"] * 2  # of two stores
-        spans = [[span["name"] for span in spans] for spans in trace.rows().values()]
-        assert sorted(spans) == [
-            ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"],
-            ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "NEGOTIATE_BROADCAST", "BROADCAST"],
-        ]
-        assert [span["args"].get("failed") for row in trace.rows().values() for span in row[1::2]].count(True) == 1
-
     def test_rounds_begin_with_their_first_submission(self, tmp_path: Path) -> None:
         target = tmp_path / "t"
         part = PartWriter(str(target), header(0, 1, mark=True))
@@ -171,14 +149,6 @@ class TestTrace:
         spans = trace.row(0, "allreduce.noname")
         assert len(spans) == 2 * 99
         assert spans[-1]["args"]["name"] == "hvd/allreduce.noname.99"
-
-    def test_those_that_overlap_are_in_different_rows(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        begins = [2000, 3000, 4000, 5000, 6000, 7000]
-        events = [event(f"hvd/allreduce.noname.{i}", begin) for i, begin in enumerate(begins)]
-        write_trace(str(target), [write_part(target, header(0, 1), *events)])
-        trace = Trace(target)  # which looks for overlaps
-        assert sorted(len(spans) for spans in trace.rows().values()) == [4, 4, 4]
 
     def test_process_sets_have_rows_of_their_own(self, tmp_path: Path) -> None:
         target = tmp_path / "t"
@@ -268,11 +238,6 @@ class TestMerge:
         assert "missing: rank 1 of 2" in told
         assert f"left out, of another timeline: {part_path(str(target), 2)}" in told
 
-    def test_nothing_to_merge_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["merge", str(tmp_path / "t")]) == 1
-        assert "there is no part" in capsys.readouterr().err
-        assert not os.listdir(tmp_path)
-
 
 class TestRecorder:
     """A recording from its start to its end, in a world of one."""
@@ -296,13 +261,6 @@ class TestRecorder:
         assert recorder.is_recording
         recorder.finish()
         assert os.listdir(tmp_path) == ["first"]
-
-    def test_without_a_recording_there_is_nothing_to_end(self) -> None:
-        recorder = Recorder()
-        recorder.stop(None, ALONE)
-        recorder.finish()
-        recorder.left()
-        assert not recorder.is_recording
 
     @pytest.mark.parametrize("bad", ["", "missing/t", ".", "/dev/null", "a\0b", None, 3, b"t", "x" * 5000, "x" * 300])
     def test_a_path_that_cannot_be_written_raises(
@@ -349,17 +307,6 @@ class TestRecorder:
         trace = Trace(tmp_path / "t")
         assert len(trace.row(0, "1 (key 1)")) == 4
         assert len(trace.cycles(0)) == 2
-
-    def test_a_world_that_was_left_is_asked_no_more(self, tmp_path: Path) -> None:
-        recorder = Recorder()
-        recorder.start(tmp_path / "t", False, None, ALONE)
-        begin = recorder._recording._header.monotonic_ns  # type: ignore[union-attr]
-        world = _World(event(begin=begin))
-        recorder.joined(world, ALONE)
-        recorder.left()
-        world.events = [event(begin=begin + 10**6)]
-        recorder.finish()
-        assert len(Trace(tmp_path / "t").row(0, "1 (key 1)")) == 2
 
 
 class _Silent(Communicator):

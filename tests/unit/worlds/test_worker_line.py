@@ -119,31 +119,6 @@ def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
     assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": ""}
 
 
-def test_a_lost_world(daemon: Daemon, line: WorkerLine) -> None:
-    """Who listens is told at once, and worlds that are lost before they are taken are left out."""
-    told: list[tuple[int, str]] = []
-    line.on_void = lambda generation, text: told.append((generation, text))
-    daemon.world(0)
-    world, _ = line.enter()
-    daemon.send("void", generation=0, text="worker 3 was killed")
-    until(lambda: told == [(0, "worker 3 was killed")])
-    assert world.lost() == "worker 3 was killed"
-
-    def give_out() -> None:
-        daemon.world(1)
-        time.sleep(0.05)
-        daemon.send("void", generation=1, text="another")
-        daemon.world(2)
-
-    threading.Timer(0.05, give_out).start()
-    world = line.next_world("lost", "PeerLostError")
-    if world.topology.generation == 1:  # taken before it was lost
-        until(world.lost)
-        world = line.next_world("meeting", "")
-    assert world.topology.generation == 2
-    assert world.lost() == ""
-
-
 def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, line: WorkerLine) -> None:
     """The launcher waits for a word from every worker that it gave the world to."""
     daemon.world(0)
@@ -212,17 +187,6 @@ def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon: Daemon, line: 
     assert daemon.take() == {"t": "finished"}
 
 
-def test_nobody_answers() -> None:
-    from kvstore_hvd.worlds import worker_line
-
-    before, worker_line._CONNECT_S = worker_line._CONNECT_S, 0.2
-    try:
-        with pytest.raises(LaunchError, match="the daemon of the job does not answer"):
-            WorkerLine("kvstore_hvd-test-nobody", SECRET, 0)
-    finally:
-        worker_line._CONNECT_S = before
-
-
 PROGRAM = """
 import os, sys, time
 from kvstore_hvd.worlds.worker_line import WorkerLine
@@ -233,23 +197,6 @@ if child == 0:
 print("here", flush=True)
 time.sleep(60)
 """
-
-
-def test_the_line_ends_with_its_worker(daemon: Daemon) -> None:
-    """Although a process lives that the worker has forked."""
-    command = [sys.executable, "-c", PROGRAM, daemon.name]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        daemon.accept()
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == b"here\n"
-        worker.kill()
-        assert select.select([daemon.worker], [], [], LONG_S)[0]
-        with pytest.raises(wire.WireError, match="closed the connection"):
-            daemon.worker.receive()
-    finally:
-        os.killpg(worker.pid, 9)
-        worker.communicate()
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
