@@ -52,7 +52,7 @@ def test_one_error_that_comes_twice_is_told_once_in_our_own_class(fake: FakeComm
 
 def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are told, and nothing is kept of the world."""
-    communicator = FakeCommunicator(FakeAdapter(2))
+    communicator = FakeCommunicator(FakeAdapter())
     monkeypatch.setattr(member_module, "ShmCommunicator", lambda world: communicator)
 
     def refuse(inspector: object) -> None:

@@ -27,7 +27,7 @@ class World(FakeCommunicator):
     """Answers what the test has set; every rank is this process unless `pids` says otherwise."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(FakeAdapter(size))
+        super().__init__(FakeAdapter())
         self.answer: list[Waiting] | None = []
         self.late_for: list[Missed] | None = []
         self.pids: dict[int, int] = {}
