@@ -63,18 +63,6 @@ def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
     assert play.signals(0) == play.signals(1) == [(signal.SIGKILL, False)]
 
 
-def test_a_meeting_that_hangs_altogether_is_ended() -> None:
-    play = Play({"a": 2}, min_np=1, start_timeout_s=30)
-    play.ready(0)
-    play.ready(1)
-    play.say(0, "joined", generation=0)
-    play.wait(41)
-    assert play.signals(0) == []
-    assert play.signals(1) == [(signal.SIGKILL, False)]
-    play.ready(0)
-    assert play.members == [0]
-
-
 def test_workers_that_never_meet() -> None:
     play = Play({"a": 2}, min_np=1)
     play.ready(0)
@@ -132,23 +120,6 @@ def test_a_killed_worker_that_the_kernel_does_not_end_is_taken_for_gone() -> Non
     assert play.running == [0, 2]
     play.kill(1)  # now, at last
     assert len(play.notes("worker_exited")) == 1
-
-
-def test_a_long_wait_for_a_worker_is_told_once() -> None:
-    play = Play({"a": 3}, min_np=1, timeout_s=100)
-    play.begin()
-    play.ready(0, "reset")
-    play.ready(1, "reset")
-    play.wait(9)
-    assert play.notes("waiting") == []
-    play.wait(2)
-    assert play.notes("waiting") == [{"workers": [2], "seconds": 90}]
-    play.wait(30)
-    assert len(play.notes("waiting")) == 1
-    play.ready(2, "reset")
-    play.meet()
-    play.wait(100)
-    assert len(play.notes("waiting")) == 1
 
 
 # -- Newcomers of one change --------------------------------------------------------------------------------------

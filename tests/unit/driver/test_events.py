@@ -159,12 +159,3 @@ def test_the_line_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
         assert screen.written() == "\r\x1b[K"
         line.erase()
         assert screen.written() == ""
-
-
-def test_without_a_terminal_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with screen_of(monkeypatch) as screen:
-        monkeypatch.setattr(os, "isatty", lambda fd: False)
-        line = StatusLine(screen.relay)
-        line.update("one")
-        line.erase()
-        assert screen.written() == ""

@@ -60,15 +60,6 @@ def test_a_program_that_always_fails_ends_the_job() -> None:
     assert play.ending.details == ("SyntaxError: x",)
 
 
-def test_programs_that_never_call_init_end_well() -> None:
-    play = Play({"a": 2}, min_np=2)
-    play.end(0)
-    assert play.ending is None
-    play.end(1)
-    assert play.ending is not None
-    assert (play.ending.code, play.ending.reason) == (0, "")
-
-
 def test_a_worker_that_never_gets_ready_at_the_start_is_killed() -> None:
     play = Play({"a": 3}, min_np=2, timeout_s=50)
     play.ready(0)
@@ -212,17 +203,6 @@ def test_local_ranks_of_two_machines() -> None:
         play.ready(worker)
     play.meet()
     assert places(play) == {"a:0": 0, "a:1": 1, "b:0": 0, "b:1": 1}
-
-
-def test_seats_of_the_first_world_are_kept_when_one_is_replaced_before_it() -> None:
-    """What workers are told as they are started: ranks of the first world are those of the slots."""
-    play = Play({"a": 3}, min_np=1)
-    assert [play.job.seat(worker) for worker in range(3)] == [(rank, 3, rank, 3) for rank in range(3)]
-    play.kill(0)
-    assert play.job.seat(3) == (0, 3, 0, 3)
-    assert play.job.seat(1) == (1, 3, 1, 3)
-    play.begin()
-    assert play.members == [3, 1, 2]
 
 
 def test_seats_of_newcomers() -> None:

@@ -120,20 +120,6 @@ def test_restore_is_in_place():
     assert optimizer._index_update_count is optimizer._all_index_update_counts[0]
 
 
-def test_states_that_came_later_go():
-    """GluonState.restore: states of the optimizer that did not exist at the commit are made anew afterwards."""
-    net = make_net()
-    trainer = make_trainer(net)
-    state = GluonState(net, trainer)
-    train(net, trainer, 2)
-    first = values(net)
-    state.restore()
-    assert not trainer._updaters[0].states
-    assert trainer._optimizer.num_update == 0
-    train(net, trainer, 2)
-    assert values(net) == first
-
-
 def test_two_devices():
     """GluonState: the values of every device, which differ for auxiliary states."""
     contexts = [mx.cpu(0), mx.cpu(1)]

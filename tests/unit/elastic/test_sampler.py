@@ -89,19 +89,6 @@ def test_record_batch_takes_any_index(place, numbers):
         assert list(each) == []
 
 
-def test_a_new_iteration_begins_with_the_first_batch(place):
-    """Who leaves a loop, and begins another one in the same world, processes the same samples again."""
-    (one,) = samplers(place, 1, range(10), seed=1)
-    order = list(one)
-    one.record_batch(0, 4)
-    again = iter(one)
-    assert next(again) == order[0]
-    one.record_batch(0, 2)
-    assert one.processed_indices == set(order[:4])
-    one.record_batch(1, 4)
-    assert one.processed_indices == set(order[:6])
-
-
 def test_more_batches_than_there_are(place, caplog, monkeypatch):
     """They change nothing; it is said once."""
     monkeypatch.setattr(log, "_said", set())

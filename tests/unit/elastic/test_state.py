@@ -71,13 +71,6 @@ def test_a_failed_computation_keeps_the_last_one():
     assert one.b.asnumpy().tolist() == [1, 1]
 
 
-def test_names_that_are_taken():
-    """ObjectState: an attribute must not hide a method."""
-    for name in ("commit", "sync", "reset", "_rank"):
-        with pytest.raises(InvalidRequestError, match=f"'{name}'"):
-            state(**{name: 1})
-
-
 def test_order_of_calls():
     """State: commit is save, then check_host_updates; on_reset is reset, then the callbacks in order."""
     calls = []

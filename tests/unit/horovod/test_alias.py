@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
@@ -138,14 +137,3 @@ def test_a_folder_of_that_name_is_no_horovod(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     horovod_alias.install()
     assert importlib.import_module("horovod").__version__ == "0.28.1"
-
-
-def test_it_is_installed_once() -> None:
-    before = len(sys.meta_path)
-    horovod_alias.install()
-    horovod_alias.install()
-    assert len(sys.meta_path) == before + 1
-    original = getattr(spawn.get_preparation_data, horovod_alias._WRAPPED)
-    assert original.__module__ == spawn.__name__
-    horovod_alias.uninstall()
-    assert len(sys.meta_path) == before

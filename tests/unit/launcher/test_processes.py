@@ -97,18 +97,6 @@ def test_what_is_deaf_is_killed_also_after_a_standstill(
         assert process.wait(patient(60)) == -9
 
 
-def test_what_has_no_mark_is_found_by_its_parent(sleeper: subprocess.Popen[bytes], variable: bytes) -> None:
-    spare: list[int] = []
-    remains, others = Remains(variable, 0.1, os.getpid(), lambda: spare), Remains(variable, 0.1)
-    with subprocess.Popen(SLEEP) as later:
-        assert later.pid in remains.find()
-        assert sleeper.pid not in remains.find()  # the parent's, but from before
-        assert later.pid not in others.find()
-        spare.append(later.pid)
-        assert later.pid not in remains.find()
-        later.kill()
-
-
 @pytest.mark.parametrize("pidfds", [True, False])
 def test_a_number_that_has_become_a_strangers_gets_no_signal(
     variable: bytes, monkeypatch: pytest.MonkeyPatch, pidfds: bool

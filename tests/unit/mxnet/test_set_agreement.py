@@ -64,25 +64,10 @@ def test_what_is_neither(said: list[Any]) -> None:
         judged(*said)
 
 
-def test_who_says_what_is_shown() -> None:
-    with pytest.raises(MismatchError) as caught:
-        judged(ranks(0, 1), ranks(0, 7), ranks(), ranks(0, 1))
-    assert str(caught.value).splitlines()[1:4] == [
-        "  [0, 1]: ranks 0, 3",
-        "  [0, 7]: rank 1",
-        "  no ranks: rank 2",
-    ]
-
-
 @pytest.mark.parametrize(("named", "foreign"), [((0, 4), 4), ((7, 5), 5), ((-1, 2), -1), ((-3,), -3)])
 def test_ranks_that_do_not_exist(named: tuple[int, ...], foreign: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"the set names rank {foreign}, but there are 4 workers"):
         judged(*[ranks(*named)] * 4)
-
-
-def test_nobody_names_anybody() -> None:
-    with pytest.raises(InvalidRequestError, match="is empty"):
-        judged(*[ranks()] * 4)
 
 
 def test_a_communicator_with_others_in_it() -> None:

@@ -151,20 +151,6 @@ def test_text_of_parameters(value: object, text: str) -> None:
     assert numpy_shim._plain(value) == text
 
 
-def test_text_modules_get_their_own_str(bare_numpy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    text_module, taken = types.ModuleType("x"), types.ModuleType("y")
-    mine = taken.str = object()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mxnet._ctypes.ndarray", text_module)
-    monkeypatch.setitem(sys.modules, "mxnet._ctypes.symbol", taken)
-    bare_numpy.__version__ = "1.26.4"
-    with_numpy(bare_numpy, numpy_shim.finish)
-    assert not hasattr(text_module, "str")
-    bare_numpy.__version__ = "2.0.0"
-    with_numpy(bare_numpy, numpy_shim.finish)
-    assert text_module.str is numpy_shim._plain
-    assert taken.str is mine
-
-
 def test_array_protocol() -> None:
     class Fake:
         def asnumpy(self) -> Any:
@@ -223,15 +209,6 @@ def test_hook_surrounds_the_first_import(module: Path) -> None:
     assert kvhvd_probe.__spec__.loader is kvhvd_probe.__loader__
     importlib.reload(kvhvd_probe)
     assert events()[3:] == ["run"]
-
-
-def test_hooks_nest(module: Path) -> None:
-    hook("inner")
-    hook("outer")
-    import kvhvd_probe  # noqa: F401
-
-    assert events() == ["before outer", "before inner", "run", "after inner", "after outer"]
-    assert ImportHook.find("inner") is ImportHook.find("outer") is None
 
 
 def test_a_failed_import_can_be_tried_again(module: Path) -> None:

@@ -83,23 +83,6 @@ def test_broadcasts_only(world: type[World], said: pytest.LogCaptureFixture, kvs
     assert str(caught.value) == refused("Trainer has kvstore 'device'", "Nothing but broadcasts")
 
 
-@pytest.mark.parametrize("kvstore", [None, "device"])
-@pytest.mark.parametrize("number", [1, 10])
-def test_after_a_reduction_nobody_looks_again(
-    world: type[World], said: pytest.LogCaptureFixture, kvstore: str | None, number: int
-) -> None:
-    """Also where it comes late, as in local SGD: then there is a warning before."""
-    world.size = 4
-    net = network()
-    trainer = trainer_of(net, kvstore)
-    mxnet_compat.note_collective(reduces=False)
-    for each in range(1, 120):
-        if each == number:
-            mxnet_compat.note_collective()
-        step(net, trainer)
-    assert len(said.messages) == (number == 10 and kvstore is not None)
-
-
 @pytest.mark.parametrize("size", [None, 1])
 def test_alone_is_fine_when_there_is_nobody_else(world: type[World], size: int | None) -> None:
     world.size = size
@@ -147,16 +130,6 @@ if not V2:
             buckets.forward_backward(batch)
             with pytest.raises(errors.UnsynchronisedTrainerError) if key == 2 else contextlib.nullcontext():
                 buckets.update()
-
-    @pytest.mark.parametrize("reduces", [False, True])
-    def test_module_without_a_store_warns_once(
-        world: type[World], said: pytest.LogCaptureFixture, reduces: bool
-    ) -> None:
-        world.size = 2
-        symbol, batches = module_parts()
-        after_batch = (lambda _: mxnet_compat.note_collective()) if reduces else None
-        mx.mod.Module(symbol).fit(batches, num_epoch=3, kvstore=None, batch_end_callback=after_batch)
-        assert [each[:22] for each in said.messages] == ["Module has no kvstore,"] * (not reduces)
 
     @pytest.mark.parametrize(("kvstore", "size"), [("horovod", 1), ("local", 2)])
     def test_feed_forward_is_refused(world: type[World], kvstore: str, size: int) -> None:

@@ -175,20 +175,6 @@ def test_the_lowest_rank_that_waits_speaks(stage) -> None:
         assert bool(here.look(0)) == speaks, (rank, late)
 
 
-def test_a_stopped_rank_cannot_speak_and_is_said_to_be_stopped(stage, stopped: int) -> None:
-    here = stage(2)
-    here.world.pids = {0: stopped}
-    here.world.answer = [waiting(0, 61, (1,))]
-    assert len(here.look(0)) == 1
-    here.world.answer = [waiting(1, 61, (0,))]
-    here.world.pids[1] = stopped
-    (over, text) = here.look(1)
-    assert "over" in over
-    assert text.splitlines()[-1] == (
-        f"  rank 0 (node, pid {stopped}): its process is stopped; `kill -CONT {stopped}` continues it"
-    )
-
-
 def test_a_stall_inside_the_collective(stage) -> None:
     here = stage()
     here.world.answer = [waiting(0, 61, (2,), True), waiting(1, 61, (), True)]
@@ -205,17 +191,6 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage, stopped: int) -> N
     (text,) = here.look(100)
     assert text.startswith("rank 0 has been blocked in the engine for 100 s")
     assert f"kill -CONT {stopped}" in text
-
-
-def test_after_a_long_silence_the_next_report_is_not_due_at_once(stage) -> None:
-    """As after the reporting process itself was stopped."""
-    here = stage()
-    reported = []
-    for age_s in (500, 501, 502, 959, 961, 962):
-        here.world.answer = [waiting(0, age_s)]
-        if here.look(age_s):
-            reported.append(age_s)
-    assert reported == [500, 961]
 
 
 def test_the_shutdown_time_fails_the_world_with_the_same_text(stage) -> None:

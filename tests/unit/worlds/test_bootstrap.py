@@ -236,18 +236,6 @@ def test_mpi_is_started_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (world.topology.size, world.topology.source) == (4, "mpi")
 
 
-def test_an_initialised_mpi_is_used_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = fake_mpi(2, initialised=True)
-    install(monkeypatch, module, imported=True)
-    assert discover(monkeypatch, {}).topology.source == "mpi"
-    assert module.calls == []
-
-
-def test_kvhvdrun_comes_before_an_initialised_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, fake_mpi(1, initialised=True), imported=True)
-    assert discover(monkeypatch, LAUNCHED).topology.source == "launcher"
-
-
 def test_a_communicator_of_one_under_kvhvdrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, fake_mpi(1, initialised=True), imported=True)
     with pytest.raises(LaunchError, match="given to init\\(\\) has size 1"):

@@ -110,13 +110,6 @@ def test_a_world_that_is_lost_is_waited_for_no_longer(pool: ThreadPoolExecutor, 
             future.result(5.0)
 
 
-def test_nothing_stays_open(pool: ThreadPoolExecutor) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        assert same_file([future.result(LONG_S) for future in [start(pool, world) for world in worlds(4)]])
-    assert set(os.listdir("/proc/self/fd")) == before
-
-
 @pytest.mark.parametrize(
     "garbage",
     [b"", b"GET / HTTP/1.0\r\n\r\n", b"KVHVD\x01" + bytes(200), bytes(65536)],
@@ -238,18 +231,6 @@ def test_versions_that_differ_are_named_on_every_rank(pool: ThreadPoolExecutor) 
             future.result(LONG_S)
         assert "1.0: ranks 0, 2" in str(caught.value)
         assert "1.1: rank 1" in str(caught.value)
-
-
-def test_a_failing_create_is_told_to_everybody(pool: ThreadPoolExecutor) -> None:
-    def create(told: Sequence[str]) -> int:
-        raise MemoryError("no memory for the segment")
-
-    first, second = worlds(2)
-    leader, follower = start(pool, first, create), start(pool, second)
-    with pytest.raises(MemoryError):
-        leader.result(LONG_S)
-    with pytest.raises(LaunchError, match="no memory for the segment"):
-        follower.result(LONG_S)
 
 
 def test_the_name_does_not_show_job_or_secret() -> None:
