@@ -13,13 +13,11 @@ _Base: Any = mx.kvstore.KVStoreBase
 
 
 class Fake(_Base):
-    """One worker; remembers what it was asked to do."""
+    """One worker, which has all that others would have."""
 
     made: list[Fake] = []  # noqa: RUF012 - emptied by the fixture
-    root_value: float | None = None  # what rank 0 is supposed to have
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
         self.labels: dict[int, str] | None = None
         Fake.made.append(self)
 
@@ -47,17 +45,12 @@ class Fake(_Base):
         self.labels = labels
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """Write what rank 0 has."""
-        self.calls.append(("broadcast", key))
+        """Write what is there."""
         for array in out if isinstance(out, list) else [out]:
-            if self.root_value is None:
-                value.copyto(array) if array is not value else None
-            else:
-                array[:] = self.root_value
+            value.copyto(array) if array is not value else None
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """The sum of one is there already."""
-        self.calls.append(("pushpull", key))
 
 
 class World:
@@ -101,21 +94,12 @@ def backward(net: Any) -> None:
         loss.backward()
 
 
-def update(trainer: Any, by: str) -> None:
-    """Update by ``step``, or by ``update``."""
-    if by == "step":
-        trainer.step(4)
-    else:
-        trainer.update(4)
-
-
 def step(net: Any, trainer: Any, by: str = "step") -> None:
-    """Train one step."""
+    """Train one step, by ``step`` or ``update``."""
     backward(net)
-    update(trainer, by)
+    getattr(trainer, by)(4)
 
 
-def trainer_of(net: Any, kvstore: Any, cls: type | None = None, **options: Any) -> Any:
-    """Return a Trainer, or one of a subclass of it."""
-    how = {"learning_rate": 0.1}
-    return (cls or mx.gluon.Trainer)(net.collect_params(), "sgd", how, kvstore=kvstore, **options)
+def trainer_of(net: Any, kvstore: Any, **options: Any) -> Any:
+    """Return a Trainer."""
+    return mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kvstore, **options)

@@ -44,7 +44,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     hooks._store, unsynchronised._world_size = state
     World.size = None
     Fake.made.clear()
-    Fake.root_value = None
     monkeypatch.undo()
     reload()
 
