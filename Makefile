@@ -154,7 +154,7 @@ tsan: $(VENV)/.native
 
 # Of the engine, the exchange and the order of the kernels for GPUs.
 tsan-quick: $(VENV)/.native
-	$(call native,native-tsan,thread,,--target test_engine test_exchange test_arena test_gpu_order,-R '^test_(engine|exchange|arena|gpu_order)$$')
+	$(call native,native-tsan,thread,,--target test_engine test_exchange test_gpu_order,-R '^test_(engine|exchange|gpu_order)$$')
 
 asan: $(VENV)/.native
 	$(call native,native-asan,address$(comma)undefined,$(NATIVE))
