@@ -124,7 +124,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	@$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
