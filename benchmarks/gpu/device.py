@@ -364,19 +364,14 @@ def main() -> None:
     if options.quick:
         options.large, options.repetitions = min(options.large, MIB), 2
     run = describe()
-    with contextlib.ExitStack() as stack:
-        if os.environ.get("KVHVD_TEST_FAKE_GPU"):
-            from support.fake_cuda import fake_cuda
-
-            stack.enter_context(fake_cuda())
-        runtime = cupy().cuda.runtime
-        versions = {"CuPy": cupy().__version__, "CUDA": version_text(int(runtime.runtimeGetVersion()))}
-        with contextlib.suppress(KVHvdError):
-            versions["NCCL"] = library().version_text
-        run["versions"] = {"GPU": versions}
-        results, text = measure(options)
-        write(options.json, run, results, text)
-        draw(results, options.json.with_suffix(".png"))
+    runtime = cupy().cuda.runtime
+    versions = {"CuPy": cupy().__version__, "CUDA": version_text(int(runtime.runtimeGetVersion()))}
+    with contextlib.suppress(KVHvdError):
+        versions["NCCL"] = library().version_text
+    run["versions"] = {"GPU": versions}
+    results, text = measure(options)
+    write(options.json, run, results, text)
+    draw(results, options.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Tests that need a GPU: ``pytest -m gpu tests/gpu``.
 
-With KVHVD_TEST_FAKE_GPU=1 they run on the stand-in, to test the tests; with KVHVD_TEST_FAKE_GPU=kernels there, too, but
-with the real kernels, compiled for the CPU.
+With KVHVD_TEST_FAKE_GPU=1 they run on the stand-in, to test the tests, with the real kernels, compiled for the CPU.
 
 Ranks are threads of this process, with one GPU for all of them: kernels of one rank wait for those of another, so all
 code is loaded at the start, and every stream has a queue of its own.
@@ -9,7 +8,6 @@ code is loaded at the start, and every stream has a queue of its own.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +25,6 @@ from support.gpu_memory import Arena, DeviceArray
 from support.host_kernels import compiled, host_kernels, loaded
 
 IS_FAKE = bool(os.environ.get("KVHVD_TEST_FAKE_GPU"))
-HAS_REAL_KERNELS = os.environ.get("KVHVD_TEST_FAKE_GPU") == "kernels"
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -41,10 +38,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The machine's GPU; skips where there is none."""
     if IS_FAKE:
-        with contextlib.ExitStack() as stack:
-            if HAS_REAL_KERNELS:
-                stack.enter_context(host_kernels(loaded(compiled(tmp_path_factory.mktemp("kernels")))))
-            stack.enter_context(fake_cuda())
+        with host_kernels(loaded(compiled(tmp_path_factory.mktemp("kernels")))), fake_cuda():
             yield
         return
     try:

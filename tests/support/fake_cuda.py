@@ -2,8 +2,7 @@
 
 Only the calls that this package makes exist, with CUDA's own order: what is enqueued on a stream runs later, one after
 another, and copies and kernels of different streams overlap. Kernels are those of `host_kernels`. Every call of the
-runtime is recorded. Several ranks are threads of the test, each with a current device of its own; or processes, when
-its memory `is_shared`.
+runtime is recorded. Several ranks are threads of the test, each with a current device of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import pytest
 from kvstore_hvd.gpu import runtime
 from support import fake_kernels
 from support.gpu_claims import OnGPU
-from support.mapped_memory import MappedMemory
 
 __all__ = ["CUDARuntimeError", "FakeCuda", "FakeDevice", "fake_cuda"]
 
@@ -72,8 +70,6 @@ class FakeCuda:
     streams: dict[int, _Stream] = field(default_factory=dict)
     events: dict[int, _Event] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)  # the devices of addresses, where not the current one
-    is_shared: bool = False  # other processes map its memory
-    before: Callable[[str], object] = lambda name: None  # each call, of this name
     _default: dict[tuple[int, int], _Stream] = field(default_factory=dict)
     _next: int = 1000
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -82,7 +78,6 @@ class FakeCuda:
     def called(self, name: str, *arguments: Any) -> None:
         with self._lock:
             self.calls.append((name, *arguments))
-        self.before(name)
         if name in self.failures:
             raise self.failures[name]
 
@@ -116,15 +111,7 @@ class FakeCuda:
 
     def malloc(self, nbytes: int) -> int:
         self.called("malloc", nbytes)
-        if self.is_shared:
-            return self.keep(MappedMemory(nbytes, _GARBAGE))
         return self._allocate(nbytes)
-
-    def keep(self, memory: MappedMemory) -> int:
-        """Hold memory until it is freed; returns its address."""
-        with self._lock:
-            self.memory[memory.address] = memory
-        return memory.address
 
     def _allocate(self, nbytes: int) -> int:
         # Aligned as CUDA's is.
@@ -137,9 +124,7 @@ class FakeCuda:
     def free(self, address: int) -> None:
         self.called("free", address)
         with self._lock:
-            memory = self.memory.pop(address)
-        if isinstance(memory, MappedMemory):
-            memory.close()
+            del self.memory[address]
 
 
 class _Event:
@@ -243,30 +228,19 @@ class _Runtime(SimpleNamespace):
     def ipcGetMemHandle(self, address: int) -> bytes:
         self._cuda.called("ipcGetMemHandle", address)
         assert address in self._cuda.memory, "only whole allocations are shared"
-        memory = self._cuda.memory[address]
-        return memory.handle if isinstance(memory, MappedMemory) else address.to_bytes(64, "little")
+        return address.to_bytes(64, "little")
 
     def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
         self._cuda.called("ipcOpenMemHandle", flags)
-        if self._cuda.is_shared:
-            return self._cuda.keep(MappedMemory.of(handle))
         return int.from_bytes(handle, "little")
 
     def ipcCloseMemHandle(self, address: int) -> None:
         self._cuda.called("ipcCloseMemHandle", address)
-        if self._cuda.is_shared:
-            self._cuda.free(address)
 
     def eventCreateWithFlags(self, flags: int) -> int:
         address = self._cuda.fresh()
         self._cuda.events[address] = _Event(self._cuda.current)
         return address
-
-    def eventCreate(self) -> int:
-        return self.eventCreateWithFlags(0)
-
-    def eventElapsedTime(self, first: int, second: int) -> float:
-        return (self._cuda.events[second].time - self._cuda.events[first].time) * 1e3 + 1e-3
 
     def eventDestroy(self, address: int) -> None:
         del self._cuda.events[address]

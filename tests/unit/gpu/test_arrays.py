@@ -30,15 +30,7 @@ def test_version_3() -> None:
     assert device_array(Interface(data=(0x10, True))).is_read_only
 
 
-@pytest.mark.parametrize(
-    ("typestr", "dtype"),
-    [("<f2", "float16"), ("<f8", "float64"), ("|i1", "int8"), ("|u1", "uint8"), ("<i4", "int32"), ("<i8", "int64")],
-)
-def test_types(typestr: str, dtype: str) -> None:
-    assert device_array(Interface(typestr)).dtype == dtype
-
-
-@pytest.mark.parametrize("typestr", ["|b1", "<u4", "<c8", ">f4", "<V2"])
+@pytest.mark.parametrize("typestr", ["|b1", ">f4"])
 def test_types_that_do_not_travel(typestr: str) -> None:
     with pytest.raises(
         UnsupportedDtypeError, match=r"\[rank 1/2\] allreduce 'x': cannot send dtype(.|\n)*Supported: float16"
@@ -46,20 +38,12 @@ def test_types_that_do_not_travel(typestr: str) -> None:
         device_array(Interface(typestr), rank=1, size=2, operation="allreduce", name="x")
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [((2, 3), (12, 4)), ((1, 3), (999, 4)), ((0, 3), (1, 1)), ((), ()), ((5, 1, 2), (8, 3, 4))],
-)
-def test_arrays_without_gaps(shape: Any, strides: Any) -> None:
-    assert device_array(Interface(shape=shape, strides=strides)).shape == shape
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides"), [((2, 3), (4, 8)), ((2, 3), (24, 4)), ((3,), (-4,)), ((3,), (0,)), ((3,), (6,))]
-)
-def test_arrays_with_gaps_or_another_order(shape: Any, strides: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"ascontiguousarray"):
-        device_array(Interface(shape=shape, strides=strides))
+def test_only_arrays_without_gaps_in_the_order_of_c() -> None:
+    for shape, strides in [((2, 3), (12, 4)), ((1, 3), (999, 4)), ((0, 3), (1, 1)), ((), ()), ((5, 1, 2), (8, 3, 4))]:
+        assert device_array(Interface(shape=shape, strides=strides)).shape == shape
+    for shape, strides in [((2, 3), (4, 8)), ((2, 3), (24, 4)), ((3,), (-4,)), ((3,), (0,)), ((3,), (6,))]:
+        with pytest.raises(InvalidRequestError, match=r"ascontiguousarray"):
+            device_array(Interface(shape=shape, strides=strides))
 
 
 @pytest.mark.parametrize(
@@ -68,11 +52,7 @@ def test_arrays_with_gaps_or_another_order(shape: Any, strides: Any) -> None:
         *(Interface(**{field: ...}) for field in ("typestr", "shape", "data")),
         Interface(typestr=["<f4"]),
         Interface(shape=3),
-        Interface(shape=("a",)),
-        Interface(strides=("a", "b")),
         Interface(data=0x1000),
-        Interface(data=("a", False)),
-        Interface(version="3"),
         DLPack(2, 32, (1,), capsule=b"dltensor_versioned"),
     ],
 )
@@ -80,16 +60,6 @@ def test_what_cannot_be_read_is_said(array: Any) -> None:
     assert is_on_gpu(array)
     with pytest.raises(InvalidRequestError, match=r"^\[rank 1/2\] allreduce 'x': what the array says(.|\n)*Fix: "):
         device_array(array, rank=1, size=2, operation="allreduce", name="x")
-
-
-def test_memory_that_cannot_be_the_arrays(cuda: FakeCuda) -> None:
-    with pytest.raises(InvalidRequestError, match=r"has no memory \(its address is 0\)"):
-        device_array(Interface(data=(0, False)))
-    with pytest.raises(InvalidRequestError, match="address 0x1002 is no multiple of the 4 bytes"):
-        device_array(Interface(data=(0x1002, False)))
-    cuda.places[0x1000] = -2  # as CUDA says of the host's memory that it does not know
-    with pytest.raises(InvalidRequestError, match="says that it is on a GPU, but its memory is not"):
-        device_array(Interface())
 
 
 def test_dlpack(cuda: FakeCuda) -> None:
@@ -111,18 +81,12 @@ def test_dlpack_is_refused_alike() -> None:
         device_array(DLPack(2, 32, (2, 2), (1, 2)))
 
 
-class OnTheCPU:
-    """As a tensor of PyTorch on the CPU."""
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        raise AttributeError("not on a GPU")
-
-
 def test_who_is_on_a_gpu() -> None:
+    class OnTheCPU:
+        @property
+        def __cuda_array_interface__(self) -> Any:
+            raise AttributeError("as a tensor of PyTorch has none")
+
     assert is_on_gpu(Interface())
     assert is_on_gpu(DLPack(2, 32, (1,)))
-    assert not is_on_gpu(OnTheCPU())
-    assert not is_on_gpu(np.zeros(3))
-    assert not is_on_gpu(object())
-    assert not is_on_gpu([1.0])
+    assert not any(is_on_gpu(each) for each in (OnTheCPU(), np.zeros(3), object(), [1.0]))

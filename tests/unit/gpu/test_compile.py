@@ -1,64 +1,79 @@
-"""The GPU kernels compile for every architecture that NVRTC knows, keep denormals, and need no memory for registers.
-
-The oldest and the newest architecture that each compiler knows, and all kernels for the newest of all.
-"""
+"""The GPU kernels compile by NVRTC without a GPU, keep denormals, and need no memory for registers."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import re
 from pathlib import Path
-from typing import Optional
+from typing import Any
 
 import pytest
 
 from kvstore_hvd.gpu import kernels
-from support.nvrtc import Compiler, libraries
+from kvstore_hvd.gpu.module import same_locale
+
+
+def libraries() -> list[Path]:
+    """The NVRTC libraries of the installed ``nvidia-cuda-nvrtc`` wheels, oldest first."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return sorted(path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*"))
+
 
 LIBRARIES = libraries()
-# As CuPy does, which appends it to the options of every module.
-OPTIONS = ("-ftz=true",)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not LIBRARIES, reason="no NVRTC is installed; pip install kvstore-hvd[test-gpu]"),
+    pytest.mark.timeout(600),
 ]
 
 
-def cases() -> list[object]:
-    """The first and the last architecture of each library."""
-    found: list[object] = []
-    for library in LIBRARIES:
-        known = Compiler(library).architectures()
-        found += [pytest.param(library, number, id=f"{library.name}-sm_{number}") for number in (known[0], known[-1])]
-    return found
+def compiled(library: Path, newest: bool, dtype: str | None) -> tuple[str, str]:
+    """PTX, and what the compiler says; for the oldest architecture from sm_70 on that it knows, or the newest."""
+    nvrtc, program, count = ctypes.CDLL(str(library)), ctypes.c_void_p(), ctypes.c_int()
+
+    def call(name: str, *arguments: Any) -> None:
+        assert getattr(nvrtc, f"nvrtc{name}")(*arguments) == 0, name
+
+    def text(what: str) -> str:
+        size = ctypes.c_size_t()
+        call(f"Get{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        call(f"Get{what}", program, buffer)
+        return buffer.value.decode()
+
+    call("GetNumSupportedArchs", ctypes.byref(count))
+    numbers = (ctypes.c_int * count.value)()
+    call("GetSupportedArchs", numbers)
+    number = max(numbers) if newest else min(number for number in numbers if number >= 70)
+    # CuPy appends -ftz=true to the options of every module.
+    options = (f"--gpu-architecture=sm_{number}", *kernels.options(dtype), "-ftz=true", "--ptxas-options=-v")
+    call("CreateProgram", ctypes.byref(program), kernels.source().encode(), b"kernels.cu", 0, None, None)
+    try:
+        with same_locale():
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
+        log = text("ProgramLog")
+        assert not failed, log
+        return text("PTX"), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def compiled(library: Path, architecture: str, dtype: Optional[str], *options: str) -> tuple[str, str]:
-    return Compiler(library).compile(kernels.source(), architecture, (*kernels.options(dtype), *OPTIONS, *options))
-
-
-def check(library: Path, number: int, dtype: Optional[str]) -> None:
-    """Compile for one architecture; no kernel may keep registers in memory, and no operation may be changed."""
-    ptx, log = compiled(library, f"sm_{number}", dtype, "--ptxas-options=-v")
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(("newest", "dtype"), [(False, "float32"), (True, None)], ids=["oldest", "newest"])
+def test_kernels_compile(library: Path, newest: bool, dtype: str | None) -> None:
+    if dtype is None and library != LIBRARIES[-1]:
+        dtype = "float32"  # all of them take minutes
+    ptx, log = compiled(library, newest, dtype)
     functions = re.findall(r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill", log)
     assert {name for name, _, _ in functions} == set(kernels.kernel_names(dtype))
-    spilled = [f"{name}: {frame} bytes of stack, {spill} spilled" for name, frame, spill in functions if frame != "0"]
-    assert not spilled, "\n".join(spilled)
-
+    assert not [each for each in functions if each[1] != "0"], "registers are kept in memory"
     instructions = set(re.findall(r"^\s+(?:@!?%\w+ )?([a-z]\w*(?:\.\w+(?:::\w+)?)+)", ptx, re.MULTILINE))
     assert "add.rn.f32" in instructions
     assert not {name for name in instructions if ".ftz" in name}, "denormals are flushed"
     assert not {name for name in instructions if name.startswith(("fma.", "mad.rn"))}, "operations are fused"
     # Peers write the memory while the kernel runs.
     assert not {name for name in instructions if name.startswith("ld.global.nc")}, "loads are taken for constant"
-
-
-@pytest.mark.parametrize(("library", "number"), cases())
-def test_one_type_compiles(library: Path, number: int) -> None:
-    check(library, number, "float32")
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("library", LIBRARIES[-1:], ids=lambda library: library.name)
-def test_all_kernels_compile(library: Path) -> None:
-    check(library, Compiler(library).architectures()[-1], None)

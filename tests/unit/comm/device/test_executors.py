@@ -102,20 +102,17 @@ def close_all(made: list[Executor]) -> None:
     on_ranks(len(made), lambda rank: made[rank].close())
 
 
-def test_without_nccl_our_kernels(engines: Any, cuda: FakeCuda, settings: Any) -> None:
+def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(
+    engines: Any, cuda: FakeCuda, settings: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     made = make_all(engines(2), [0, 1])
     assert {type(one) for one in made} == {RingExecutor}
     close_all(made)
-
-
-def test_without_both_by_the_host_which_is_said_once(
-    engines: Any, cuda: FakeCuda, settings: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    log._said.clear()
     cuda.peers = lambda own, other: False
     made = make_all(engines(2), [0, 1])
     assert {type(one) for one in made} == {StagedExecutor}
-    said = [record.getMessage() for record in caplog.records if "copied to the host" in record.getMessage()]
-    (text,) = said
+    (text,) = (each for each in caplog.messages if "copied to the host" in each)
     assert "no NCCL 2.18" in text
     assert "not all GPUs reach each other's memory" in text
     close_all(made)
@@ -134,73 +131,54 @@ def test_a_worker_without_a_gpu_fails_all_alike(engines: Any, cuda: FakeCuda, se
         assert text.startswith(f"[rank {rank}/3] rank 1 cannot use the GPU.\n  rank 1:\n  Old GPU")
 
 
-# -- By way of the host -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def staged(engines: Any, cuda: FakeCuda, settings: Any) -> Iterator[Callable[[int], list[Executor]]]:
+def test_staged(engines: Any, cuda: FakeCuda, settings: Any) -> None:
+    """By way of the host: the bits of the CPU engine, and nothing is left behind."""
     settings(KVHVD_GPU_PATH="staged")
-    made: list[list[Executor]] = []
-
-    def make(size: int) -> list[Executor]:
-        made.append(make_all(engines(size), list(range(size))))
-        return made[-1]
-
-    yield make
-    for each in made:
-        close_all(each)
-    assert not cuda.memory
-    assert not cuda.events
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("op", "scales"), [("sum", (1.0, 1.0)), ("average", (1.0, 1 / 3)), ("max", (2.0, 0.5))])
-def test_staged_allreduce(staged: Any, dtype: str, op: str, scales: tuple[float, float]) -> None:
     counts = (1, 0, 1000)
-    given = [[samples(rank, count, dtype, n) for n, count in enumerate(counts)] for rank in range(3)]
-    made = staged(3)
+    made = make_all(engines(2), [0, 1])
+    for dtype, op, scales in [("bfloat16", "average", (1.0, 0.5)), ("float32", "max", (2.0, 0.5))]:
+        given = [[samples(rank, count, dtype, n) for n, count in enumerate(counts)] for rank in range(2)]
 
-    def work(rank: int) -> Any:
-        arrays = [raw.copy() for raw in given[rank]]
-        others = [np.zeros_like(raw) for raw in arrays]
-        for _ in range(2):  # the second time in memory of the first
-            for array, raw in zip(arrays, given[rank]):
-                array[:] = raw
-            batch = [
-                device_operation([a.ctypes.data], [a.ctypes.data, b.ctypes.data], count, dtype, op, *scales)
-                for a, b, count in zip(arrays, others, counts)
-            ]
-            finish(made[rank].allreduce(batch))
-        for a, b in zip(arrays, others):
-            np.testing.assert_array_equal(a, b)
-        return arrays
+        def reduce(rank: int) -> Any:
+            arrays = [raw.copy() for raw in given[rank]]
+            others = [np.zeros_like(raw) for raw in arrays]
+            for _ in range(2):  # the second time in memory of the first
+                for array, raw in zip(arrays, given[rank]):
+                    array[:] = raw
+                batch = [
+                    device_operation([a.ctypes.data], [a.ctypes.data, b.ctypes.data], count, dtype, op, *scales)
+                    for a, b, count in zip(arrays, others, counts)
+                ]
+                finish(made[rank].allreduce(batch))
+            for a, b in zip(arrays, others):
+                np.testing.assert_array_equal(a, b)
+            return arrays
 
-    for result in on_ranks(3, work):
-        for n, raw in enumerate(result):
-            expected = combined([each[n] for each in given], dtype, op, *scales)
-            np.testing.assert_array_equal(raw, expected)
+        for result in on_ranks(2, reduce):
+            for n, raw in enumerate(result):
+                np.testing.assert_array_equal(raw, combined([each[n] for each in given], dtype, op, *scales))
 
+    sent = [samples(rank, 64, "float32") for rank in range(2)]
+    total = combined(sent, "float32", "sum")
 
-def test_staged_broadcast_exchange_and_reducescatter(staged: Any) -> None:
-    made = staged(2)
-    given = [samples(rank, 64, "float32") for rank in range(2)]
-    total = combined(given, "float32", "sum")
-
-    def work(rank: int) -> None:
-        array, result = given[rank].copy(), np.full(512, 0xCC, np.uint8)
+    def move(rank: int) -> None:
+        array, result = sent[rank].copy(), np.full(512, 0xCC, np.uint8)
         place = [array.ctypes.data], [result.ctypes.data]
         finish(made[rank].broadcast([device_operation(*place, 64, root=1)]))
-        np.testing.assert_array_equal(result[:256], given[1])
+        np.testing.assert_array_equal(result[:256], sent[1])
         # Each takes a part of either, with a gap between, which stays as it is.
         result[:] = 0xCC
         parts = [(0, 4 * rank, 8, 0), (1, 16, 12, 20)]
         finish(made[rank].exchange([device_operation(*place, 64, parts=parts, contributed=64)]))
-        np.testing.assert_array_equal(result[:8], given[0][4 * rank :][:8])
-        np.testing.assert_array_equal(result[20:32], given[1][16:28])
+        np.testing.assert_array_equal(result[:8], sent[0][4 * rank :][:8])
+        np.testing.assert_array_equal(result[20:32], sent[1][16:28])
         assert (result[8:20] == 0xCC).all()
         assert (result[32:] == 0xCC).all()
         start, nbytes = (0, 100) if rank == 0 else (100, 156)
         finish(made[rank].reducescatter([device_operation(*place, 64, parts=[(rank, start, nbytes, 0)])]))
         np.testing.assert_array_equal(result[:nbytes], total[start : start + nbytes])
 
-    on_ranks(2, work)
+    on_ranks(2, move)
+    close_all(made)
+    assert not cuda.memory
+    assert not cuda.events

@@ -15,7 +15,7 @@ from support.fake_cuda import FakeCuda, fake_cuda
 from support.gpu_ranks import Exchange, HostArray, on_ranks
 from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")]
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,12 @@ def cuda(library: Any) -> Iterator[FakeCuda]:
 
 
 class HostRanks(Ranks):
-    """On the stand-in, with the real kernels; with a GPU for each rank, or one for all."""
+    """On the stand-in, with the real kernels: two ranks share a GPU, more have one each."""
 
-    def __init__(self, way: str, size: int) -> None:
+    def __init__(self, size: int) -> None:
         self.size, self.kind = size, "kernels"
         exchange = Exchange(size)
-        ordinals = [0 if way == "shared" else each for each in range(size)]
+        ordinals = [0 if size == 2 else each for each in range(size)]
 
         def make(rank: int) -> Executor:
             devices = [Device.of(each, "here") for each in ordinals]
@@ -47,13 +47,13 @@ class HostRanks(Ranks):
 class TestExecutors(ExecutorCases):
     """What all executors must do."""
 
-    @pytest.fixture(params=["own", "shared"])
-    def ranks(self, cuda: FakeCuda, request: Any) -> Iterator[Callable[[int], HostRanks]]:
+    @pytest.fixture
+    def ranks(self, cuda: FakeCuda) -> Iterator[Callable[[int], HostRanks]]:
         """Make ranks."""
         made: list[HostRanks] = []
 
         def make(size: int) -> HostRanks:
-            made.append(HostRanks(request.param, size))
+            made.append(HostRanks(size))
             return made[-1]
 
         yield make
