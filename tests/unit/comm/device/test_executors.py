@@ -1,5 +1,6 @@
 """Which executor a world gets, told by the workers over the real engine; and the way by the host."""
 
+# ruff: noqa: B023 - on_ranks returns before the next turn of the loop
 from __future__ import annotations
 
 import importlib
