@@ -1,6 +1,5 @@
 // What the engine says, and to whom, when ranks disagree, fail, leave, or do not come; ranks are threads.
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <thread>
 
@@ -26,17 +25,11 @@ const bool mismatches =
           {"ranks disagree on shape.\n  (64,): ranks 0-1, 3    (8, 8): rank 2\n  Nothing was changed. "
            "Fix: pass an array of the same shape on every rank.",
            [](Request& r) { r.shape = {8, 8}; }},
-          {"ranks disagree on dtype.\n  float32: ranks 0-1, 3    int32: rank 2",
-           [](Request& r) { r.dtype = DType::kInt32; }},
-          {"ranks disagree on reduce op.\n  sum: ranks 0-1, 3    max: rank 2",
-           [](Request& r) { r.op = ReduceOp::kMax; }},
           {"ranks disagree on operation.\n  allreduce: ranks 0-1, 3    broadcast: rank 2",
            [](Request& r) { r.collective = Collective::kBroadcast; }},
           {"ranks disagree on gradient compression.\n  none: ranks 0-1, 3    fp16: rank 2\n  Nothing was changed. "
            "Fix: call set_gradient_compression with the same type on every rank.",
            [](Request& r) { r.as_half = true; }},
-          {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.5: rank 2", [](Request& r) { r.prescale = 0.5; }},
-          {"ranks disagree on postscale.\n  1: ranks 0-1, 3    0.25: rank 2", [](Request& r) { r.postscale = 0.25; }},
       };
       with_world(4, [&](Engine& engine, int rank) {
         for (const Case& one : cases) {
@@ -63,29 +56,6 @@ const bool mismatches =
         check(engine.run(allreduce("tensor", other)).ok(), "a new shape is fine when all ranks have it");
       });
     });
-
-const bool roots = testing::add("ranks that disagree on the root are told so", [] {
-  with_world(2, [&](Engine& engine, int rank) {
-    auto data = values_of(rank, 9);
-    Request request = allreduce("b", data);
-    request.collective = Collective::kBroadcast;
-    request.root = rank;
-    const Status status = engine.run(std::move(request));
-    check(contains(status.text(), "broadcast 'b': ranks disagree on root.\n  0: rank 0    1: rank 1"), status.text());
-  });
-});
-
-const bool input_failures = testing::add("a rank whose input failed releases the others with its reason", [] {
-  with_world(3, [&](Engine& engine, int rank) {
-    auto data = values_of(rank, 9);
-    Request request = allreduce("w", data);
-    if (rank == 1) request.input_failure = "the operation that computes the gradient failed";
-    const Status status = engine.run(std::move(request));
-    check(status.code() == ErrorCode::kInputFailed, status.text());
-    check(contains(status.text(), "rank 1: the operation that computes the gradient failed"), status.text());
-    check(barrier(engine).ok(), "the world goes on");
-  });
-});
 
 const bool invalid = testing::add("wrong requests fail, and nobody waits for them", [] {
   with_world(1, [&](Engine& engine, int) {
@@ -138,21 +108,6 @@ const bool leaving = testing::add("a rank that left is named by those who still 
     const Status status = engine.run(allreduce("gone", data));
     check(status.code() == ErrorCode::kPeerLost, status.text());
     check(contains(status.text(), "left before it submitted allreduce 'gone'"), status.text());
-  });
-});
-
-const bool early_end = testing::add("a rank that ends early gives its reason to the others", [] {
-  with_world(2, [&](Engine& engine, int rank) {
-    check(barrier(engine).ok(), "the barrier");
-    if (rank == 1) {
-      engine.shutdown("ValueError: no such file");
-      return;
-    }
-    auto data = values_of(rank, 10);
-    const Status status = engine.run(allreduce("x", data));
-    check(status.code() == ErrorCode::kPeerLost, status.text());
-    check(contains(status.text(), "rank 1 (testhost, pid ") && contains(status.text(), "ValueError: no such file"),
-          status.text());
   });
 });
 
@@ -248,31 +203,6 @@ const bool sets = testing::add("messages of a process set name it, and its ranks
       std::chrono::seconds(2), 0, {}, Inside{7, 9, {0, 4, 5}});
 });
 
-const bool timeout = testing::add("a rank that never submits is named at the deadline", [] {
-  std::atomic<int> ready{0};
-  with_world(
-      3,
-      [&](Engine& engine, int rank) {
-        check(barrier(engine).ok(), "the barrier");
-        if (rank == 1) {
-          while (engine.health().ok()) std::this_thread::yield();
-          return;
-        }
-        auto data = values_of(rank, 10);
-        const Status status = engine.run(allreduce("late", data));
-        check(status.code() == ErrorCode::kTimeout, status.text());
-        // Who waited, in what and for whom: each of them once, on both ranks that waited.
-        const std::string first = status.text().substr(0, status.text().find('\n'));
-        check(contains(first, " for rank 1 (") && contains(first, "), which did not submit it."), first);
-        for (const auto& once :
-             std::vector<std::string>{"'late'", "waited", "rank " + std::to_string(rank), "rank 1"}) {
-          check(contains(first, once) && first.find(once) == first.rfind(once), once + " once: " + first);
-        }
-        check(contains(status.text(), "KVHVD_TIMEOUT"), status.text());
-      },
-      std::chrono::seconds(2));
-});
-
 const bool queued_deadlines = testing::add("a request that queues behind others of its name has its own deadline", [] {
   with_world(
       2,
@@ -298,21 +228,6 @@ const bool many_dimensions = testing::add("shapes are compared beyond the dimens
       request.shape[first + 1] = rank == 0 ? 3 : 2;
       check(engine.run(std::move(request)).code() == ErrorCode::kMismatch, "different shapes");
     }
-  });
-});
-
-const bool leaving_twice = testing::add("who leaves while another thread does is back when all is over", [] {
-  with_world(2, [](Engine& engine, int rank) {
-    auto data = values_of(rank, 10);
-    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 waits for it as it leaves
-    const auto work = engine.submit(allreduce("x", data));
-    const auto leave = [&] {
-      engine.shutdown();
-      check(work->done() && work->status().ok(), "its operation is over");
-    };
-    std::thread other(leave);
-    leave();
-    other.join();
   });
 });
 

@@ -11,20 +11,6 @@ namespace {
 
 using testing::check;
 
-const bool order = testing::add("what one writer puts in comes out once, in its order, lap after lap", [] {
-  const auto inbox = std::make_unique<Inbox<4>>();
-  std::uint32_t taken = 0;
-  check(!inbox->get(taken), "empty at first");
-  for (std::uint32_t i = 0; i < 50; ++i) {
-    inbox->put(i % 4);
-    if (i % 3 != 0) inbox->put((i + 1) % 4);
-    check(inbox->get(taken) == i % 4, "first");
-    ++taken;
-    if (i % 3 != 0) check(inbox->get(taken++) == (i + 1) % 4, "second");
-    check(!inbox->get(taken), "empty again");
-  }
-});
-
 const bool writers = testing::add("nothing is lost between writers, and what they wrote before is visible", [] {
   constexpr std::uint32_t kWriters = 3, kRounds = 20000;
   const auto inbox = std::make_unique<Inbox<4>>();

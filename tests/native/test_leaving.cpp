@@ -90,16 +90,6 @@ const bool kept = testing::add("a world that is left is given back at once, whoe
   }
 });
 
-const bool lost = testing::add("a rank that has left a lost world still says why it was lost", [] {
-  auto segment = Segment::create(2);
-  Engine one(segment, 0, thread_options()), other(segment, 1, thread_options());
-  one.abort("the test says so");
-  one.shutdown();
-  other.shutdown();
-  check(one.health().code() == ErrorCode::kTransport, "health");
-  check(one.health().text().find("the test says so") != std::string::npos, one.health().text());
-});
-
 const bool under_way = testing::add("calls that are under way while a rank leaves", [] {
   for (int round = 0; round < (thread_sanitizer() ? 10 : 40); ++round) {
     auto segment = Segment::create(2);

@@ -1,7 +1,5 @@
-// The engine with ranks as processes: those that die, and those that fork.
+// The engine with ranks as processes: those that die.
 #include <fcntl.h>
-#include <sys/prctl.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,7 +7,6 @@
 #include <csignal>
 #include <optional>
 #include <string>
-#include <thread>
 
 #include "check.hpp"
 #include "ranks.hpp"
@@ -73,22 +70,6 @@ const bool killed = testing::add("a killed rank is named, with the signal, while
   check(WIFSIGNALED(wait_for(victim)), "killed");
 });
 
-const bool end_unknown = testing::add("a kernel that cannot tell how a process ended is asked once", [] {
-  int asked = 0;
-  const auto cannot = [&] {
-    ++asked;
-    return ExitAnswer{};
-  };
-  const auto gone = [] { return std::optional<int>(); };
-  check_equal(describe_end(cannot, gone), std::string("died"), "reaped");
-  check_equal(asked, 1, "questions about a process that is reaped");
-  check_equal(describe_end(cannot, [] { return std::optional<int>(SIGKILL); }), std::string("died (SIGKILL)"),
-              "zombie");
-  check_equal(describe_end(cannot, [] { return std::optional<int>(0); }), std::string("died"),
-              "a zombie, not readable");
-  check_equal(asked, 3, "one question for each");
-});
-
 const bool end_later = testing::add("a kernel that can tell is asked until the process is reaped", [] {
   int asked = 0;
   const auto later = [&] {
@@ -105,6 +86,13 @@ const bool end_later = testing::add("a kernel that can tell is asked until the p
               "zombie");
   check_equal(asked, 1, "its zombie tells at once");
   check_equal(describe_end(never, [] { return std::optional<int>(); }), std::string("died"), "nobody reaps it");
+  asked = 0;
+  const auto cannot = [&] {
+    ++asked;
+    return ExitAnswer{};
+  };
+  check_equal(describe_end(cannot, [] { return std::optional<int>(); }), std::string("died"), "reaped");
+  check_equal(asked, 1, "a kernel that cannot tell is asked once");
 });
 
 const bool end_asked = testing::add("this kernel is asked about a process that is there, and one that is reaped", [] {
@@ -122,34 +110,6 @@ const bool end_asked = testing::add("this kernel is asked about a process that i
   if (answer.kind == ExitAnswer::kKnown) check_equal(answer.status, SIGTERM, "how it ended");
   check(ask_kernel(-1).kind == ExitAnswer::kNever, "no pidfd");
   close(pidfd);
-});
-
-const bool stopped = testing::add("a stopped rank is named at the deadline", [] {
-  if (thread_sanitizer()) return;
-  const auto segment = Segment::create(2);
-  const pid_t victim = spawn(
-      *segment, 1,
-      [](Engine& engine) {
-        if (!barrier(engine).ok()) return 1;
-        prctl(PR_SET_NAME, "x) R (y");  // a name may hold what /proc/[pid]/stat puts around it
-        kill(getpid(), SIGSTOP);
-        return 0;
-      },
-      std::chrono::seconds(3));
-  const pid_t survivor = spawn(
-      *segment, 0,
-      [](Engine& engine) {
-        if (!barrier(engine).ok()) return 1;
-        std::vector<float> data(10);
-        const Status status = engine.run(allreduce("x", data));
-        const auto says = [&](const char* text) { return status.text().find(text) != std::string::npos; };
-        return status.code() == ErrorCode::kTimeout && says("rank 1 (testhost") && says("\n  rank 1 is stopped.\n") ? 0
-                                                                                                                    : 2;
-      },
-      std::chrono::seconds(3));
-  check(WEXITSTATUS(wait_for(survivor)) == 0, "survivor");
-  kill(victim, SIGKILL);
-  wait_for(victim);
 });
 
 const bool lock_holder = testing::add("a rank that stops while it holds a lock is named at the deadline", [] {
@@ -199,90 +159,6 @@ const bool dead_holder = testing::add("a rank that dies while it holds a lock is
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
 });
 
-// Lets this process open `count` more descriptors; -1: as many as it is allowed.
-void allow_descriptors(int count) {
-  rlimit limit{};
-  getrlimit(RLIMIT_NOFILE, &limit);
-  limit.rlim_cur = limit.rlim_max;
-  if (count >= 0) {
-    // The lowest free numbers are given out first, so the limit is just above the last one that is wanted.
-    std::vector<int> taken;
-    setrlimit(RLIMIT_NOFILE, &limit);
-    for (int i = 0; i < count; ++i) taken.push_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
-    limit.rlim_cur = static_cast<rlim_t>(fcntl(0, F_DUPFD_CLOEXEC, 0));
-    close(static_cast<int>(limit.rlim_cur));
-    for (const int fd : taken) close(fd);
-  }
-  setrlimit(RLIMIT_NOFILE, &limit);
-}
-
-const bool no_descriptor = testing::add("a rank that cannot be watched for want of descriptors is not dead", [] {
-  if (thread_sanitizer()) return;
-  int full[2];
-  if (!check(pipe(full) == 0, "pipe")) return;
-  const auto survivor = [&](bool until_reaped) {
-    return [&full, until_reaped](Engine& engine) {
-      allow_descriptors(0);
-      if (write(full[1], "x", 1) != 1) return 1;
-      if (!barrier(engine).ok()) return 2;
-      for (int i = 0; i < 100; ++i) {  // looks of the watcher, and time to tell of a death
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        if (!engine.health().ok()) return 3;
-      }
-      if (!until_reaped) allow_descriptors(-1);
-      if (!barrier(engine).ok()) return 4;
-      std::vector<float> data(10);
-      const Status status = engine.run(allreduce("x", data));
-      if (status.code() != ErrorCode::kPeerLost) return 5;
-      return status.text().find(until_reaped ? "died" : "died (SIGKILL)") != std::string::npos ? 0 : 6;
-    };
-  };
-  const auto victim = [](Engine& engine) {
-    if (!barrier(engine).ok() || !barrier(engine).ok()) return 1;
-    kill(getpid(), SIGKILL);
-    return 2;
-  };
-  for (const bool until_reaped : {true, false}) {
-    const auto segment = Segment::create(2);
-    const pid_t first = spawn(*segment, 0, survivor(until_reaped));
-    char byte;
-    if (!check(read(full[0], &byte, 1) == 1, "read")) return;
-    const pid_t second = spawn(*segment, 1, victim);
-    int status = 0;
-    if (until_reaped) wait_for(second);  // without a descriptor only that tells of its end
-    status = wait_for(first);
-    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(WEXITSTATUS(status)));
-    if (!until_reaped) wait_for(second);
-  }
-  close(full[0]);
-  close(full[1]);
-});
-
-const bool unknown_start = testing::add("a rank that could not read its own start time is not dead", [] {
-  if (thread_sanitizer()) return;
-  const auto segment = Segment::create(2);
-  const pid_t second = fork();
-  if (second == 0) {
-    EngineOptions options = thread_options();
-    options.watch_peers = true;
-    allow_descriptors(2);  // for the segment and the watcher's bell
-    Engine engine(Segment::attach(segment->fd()), 1, options);
-    const bool went_well = barrier(engine).ok() && barrier(engine).ok();
-    _exit(went_well ? 0 : 1);
-  }
-  const pid_t first = spawn(*segment, 0, [](Engine& engine) {
-    allow_descriptors(0);  // a look at the process table is all that is left
-    if (!barrier(engine).ok()) return 1;
-    allow_descriptors(-1);
-    std::this_thread::sleep_for(std::chrono::seconds(1));
-    return barrier(engine).ok() ? 0 : 2;
-  });
-  for (const pid_t pid : {first, second}) {
-    const int status = wait_for(pid);
-    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank: " + std::to_string(status));
-  }
-});
-
 const bool another_process = testing::add("another process with the pid of a rank that is gone is not that rank", [] {
   if (thread_sanitizer()) return;
   const auto segment = Segment::create(2);
@@ -300,30 +176,6 @@ const bool another_process = testing::add("another process with the pid of a ran
   }
   check(fcntl(opened, F_GETFD) >= 0, "the watcher closes its own descriptors only, and each once");
   close(opened);
-});
-
-const bool forked = testing::add("a forked child is inert, and its parent goes on", [] {
-  if (thread_sanitizer()) return;
-  const auto segment = Segment::create(2);
-  const auto parent = [](Engine& engine) {
-    if (!barrier(engine).ok()) return 1;
-    const pid_t child = fork();
-    if (child == 0) {
-      std::vector<float> data(1);
-      const bool refused = engine.run(allreduce("x", data)).code() == ErrorCode::kShutdown &&
-                           engine.health().code() == ErrorCode::kShutdown;
-      engine.abort("from the child");
-      engine.shutdown("from the child");
-      _exit(refused ? 0 : 1);
-    }
-    if (WEXITSTATUS(wait_for(child)) != 0) return 2;
-    return barrier(engine).ok() ? 0 : 3;
-  };
-  const pid_t first = spawn(*segment, 0, parent), second = spawn(*segment, 1, parent);
-  for (const pid_t pid : {first, second}) {
-    const int status = wait_for(pid);
-    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "parent: " + std::to_string(status));
-  }
 });
 
 }  // namespace

@@ -1,5 +1,4 @@
 // The schedule and the table of tensors, one thread at a time.
-#include <memory>
 #include <string>
 
 #include "check.hpp"
@@ -95,21 +94,6 @@ const bool stale_claims = testing::add("claims that were last used 2^31 entries 
   check(schedule.fetch(0, entry) && entry.pieces[0].slot == slot, "the entry");
   check(entry.algorithm == Algorithm::kDirect, "it is direct");
   check(!world.claims[0].finished.reached(1), "its claims are not finished");
-});
-
-const bool whole_elements = testing::add("no chunk cuts an element, whatever the number of ranks", [] {
-  for (std::uint32_t ranks = 1; ranks <= 256; ++ranks) {
-    for (const std::uint64_t bytes : {0ULL, 1ULL, 2048ULL, 2049ULL, 65536ULL, 1000003ULL, 1ULL << 24, 1ULL << 33}) {
-      for (const auto collective : {Collective::kAllreduce, Collective::kBroadcast}) {
-        for (const bool direct : {false, true}) {
-          const ChunkPlan plan = plan_chunk(Thresholds(), collective, direct, bytes, ranks, 1 << 20);
-          check(plan.bytes > 0 && plan.bytes % 64 == 0 && plan.bytes <= 1 << 20,
-                std::to_string(plan.bytes) + " bytes for " + std::to_string(ranks) + " ranks");
-          check(plan.part % 64 == 0 && (plan.algorithm == Algorithm::kDirect) == (plan.part > 0), "parts");
-        }
-      }
-    }
-  }
 });
 
 const bool settings = testing::add("thresholds can be set by name, and wrong settings are refused", [] {

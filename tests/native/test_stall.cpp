@@ -84,27 +84,6 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
   });
 });
 
-const bool described = testing::add("what others have announced is described to a rank that is to follow them", [] {
-  with_world(3, [](Engine& engine, int rank) {
-    check(barrier(engine).ok(), "all have joined");
-    std::vector<float> values(6, 1.0F);
-    Request request = allreduce("x", values);
-    request.shape = {2, 3};
-    request.op = ReduceOp::kMax;
-    request.prescale = 0.5;
-    std::optional<std::vector<Missed>> missed;
-    if (rank == 2) {
-      check(until([&] { return (missed = engine.missed(kMost, true)) && !missed->empty(); }), "it is missed");
-      const Announced what = missed->front().announced.value();
-      check(what.collective == Collective::kAllreduce && what.dtype == DType::kFloat32, "collective and dtype");
-      check(what.op == ReduceOp::kMax && what.prescale == 0.5 && what.postscale == 1.0 && !what.as_half, "how");
-      check(what.shape == std::vector<std::int64_t>{2, 3} && what.count == 6, "shape");
-      check(!engine.missed(kMost)->front().announced, "only if asked for");
-    }
-    check(engine.run(std::move(request)).ok(), "it is reduced");
-  });
-});
-
 const bool patient = testing::add("for a patient operation a rank may wait for any time", [] {
   with_world(
       2,
@@ -152,42 +131,6 @@ const bool met = testing::add("what a rank does after an operation is not missed
       check(engine.wait(*work).ok(), "it is over here, too");
     }
   });
-});
-
-const bool finishing = testing::add("an operation is met while whoever completes it tells its caller", [] {
-  std::atomic<bool> told{false}, was_met{false};
-  std::shared_ptr<Work> work;
-  with_world(2, [&](Engine& engine, int rank) {
-    auto data = values_of(rank, 1);
-    Request request = allreduce("t", data);
-    if (rank == 1) {
-      check(until([&] { return !missed_names(engine).empty(); }), "the other one waits");
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until it has its handle
-      check(engine.run(request).ok(), "it is over");
-      return;
-    }
-    request.on_done = [&](const Status&) {
-      was_met = engine.is_met(*work);
-      told = true;
-    };
-    work = engine.submit(request);
-    check(engine.wait(*work).ok(), "it is over here, too");
-    check(told && was_met, "met before it is done");
-  });
-});
-
-const bool processes = testing::add("processes are named as in errors", [] {
-  with_world(2, [](Engine& engine, int rank) {
-    check(barrier(engine).ok(), "both have joined");
-    // Of another host nobody here can do anything with the number.
-    const bool is_here = rank == 1 || placement_of(2).size() == 1;
-    check_equal(engine.process(1).pid, is_here ? static_cast<int>(getpid()) : 0, "process id");
-    check_equal(engine.process(1).text, "rank 1 (testhost, pid " + std::to_string(getpid()) + ")", "text");
-  });
-  const auto segment = Segment::create(2);
-  Engine alone(segment, 0, thread_options());
-  check_equal(alone.process(1).pid, 0, "a rank that has not joined");
-  check_equal(alone.process(1).text, std::string("rank 1 (never joined)"), "its text");
 });
 
 // A rank whose operations are announced, and never carried out: it stands still inside the collective.
@@ -286,85 +229,6 @@ const bool observed = testing::add("who may wait for a stopped peer is told befo
   one.join();
   two.join();
   engine.abort("the test is over");
-});
-
-const bool nested = testing::add("observers are called from the innermost outwards, on their own thread only", [] {
-  about_to_block();  // nobody is there
-  Observer outer;
-  {
-    Observer inner;
-    about_to_block();
-    std::thread(about_to_block).join();
-    check_equal(inner.called.load(), 1, "inner");
-  }
-  about_to_block();
-  check_equal(outer.called.load(), 2, "outer");
-});
-
-const bool reuse = testing::add("slots that have changed hands tell the name they have now", [] {
-  const auto segment = Segment::create(2);
-  const int names = kSlots + 200;
-  with_world(segment, [&](Engine& engine, int rank) {
-    std::vector<float> data(1);
-    for (int i = 0; i < names; ++i) {
-      check(engine.run(allreduce("name" + std::to_string(i), data)).ok(), "reduced");
-    }
-    check(barrier(engine).ok(), "met");
-    std::vector<std::vector<float>> more(10, std::vector<float>(1));
-    std::vector<std::shared_ptr<Work>> works;
-    const auto submit = [&] {
-      for (int i = 0; i < 10; ++i) works.push_back(engine.submit(allreduce("late" + std::to_string(i), more[i])));
-    };
-    std::vector<std::string> expected;
-    for (int i = 0; i < 10; ++i) expected.push_back("late" + std::to_string(i));
-    if (rank == 0) {
-      submit();
-    } else {
-      check(until([&] { return missed_names(engine) == expected; }), "all ten, and no other");
-      submit();
-    }
-    for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
-    check(missed_names(engine).empty(), "none any more");
-  });
-});
-
-const bool again = testing::add("two operations of one name are told apart", [] {
-  const auto segment = Segment::create(2);
-  Engine engine(segment, 0, thread_options());
-  Engine other(segment, 1, thread_options());
-  std::uint64_t before = 0;
-  for (int i = 0; i < 3; ++i) {
-    auto mine = values_of(0, 10), others = values_of(1, 10);
-    const auto theirs = other.submit(allreduce("x", others));
-    const auto missed = engine.missed(kMost);
-    if (!check(missed.has_value() && missed->size() == 1, "missed")) return;
-    check(i == 0 || missed->front().operation != before, "another operation");
-    before = missed->front().operation;
-    check(engine.run(allreduce("x", mine)).ok() && other.wait(*theirs).ok(), "reduced");
-  }
-});
-
-const bool while_working = testing::add("looking disturbs nobody who works", [] {
-  std::atomic<int> working{2};
-  with_world(2, [&](Engine& engine, int rank) {
-    std::thread looker([&] {
-      while (working.load() > 0) {
-        static_cast<void>(engine.waiting({}));
-        static_cast<void>(engine.missed(kMost));
-      }
-    });
-    std::vector<float> small(10), large(20000);
-    const int rounds = thread_sanitizer() ? 50 : 500;
-    for (int i = 0; i < rounds; ++i) {
-      small.assign(small.size(), static_cast<float>(rank + 1));
-      const auto work = engine.submit(allreduce("large", large));
-      check(engine.run(allreduce("small" + std::to_string(i % 50), small)).ok(), "small");
-      check(engine.wait(*work).ok(), "large");
-      check(small[0] == 3.0F, "the sum");
-    }
-    working.fetch_sub(1);
-    looker.join();
-  });
 });
 
 }  // namespace

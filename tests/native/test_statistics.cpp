@@ -43,18 +43,6 @@ const bool exposed = testing::add("what completes after the last submission of a
   check_equal(hours_of(rounds.statistics().reducing), 2, "of which one was reduced for an hour, another for two");
 });
 
-const bool pause = testing::add("a round is exposed no longer than until its last operation completes", [] {
-  Rounds rounds;
-  Statistics one, other;
-  Work a(any_request()), b(any_request());
-  rounds.submitted(one, a);
-  rounds.submitted(other, b);
-  rounds.completed(other, b, b.submitted + hours(1));
-  rounds.completed(one, a, b.submitted + hours(2));
-  rounds.end(b.submitted + hours(9));
-  check_equal(hours_of(rounds.statistics().exposed), 2, "the rank did something else until the next one");
-});
-
 const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {
   Rounds rounds;
   Statistics slow;
@@ -70,31 +58,6 @@ const bool overlapping = testing::add("an operation that outlasts its round is e
   rounds.end(b.submitted + hours(2));
   check_equal(rounds.statistics().count, 2u, "nothing was submitted in the last one");
   check_equal(hours_of(rounds.statistics().exposed), 5, "until each round's end");
-});
-
-const bool outlasting = testing::add("of a round that is over, what counts is its own last submission and end", [] {
-  Rounds rounds;
-  Statistics slow, other;
-  Work a(any_request()), b(any_request()), c(any_request());
-  rounds.submitted(slow, a);
-  b.submitted = a.submitted + hours(2);
-  rounds.submitted(other, b);
-  rounds.completed(other, b, a.submitted + hours(3));
-  c.submitted = a.submitted + hours(5);
-  rounds.submitted(other, c);
-  rounds.completed(slow, a, a.submitted + hours(9));
-  check_equal(hours_of(slow.last.exposed), 3, "from the last submission on, until the next round begins");
-
-  Rounds others;
-  Statistics slower, another;
-  Work d(any_request()), e(any_request());
-  others.submitted(slower, d);
-  others.end(d.submitted + hours(1));
-  e.submitted = d.submitted + hours(1);
-  others.submitted(another, e);
-  others.end(d.submitted + hours(2));
-  others.completed(slower, d, d.submitted + hours(9));
-  check_equal(hours_of(slower.last.exposed), 0, "the wait of another round is none of its own");
 });
 
 const bool counted = testing::add("the engine reports operations, bytes, algorithms and times by name", [] {

@@ -1,8 +1,7 @@
-// The lock of the tensor table: who is said to hold it, and when memory runs out under it.
+// The lock of the tensor table when memory runs out under it.
 #include <cstdlib>
 #include <new>
 #include <string>
-#include <thread>
 
 #include "check.hpp"
 #include "engine/tensor_table.hpp"
@@ -66,25 +65,6 @@ const bool released = testing::add("whatever allocation fails, the table's lock 
     world.table_lock.unlock();
   }
   check(failed > 4, "allocations under the lock: " + std::to_string(failed));
-});
-
-const bool named = testing::add("who had to wait for the lock is named while it holds it", [] {
-  const auto segment = Segment::create(3);
-  World& world = segment->world();
-  Alarm first(world, 0, std::chrono::seconds(60)), second(world, 1, std::chrono::seconds(60));
-  Alarm third(world, 2, std::chrono::milliseconds(100));
-  world.table_lock.lock(first);
-  std::thread waiter([&] { world.table_lock.lock(second); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  world.table_lock.unlock();
-  waiter.join();
-  try {
-    world.table_lock.lock(third);
-    check(false, "it is held");
-  } catch (const WorldLost&) {
-  }
-  const std::string fact = world.failure.fact();
-  check(fact.find("waited too long for rank 1, which stopped") != std::string::npos, fact);
 });
 
 }  // namespace

@@ -1,5 +1,4 @@
 // The recorder: by hand-made times, then in worlds that complete, fail and are lost.
-#include <future>
 #include <map>
 #include <string>
 
@@ -19,23 +18,6 @@ void check_order(const TimelineEvent& event) {
   check(event.submitted <= event.since && event.since <= event.scheduled && event.scheduled <= event.completed,
         event.name + ": times decrease");
 }
-
-const bool off = testing::add("nothing is kept before the start and after the stop", [] {
-  Timeline timeline;
-  auto request = std::make_shared<Request>();
-  const Work work(request);
-  timeline.record(work, Time(hours(1)), false);
-  check(timeline.take().events.empty(), "before");
-  timeline.start(2);
-  timeline.record(work, Time(hours(1)), false);
-  timeline.stop();
-  timeline.record(work, Time(hours(1)), false);
-  check_equal(timeline.take().events.size(), 1u, "what was kept can be taken after the stop");
-  timeline.start(2);
-  timeline.record(work, Time(hours(1)), false);
-  timeline.start(2);
-  check(timeline.take().events.empty(), "a start begins anew");
-});
 
 const bool bounded = testing::add("what finds no room is counted, and there is room again once it is taken", [] {
   Timeline timeline;
@@ -107,34 +89,6 @@ const bool recorded = testing::add("the engine records every operation of its ra
       check(event.round >= taken.events[0].round && event.round < taken.events[0].round + 2 * kRounds + 1, "round");
     }
     check_equal(until.size(), 3u, "names");
-  });
-});
-
-const bool lost = testing::add("what a lost world takes along is recorded as failed", [] {
-  std::promise<void> submitted;
-  with_world(2, [&](Engine& engine, int rank) {
-    if (rank == 1) {
-      submitted.get_future().wait();
-      engine.shutdown("the test says so");
-      return;
-    }
-    std::vector<float> one(10), two(10);
-    engine.start_timeline(1000);
-    const auto first = engine.submit(allreduce("one", one));
-    const auto second = engine.submit(allreduce("one", two));
-    submitted.set_value();
-    engine.wait(*first);
-    engine.wait(*second);
-    check(!first->status().ok() && !second->status().ok(), "both fail");
-    const TimelineEvents taken = engine.take_timeline();
-    check_equal(taken.events.size(), 2u, "events");
-    Time until;
-    for (const TimelineEvent& event : taken.events) {
-      check(event.failed && event.name == "one", "failed");
-      check_order(event);
-      check(event.since >= until, "two at a time");
-      until = event.completed;
-    }
   });
 });
 

@@ -38,30 +38,6 @@ const bool bounded = testing::add("names that are used once are forgotten", [] {
   check_equal(turns.names(), Turns::kKeptNames, "names");
 });
 
-const bool forgotten_late = testing::add("a name is forgotten only when all its turns are used", [] {
-  Turns turns;
-  for (std::size_t i = 0; i < Turns::kKeptNames; ++i)
-    turns.use(std::to_string(i), turns.take(std::to_string(i)), [] {});
-  std::vector<int> steps;
-  for (int round = 0; round < 2; ++round) {
-    const std::uint64_t first = turns.take("a"), second = turns.take("a");
-    turns.use("a", first, [&] { steps.push_back(1); });
-    check_equal(turns.names(), Turns::kKeptNames + 1, "its second turn is still to come");
-    const std::uint64_t third = turns.take("a");
-    turns.use("a", third, [&] { steps.push_back(3); });
-    // The last one is taken while a step of the name runs.
-    std::uint64_t last = 0;
-    turns.use("a", second, [&] {
-      steps.push_back(2);
-      last = turns.take("a");
-    });
-    check_equal(turns.names(), Turns::kKeptNames + 1, "its last turn is still to come");
-    turns.use("a", last, [&] { steps.push_back(4); });
-    check_equal(turns.names(), Turns::kKeptNames, "nothing of it is left");
-  }
-  check(steps == std::vector<int>{1, 2, 3, 4, 1, 2, 3, 4}, "the order of the turns, both times");
-});
-
 const bool from_threads = testing::add("any thread may use a turn, also of a name that is forgotten meanwhile", [] {
   constexpr int kThreads = 4, kRounds = 2000, kNames = 8;
   Turns turns;
