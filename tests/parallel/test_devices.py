@@ -51,19 +51,6 @@ def request(array, name, collective="allreduce", **more):
     return Request(collective, name, f"'{name}'", address, address, array.shape, dtype, **{"on_device": True, **more})
 
 
-def test_they_give_what_those_on_the_cpu_give(executors, rank, size):
-    """An allreduce, average and broadcast of arrays on devices: the bits of those on the CPU."""
-    communicator = process.current().member.communicator()
-    for number, (op, scale) in enumerate([("sum", 1.0), ("average", 0.5), ("max", 1.0)]):
-        here, there = contribution(rank, (1000,), "float32"), contribution(rank, (1000,), "float32")
-        communicator.run(request(here, f"device/{number}", op=op, prescale=scale))
-        kvstore_hvd.allreduce(there, f"cpu/{number}", op=op, prescale=scale, out=there)
-        assert here.tobytes() == there.tobytes()
-    array = np.full(10, rank, np.float32)
-    communicator.run(request(array, "device/root", "broadcast", root=size - 1))
-    assert (array == size - 1).all()
-
-
 def test_batches_are_equal_on_all_workers(executors, rank, size):
     """Arrays in another order on each worker: batches of the same operations in the same order."""
     communicator = process.current().member.communicator()
@@ -79,15 +66,6 @@ def test_batches_are_equal_on_all_workers(executors, rank, size):
     assert sorted(name for batch in executor.batches for name in batch) == sorted(names)
 
 
-def test_one_device(executors, rank, size):
-    """A second GPU in one worker: InvalidRequestError, and nothing is lost."""
-    with pytest.raises(
-        InvalidRequestError, match="an array is on GPU 1, but this worker's operations take place on GPU 0"
-    ):
-        process.current().member.communicator().start_device(1)
-    process.current().member.communicator().run(request(np.ones(5, np.float32), "after"))
-
-
 def test_one_kind_of_memory(executors, rank, size):
     """An array on a device on some workers only: MismatchError that says so, and the world stays usable."""
     array = np.ones(5, np.float32)
@@ -98,15 +76,14 @@ def test_one_kind_of_memory(executors, rank, size):
     assert executors == []
 
 
-@pytest.mark.parametrize(("text", "said"), [("the device broke.", "the device broke"), ("no \udce9", r"no \\udce9")])
-def test_a_device_that_fails_loses_the_world(executors, rank, size, text, said):
+def test_a_device_that_fails_loses_the_world(executors, rank, size):
     """An executor that raises on one worker: TransportError on all, which names the rank and has the reason."""
     communicator = process.current().member.communicator()
     communicator.run(request(np.ones(5, np.float32), "before"))
     kvstore_hvd.barrier()
     if rank == 1:
-        executors[0].fails = text
-    with pytest.raises(TransportError, match=rf"rank 1[\s\S]*{said}\.\n"):
+        executors[0].fails = "the device broke."
+    with pytest.raises(TransportError, match=r"rank 1[\s\S]*the device broke\.\n"):
         communicator.run(request(np.ones(5, np.float32), "broken"))
     with pytest.raises(HorovodInternalError):
         kvstore_hvd.barrier()

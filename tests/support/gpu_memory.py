@@ -21,12 +21,7 @@ _FILL = 0xEE
 
 
 class Arena:
-    """Memory on the current device for the arrays of one test after the other.
-
-    Parameters
-    ----------
-    nbytes : int
-    """
+    """Memory on the current device for the arrays of one test after the other."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory, self._used = DeviceMemory(nbytes), 0
@@ -70,16 +65,7 @@ class Arena:
 
 
 class DeviceArray:
-    """An array with guards on both sides.
-
-    Parameters
-    ----------
-    arena : Arena
-    raw : ndarray of uint8
-        Its content.
-    shift : int
-        Bytes from an aligned address.
-    """
+    """An array with guards on both sides."""
 
     def __init__(self, arena: Arena, raw: Any, shift: int = 0) -> None:
         self.nbytes, self._arena, self._before = len(raw), arena, _GUARD + shift

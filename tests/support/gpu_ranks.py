@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -14,22 +13,9 @@ import numpy as np
 from kvstore_hvd import native
 from kvstore_hvd.comm.device.executor import Completion
 from kvstore_hvd.native.records import DeviceOperation
-from support.fake_kernels import raw_of, values_of
 from support.patience import patient
 
-__all__ = [
-    "PATIENCE_S",
-    "Exchange",
-    "HostArray",
-    "combined",
-    "device_operation",
-    "finish",
-    "memory_of",
-    "nbytes_of",
-    "on_ranks",
-    "samples",
-]
-
+_NUMPY = {name: np.dtype(name) for name in native.DTYPES if name != "bfloat16"}
 #: Seconds that kernels wait in tests. On a GPU few, which is much there: when all tests fail, some of each kind still
 #: have their turn before the time of the machine is over.
 PATIENCE_S = 20.0 if os.environ.get("KVHVD_TEST_FAKE_GPU") else 5.0
@@ -132,11 +118,26 @@ def finish(completion: Completion) -> None:
         time.sleep(0.0005)
 
 
+def values_of(raw: Any, dtype: str) -> Any:
+    """The elements, as float32 where they are bfloat16."""
+    if dtype == "bfloat16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return raw.view(_NUMPY[dtype])
+
+
+def raw_of(values: Any, dtype: str) -> Any:
+    """The bytes of elements, rounded to nearest even."""
+    if dtype == "bfloat16":
+        bits = np.asarray(values, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
+    return np.ascontiguousarray(values.astype(_NUMPY[dtype])).view(np.uint8)
+
+
 def samples(rank: int, count: int, dtype: str, seed: int = 0) -> Any:
     """Elements of a rank as raw bytes: small numbers with signs, so that sums are exact in every type but rounding."""
     generator = np.random.default_rng([seed, rank, count])
     if dtype.startswith(("int", "uint")):
-        return np.frombuffer(generator.bytes(nbytes_of(count, dtype)), np.uint8)
+        return np.frombuffer(generator.bytes(count * native.ITEM_BYTES[dtype]), np.uint8)
     return raw_of(generator.standard_normal(count).astype(np.float32), dtype)
 
 
@@ -164,15 +165,3 @@ def combined(parts: Sequence[Any], dtype: str, op: str, prescale: float = 1.0, p
                     values = values_of(raw_of(values, dtype), dtype).astype(np.float32)
             total = values if total is None else combine(total, values)
         return raw_of(scaled(total, postscale), dtype)
-
-
-def memory_of(address: int, nbytes: int) -> Any:
-    """Host memory, which that of `fake_cuda` is, as bytes."""
-    if not nbytes:
-        return np.zeros(0, np.uint8)
-    return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), np.uint8)
-
-
-def nbytes_of(count: int, dtype: str) -> int:
-    """Bytes of elements."""
-    return count * native.ITEM_BYTES[dtype]

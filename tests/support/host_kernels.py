@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore_hvd.gpu import kernels
-from support import fake_kernels
+from support import fake_cuda
 
 __all__ = ["COMPILER", "compiled", "host_kernels", "loaded"]
 
@@ -54,5 +54,5 @@ def host_kernels(library: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "TILE_BYTES", sizes[0])
         patch.setattr(kernels, "TILE_ELEMENTS", sizes[1])
-        patch.setattr(fake_kernels, "run", run)
+        patch.setattr(fake_cuda, "run_kernel", run)
         yield

@@ -22,19 +22,7 @@ _LINE = 128
 
 
 class VirtualRanks:
-    """Ranks on the current device.
-
-    Parameters
-    ----------
-    size : int
-    device : Device
-    staging_bytes : int
-        That one launch may use of each rank's staging memory.
-    slot_vectors : int
-        Of a ring's slots.
-    timeout_s : float
-        Seconds that kernels may wait.
-    """
+    """Ranks on the current device."""
 
     def __init__(
         self, size: int, device: Device, staging_bytes: int, slot_vectors: int = 1024, timeout_s: float = 20.0
@@ -90,21 +78,7 @@ class VirtualRanks:
         nbytes: int,
         blocks: int = 0,
     ) -> None:
-        """Enqueue one launch of all ranks; every rank has as many segments.
-
-        Parameters
-        ----------
-        name : str
-            Of an allreduce or the exchange.
-        reduction : Reduction
-        tables : (int, int)
-            From `prepare`.
-        inputs, outputs : sequence of sequence of Segment
-        nbytes : int
-            Of the fused buffer.
-        blocks : int
-            Of each rank; 0: as many as are useful.
-        """
+        """Enqueue one launch of all ranks; every rank has as many segments."""
         self._flip = not self._flip
         launch = np.zeros(1, kernels.LAUNCH)
         launch["inputs"], launch["outputs"] = tables

@@ -80,10 +80,10 @@ def test_whatever_fails_nobody_waits_for_it(error: BaseException, told: KVHvdErr
         abort = close = end  # type: ignore[assignment]
 
     seen: list[str] = []
-    made: Any = Engine(seen)
-    thread = DeviceThread(made, lambda ordinal: Broken(seen, False))  # type: ignore[arg-type,return-value]
+    engine = Engine(seen)
+    thread = DeviceThread(engine, lambda ordinal: Broken(seen, False))  # type: ignore[arg-type,return-value]
     thread.start(0)
-    assert made.ended.wait(patient(10))
+    assert engine.ended.wait(patient(10))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda args: seen.append(f"escaped: {args.exc_value}"))
         thread.stop()
@@ -94,8 +94,7 @@ def test_whatever_fails_nobody_waits_for_it(error: BaseException, told: KVHvdErr
 def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits: bool) -> None:
     seen: list[str] = []
     engine, device = Engine(seen), Device(seen, waits)
-    made: Any = engine
-    thread = DeviceThread(made, lambda ordinal: device)  # type: ignore[arg-type,return-value]
+    thread = DeviceThread(engine, lambda ordinal: device)  # type: ignore[arg-type,return-value]
     thread.start(0)
     assert device.begun.wait(patient(10))
     if waits:
