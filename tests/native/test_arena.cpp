@@ -1,6 +1,7 @@
 // Arenas, and collectives on arrays that lie in them, with ranks as threads.
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -288,6 +289,27 @@ const bool isolated =
       check(small[99] == 5, "and has a copy of its own");
     });
 
+const bool not_isolated = testing::add("an arena of which the system makes no copy stays as it is", [] {
+  if (thread_sanitizer()) return;  // the limit ends ThreadSanitizer itself
+  const auto segment = Segment::create(1, kArena), others = Segment::attach(segment->fd());
+  Arena arena(segment, 0);
+  auto* const array = static_cast<char*>(arena.allocate(kArena / 2));
+  array[kArena / 2 - 1] = 5;
+  rlimit before{};
+  getrlimit(RLIMIT_DATA, &before);
+  const rlimit nothing{1, before.rlim_max};
+  setrlimit(RLIMIT_DATA, &nothing);
+  const bool is_isolated = arena.isolate();
+  const bool is_refused =
+      mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED;
+  setrlimit(RLIMIT_DATA, &before);
+  if (!is_refused) return;  // this system knows no such limit
+  check(!is_isolated, "the caller is told");
+  check(array[kArena / 2 - 1] == 5, "its content");
+  others->world().arena(0)[1] = 7;
+  check(array[1] == 7 && arena.allocate(1) != nullptr, "it is shared and used as before");
+});
+
 // Holds the ranks that write to rank 0's array: rank 0 until rank 1 is about to, and rank 1 until it may go on. Each
 // has a mapping of its own, whose pages refuse the first write.
 struct Held {
@@ -359,6 +381,23 @@ const bool late_write =
         for (const int fd : {held.arrived[0], held.arrived[1], held.go_on[0], held.go_on[1]}) close(fd);
       }
     });
+
+const bool dropped = testing::add("a forked child that drops the segment keeps what lies in its place", [] {
+  if (thread_sanitizer()) return;
+  auto segment = Segment::create(1, 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    // Nothing of the segment is there, so the system may give the child this memory.
+    void* place = mmap(&segment->world(), 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (place == MAP_FAILED) _exit(1);
+    std::memset(place, 7, 4096);
+    segment.reset();
+    _exit(static_cast<char*>(place)[4095] == 7 ? 0 : 2);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "child: " + std::to_string(status));
+});
 
 }  // namespace
 }  // namespace kvstore_hvd
