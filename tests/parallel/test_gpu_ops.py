@@ -22,15 +22,28 @@ from support.arrays import assert_same_bits, contribution, expected_sum
 from support.fake_cuda import CUDARuntimeError, fake_cuda
 from support.gpu_claims import DLPack, OnGPU
 from support.host_executor import HostExecutor
+from support.host_kernels import COMPILER, compiled, host_kernels, loaded
+from support.launched import launched
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """The real kernels, which a worker alone launches itself; several workers have a `HostExecutor`."""
+    if launched().size > 1:
+        return contextlib.nullcontext
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    library = loaded(compiled(tmp_path_factory.mktemp("kernels")))
+    return lambda: host_kernels(library)
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path, size):
+def gpu(monkeypatch, tmp_path, size, kernels):
     """The stand-in for this worker's GPU, in a fresh world."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shm, "create_executor", lambda communicator, topology, ordinal: HostExecutor(communicator))
     monkeypatch.setattr(gpu_ops, "_executors", {})
-    with fake_cuda() as machine:
+    with kernels(), fake_cuda() as machine:
         kvstore_hvd.barrier()
         kvstore_hvd.reset()
         yield machine
