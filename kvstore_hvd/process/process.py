@@ -81,8 +81,26 @@ class Process:
     # -- Joining and leaving ----------------------------------------------------------------------------------------
 
     def init(self, comm: Any = None) -> Topology:
-        """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one."""
-        # Reads the environment again when it joins one: programs set variables before they call it.
+        """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
+
+        Reads the environment again when it joins one: programs set variables before they call it.
+
+        Parameters
+        ----------
+        comm : mpi4py communicator, optional
+            The workers. By default those of the last world, or those that the launcher's environment names.
+
+        Returns
+        -------
+        Topology
+
+        Raises
+        ------
+        LaunchError
+            The workers could not find each other.
+        ConfigError, InvalidRequestError
+            The environment has settings that cannot be used.
+        """
         with self._lock:
             if self._member.is_initialized:
                 return self._member.topology
@@ -102,9 +120,18 @@ class Process:
             return self.topology
 
     def shutdown(self, reason: str = "") -> None:
-        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one."""
-        # Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
-        # the other workers that need this one, with the reason in their text.
+        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one.
+
+        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        the other workers that need this one, with the reason in their text.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world was lost while this worker waited for its operations.
+        KVHvdError
+            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
+        """
         with self._lock:
             try:
                 was_lost = self._member.is_lost
@@ -115,9 +142,16 @@ class Process:
                 self.departures += 1
 
     def reset(self) -> Topology:
-        """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it."""
-        # Pending operations fail. Stores stay usable. In an elastic job others may have come or gone, and process sets
-        # are not met again.
+        """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
+
+        Pending operations fail. Stores stay usable. In an elastic job others may have come or gone, and process sets
+        are not met again.
+
+        Raises
+        ------
+        LaunchError
+            Not all workers came back in time.
+        """
         with self._lock:
             if self._member.world is None:
                 return self.init()
