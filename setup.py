@@ -13,8 +13,8 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(str(path) for path in Path("native").rglob("*.cpp"))
-# Translation units: a folder each, which takes a fifth of the time of a file each. Kernels stay single for
-# their flags, algorithms because all have the same local names.
+# Translation units: a folder each, as most of the time goes into headers (all 65 files: 106 s of CPU time; the units:
+# 46 s). Kernels stay single for their flags, algorithms because all have the same local names.
 UNITS = Path("build", "units")
 HEADERS = sorted(str(path) for path in Path("native").rglob("*.hpp"))
 # -MMD: which headers a source includes, see _is_outdated.
@@ -25,7 +25,7 @@ X86_64_FLAGS = {
     "reduce_avx2.cpp": ["-mavx2", "-mf16c"],
     "reduce_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"],
 }
-# Bindings only translate types: pybind11's templates take twice as long with -O3, and are not faster.
+# Bindings only translate types: an allreduce of 4 bytes and a loop of `pushpull` are as fast as with -O3.
 UNIT_FLAGS = {"bindings.cpp": ["-O1"]}
 
 
