@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <system_error>
+#include <thread>
 
 #include "shm/describe.hpp"
 #include "shm/process_end.hpp"
@@ -20,6 +21,9 @@ namespace {
 
 // How often to look for ranks that join.
 constexpr std::chrono::milliseconds kJoinTick{5};
+// How long a rank that joins waits for the others, which have all met already. A process that dies before it is watched
+// leaves nothing to ask how; and no collective succeeds before this rank is through here.
+constexpr std::chrono::seconds kJoinLimit{2};
 
 // proc(5), /proc/[pid]/stat: fields counted from the state, which is the first one behind the command's name. Start
 // time 0 is unknown: this process's own entry could not be read, and the others then go without.
@@ -86,6 +90,10 @@ Liveness::Liveness(World& world, int rank, const std::string& host, bool watch)
   self.host[name.size()] = '\0';
   // Release: publishes pid, start time and host.
   self.presence.store(Presence::kJoined, std::memory_order_release);
+  const auto limit = std::chrono::steady_clock::now() + kJoinLimit;
+  for (open_new_peers(); watch_ && !all_joined_ && std::chrono::steady_clock::now() < limit; open_new_peers()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 Liveness::~Liveness() {
@@ -166,7 +174,6 @@ std::optional<Liveness::Death> Liveness::poll(std::chrono::milliseconds limit) {
   std::vector<pollfd> requests{{wake_fd_, POLLIN, 0}};
   if (watch_) {
     if (!all_joined_ || !all_watched_) open_new_peers();
-    // A process that ends before it is watched leaves nothing to ask how.
     if (!all_joined_) limit = std::min(limit, kJoinTick);
     for (const Peer& peer : peers_) {
       if (peer.pidfd >= 0 && !peer.settled) requests.push_back({peer.pidfd, POLLIN, 0});

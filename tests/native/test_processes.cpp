@@ -7,6 +7,7 @@
 #include <csignal>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "check.hpp"
 #include "ranks.hpp"
@@ -159,17 +160,30 @@ const bool dead_holder = testing::add("a rank that dies while it holds a lock is
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
 });
 
+const bool late_rank = testing::add("a rank watches the others before it takes part in anything", [] {
+  const auto segment = Segment::create(2);
+  RankState& late = segment->world().rank(1);
+  std::thread joining([&] {
+    usleep(50000);
+    late.pid = getpid();
+    late.presence = Presence::kJoined;
+  });
+  const Liveness watcher(segment->world(), 0, "testhost", true);
+  check(late.presence == Presence::kJoined, "the other rank has joined");
+  joining.join();
+});
+
 const bool another_process = testing::add("another process with the pid of a rank that is gone is not that rank", [] {
   if (thread_sanitizer()) return;
   const auto segment = Segment::create(2);
   World& world = segment->world();
   int opened = -1;
   {
-    Liveness watcher(world, 0, "testhost", true);
     RankState& gone = world.rank(1);
     gone.pid = getpid();
     gone.start_time = 1;
     gone.presence = Presence::kJoined;
+    Liveness watcher(world, 0, "testhost", true);
     const auto death = watcher.poll(std::chrono::milliseconds(0));
     check(death && death->rank == 1, "the rank is gone");
     opened = open("/dev/null", O_RDONLY | O_CLOEXEC);
