@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvstore_hvd.driver.daemon_settings import DaemonSettings
 from kvstore_hvd.wire import WireError, connect
 from support.fake_launcher import FakeLauncher
-from support.jobs import processes, variables_of
+from support.jobs import processes
 
 pytestmark = pytest.mark.alike
-
-READY = {"t": "ready", "generation": -1, "cause": "start", "text": ""}
 
 
 def daemon_name(pid: int) -> str:
@@ -159,22 +154,6 @@ def test_one_that_is_being_ended_and_does_not_is_killed_after_the_grace(marker: 
         assert launcher.next("exited", 0)["code"] == -signal.SIGKILL
 
 
-def test_what_a_dead_worker_leaves_in_its_group_is_killed(marker: str) -> None:
-    program = """
-child = subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(100)'])
-print(child.pid)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    with FakeLauncher(marker, prefix=False) as launcher:
-        launcher.start(0, program)
-        launcher.next("exited", 0)
-        assert launcher.daemon.stdout is not None
-        child = int(launcher.daemon.stdout.readline())
-        launcher.wait(lambda: child not in processes(marker), "the end of the child")
-        launcher.settle()
-        assert not launcher.ended
-
-
 # -- Ends -----------------------------------------------------------------------------------------------------------
 
 # Ignores SIGTERM, and has a child that has left its session.
@@ -201,54 +180,19 @@ def test_end_leaves_nothing_and_reports_everything(marker: str) -> None:
         assert processes(marker) == []
 
 
-def test_what_is_to_be_started_during_the_end_is_not(marker: str) -> None:
-    with FakeLauncher(marker, kill_grace_s=0.5) as launcher:
-        with_stubborn_workers(launcher)
-        launcher.send("end", text="the lesson is over")
-        launcher.start(9, "")
-        assert launcher.next("not_started", 9)["text"] == "the lesson is over"
-
-
-def test_killing_the_daemon_ends_everything(marker: str) -> None:
+@pytest.mark.parametrize("who", ["daemon", "launcher"])
+def test_the_end_of_daemon_or_launcher_ends_everything(marker: str, who: str) -> None:
     with FakeLauncher(marker) as launcher:
         with_stubborn_workers(launcher)
-        launcher.daemon.kill()
+        if who == "daemon":
+            launcher.daemon.kill()
+        else:
+            launcher.line.close()
+            launcher.ended = "by us"
         launcher.wait(lambda: processes(marker) == [], "the end of all processes")
-
-
-def test_the_end_of_the_launcher_ends_everything(marker: str) -> None:
-    with FakeLauncher(marker) as launcher:
-        with_stubborn_workers(launcher)
-        launcher.line.close()
-        launcher.ended = "by us"
-        launcher.wait(lambda: processes(marker) == [], "the end of all processes")
-        assert launcher.result()[0] == 1
-        assert launcher.last_words() == (
-            b"kvhvdrun: the line to the launcher is lost: the other side closed the connection. "
-            b"The workers on localhost are being ended.\n"
-        )
-
-
-def test_a_launcher_that_is_gone_before_it_is_found_does_not_keep_the_daemon(marker: str) -> None:
-    read, write = os.pipe()
-    settings = DaemonSettings(("127.0.0.1", 1), b"s" * 32, "job", "localhost", write, 1.0, 60.0, True)
-    program = f"""
-import os, subprocess
-from kvstore_hvd.driver.daemon_settings import daemon_command
-daemon = subprocess.Popen(daemon_command(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[{write}])
-daemon.stdin.write({settings.line()!r})
-daemon.stdin.flush()
-os._exit(0)
-"""
-    subprocess.run([sys.executable, "-c", program], env=variables_of(marker), pass_fds=[write], check=True)
-    os.close(write)
-    text = b""
-    while data := os.read(read, 4096):  # to the end: of the daemon
-        text += data
-    os.close(read)
-    assert text == b"kvhvdrun: the launcher ended before the daemon on localhost found it.\n"
-    with FakeLauncher(marker):
-        pass  # waits for the end of all
+        if who == "launcher":
+            assert launcher.result()[0] == 1
+            assert b"kvhvdrun: the line to the launcher is lost: the other side closed" in launcher.last_words()
 
 
 @pytest.mark.timing
@@ -259,66 +203,6 @@ def test_a_silent_launcher_counts_as_gone(marker: str) -> None:
         launcher.wait(lambda: launcher.ended, "the end of the lease")
         assert b"has said nothing for 2 s" in launcher.last_words()
         launcher.wait(lambda: processes(marker) == [], "the end of all processes")
-
-
-@pytest.mark.timing
-def test_a_launcher_that_is_stopped_with_its_job_may_be_silent(marker: str) -> None:
-    with FakeLauncher(marker, lease_s=2.0) as launcher:
-        launcher.start(0, "line = open_line()\nline.send({'t': 'finished'})\nforever()")
-        launcher.told(0)
-        launcher.send("signal", worker=None, signal=signal.SIGSTOP, ended=False)
-        launcher.silent = True
-        with pytest.raises(subprocess.TimeoutExpired):
-            launcher.daemon.wait(3)  # more than the lease
-        launcher.silent = False
-        launcher.send("signal", worker=None, signal=signal.SIGCONT, ended=False)
-        launcher.settle()
-        assert not launcher.ended
-        assert launcher.end()[0] == 0
-
-
-def test_the_output_of_a_launcher_that_reads_no_more_does_not_keep_the_daemon(marker: str) -> None:
-    with FakeLauncher(marker) as launcher:
-        launcher.start(0, "open_line().send({'t': 'finished'})\nwhile True: print('x' * 1000)")
-        launcher.told(0)
-        launcher.settle()
-        launcher.settle()
-        assert not launcher.ended  # though its pipe is full
-        launcher.line.close()
-        launcher.ended = "by us"
-        assert launcher.daemon.wait(60) == 1
-
-
-# -- The launcher's mistakes ----------------------------------------------------------------------------------------
-
-START = {"t": "start", "worker": -1, "command": ["true"], "environment": {}, "cores": []}
-
-
-@pytest.mark.parametrize("message", [{"t": "beat", "more": 1}, START])
-def test_a_message_that_is_none_ends_the_line(marker: str, message: dict[str, Any]) -> None:
-    with FakeLauncher(marker) as launcher:
-        launcher.line.send(message)
-        launcher.wait(lambda: launcher.ended)
-        assert b"the line to the launcher is lost: a message" in launcher.last_words()
-        assert launcher.result()[0] == 1
-        assert not any(heard["t"] == "started" for heard in launcher.heard)
-
-
-def test_no_worker_is_started_twice(marker: str) -> None:
-    with FakeLauncher(marker) as launcher:
-        launcher.start(0, "")
-        launcher.next("exited", 0)
-        launcher.start(0, "")
-        assert b"worker 0 was to be started twice" in launcher.last_words()
-
-
-@pytest.mark.parametrize("line", [b'{"address": 1}\n'])
-def test_settings_that_are_none(marker: str, line: bytes) -> None:
-    with FakeLauncher(marker, line=line) as launcher:
-        code, _, err = launcher.result()
-        assert code == 1
-        assert err.startswith(b"kvhvdrun: the daemon could not be started: ")
-        assert err.count(b"\n") == 1
 
 
 # -- Strangers, and workers out of their minds ----------------------------------------------------------------------

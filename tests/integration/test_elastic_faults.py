@@ -88,29 +88,6 @@ def test_slots_come_and_go(train: Train, kind: str, begin: int) -> None:
     end_well(job)
 
 
-@pytest.mark.soak  # by hand: the random disturbances of the ordinary suite do the like
-def test_second_losses_during_recovery_and_commits(train: Train) -> None:
-    """A worker is killed, and another one on the way back to training, or amid a commit: the rest recovers."""
-    job = train(workers=4)
-    world = job.until_step(size=4)
-    for point, rank, delay_s in (
-        ("restore", 1, 0.0),  # it has noticed the loss
-        ("restore", 0, 0.002),  # it waits for the others
-        ("reset", 1, 0.0),  # they have met
-        ("sync", 0, 0.0),  # the others wait for its state
-        ("save", 0, 0.0003),
-        ("check", 0, 0.0),  # saved, not agreed
-        ("check", 2, 0.0005),  # while agreeing
-    ):
-        victim, other = job.members()[rank], job.members()[3]
-        job.arm(victim, point, delay_s=delay_s)
-        if point in ("restore", "reset", "sync"):
-            job.kill(other)
-        job.until_event("worker_exited", worker=victim)
-        world = job.until_step(after=world, size=4)
-    end_well(job)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_newcomer_does_not_go_on_alone(train: Train, number: int) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +121,6 @@ def test_a_program_that_always_fails(run: Any) -> None:
     job = run("--min-np 2", ["sh", "-c", "exit 7"], code=7)
     assert "exited with code 7. It wrote nothing to stderr." in job.err
     assert len(job.events("worker_started")) == 4
-
-
-@pytest.mark.slow
-def test_a_program_that_fails_whoever_runs_it(run: Any) -> None:
-    # Five must fail after the first. One that ends before the driver has heard from all that they have met does not
-    # count, so that there may be more of them on a busy machine.
-    acts = " ".join(f"{worker}:crash=3 {worker}:say=ValueError" for worker in range(1, 30))
-    err = run("--min-np 2 --max-np 2" + SOON, acts=acts, code=3).err
-    assert "kvhvdrun: workers keep failing, and so do their replacements soon after they start." in err
-    assert re.search(r"Most recently, worker \d+ \(localhost:1\) exited with code 3\.", err)
-    assert err.endswith("Its last lines on stderr:\n    ValueError\n")
 
 
 def test_a_slot_is_blacklisted_and_comes_back(start: Any, tmp_path: Path) -> None:
@@ -278,22 +265,6 @@ def test_ctrl_c_while_workers_start(start: Any, event: str) -> None:
     job = start("--min-np 2", acts=LONG)
     job.until_event(event)
     job.end(130, signal.SIGINT)
-
-
-@pytest.mark.timing
-def test_ctrl_z_and_fg(start: Any, tmp_path: Path) -> None:
-    """For longer than launcher and daemons wait for each other's beats."""
-    job = start("--min-np 2", acts=f"until={tmp_path}/finish", KVHVD_LEASE="2")
-    job.until_joined(0, 1)
-    pids = [job.process.pid, job.pid(0), job.pid(1)]
-    job.process.send_signal(signal.SIGTSTP)
-    job.until(lambda: [status_of(pid)[0] for pid in pids] == ["T"] * 3, "three stopped processes")
-    time.sleep(4)
-    assert [status_of(pid)[0] for pid in pids] == ["T"] * 3
-    job.process.send_signal(signal.SIGCONT)
-    (tmp_path / "finish").touch()
-    assert job.end().err == ""
-    assert len(job.events("generation_ready")) == 1
 
 
 @pytest.mark.parametrize(("log", "code"), [("/no/such/folder/log", 2), ("/dev/full", 1)])

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from support.jobs import LIMIT_S, processes, status_of, variables_of
-from support.launchers import kvhvdrun, with_tests
-from support.pid_namespace import run_as_init, why_impossible
+from support.launchers import kvhvdrun
 
 pytestmark = pytest.mark.alike
 
@@ -165,42 +164,6 @@ def test_what_was_started_before_kvhvdrun_goes_on(options: tuple[str, ...]) -> N
     command = ["sh", "-c", script, "sh", *kvhvdrun().prefix, "-np", "2", *options, "true"]
     done = subprocess.run(command, env=variables_of(), stdout=subprocess.PIPE, timeout=LIMIT_S, check=True)
     os.kill(int(done.stdout), signal.SIGTERM)  # raises when it is gone
-
-
-# Runs as the init of a namespace. Rank 1 ends; a stranger gets its number while rank 0 goes on until it may end.
-STRANGER = """
-import subprocess, sys, time
-from support.pid_namespace import is_running, start_with_id
-how, *launcher = {words!r}
-worker = '''
-import os, sys
-print(os.environ["KVHVD_RANK"], os.getpid(), flush=True)
-if os.environ["KVHVD_RANK"] == "0": sys.stdin.read()
-'''
-job = subprocess.Popen([*launcher, '-np', '2', '-v', sys.executable, '-c', worker],
-                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-pids = dict(line.split()[1:] for line in (job.stdout.readline().decode() for _ in range(2)))
-while b'rank 1 exited with code 0' not in job.stderr.readline(): pass
-stranger = start_with_id(int(pids['1']))
-if how == 'killed':
-    job.kill()
-else:
-    job.stdin.close()
-job.wait(60)
-while is_running(int(pids['0'])):
-    time.sleep(0.02)
-time.sleep(3 if how == 'killed' else 0)  # for whoever wants to kill the stranger, too
-print('the stranger lives' if is_running(stranger.pid) else 'the stranger was killed', flush=True)
-"""
-
-
-@pytest.mark.timing
-@pytest.mark.skipif(bool(why_impossible()), reason=why_impossible())
-@pytest.mark.parametrize("how", ["ends", "killed"])
-def test_a_stranger_with_the_number_of_a_worker_that_has_ended_is_spared(marker: str, how: str) -> None:
-    program = STRANGER.format(words=[how, *kvhvdrun().prefix])
-    done = run_as_init(program, with_tests(variables_of(marker)), 60)
-    assert done.stdout == "the stranger lives\n", done.stderr
 
 
 def test_a_launcher_that_is_stopped_and_continued_goes_on(start: Any) -> None:

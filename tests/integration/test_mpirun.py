@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore_hvd.horovod.variables import Seat, of_worker
-from support.jobs import LIMIT_S
-from support.launchers import Launcher, mpirun
+from support.launchers import mpirun
 
 OWN = mpirun()
 pytestmark = pytest.mark.skipif(OWN is None, reason="no mpirun and mpi4py beside this interpreter")
@@ -168,34 +165,6 @@ def test_the_variables_of_another_mpi(run: Any) -> None:
     assert report["kind"] == "LaunchError"
     assert "4 workers were started by the mpirun of another MPI" in report["text"]
     assert f"mpirun: {theirs}; mpi4py loaded: " in report["text"]
-
-
-SYSTEM = "/usr/bin/mpirun"
-
-
-def system_mpirun() -> Launcher | None:
-    """The system's mpirun, where it is an Open MPI 4."""
-    if not os.access(SYSTEM, os.X_OK):
-        return None
-    answer = subprocess.run([SYSTEM, "--version"], capture_output=True, text=True, timeout=LIMIT_S).stdout
-    if "Open MPI) 4" not in answer:
-        return None
-    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe")
-    return Launcher("mpirun", (SYSTEM,), "Open MPI 4", dict.fromkeys(names, "1"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(system_mpirun() is None, reason="no Open MPI 4 on this system")
-def test_debians_mpirun(run: Any) -> None:
-    """With its own library, and with the one that mpi4py loads here by itself."""
-    assert OWN is not None
-    for library in sorted(Path("/usr/lib").glob("*/libmpi.so.40"))[:1]:
-        program = DISCOVER.format(before="", comm="") + REPORT
-        reports = run("-np 4", program, launcher=system_mpirun(), MPI4PY_LIBMPI=str(library)).reports()
-        assert [(r["rank"], r["size"], r["source"]) for r in reports] == [(rank, 4, "mpi") for rank in range(4)]
-    if "Open MPI" not in OWN.version:  # that starts the processes of newer ones
-        reports = run("-np 2", FAILURE, launcher=system_mpirun()).reports()
-        assert "mpirun: Open MPI 4 or older; mpi4py loaded: MPICH" in reports[0]["text"]
 
 
 # -- mpi4py in a worker of kvhvdrun -------------------------------------------------------------------------------

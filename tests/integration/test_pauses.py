@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.elastic import ElasticJob
-from support.elastic_schedule import assert_all_right
-from support.jobs import Job, processes, stopped
+from support.jobs import Job, stopped
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.timing, pytest.mark.slow]
 
@@ -101,13 +99,6 @@ assert array.asnumpy().tolist() == [2, 2, 2, 2]
     assert job.end().err == ""
 
 
-def test_survivors_have_their_time_though_the_job_is_stopped(start: Any, marker: str) -> None:
-    program = "if rank: say('failed\\n'); sys.exit(3)\nfor _ in range(15): time.sleep(0.1)\nsay('reported\\n')"
-    job = start("-np 2", program, KVHVD_SURVIVOR_TIME="5").until_printed("failed")
-    pause(7, marker=marker)
-    assert "reported" in job.end(3).out
-
-
 @pytest.mark.parametrize("who", ["launcher", "daemon"])
 def test_launcher_or_daemon_is_stopped(start: Any, who: str) -> None:
     """A worker that dies meanwhile is replaced afterwards; the others are not taken for late, whom nobody heard."""
@@ -168,24 +159,6 @@ def test_the_reader_of_the_output_stands_still(start: Any, kind: str) -> None:
     assert numbers == list(range(len(numbers)))
 
 
-def test_the_reader_of_the_event_log_stands_still(start: Any, tmp_path: Path, marker: str) -> None:
-    os.mkfifo(tmp_path / "log")
-    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
-    fill = os.open(tmp_path / "log", os.O_WRONLY | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(fill, b"\n" * 4096)
-    job = start(f"--min-np 2 --event-log {tmp_path}/log", acts="steps=150", KVHVD_LEASE="2")
-    job.until(lambda: len(processes(marker)) >= 4, "launcher, daemon and workers")  # it has the pipe open
-    time.sleep(5)
-    os.set_blocking(reader, True)
-    os.close(fill)
-    text = read_all(reader)
-    assert (job.end().err, job.out.count("done after 150 steps")) == ("", 2)
-    assert b'"event": "job_start"' in text
-    assert b'"event": "job_end"' in text
-
-
 def test_an_output_file_stands_still(start: Any, tmp_path: Path) -> None:
     """Signals are passed on meanwhile, and nothing is lost."""
     folder = tmp_path / "kept" / "rank.0"
@@ -211,27 +184,3 @@ else:
     text = read_all(reader)
     job.end()
     assert [int(line.split()[0]) for line in text.splitlines()] == list(range(20000))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3000)
-def test_four_jobs_at_once(tmp_path: Path, marker: str) -> None:
-    """More processes than cores, and no fault: nobody is taken for lost. For ``KVHVD_TEST_SOAK_S`` seconds (600)."""
-    started = []
-    for number in range(4):
-        (tmp_path / str(number)).mkdir()
-        started.append(ElasticJob(tmp_path / str(number), f"{marker}{number}", workers=4))
-    try:
-        end = time.monotonic() + float(os.environ.get("KVHVD_TEST_SOAK_S", "600"))
-        for job in started:
-            job.until_step(size=4)
-        time.sleep(max(0.0, end - time.monotonic()))
-        for job in started:
-            job.finish()
-        for job in started:
-            job.end()
-            assert_nothing_was_lost(job)
-            assert_all_right(job, 240)
-    finally:
-        for job in started:
-            job.close()

@@ -8,7 +8,6 @@ only the rounding of sums differs.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import itertools
 import re
 import subprocess
@@ -28,17 +27,10 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, needs_sklearn]
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 LIMIT_S = patient(180)
-IS_MXNET_2 = importlib.metadata.version("mxnet").startswith("2")
-ONLY_MXNET_1 = pytest.mark.skipif(IS_MXNET_2, reason="MXNet 2 has no Module")
-MODULE = "digits_module.py"
-# These reduce by themselves, beside plain Trainers.
-SELF_REDUCING = ["digits_self_reducing.py", "digits_local_sgd.py", "digits_partial_classifier.py"]
 STARTS = ["mpirun -np 2", "kvhvdrun -np 2", "kvhvdrun -np 4"]
 ALL = [
     *itertools.product(STARTS, ["digits_trainer.py", "digits_kvstore.py"]),
-    *(pytest.param(start, MODULE, marks=ONLY_MXNET_1) for start in STARTS),
-    pytest.param("kvhvdrun -np 2", f"{MODULE} --kvstore horovod", marks=ONLY_MXNET_1),
-    *itertools.product(STARTS[::2], SELF_REDUCING),
+    *itertools.product(STARTS[::2], ["digits_self_reducing.py"]),  # it reduces by itself, beside a plain Trainer
 ]
 NOTEBOOK = "digits_notebook.py"  # starts its workers itself
 
@@ -87,18 +79,17 @@ def test_script_written_for_horovod(
 ) -> None:
     """Accuracy, equal parameters on all ranks, and the parameters of one process that computes whole batches."""
     name, _, count = start.split()
-    ranks, (file, *options) = int(count), script.split()
-    program = [str(SCRIPTS / file), *options]
+    ranks, program = int(count), str(SCRIPTS / script)
     if name == "mpirun":
         launcher = mpirun()
         if launcher is None:
             pytest.skip("no mpirun and mpi4py beside this interpreter")
-        command = launcher.command(ranks, [sys.executable, "-m", "kvstore_hvd", *program])
+        command = launcher.command(ranks, [sys.executable, "-m", "kvstore_hvd", program])
         env = {**environment(launcher), "PYTHONPATH": variables_of()["PYTHONPATH"]}
     else:
-        command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, *program]
+        command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, program]
         env = variables_of(marker)
-    check(train(command, tmp_path, env, ranks), alone(file))
+    check(train(command, tmp_path, env, ranks), alone(script))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

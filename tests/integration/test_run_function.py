@@ -168,18 +168,6 @@ def test_training_equals_that_of_one_worker_also_under_horovods_name(notebook: N
     assert notebook(program, KVHVD_AS_HOROVOD="1").end().out.split() == ["True"] * 5
 
 
-@pytest.mark.slow
-def test_within_a_worker_of_another_job(notebook: Notebook) -> None:
-    """What describes the outer worker is none of the inner ones' business."""
-    inner = "from kvstore_hvd import run, topology; topology(); print(run(lambda: topology().size, np=3))"
-    program = f"""
-        import subprocess
-        done = subprocess.run([sys.executable, "-m", "kvstore_hvd.launch", "-np", "1", sys.executable, "-c", {inner!r}])
-        sys.exit(done.returncode)
-        """
-    assert notebook(program).end().out == "[3, 3, 3]\n"
-
-
 # -- Output -------------------------------------------------------------------------------------------------------
 
 

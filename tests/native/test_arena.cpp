@@ -153,68 +153,6 @@ const bool many_ranks = testing::add("64 ranks on few cores", [] {
   });
 });
 
-unsigned char byte_of(int rank, std::size_t i) {
-  return static_cast<unsigned char>((i * 7 + static_cast<std::size_t>(rank) * 13) % 64);
-}
-
-// Runs the request on bytes that differ from rank to rank, in place at `data`, and compares with one reduction.
-void check_against_reduction(Engine& engine, int rank, Request request, unsigned char* data) {
-  const std::size_t bytes = request.count * size_of(request.dtype);
-  for (std::size_t i = 0; i < bytes; ++i) data[i] = byte_of(rank, i);
-  request.inputs = {data};
-  request.outputs = {data};
-  const Status status = engine.run(request);
-  check(status.ok(), status.text());
-
-  std::vector<std::vector<unsigned char>> all(static_cast<std::size_t>(engine.size()));
-  std::vector<const void*> inputs;
-  for (int r = 0; r < engine.size(); ++r) {
-    all[r].resize(bytes);
-    for (std::size_t i = 0; i < bytes; ++i) all[r][i] = byte_of(r, i);
-    inputs.push_back(all[r].data());
-  }
-  std::vector<unsigned char> expected(bytes);
-  const double postscale = request.op == ReduceOp::kAverage ? 1.0 / engine.size() : 1.0;
-  reduce_over(placement_of(engine.size()),
-              Reduction{request.dtype, request.op, request.prescale, postscale, request.as_half}, inputs,
-              expected.data(), request.count);
-  check(std::memcmp(data, expected.data(), bytes) == 0, "wrong " + request.name);
-}
-
-const bool every_type =
-    testing::add("every dtype and op, in arenas and not, equals one reduction over all ranks' arrays", [] {
-      constexpr std::size_t kCount = 50021;
-      for (const int size : {2, 3}) {
-        with_world(
-            size,
-            [&](Engine& engine, int rank) {
-              Arena arena(engine.segment(), engine.local_rank());
-              for (int d = 0; d < kDTypes; ++d) {
-                for (int o = 0; o < kReduceOps; ++o) {
-                  Request request;
-                  request.dtype = static_cast<DType>(d);
-                  request.op = static_cast<ReduceOp>(o);
-                  request.name = std::string(name_of(request.dtype)) + name_of(request.op);
-                  request.count = kCount;
-                  request.shape = {kCount};
-                  request.prescale = o == 0 ? 0.5 : 1.0;
-                  auto* data = static_cast<unsigned char*>(arena.allocate(kCount * size_of(request.dtype)));
-                  std::vector<unsigned char> elsewhere(kCount * size_of(request.dtype));
-                  check_against_reduction(engine, rank, request, data);
-                  check_against_reduction(engine, rank, request, elsewhere.data());
-                  if (can_be_half(request.dtype, request.op)) {
-                    request.as_half = true;
-                    check_against_reduction(engine, rank, request, data);
-                    check_against_reduction(engine, rank, request, elsewhere.data());
-                  }
-                  arena.free(data);
-                }
-              }
-            },
-            std::chrono::seconds(60), kArena);
-      }
-    });
-
 const bool forked = testing::add("a forked child has a copy of all that was allocated, however much came last", [] {
   if (thread_sanitizer()) return;
   const auto segment = Segment::create(1, std::size_t{8} << 20);

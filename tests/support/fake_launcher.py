@@ -48,9 +48,7 @@ def forever():
 class FakeLauncher:
     """Starts one daemon, keeps its lease, and collects what it says; use as a context manager."""
 
-    def __init__(
-        self, marker: str, *, kill_grace_s: float = 5.0, lease_s: float = 60.0, prefix: bool = True, **changed: Any
-    ) -> None:
+    def __init__(self, marker: str, *, kill_grace_s: float = 5.0, lease_s: float = 60.0, prefix: bool = True) -> None:
         self.secret = secrets.token_bytes(32)
         self.job = secrets.token_hex(8)
         self.heard: list[dict[str, Any]] = []
@@ -76,12 +74,11 @@ class FakeLauncher:
         )
         os.close(write)
         assert self.daemon.stdin is not None
-        self.daemon.stdin.write(changed.get("line", settings.line()))
+        self.daemon.stdin.write(settings.line())
         self.daemon.stdin.close()
         self.daemon.stdin = None
         self.line: Connection
-        if not changed:
-            self.wait(self._accept)
+        self.wait(self._accept)
 
     def __enter__(self) -> FakeLauncher:
         return self
