@@ -94,15 +94,13 @@ test-all: dev
 # For ten minutes, or as many seconds as KVHVD_TEST_SOAK_S says.
 soak: dev
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py parallel/test_resets.py
-	cd tests && $(abspath $(BIN))/python -m pytest -q -m soak integration/test_elastic_faults.py integration/test_pauses.py
 
-# Random programs at four ranks, jobs that lose a worker, elastic jobs that are disturbed at random, and attacks on the
-# sockets of such jobs. The files say how to choose them.
+# Random programs at four ranks, jobs that lose a worker, and elastic jobs that are disturbed at random. The files say
+# how to choose them.
 fuzz: dev
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_faults.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_elastic.py
-	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_elastic_sockets.py
 
 # Planted faults: whether the tests notice what a user would, see tests/faults/README.md.
 faults: dev $(VENV)/.native
