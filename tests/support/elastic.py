@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -38,8 +37,7 @@ class ElasticJob(Job):
         **variables: str,
     ) -> None:
         self.folder = folder
-        self._points = list(points)
-        self._write("points.json", json.dumps(self._points))
+        self._write("points.json", json.dumps(list(points)))
         self._positions: dict[Path, int] = defaultdict(int)
         self._found: dict[int, list[Line]] = defaultdict(list)
         command = [*kvhvdrun().prefix, "--min-np", str(min_np), "--max-np", str(workers), "--event-log", "{log}"]
@@ -82,11 +80,6 @@ class ElasticJob(Job):
     def set_slots(self, slots: Sequence[tuple[str, int]]) -> None:
         """Change what the discovery script says."""
         self._write("hosts", "".join(f"{host}:{number}\n" for host, number in slots))
-
-    def arm(self, worker: int, point: str, number: int = signal.SIGKILL, delay_s: float = 0.0) -> None:
-        """Have a worker send itself a signal when it comes to a point for the next time."""
-        self._points.append({"worker": worker, "point": point, "count": None, "delay_s": delay_s, "signal": number})
-        self._write("points.json", json.dumps(self._points))
 
     def _write(self, name: str, text: str) -> None:
         """Replace a file as a whole: others may read it at any moment."""

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +44,23 @@ class Points:
     """Points at which something is to happen to this worker.
 
     Each is ``{"worker", "point", "count", "delay_s", "signal"}``: the signal is sent that long after the worker has
-    come to the point for the count-th time (0: the first; None: the next). The file may change at any time.
+    come to the point for the count-th time (0: the first).
     """
 
     def __init__(self, folder: Path, worker: int, log: Log) -> None:
-        self._path = folder / "points.json"
-        self._worker = worker
+        self._points = [e for e in json.loads((folder / "points.json").read_text()) if e["worker"] == worker]
         self._log = log
-        self._counts: dict[str, int] = {}
-        self._over: set[int] = set()  # places in the file
+        self._counts: Counter[str] = Counter()
 
     def reach(self, name: str) -> None:
         """Come to a point."""
-        count = self._counts.get(name, 0)
-        self._counts[name] = count + 1
-        for place, each in enumerate(json.loads(self._path.read_text())):
-            is_here = (each["worker"], each["point"]) == (self._worker, name) and each["count"] in (None, count)
-            if is_here and place not in self._over:
-                self._over.add(place)
+        for each in self._points:
+            if (each["point"], each["count"]) == (name, self._counts[name]):
                 if each["delay_s"]:
                     threading.Thread(target=self._suffer, args=(each,), daemon=True).start()
                 else:
                     self._suffer(each)
+        self._counts[name] += 1
 
     def _suffer(self, each: dict[str, Any]) -> None:
         time.sleep(each["delay_s"])
