@@ -87,7 +87,7 @@ test: dev
 
 # Everything: also what takes minutes, or more packages.
 test-all: dev
-	$(PIP) scikit-learn
+	$(PIP) scikit-learn "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')"
 	$(EDITABLE) '.[test-gpu,test-types,lint]'
 	$(BIN)/python tests/run.py --all --out build/tests/$(VENV:.venv-%=%) $(TESTS)
 

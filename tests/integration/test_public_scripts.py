@@ -28,11 +28,8 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, needs_sklearn]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 LIMIT_S = patient(180)
 STARTS = ["mpirun -np 2", "kvhvdrun -np 2", "kvhvdrun -np 4"]
-ALL = [
-    *itertools.product(STARTS, ["digits_trainer.py", "digits_kvstore.py"]),
-    *itertools.product(STARTS[::2], ["digits_self_reducing.py"]),  # it reduces by itself, beside a plain Trainer
-]
-NOTEBOOK = "digits_notebook.py"  # starts its workers itself
+# The second reduces by itself, beside a plain Trainer.
+ALL = [*itertools.product(STARTS, ["digits_trainer.py"]), *itertools.product(STARTS[::2], ["digits_self_reducing.py"])]
 
 # Of the norm of each parameter. The optimizers are smooth enough not to enlarge a difference in the last bits.
 NEAR = 1e-5
@@ -90,13 +87,6 @@ def test_script_written_for_horovod(
         command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, program]
         env = variables_of(marker)
     check(train(command, tmp_path, env, ranks), alone(script))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_notebook(marker: str, tmp_path: Path, alone: Callable[[str], list[np.ndarray]], ranks: int) -> None:
-    """The same for workers that `horovod.run` has started."""
-    command = [sys.executable, "-m", "kvstore_hvd", str(SCRIPTS / NOTEBOOK), "--workers", str(ranks)]
-    check(train(command, tmp_path, variables_of(marker), ranks), alone(NOTEBOOK))
 
 
 def check(parameters: list[list[np.ndarray]], alone: list[np.ndarray]) -> None:
