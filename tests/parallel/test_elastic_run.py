@@ -40,54 +40,51 @@ class Traced(elastic.ObjectState):
         self.calls = []
         self.register_reset_callbacks([lambda: self.calls.append("callback")])
 
-    def note(self, name):
+
+def _noting(name):
+    def call(self):
         self.calls.append(name)
+        getattr(elastic.ObjectState, name)(self)
 
-    def sync(self):
-        self.note("sync")
-        super().sync()
-
-    def restore(self):
-        self.note("restore")
-        super().restore()
-
-    def save(self):
-        self.note("save")
-        super().save()
-
-    def on_reset(self):
-        self.note("on_reset")
-        super().on_reset()
-
-    def reset(self):
-        self.note("reset")
-        super().reset()
+    return call
 
 
-def lose_the_world(rank, size, text="lost on purpose"):
+for _name in ("sync", "restore", "save", "on_reset", "reset"):
+    setattr(Traced, _name, _noting(_name))
+
+
+def lose_the_world(rank, size):
     """Have the present world fail on all workers."""
+    if size == 1:
+        raise HorovodInternalError("there is one worker only")
     if rank == size - 1:
-        process.current().abort(text)
+        process.current().abort("lost on purpose")
     while True:
         kvstore_hvd.allreduce(np.ones(1), "goes on")
 
 
 def test_nothing_happens(rank, size):
-    """One sync, and what the function returns."""
+    """One sync, and what the function returns; within itself it is refused."""
     state = Traced(step=0)
+
+    @elastic.run
+    def inner(state):
+        return "never"
 
     @elastic.run
     def train(state, more, option=0):
         state.step += more
         state.commit()
+        with pytest.raises(InvalidRequestError, match="within itself"):
+            inner(elastic.ObjectState(step=0))
         return state.step + option
 
     assert train(state, 3, option=4) == 7
-    restores = state.calls.count("restore")
     assert state.calls[0] == "sync"
     assert "on_reset" not in state.calls
-    assert restores <= 1  # sync may use it
+    assert state.calls.count("restore") <= 1  # sync may use it
     assert train.__name__ == "train"
+    assert inner(elastic.ObjectState(step=0)) == "never"
 
 
 def test_a_lost_world(rank, size):
@@ -99,17 +96,14 @@ def test_a_lost_world(rank, size):
     def train(state):
         worlds.append(process.current().topology.generation)
         while state.step < 6:
-            total = kvstore_hvd.allreduce(np.ones(3), "gradient")
-            assert (total == size).all()
+            assert (kvstore_hvd.allreduce(np.ones(3), "gradient") == size).all()
             state.step += 1
             state.log.append(rank)
             if state.step % 2 == 0:
                 state.commit()
             if state.step == 3 and len(worlds) < 3:
                 state.calls.clear()
-                if size > 1:
-                    lose_the_world(rank, size)
-                raise HorovodInternalError("there is one worker only")
+                lose_the_world(rank, size)
         return list(state.log)
 
     log = train(state)
@@ -139,29 +133,28 @@ def test_other_errors_leave(rank, size):
 def test_updates(rank, size, kind):
     """One worker is told; all leave the function after the commit, and lose nothing."""
     state = Traced(step=0)
-    state_of_worker = [0]
-    result = getattr(elastic.HostUpdateResult, kind)
 
     @elastic.run
     def train(state):
         while state.step < 5:
             state.step += 1
-            state_of_worker[0] += 1
             if state.step == 2 and rank == size - 1:
-                notification_manager.handle_hosts_updated(1, result)
+                notification_manager.handle_hosts_updated(1, getattr(elastic.HostUpdateResult, kind))
             state.commit()
 
     train(state)
-    assert state_of_worker == [5]
+    assert state.step == 5
     assert state.calls.count("on_reset") == 1
     assert state.calls.count("sync") == (1 if kind == "removed" else 2)
 
 
 class Told:
-    """A line to a launcher that has told of an update before anybody listened, and gives out the same workers again."""
+    """A line to a launcher that gives out the same workers again."""
 
-    update = (1, int(elastic.HostUpdateResult.added))
     cause = ""
+
+    def __init__(self, update=None):
+        self.update = update
 
     def next_world(self, cause, text):
         self.update, self.cause = None, cause
@@ -170,18 +163,12 @@ class Told:
     def joined(self, world):
         pass
 
-    def synced(self):
-        pass
-
-    def finished(self):
-        pass
+    synced = finished = lambda self: None
 
 
 def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
     """A newcomer may have come while the program prepared; nobody tells of it again."""
-    line = Told()
-    if rank < size - 1:
-        line.update = None
+    line = Told((1, int(elastic.HostUpdateResult.added)) if rank == size - 1 else None)
     monkeypatch.setattr(process.current(), "_line", line)
     state = Traced(step=0)
 
@@ -199,8 +186,6 @@ def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
 class Late(Told):
     """It tells of an update while the next world forms: the state forgets that when it is reset."""
 
-    update = None
-
     def next_world(self, cause, text):
         world = super().next_world(cause, text)
         if cause == "lost":
@@ -212,7 +197,6 @@ class Late(Told):
 def test_an_update_that_comes_while_a_world_forms_counts(rank, size, monkeypatch):
     """The first commit in that world acts on it, also where only one worker was told."""
     monkeypatch.setattr(process.current(), "_line", Late() if rank == size - 1 else Told())
-    process.current()._line.update = None
     state = Traced(step=0, steps=[])
 
     @elastic.run
@@ -220,8 +204,6 @@ def test_an_update_that_comes_while_a_world_forms_counts(rank, size, monkeypatch
         while state.step < 3:
             state.step += 1
             if state.step == 2 and state.calls.count("on_reset") == 0:
-                if size == 1:
-                    raise HorovodInternalError("lost on purpose")
                 lose_the_world(rank, size)
             state.steps.append((state.step, state.calls.count("on_reset")))
             state.commit()
@@ -231,39 +213,32 @@ def test_an_update_that_comes_while_a_world_forms_counts(rank, size, monkeypatch
     assert state.steps == [(1, 0), (2, 1), (3, 2)]
 
 
-@pytest.mark.parametrize("lost", ["in training", "between worlds"])
-def test_a_loss_after_an_update_that_skips_the_sync(rank, size, lost):
-    """Only that update skips it: what a loss has brought apart, a sync brings together."""
+def test_a_loss_after_an_update_that_skips_the_sync(rank, size):
+    """Only that update skips it: what a loss has brought apart, a sync brings together. Also between worlds."""
     state = Traced(step=0, of=rank)
     kinds = []
 
     def lose():
-        if lost == "between worlds" and len(kinds) == 1:
+        if kinds == ["updated", "lost"]:
             kinds.append("between")
-            lose_once(rank, size)
+            lose_the_world(rank, size)
 
     state.register_reset_callbacks([lose])
 
     @elastic.run
     def train(state):
-        kinds.append("training")
-        if len(kinds) == 1:
+        kinds.append("trained" if len(kinds) > 2 else ["updated", "lost"][len(kinds)])
+        if kinds[-1] == "updated":
             state.of = rank  # differs until there is a sync
             raise HostsUpdatedInterrupt(skip_sync=True)
-        if lost == "in training" and len(kinds) == 2:
+        if kinds[-1] == "lost":
             assert state.calls.count("sync") == 1
-            lose_once(rank, size)
+            lose_the_world(rank, size)
 
     train(state)
-    assert kinds == ["training", "between" if lost == "between worlds" else "training", "training"]
+    assert kinds == ["updated", "lost", "between", "trained"]
     assert state.calls.count("sync") == 2
     assert state.of == 0
-
-
-def lose_once(rank, size):
-    if size == 1:
-        raise HorovodInternalError("lost on purpose")
-    lose_the_world(rank, size)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +248,6 @@ def lose_once(rank, size):
 def test_the_launcher_is_told_of_timeouts(error, has_given_up, cause, rank, size, monkeypatch):
     """It kills at once who stands still then; the stall shutdown time is one, too."""
     line = Told()
-    line.update = None
     monkeypatch.setattr(process.current(), "_line", line)
     monkeypatch.setattr(process.Process, "has_given_up", property(lambda self: has_given_up and line.cause == ""))
 
@@ -284,25 +258,6 @@ def test_the_launcher_is_told_of_timeouts(error, has_given_up, cause, rank, size
 
     train(Traced())
     assert line.cause == cause
-
-
-def test_within_itself(rank, size):
-    """It is refused, and the outer one goes on."""
-
-    @elastic.run
-    def inner(state):
-        return "never"
-
-    @elastic.run
-    def outer(state):
-        with pytest.raises(InvalidRequestError, match="within itself"):
-            inner(elastic.ObjectState(step=0))
-        state.step += 1
-        state.commit()
-        return state.step
-
-    assert outer(elastic.ObjectState(step=0)) == 1
-    assert inner(elastic.ObjectState(step=0)) == "never"
 
 
 def test_who_comes_in_an_earlier_run_is_told(rank, size, monkeypatch):
@@ -344,23 +299,20 @@ def test_an_interrupt_on_some_skips_no_sync(rank, size):
 
 def test_losses_between_worlds(rank, size):
     """A world that is lost in on_reset, or in sync, is followed by another one."""
-    if size == 1:
-        return
-    state = Traced(step=0)
     losses = ["callback", "sync"]
+    kvstore_hvd.barrier()
+    first = process.current().topology.generation
 
     def lose_once(where):
         if losses and losses[0] == where and process.current().topology.generation > first:
             losses.pop(0)
             lose_the_world(rank, size)
 
-    class Fragile(Traced):
+    class Fragile(elastic.ObjectState):
         def sync(self):
             lose_once("sync")
             super().sync()
 
-    kvstore_hvd.barrier()
-    first = process.current().topology.generation
     state = Fragile(step=0)
     state.register_reset_callbacks([lambda: lose_once("callback")])
 
@@ -376,32 +328,10 @@ def test_losses_between_worlds(rank, size):
     assert state.step == 1
 
 
-def test_stores_and_process_sets_go_on(dynamic, rank, size):
-    """What was made before a loss works after it."""
+def test_what_was_made_before_a_loss_works_after_it(dynamic, rank, size):
+    """Stores, process sets, and a Join, with workers in the body and others that have left it."""
     store = mx.kv.create("horovod")
     members = hvd.add_process_set(sorted({0, size - 2})) if size > 1 else hvd.global_process_set
-    tries = []
-
-    @elastic.run
-    def train(state):
-        tries.append(1)
-        x = mx.nd.ones(4) * (rank + 1)
-        store.pushpull("x", x)
-        np.testing.assert_array_equal(x.asnumpy(), np.full(4, size * (size + 1) / 2, np.float32))
-        if members.included():
-            y = hvd.allreduce(mx.nd.ones(2), op=hvd.Sum, process_set=members)
-            assert y.asnumpy()[0] == members.size()
-        if len(tries) < 3 and size > 1:
-            lose_the_world(rank, size)
-
-    train(elastic.ObjectState(step=0))
-    assert len(tries) == (3 if size > 1 else 1)
-    if size > 1:
-        assert hvd.remove_process_set(members)
-
-
-def test_a_join_goes_on_in_the_next_world(rank, size):
-    """A world that is lost within a Join, with workers in the body and others that have left it."""
     net = mlp()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     state = elastic.GluonState(net=net, trainer=trainer, tries=0)
@@ -411,6 +341,12 @@ def test_a_join_goes_on_in_the_next_world(rank, size):
     def train(state):
         state.tries += 1
         state.commit()
+        x = mx.nd.ones(4) * (rank + 1)
+        store.pushpull("x", x)
+        assert x.asnumpy().tolist() == [size * (size + 1) / 2] * 4
+        if members.included():
+            y = hvd.allreduce(mx.nd.ones(2), op=hvd.Sum, process_set=members)
+            assert y.asnumpy()[0] == members.size()
         tries = state.tries
         with Join([trainer]):
             for step in range(2 + rank):

@@ -56,7 +56,7 @@ def gpu(monkeypatch, tmp_path, size, kernels):
 
 @pytest.mark.parametrize("dtype", ["float16", "int64"])
 def test_sums(gpu, rank, size, dtype):
-    """Into a new array, into another one, and in place: the bits of the sum in the order of ranks."""
+    """Into a new array, into another one, and in place: the bits of what the CPU gives."""
     given = contribution(rank, (3, 5), dtype)
     expected = expected_sum(size, (3, 5), dtype)
     assert_same_bits(kvstore_hvd.allreduce(OnGPU(given), "new").values, expected)
@@ -67,21 +67,11 @@ def test_sums(gpu, rank, size, dtype):
     array = OnGPU(given.copy())
     assert kvstore_hvd.allreduce(array, "in place", out=array) is array
     assert_same_bits(array.values, expected)
-
-
-@pytest.mark.parametrize("op", ["average", "min"])
-def test_ops_and_scales(gpu, rank, size, op):
-    """What the CPU gives for the same arrays."""
-    given = contribution(rank, (100,), "float32")
-    there = kvstore_hvd.allreduce(OnGPU(given), "there", op, prescale=0.5, postscale=3.0)
-    here = kvstore_hvd.allreduce(given, "here", op, prescale=0.5, postscale=3.0)
+    how = {"op": "average", "prescale": 0.5, "postscale": 3.0}
+    there, here = (kvstore_hvd.allreduce(each, "how", **how) for each in (OnGPU(given), given))
     assert_same_bits(there.values, here)
-
-
-def test_broadcasts_and_empty_arrays(gpu, rank, size):
-    given = contribution(rank, (7,), "float64")
     got = kvstore_hvd.broadcast(OnGPU(given), size - 1, "x")
-    assert_same_bits(got.values, contribution(size - 1, (7,), "float64"))
+    assert_same_bits(got.values, contribution(size - 1, (3, 5), dtype))
     assert kvstore_hvd.allreduce(OnGPU(np.zeros((0, 3), np.float32)), "empty").values.shape == (0, 3)
 
 
@@ -100,7 +90,6 @@ WRONG = {
     "out on a GPU, array not": (lambda: (ONES, OnGPU(ONES)), TypeError),
     "out read-only": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x1000, True))), InvalidRequestError),
     "out of another shape": (lambda: (OnGPU(ONES), OnGPU(ONES[:3])), InvalidRequestError),
-    "out of another dtype": (lambda: (OnGPU(ONES), OnGPU(ONES.astype("int32"))), InvalidRequestError),
     "array begins within out": (lambda: (OnGPU(LONGER[2:]), OnGPU(LONGER[:6])), InvalidRequestError),
     "out on another GPU": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x77000, False))), InvalidRequestError),
     "no memory": (lambda: (OnGPU(ONES, data=(0, False)), None), InvalidRequestError),
@@ -131,16 +120,6 @@ def test_wrong_calls(gpu, world):
     ):
         with pytest.raises((TypeError, ValueError), match=r"^\[rank(.|\n)*Fix: "):
             call()
-
-
-def test_another_gpu_of_the_same_worker(gpu, rank, size):
-    kvstore_hvd.allreduce(OnGPU(ONES), "x")
-    gpu.places[0x77000] = 5
-    if size > 1:
-        array = OnGPU(ONES, data=(0x77000, False))
-        with pytest.raises(InvalidRequestError, match="is on GPU 5, but this worker's operations take place on GPU 0"):
-            kvstore_hvd.allreduce(array, "y", out=array)
-    assert kvstore_hvd.allreduce(OnGPU(ONES), "x").values.tolist() == [size] * 4
 
 
 def test_bfloat16_needs_an_out(gpu, rank, size):

@@ -22,12 +22,17 @@ QUESTIONS = (hvd.size, hvd.rank, hvd.local_size, hvd.local_rank, hvd.cross_size,
 
 
 def test_ranks_and_sizes(world):
-    """All of them are the topology's."""
+    """All of them are the topology's; `init` in a world does nothing."""
     assert hvd.is_initialized()
     assert (hvd.rank(), hvd.size()) == (world.rank, world.size)
     assert (hvd.local_rank(), hvd.local_size()) == (world.local_rank, world.local_size)
     assert (hvd.cross_rank(), hvd.cross_size()) == (world.cross_rank, world.cross_size)
     assert hvd.is_homogeneous() is True
+    hvd.init()
+    assert kvstore_hvd.topology().generation == world.generation
+    for wrong in ("static", [[0]], 3):
+        with pytest.raises((ValueError, TypeError)):
+            hvd.init(process_sets=wrong)
 
 
 def test_what_this_build_can_do(world):
@@ -52,12 +57,6 @@ def test_what_can_be_done_with_gpus(monkeypatch):
     monkeypatch.setattr(runtime, "driver_version", lambda: None)
     assert hvd.cuda_built() is False
     assert hvd.nccl_built() == 0
-
-
-def test_init_again_does_nothing(world):
-    """`init` in a world."""
-    hvd.init()
-    assert kvstore_hvd.topology().generation == world.generation
 
 
 def test_outside_of_a_world(rank, size):
@@ -147,10 +146,3 @@ def test_in_a_forked_child(rank, size):
     os.waitpid(child, 0)
     refusal = "NotInitializedError" if size > 1 else answers[-1]  # alone there is nobody to disturb
     assert answers == [True, *(question() for question in QUESTIONS), refusal]
-
-
-def test_init_refuses_what_is_no_process_set(world):
-    """`init(process_sets=...)`."""
-    for wrong in ("static", [[0]], 3):
-        with pytest.raises((ValueError, TypeError)):
-            hvd.init(process_sets=wrong)

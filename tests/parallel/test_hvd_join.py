@@ -13,14 +13,11 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet_compat import bfloat16
-from support.arrays import assert_equal_on_all_ranks
-from support.gluon import array, backward, mlp, samples, weights
+from support.gluon import mlp
 
 mx = pytest.importorskip("mxnet")
 
 pytestmark = pytest.mark.sizes
-
-DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"]
 
 
 def sum_of(x):
@@ -37,9 +34,9 @@ def test_the_last_one(rank, size):
     assert 0 <= hvd.join() < size
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8"])
 def test_uneven_allreduces(rank, size, dtype):
-    """Who has joined contributes zeros; averages are still divided by the number of all workers."""
+    """Who has joined contributes zeros, averages are still divided by the number of all workers; no extremes."""
     for step in range(1 + 2 * rank):
         present = sum(step < 1 + 2 * r for r in range(size))
         x = mx.nd.ones((3, 5), dtype=dtype) * 2
@@ -47,20 +44,14 @@ def test_uneven_allreduces(rank, size, dtype):
         if dtype.startswith("float"):
             expected = np.full((3, 5), 2 * present / size, dtype)
             np.testing.assert_allclose(hvd.allreduce(x, prescale_factor=0.5, postscale_factor=2).asnumpy(), expected)
-    assert hvd.join() == size - 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_minima_maxima_and_products(rank, size, dtype):
-    """Who has joined does not count."""
     if rank == size - 1:
         x = mx.nd.array([2, 3, 5], dtype=dtype)
         for op in (hvd.Min, hvd.Max, hvd.Product):
             np.testing.assert_array_equal(hvd.allreduce(x, op=op).asnumpy(), x.asnumpy())
-    hvd.join()
+    assert hvd.join() == size - 1
 
 
-def test_minima_maxima_and_products_of_bfloat16(rank, size):
+def test_bfloat16(rank, size):
     """The same of a dtype that NumPy does not know."""
     if rank == size - 1:
         x = mx.nd.empty((3,), dtype=bfloat16())
@@ -85,22 +76,6 @@ def test_many_at_once(rank, size):
         assert kvstore_hvd.allreduce(np.arange(4), "numpy").tolist() == [0, 1, 2, 3]
         hvd.barrier()
     assert hvd.join() == size - 1
-
-
-def test_training(rank, size):
-    """Gradients of a Trainer, with the parameters of the last one for all in the end."""
-    net = mlp(seed=rank)
-    hvd.broadcast_parameters(net.collect_params())
-    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    data, label = samples(4)
-    for _ in range(2 + rank):
-        backward(net, [(array(data), array(label))])
-        trainer.step(4)
-    last = hvd.join()
-    assert last == size - 1
-    hvd.broadcast_parameters(net.collect_params(), root_rank=last)
-    for place, value in enumerate(weights(net)):
-        assert_equal_on_all_ranks(value, f"trained/{place}")
 
 
 def test_what_is_not_supported(rank, size):

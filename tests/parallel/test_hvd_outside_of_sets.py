@@ -10,13 +10,13 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.process import process
 from support.arrays import assert_same_bits
-from support.gluon import array, backward, gradients, is_mxnet_2, mlp, parameters, samples, weights
+from support.gluon import array, backward, gradients, mlp, parameters, samples, weights
 
 mx = pytest.importorskip("mxnet")
 
 BATCH = 4
 RATE = 0.1
-KINDS = ["DistributedTrainer", "DistributedOptimizer"]
+each_kind = pytest.mark.parametrize("kind", ["DistributedTrainer", "DistributedOptimizer"])
 
 
 @pytest.fixture
@@ -51,32 +51,31 @@ def gradients_of(worker, values, step=0):
     return gradients(net)
 
 
-def step_of(few, rank, values, step=0):
-    """Return the parameters after a step: of the mean of the members' gradients, else of this worker's own ones.
+def assert_stepped(few, rank, net, values, step=0):
+    """The parameters are those after a step: of the mean of the members' gradients, else of this worker's own ones.
 
     Horovod divides by the number of members on all workers.
     """
     takers = few.ranks if rank in few.ranks else [rank]
     sums = [sum(each) for each in zip(*(gradients_of(worker, values, step) for worker in takers))]
-    return [value - RATE * each / len(few.ranks) / BATCH for value, each in zip(values, sums)]
+    for ours, value, each in zip(weights(net), values, sums):
+        np.testing.assert_allclose(ours, value - RATE * each / len(few.ranks) / BATCH, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_worker_steps(few, rank, kind, factor):
+@each_kind
+def test_each_worker_steps(few, rank, kind):
     """Members average; the others take their own gradients, scaled as Horovod's are; nobody waits for anybody else."""
     net = mlp(seed=5)
-    trainer = trainer_of(kind, net, few, gradient_predivide_factor=factor)
+    trainer = trainer_of(kind, net, few, gradient_predivide_factor=2.0)
     for step in range(3):
         before = weights(net)
         backward(net, [batch_of(rank, step)])
         trainer.step(BATCH)
-        for ours, expected in zip(weights(net), step_of(few, rank, before, step)):
-            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+        assert_stepped(few, rank, net, before, step)
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == hvd.size()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_the_others_need_not_step(few, rank, kind):
     """They may have made it because all workers run the same lines."""
     net = mlp(seed=5)
@@ -85,9 +84,7 @@ def test_the_others_need_not_step(few, rank, kind):
     if few.included():
         backward(net, [batch_of(rank)])
         trainer.step(BATCH)
-    expected = step_of(few, rank, before) if few.included() else before
-    for ours, each in zip(weights(net), expected):
-        np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
+        assert_stepped(few, rank, net, before)
     hvd.barrier()
 
 
@@ -108,11 +105,10 @@ def test_scale_and_batches(few, rank):
                 np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fp16", "none"])
-def test_nothing_is_compressed_there(few, rank, name):
+def test_nothing_is_compressed_there(few, rank):
     """What is not sent is not rounded."""
     net = mlp(seed=5)
-    trainer = trainer_of("DistributedTrainer", net, few, compression=getattr(hvd.Compression, name))
+    trainer = trainer_of("DistributedTrainer", net, few, compression=hvd.Compression.fp16)
     backward(net, [batch_of(rank)])
     before = gradients(net)
     trainer.allreduce_grads()
@@ -139,19 +135,18 @@ def test_collectives_still_need_a_member(few, rank):
 def test_trainers_made_in_one_order(few, rank, size):
     """A set's Trainers meet those that were made in the same place, whoever was outside before or after."""
     other = hvd.add_process_set([1] if size == 2 else [1, size - 1])
+    sets = [other, few, other, few]
     nets = [mlp(seed=5 + place) for place in range(4)]
-    trainers = [trainer_of(KINDS[0], net, few if place % 2 else other) for place, net in enumerate(nets)]
+    trainers = [trainer_of("DistributedTrainer", net, of) for net, of in zip(nets, sets)]
     before = [weights(net) for net in nets]
     for place, (net, trainer) in reversed(list(enumerate(zip(nets, trainers)))):
         backward(net, [batch_of(rank, place)])
         trainer.step(BATCH)
     for place, net in enumerate(nets):
-        expected = step_of(few if place % 2 else other, rank, before[place], place)
-        for ours, each in zip(weights(net), expected):
-            np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
+        assert_stepped(sets[place], rank, net, before[place], place)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_who_is_outside_may_be_a_member_in_the_next_world(dynamic, rank, size, kind):
     """As when others have left an elastic job, and ranks have changed: a Trainer goes by the present ones."""
     if size < 2:
@@ -171,26 +166,4 @@ def test_who_is_outside_may_be_a_member_in_the_next_world(dynamic, rank, size, k
         backward(net, [batch_of(rank)])
         trainer.step(BATCH)
         assert few.included() is (rank in members)
-        for ours, each in zip(weights(net), step_of(few, rank, before)):
-            np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
-def test_module(few, rank):
-    """A `DistributedOptimizer` in `Module`."""
-    data, labels = samples(BATCH, outputs=2, seed=rank)
-    symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=2, name="fc")
-    symbol = mx.sym.LinearRegressionOutput(symbol, mx.sym.Variable("label"), name="out")
-    module = mx.mod.Module(symbol, label_names=["label"])
-    batches = mx.io.NDArrayIter(data, labels, batch_size=BATCH, label_name="label")
-    module.bind(batches.provide_data, batches.provide_label)
-    module.init_params(mx.init.Zero())
-    inner = mx.optimizer.SGD(learning_rate=RATE, rescale_grad=1.0 / BATCH)
-    module.init_optimizer(kvstore=None, optimizer=hvd.DistributedOptimizer(inner, process_set=few))
-    module.forward_backward(next(iter(batches)))
-    module.update()
-    ours = module.get_params()[0]["fc_weight"].asnumpy()
-    # The gradient of half the mean squared error at zero, of each worker.
-    own = [samples(BATCH, outputs=2, seed=each) for each in (few.ranks if few.included() else [rank])]
-    gradient = sum(-(each_labels.T @ each_data) / 2 for each_data, each_labels in own)
-    np.testing.assert_allclose(ours, -RATE * gradient / len(few.ranks) / BATCH, rtol=1e-3, atol=1e-5)
+        assert_stepped(few, rank, net, before)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import threading
 import time
 
-import numpy as np
 import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import config
-from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import DivergedError
-from kvstore_hvd.join import Join, Joinable, JoinHook
+from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.process import process
@@ -24,6 +19,7 @@ from kvstore_hvd.process.inner_worlds import InnerMember
 from kvstore_hvd.store import divergence
 from support.arrays import assert_same_bits, contribution, ordered_sum
 from support.gluon import array, backward, mlp, samples, weights
+from support.joinables import Counter
 from support.patience import patient
 
 mx = pytest.importorskip("mxnet")
@@ -36,17 +32,11 @@ def sum_of(members, shape=(7, 3), dtype="float32"):
     return ordered_sum([contribution(rank, shape, dtype) for rank in members])
 
 
-def test_all_workers(world, rank, size):
-    """The global set."""
+def test_registered_sets(world, rank, size, dynamic):
+    """The global set, and others by their numbers."""
     everybody = hvd.global_process_set
-    assert everybody.process_set_id == 0
+    assert (everybody.process_set_id, everybody.included()) == (0, True)
     assert (everybody.ranks, everybody.size(), everybody.rank()) == (list(range(size)), size, rank)
-    assert everybody.included() is True
-
-
-def test_registered_sets(world, size, dynamic):
-    """By their numbers."""
-    everybody = hvd.global_process_set
     assert process_sets.process_set_by_id(0) is everybody
     if size > 1:
         added = hvd.add_process_set([0])
@@ -70,16 +60,8 @@ def test_sets_without_a_world_know_their_ranks():
             hvd.ProcessSet(wrong)
 
 
-def test_adding_needs_a_dynamic_world(world, size):
-    """Otherwise a ValueError that says how."""
-    with pytest.raises(ValueError, match=r"cannot be added or removed(.|\n)*HOROVOD_DYNAMIC_PROCESS_SETS=1"):
-        hvd.add_process_set([0])
-    with pytest.raises(ValueError, match="cannot be added or removed"):
-        hvd.remove_process_set(hvd.global_process_set)
-
-
 def test_disjoint_sets(dynamic, rank, size):
-    """Even and odd ranks reduce by themselves, at the same time, and under the same names."""
+    """Even and odd ranks reduce by themselves, at the same time, under the same names; roots are ranks among all."""
     if size < 2:
         pytest.skip("needs two workers")
     even, odd = (hvd.add_process_set(range(first, size, 2)) for first in (0, 1))
@@ -91,31 +73,14 @@ def test_disjoint_sets(dynamic, rank, size):
     for _ in range(3):
         assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=mine, name="x").asnumpy(), sum_of(mine.ranks))
     assert hvd.broadcast_object(rank, mine.ranks[-1], process_set=mine) == mine.ranks[-1]
+    assert hvd.broadcast(x * 0 + rank, mine.ranks[-1], process_set=mine).asnumpy()[0, 0] == mine.ranks[-1]
+    with pytest.raises(ValueError, match=r"there is no rank .* in ProcessSet"):
+        hvd.broadcast(x, other.ranks[0], process_set=mine)
     hvd.barrier(process_set=mine)
     for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.broadcast_object):
         with pytest.raises(ValueError, match="this worker is not one of the members"):
             call(x, process_set=other)
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
-
-
-def test_overlapping_sets(dynamic, rank, size):
-    """All pairs of neighbours: every worker is in two of them."""
-    if size < 3:
-        pytest.skip("needs three workers")
-    pairs = [hvd.add_process_set([first, first + 1]) for first in range(size - 1)]
-    assert [each.process_set_id for each in pairs] == sorted(each.process_set_id for each in pairs)
-    x = mx.nd.array(contribution(rank, (7, 3), "float32"))
-    results = [hvd.allreduce(x, op=hvd.Sum, process_set=each) for each in pairs if each.included()]
-    for each in pairs:
-        if each.included():
-            assert_same_bits(results.pop(0).asnumpy(), sum_of(each.ranks))
-    # The root is named by its rank among all workers.
-    for each in pairs:
-        if each.included():
-            y = hvd.broadcast(mx.nd.ones((2,)) * rank, each.ranks[1], process_set=each)
-            assert y.asnumpy()[0] == each.ranks[1]
-            with pytest.raises(ValueError, match=r"there is no rank .* in ProcessSet"):
-                hvd.broadcast(x, (each.ranks[1] + 1) % size, process_set=each)
 
 
 def test_rules(dynamic, rank, size):
@@ -154,15 +119,13 @@ def test_a_set_survives_a_reset(dynamic, rank, size):
     """Sets are made again in the new world, and stay the same objects."""
     if size < 2:
         pytest.skip("needs two workers")
-    few = hvd.add_process_set([0, size - 1]) if size > 2 else hvd.add_process_set([1])
+    few = hvd.add_process_set([0, size - 1] if size > 2 else [1])
     x = mx.nd.array(contribution(rank, (7, 3), "float32"))
-    for _ in range(2):
+    for _ in range(3):
         if few.included():
             assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
         hvd.barrier()
         kvstore_hvd.reset()
-    if few.included():
-        assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
 
 
 def test_a_set_that_a_running_job_does_not_have_is_refused_once(dynamic, rank, size):
@@ -200,45 +163,18 @@ def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monke
             raise OSError(12, "no memory is left")
 
     few = hvd.ProcessSet([1] if size == 2 else [0, 1])
+    text = (
+        rf"\[rank {rank}/{size}\] process set .* could not be made\.\n  rank 1: OSError: .*no memory is left\n  Fix: "
+    )
     with monkeypatch.context() as patched:
         patched.setattr(InnerMember, "join_inside", join_and_fail)
-        with pytest.raises(kvstore_hvd.errors.LaunchError) as caught:
+        with pytest.raises(kvstore_hvd.errors.LaunchError, match=text):
             hvd.add_process_set(few)
-    first, detail, fix = str(caught.value).split("\n")
-    assert first.startswith(f"[rank {rank}/{size}] process set ")
-    assert first.endswith(" could not be made.")
-    assert detail == "  rank 1: OSError: [Errno 12] no memory is left"
-    assert fix.startswith("  Fix: ")
     assert few.process_set_id is None
     assert not process_sets._registry().sets
     hvd.add_process_set(few)
     if few.included():
-        x = mx.nd.array(contribution(rank, (7, 3), "float32"))
-        assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
-
-
-def test_many_worlds_fit_into_one(world, rank, size, monkeypatch):
-    """Forty, even where each would take all the address space that it may."""
-    if size < 2:
-        pytest.skip("needs two workers")
-    monkeypatch.setenv("KVHVD_ARENA_MIB", str(1 << 24))
-    config.reload()
-    members = [0, size - 1]
-    try:
-        inner = [process.current().join_inner(members, 1000 + number) for number in range(40)]
-    finally:
-        monkeypatch.undo()
-        config.reload()
-    token = np.full(3, float(rank))
-    for each in inner:
-        if rank in members:
-            assert each.arena is not None
-            result = np.zeros(3)
-            places = [token.ctypes.data], [result.ctypes.data]
-            each.communicator().run(Request("allreduce", "x", "'x'", *places, (3,), "float64"))
-            assert (result == sum(members)).all()
-    for each in inner:
-        process.current().leave_inner(each)
+        assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy()[0] == few.size()
 
 
 def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
@@ -262,47 +198,20 @@ def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
 
 
 @pytest.mark.skipif(engine_is_naive(), reason="an error is raised by the call itself")
-def test_a_fork_keeps_the_unread_error_of_a_set(dynamic, rank, size):
-    """Whichever world is asked first raises it, once; the child has nothing of it."""
+def test_shutdown_raises_what_nobody_has_read_of_a_set(rank, size):
+    """Of one set among several; once, and this worker has left all of them nevertheless."""
     if size < 3:
         pytest.skip("needs three workers")
-    few = hvd.add_process_set([0, size - 1])
-    if few.included():
-        x = mx.nd.ones((rank + 1,))
-        inner, unread = few.world("test"), hvd.allreduce(x, name="x", process_set=few)
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        for world in (inner, process.current().member):
-            with pytest.raises(kvstore_hvd.MismatchError, match=r"'x': ranks disagree on shape"):
-                world.check()
-            world.check()
-        del unread
-        y = hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, name="x", process_set=few)
-        assert y.asnumpy().tolist() == [2, 2]
-    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
-
-
-@pytest.mark.skipif(engine_is_naive(), reason="an error is raised by the call itself")
-@pytest.mark.parametrize("failing", ["first", "second", "both"])
-def test_shutdown_raises_what_nobody_has_read_of_a_set(rank, size, failing):
-    """Of one set among several, or of each; once, and this worker has left all of them nevertheless."""
-    if size < 3:
-        pytest.skip("needs three workers")
-    first, second = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 2])
+    sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 2])]
     hvd.shutdown()
-    hvd.init(process_sets=[first, second])
+    hvd.init(process_sets=sets)
     unread = []
-    for name, each in (("first", first), ("second", second)):
+    for place, each in enumerate(sets):
         if each.included():
-            count = rank + 1 if failing in (name, "both") else 1
-            unread.append(hvd.allreduce(mx.nd.ones((count,)), name=name, process_set=each))
-    has_failed = {0: True, 1: failing != "second", 2: failing != "first"}.get(rank, False)
-    # One call waits for all arrays: where both have failed, either of the two may be told.
-    name = "(first|second)" if failing == "both" else failing
-    raises = pytest.raises(kvstore_hvd.MismatchError, match=f"'{name}': ranks disagree on shape")
-    with raises if has_failed else contextlib.nullcontext():
+            x = mx.nd.ones((1 + rank * place,))
+            unread.append(hvd.allreduce(x, name=f"set {place}", process_set=each))
+    raises = pytest.raises(kvstore_hvd.MismatchError, match="'set 1': ranks disagree on shape")
+    with raises if rank in (0, 2) else contextlib.nullcontext():
         hvd.shutdown()
     assert not hvd.is_initialized()
     hvd.shutdown()
@@ -335,99 +244,21 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
         assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy().tolist() == [2, 2]
 
 
-def test_nothing_is_left_behind(dynamic, rank, size):
-    """Removing sets ends their threads."""
-    if size < 2:
-        pytest.skip("needs two workers")
-
-    def native_threads():
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
-
-    def threads():
-        # One that has been joined is listed for a moment longer: the least of several looks counts.
-        least = native_threads()
-        for _ in range(30):
-            threading.Event().wait(0.01)
-            least = min(least, native_threads())
-        return least
-
-    def once():
-        few = hvd.add_process_set([0, 1] if size > 2 else [0])
-        if few.included():
-            hvd.allreduce(mx.nd.ones((2,)), process_set=few).wait_to_read()
-        hvd.remove_process_set(few)
-
-    once()
-    before = threads(), threading.active_count()
-    for _ in range(3):
-        once()
-    # Fewer where one of an earlier test was about to end.
-    assert threads() <= before[0]
-    assert threading.active_count() <= before[1]
-
-
-def test_sets_given_to_init(rank, size):
-    """`init(process_sets=[...])` adds them, also in a world that is not dynamic; `shutdown` ends them."""
-    if size < 2:
-        pytest.skip("needs two workers")
-    few = hvd.ProcessSet([0])
-    hvd.shutdown()
-    hvd.init(process_sets=[few])
-    hvd.init(process_sets=[few])
-    assert few.included() is (rank == 0)
-    if rank == 0:
-        assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy()[0] == 1
-    hvd.shutdown()
-    hvd.init()
-    assert few.process_set_id is None
-
-
 def test_trainers_of_sets(dynamic, rank, size):
     """Each set trains a model of its own: members agree, and their gradients are summed in place."""
     if size < 4:
         pytest.skip("needs four workers")
-    halves = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])]
-    mine = halves[rank // 2]
+    mine = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     net = mlp(seed=rank)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, process_set=mine)
-    data, labels = samples(4 * size)
-    part = slice(4 * rank, 4 * rank + 4)
+    data, labels = samples(4, seed=rank)
     for _ in range(3):
-        backward(net, [(array(data[part]), array(labels[part]))])
+        backward(net, [(array(data), array(labels))])
         trainer.step(4)
-    for ours in weights(net):
-        first = hvd.broadcast(mx.nd.array(ours), mine.ranks[0], process_set=mine).asnumpy()
-        assert_same_bits(ours, first)
-    from_0 = hvd.broadcast(mx.nd.array(weights(net)[0]), 0).asnumpy()
-    assert np.array_equal(from_0, weights(net)[0]) is (rank < 2)
+    models = hvd.allgather_object([each.tobytes() for each in weights(net)])
+    assert models[0] == models[1] != models[2] == models[3]
     keys = trainer._kvstore.report()["keys"]
     assert {entry["algorithm"] for entry in keys.values()} <= {"direct", "inline"}
-
-
-class _Counter(Joinable):
-    """Sums ones of the workers of a set that still have input."""
-
-    def __init__(self, process_set):
-        super().__init__()
-        self._set, self.sums = process_set, []
-
-    def join_hook(self, **kwargs):
-        hook = JoinHook()
-        hook.main_hook = lambda: self.sum(0)
-        return hook
-
-    @property
-    def join_device(self):
-        return mx.cpu()
-
-    @property
-    def join_process_group(self):
-        return self._set
-
-    def sum(self, number):
-        array = mx.nd.array([number])
-        self.sums.append(int(hvd.allreduce(array, op=hvd.Sum, name="count", process_set=self._set).asscalar()))
 
 
 def test_join_and_verify_within_a_set(dynamic, rank, size):
@@ -436,11 +267,10 @@ def test_join_and_verify_within_a_set(dynamic, rank, size):
         pytest.skip("needs three workers")
     few = hvd.add_process_set([0, 1])
     if few.included():
-        counter = _Counter(few)
+        counter = Counter(group=few)
         with Join([counter]):
             for _ in range(2 + 3 * rank):
-                Join.notify_join_context(counter)
-                counter.sum(1)
+                counter.count(1)
         assert counter.sums == [2, 2, 1, 1, 1]
     parameters = [("weight", mx.nd.full((3,), min(rank, 1) if few.included() else 7))]
     if few.included():

@@ -7,16 +7,17 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.join import Join, Joinable, JoinHook
-from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
+from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, is_mxnet_2
+from support.joinables import Nothing
 
 mx = pytest.importorskip("mxnet")
 nn = mx.gluon.nn
 
 HYBRID = [None, {}, {"static_alloc": True, "static_shape": True}]
+each_way = pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
 
 
 def batches(size, shape, dtype="float32", uneven=False, offset=0.0, seed=0):
@@ -85,20 +86,23 @@ def compare(rank, size, data, hybridize=None, dtype="float32", tolerance=1e-5, s
 
 
 @pytest.mark.parametrize(
-    ("hybridize", "shape"), zip([*HYBRID, None], [(4, 3), (3, 2, 5), (2, 3, 4, 5), (2, 3, 2, 4, 3)]), ids=str
+    ("shape", "hybridize", "options"),
+    [
+        ((4, 3), None, {}),
+        ((3, 2, 5), {}, {"center": False}),
+        ((2, 3, 4, 5), {"static_alloc": True, "static_shape": True}, {"momentum": 0.5, "epsilon": 0.1}),
+        ((3, 4, 5, 2), {}, {"axis": -1, "scale": False}),
+        ((3, 4, 5), None, {"use_global_stats": True}),
+        ((3, 4, 5), {}, {"dtype": "float64", "tolerance": 1e-7}),
+    ],
+    ids=str,
 )
-def test_as_one_batch(rank, size, shape, hybridize):
-    """Outputs, gradients and running statistics."""
-    compare(rank, size, batches(size, shape), hybridize)
+def test_as_one_batch(rank, size, shape, hybridize, options):
+    """Outputs, gradients and running statistics, with the options of nn.BatchNorm. Every element counts the same."""
+    compare(rank, size, batches(size, shape, options.get("dtype", "float32"), uneven=True), hybridize, **options)
 
 
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
-def test_uneven_batches(rank, size, hybridize):
-    """Every element counts the same."""
-    compare(rank, size, batches(size, (1, 3, 4, 4), uneven=True), hybridize)
-
-
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+@each_way
 def test_workers_without_samples(rank, size, hybridize):
     """Those of the others count alone; where nobody has any, nothing becomes NaN."""
     if size == 1:
@@ -114,27 +118,7 @@ def test_workers_without_samples(rank, size, hybridize):
             assert np.isfinite(parameter.data().asnumpy()).all()
 
 
-@pytest.mark.parametrize("axis", [-1, 2])
-def test_other_axes(rank, size, axis):
-    """Channels in another dimension."""
-    compare(rank, size, batches(size, (3, 4, 5, 2)), axis=axis)
-
-
-@pytest.mark.parametrize(
-    "options", [{"center": False}, {"scale": False}, {"momentum": 0.5, "epsilon": 0.1}, {"use_global_stats": True}]
-)
-@pytest.mark.parametrize("hybridize", HYBRID[:2], ids=["eager", "hybrid"])
-def test_options(rank, size, options, hybridize):
-    """The options of nn.BatchNorm."""
-    compare(rank, size, batches(size, (3, 4, 5)), hybridize, **options)
-
-
-def test_float64(rank, size):
-    """In float64 throughout."""
-    compare(rank, size, batches(size, (3, 4, 5), "float64"), dtype="float64", tolerance=1e-7)
-
-
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+@each_way
 def test_float16(rank, size, hybridize):
     """Statistics and parameters in float32; outputs are rounded once."""
     data = batches(size, (8, 4, 3, 3), "float16")
@@ -150,7 +134,7 @@ def test_float16(rank, size, hybridize):
     np.testing.assert_allclose(variance, 2 * 0.9 + 0.1 * exact.var((0, 2, 3)), rtol=tolerance)
 
 
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+@each_way
 def test_large_means(rank, size, hybridize):
     """The variance keeps its digits where the mean is far larger."""
     if size == 1:
@@ -166,7 +150,7 @@ def test_large_means(rank, size, hybridize):
     np.testing.assert_allclose(y, expected, atol=2e-3)  # float32 holds 1e4 to 1e-3
 
 
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+@each_way
 def test_gradients_that_add_up(rank, size, hybridize):
     """`grad_req='add'`, of the input and of the parameters."""
     data = batches(size, (4, 3))[rank]
@@ -186,20 +170,7 @@ def test_gradients_that_add_up(rank, size, hybridize):
     np.testing.assert_allclose(block.gamma.grad().asnumpy(), 2 * gamma_once, rtol=1e-4, atol=1e-5)
 
 
-class Runs(nn.HybridBlock):
-    """Defines `run`, for both versions of MXNet."""
-
-    if is_mxnet_2():
-
-        def forward(self, x):
-            return self.run(x)
-    else:
-
-        def hybrid_forward(self, F, x):  # noqa: N803 - MXNet's name
-            return self.run(x)
-
-
-class Residual(Runs):
+class Residual(nn.HybridBlock):
     """Two convolutions and a shortcut, each normalized by layers of the kind given."""
 
     def __init__(self, kind):
@@ -208,8 +179,14 @@ class Residual(Runs):
         self.body.add(nn.Conv2D(8, 3, padding=1), kind(), nn.Activation("relu"), nn.Conv2D(8, 3, padding=1), kind())
         self.shortcut.add(nn.Conv2D(8, 1), kind())
 
-    def run(self, x):
-        return self.body(x) + self.shortcut(x)
+    if is_mxnet_2():
+
+        def forward(self, x):
+            return self.body(x) + self.shortcut(x)
+    else:
+
+        def hybrid_forward(self, F, x):  # noqa: N803 - MXNet's name
+            return self.body(x) + self.shortcut(x)
 
 
 def convolutions(kind, hybridize=None):
@@ -228,7 +205,7 @@ def convolutions(kind, hybridize=None):
     return net
 
 
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
+@each_way
 def test_after_convolutions(rank, size, hybridize):
     """Losses, running statistics and inference of a residual network are those of one process with all data.
 
@@ -267,84 +244,36 @@ def test_exported(rank, size, tmp_path):
         net(x).backward()
     net.export(str(tmp_path / "net"))
     assert "Custom" not in (tmp_path / "net-symbol.json").read_text()
-    loaded = mx.gluon.SymbolBlock.imports(
-        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    )
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    loaded = mx.gluon.SymbolBlock.imports(*files)
     np.testing.assert_allclose(loaded(x).asnumpy(), net(x).asnumpy(), rtol=1e-4, atol=1e-5)
+    path = str(tmp_path / f"parameters{rank}")
+    net.save_parameters(path)
+    theirs = convolutions(nn.BatchNorm)
+    theirs.load_parameters(path)
+    np.testing.assert_allclose(theirs(x).asnumpy(), net(x).asnumpy(), rtol=1e-4, atol=1e-5)
+    theirs.save_parameters(path)
+    net.load_parameters(path)
 
 
-@pytest.mark.parametrize("is_hybrid", [False, True], ids=["eager", "hybrid"])
-def test_inference_has_no_operators_of_ours(rank, size, is_hybrid):
+@pytest.mark.parametrize("hybridize", HYBRID[:2], ids=["eager", "hybrid"])
+def test_inference_has_no_operators_of_ours(rank, size, hybridize):
     """Nor does a pass that is recorded in prediction mode; training with the same layer does."""
-    net = convolutions(hvd.SyncBatchNorm, {} if is_hybrid else None)
+    net = convolutions(hvd.SyncBatchNorm, hybridize)
+    values = lambda: [parameter.data().asnumpy() for parameter in net.collect_params().values()]  # noqa: E731
     x = array(np.random.default_rng(rank).standard_normal((2, 3, 10, 10)).astype("float32"))
     with mx.autograd.record():
         net(x).backward()
-    before = [parameter.data().asnumpy() for parameter in net.collect_params().values()]
+    before = values()
     if rank == 0:  # alone: others would be waited for
         with mx.autograd.record(train_mode=False):
             y = net(x)
         y.backward(train_mode=False)
         np.testing.assert_allclose(y.asnumpy(), net(x).asnumpy(), rtol=1e-4, atol=1e-5)
-    for parameter, value in zip(net.collect_params().values(), before):
-        np.testing.assert_array_equal(parameter.data().asnumpy(), value)
+    assert all((now == then).all() for now, then in zip(values(), before))
     with mx.autograd.record():
         net(x).backward()
-    assert any(
-        (parameter.data().asnumpy() != value).any() for parameter, value in zip(net.collect_params().values(), before)
-    )
-
-
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
-def test_in_a_network(rank, size, hybridize):
-    """Two layers in branches, one of them used twice: trained with a Trainer, all ranks stay equal."""
-
-    class Branches(Runs):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = hvd.SyncBatchNorm(), hvd.SyncBatchNorm()
-            self.dense = nn.Dense(3)
-
-        def run(self, x):
-            return self.dense(self.first(x) + self.second(self.first(x * 2)) + self.second(x))
-
-    mx.random.seed(5)
-    net = Branches()
-    net.initialize()
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    data = batches(size, (4, 6))[rank]
-    with mx.autograd.pause():
-        net(array(data))
-    hvd.broadcast_parameters(net.collect_params())
-    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    for _ in range(4):
-        with mx.autograd.record():
-            total = (net(array(data)) ** 2).sum()
-        total.backward()
-        trainer.step(4)
-    for place, parameter in enumerate(net.collect_params().values()):
-        values = parameter.data().asnumpy()
-        assert np.isfinite(values).all()
-        assert_equal_on_all_ranks(values, f"sync_batch_norm/network/{place}")
-
-
-def test_files_are_those_of_batch_norm(rank, size, tmp_path):
-    """Parameters go from one kind of layer to the other."""
-    ours, theirs = nn.HybridSequential(), nn.HybridSequential()
-    ours.add(hvd.SyncBatchNorm())
-    theirs.add(nn.BatchNorm())
-    ours.initialize()
-    with mx.autograd.record():
-        ours(array(batches(size, (4, 3))[rank])).backward()
-    path = str(tmp_path / f"parameters{rank}")
-    ours.save_parameters(path)
-    theirs.load_parameters(path)
-    for one, other in zip(ours.collect_params().values(), theirs.collect_params().values()):
-        assert (one.data().asnumpy() == other.data().asnumpy()).all()
-    assert list(ours[0]._collect_params_with_prefix()) == list(theirs[0]._collect_params_with_prefix())
-    theirs.save_parameters(path)
-    ours.load_parameters(path)
+    assert any((now != then).any() for now, then in zip(values(), before))
 
 
 def test_process_set(rank, size, dynamic):
@@ -384,20 +313,12 @@ def test_what_cannot_work(rank, size):
     with mx.autograd.record(), pytest.raises(kvstore_hvd.InvalidRequestError, match="on several devices"):
         several(array(np.ones((2, 3), "float32")))
     block = layer(hvd.SyncBatchNorm, axis=3, in_channels=2)
-    of_mxnet = IndexError  # MXNet 2 looks at the axis first
-    with mx.autograd.record(), pytest.raises((kvstore_hvd.InvalidRequestError, of_mxnet)):
+    with mx.autograd.record(), pytest.raises((kvstore_hvd.InvalidRequestError, IndexError)):  # MXNet 2 looks first
         block(array(np.ones((2, 3), "float32")))
 
 
 def test_within_join(rank, size):
     """Refused where a worker may run out of batches; not where that ends all."""
-
-    class Nothing(Joinable):
-        def join_hook(self, **kwargs):
-            return JoinHook()
-
-        join_device = join_process_group = None
-
     block = layer(hvd.SyncBatchNorm)
     data = batches(size, (4, 3))[rank]
     with Join([Nothing()]):
@@ -410,62 +331,34 @@ def test_within_join(rank, size):
     train(block, data, data)
 
 
-def test_layers_of_equal_sets(rank, size):
-    """Each set counts its layers itself: whether a set equals the global one depends on how many workers there are,
-    which may have been others when another worker made its layers."""
-    parameter = mx.gluon.nn.BatchNorm(in_channels=2).gamma
-    some = hvd.ProcessSet(range(size))
-    assert some == hvd.global_process_set
-    before = StatisticsExchange(hvd.global_process_set, parameter)._number
-    assert [StatisticsExchange(some, parameter)._number for _ in range(2)] == [0, 1]
-    assert StatisticsExchange(hvd.global_process_set, parameter)._number == before + 1
-
-
 @pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine computes one layer after the other")
-@pytest.mark.parametrize("hybridize", [None, {}], ids=["eager", "hybrid"])
+@each_way
 def test_layers_that_do_not_depend_on_each_other(rank, size, hybridize):
-    """Applied in one order, they are ready in another one on each worker: none waits for good."""
-    blocks = [layer(hvd.SyncBatchNorm, hybridize=hybridize, in_channels=3) for _ in range(7)]
-    data = [array(batches(size, (4, 3), seed=seed)[rank]) for seed in range(len(blocks))]
-    zeros = mx.nd.zeros((300, 300))
+    """Applied in one order, they are ready in another one on each worker: none waits for good.
+
+    Two of them are one layer, whose passes meet in the order of the calls.
+    """
+    nets = [nn.HybridSequential() for _ in range(6)]
+    for net in nets:
+        # Operators that read the inputs of a graph or write its outputs are not prepared as the others are.
+        net.add(nn.Activation("relu"), layer(hvd.SyncBatchNorm, in_channels=3), nn.Flatten())
+        if hybridize is not None:
+            net.hybridize(**hybridize)
+    nets += [nets[0]]
+    zeros = mx.nd.zeros((500, 500))
     means = []
     for step in range(6):
-        order = np.random.default_rng(step).permutation(len(blocks))
-        for place in np.random.default_rng((step, rank)).permutation(len(blocks))[:3]:
+        data = [array(batches(size, (4, 3), seed=seed, offset=10 * seed)[rank]) for seed in range(len(nets))]
+        for place in np.random.default_rng((step, rank)).permutation(len(nets))[:3]:
             slow = mx.nd.dot(zeros, zeros)[:4, :3]
             data[place] = data[place] + (slow.as_np_ndarray() if is_mxnet_2() else slow)
-        for x in data:
-            x.attach_grad()
         outputs = {}
         with mx.autograd.record():
-            for place in order:
-                outputs[place] = blocks[place](data[place])
-        for place in order[::-1]:
-            outputs[place].backward()
-        means += [outputs[place].mean() for place in range(len(blocks))]
-    for place, mean in enumerate(means):
-        total = hvd.allreduce(mean, op=hvd.Average)
-        np.testing.assert_allclose(total.asnumpy(), -0.5, atol=1e-5, err_msg=str(place))
-
-
-@pytest.mark.parametrize("hybridize", HYBRID, ids=["eager", "hybrid", "static"])
-def test_applied_twice(rank, size, hybridize):
-    """The passes of a layer meet those of other workers in the order of the calls, whatever is computed first."""
-    net = nn.HybridSequential()
-    # Operators that read the inputs of a graph or write its outputs are not prepared as the others are.
-    net.add(nn.Activation("relu"), layer(hvd.SyncBatchNorm, in_channels=3), nn.Flatten())
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    zeros = mx.nd.zeros((700, 700))
-    for step in range(6):
-        both = [array(batches(size, (4, 3), seed=2 * step + number, offset=10 * number)[rank]) for number in range(2)]
-        slow = mx.nd.dot(zeros, zeros)[:4, :3]
-        both[rank % 2] = both[rank % 2] + (slow.as_np_ndarray() if is_mxnet_2() else slow)
-        with mx.autograd.record():
-            outputs = [net(x) for x in both]
-            total = sum((y * y).sum() for y in outputs)
-        for number, y in enumerate(outputs):
-            mean = hvd.allreduce(y.mean(), op=hvd.Average)
-            np.testing.assert_allclose(mean.asnumpy(), -0.5, atol=1e-5, err_msg=f"{step} {number}")
+            for place in np.random.default_rng(step).permutation(len(nets)):
+                outputs[place] = nets[place](data[place])
+            total = sum((y * y).sum() for y in outputs.values())
         total.backward()
+        means += [outputs[place].mean() for place in range(len(nets))]
+    for place, mean in enumerate(means):
+        np.testing.assert_allclose(hvd.allreduce(mean).asnumpy(), -0.5, atol=1e-5, err_msg=str(place))
     mx.nd.waitall()

@@ -1,4 +1,4 @@
-"""Collectives on NumPy arrays: dtype x size x operation x root, in place and out of place."""
+"""Collectives on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -9,52 +9,27 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, MismatchError, UnsupportedDtypeError
-from support.arrays import DTYPES, assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum
-
-SHAPES = [(), (0,), (1,), (17, 5), (1023,), (600_001,)]
+from support.arrays import assert_same_bits, contribution, expected_sum
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sum(rank, size, dtype, shape):
-    mine = contribution(rank, shape, dtype)
-    mine = np.asarray(mine, dtype)
+@pytest.mark.parametrize("shape", [(), (0,), (17, 5), (600_001,)], ids=str)
+def test_arrays(rank, size, shape):
+    """A new array, or in place. Random programs do other dtypes, operations and factors."""
+    mine = np.asarray(contribution(rank, shape, "float32"), "float32")
     before = mine.copy()
     result = kvstore_hvd.allreduce(mine, name="x")
-    assert_same_bits(result, np.asarray(expected_sum(size, shape, dtype), dtype))
+    assert_same_bits(result, np.asarray(expected_sum(size, shape, "float32"), "float32"))
+    of_last = kvstore_hvd.broadcast(mine, size - 1, "y")
+    assert_same_bits(of_last, np.asarray(contribution(size - 1, shape, "float32"), "float32"))
     assert_same_bits(mine, before)
+    least = reduce(np.minimum, [contribution(r, shape, "float32") for r in range(size)])
+    assert_same_bits(kvstore_hvd.allreduce(mine, "x", op="min"), np.asarray(least, "float32"))
     assert kvstore_hvd.allreduce(mine, name="x", out=mine) is mine
     assert_same_bits(mine, result)
-    assert_equal_on_all_ranks(result, "sum")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8"])
-@pytest.mark.parametrize(("op", "function"), [("min", np.minimum), ("max", np.maximum), ("product", np.multiply)])
-def test_other_operations(rank, size, op, function, dtype):
-    shape = (1001,)
-    parts = [contribution(r, shape, dtype) for r in range(size)]
-    assert_same_bits(kvstore_hvd.allreduce(parts[rank], "x", op=op), reduce(function, parts))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int8"])
-def test_average_and_scales(rank, size, dtype):
-    x = np.full(5, 6 * (rank + 1), dtype)
-    mean = 3 * (size + 1)
-    assert kvstore_hvd.allreduce(x, "x", op="average").tolist() == [mean] * 5
-    total = mean * size
-    assert kvstore_hvd.allreduce(x, "x", prescale=0.5).tolist() == [total / 2] * 5
-    assert kvstore_hvd.allreduce(x, "x", postscale=1 / 3).tolist() == [total / 3] * 5
-
-
-def test_every_root(rank, size):
-    for root in range(size):
-        for dtype in DTYPES:
-            for shape in SHAPES[:-1]:
-                mine = np.asarray(contribution(rank, shape, dtype), dtype)
-                expected = np.asarray(contribution(root, shape, dtype), dtype)
-                assert_same_bits(kvstore_hvd.broadcast(mine, root, f"x{root}"), expected)
-                assert kvstore_hvd.broadcast(mine, root, name=f"x{root}", out=mine) is mine
-                assert_same_bits(mine, expected)
+    assert kvstore_hvd.broadcast(mine, 0, name="y", out=mine) is mine
+    x = np.full(5, 6 * (rank + 1), "int32")
+    assert kvstore_hvd.allreduce(x, "x", op="average").tolist() == [3 * (size + 1)] * 5
+    assert kvstore_hvd.allreduce(x, "x", prescale=0.5).tolist() == [3 * (size + 1) * size / 2] * 5
 
 
 def test_ranks_disagree(rank, size):
@@ -63,10 +38,7 @@ def test_ranks_disagree(rank, size):
     x = np.full(4, rank, "float32")
     for call, about in (
         (lambda: kvstore_hvd.allreduce(np.ones(2 + rank), "x"), "shape"),
-        (lambda: kvstore_hvd.allreduce(x.astype("float64" if rank else "float32"), "x"), "dtype"),
-        (lambda: kvstore_hvd.allreduce(x, "x", op="min" if rank else "max", out=x), "op"),
         (lambda: kvstore_hvd.allreduce(x, "x", prescale=1.0 + rank, out=x), "prescale"),
-        (lambda: kvstore_hvd.allreduce(x, "x", postscale=1.0 + rank, out=x), "postscale"),
         (lambda: kvstore_hvd.broadcast(x, rank % 2, "x", out=x), "root"),
     ):
         with pytest.raises(MismatchError, match=rf"\[rank {rank}/{size}\] .*'x': ranks disagree on .*{about}") as error:
@@ -93,17 +65,11 @@ def test_ranks_disagree(rank, size):
         (lambda: kvstore_hvd.allreduce(np.ones(2), "x", out=np.ones(2, "int64")), InvalidRequestError),
         (lambda: kvstore_hvd.allreduce(np.ones(2), "x", out=np.frombuffer(bytes(16))), InvalidRequestError),
         (lambda: kvstore_hvd.broadcast(np.ones(2), 99, "x"), InvalidRequestError),
-        (lambda: kvstore_hvd.broadcast(np.ones(2), -1, "x"), InvalidRequestError),
         (lambda: kvstore_hvd.broadcast(np.ones(2), True, "x"), InvalidRequestError),
+        (lambda: kvstore_hvd.allreduce((x := np.ones(5))[:-1], "x", out=x[1:]), InvalidRequestError),
     ],
 )
 def test_wrong_calls(world, call, error):
     with pytest.raises(error, match="Fix: ") as caught:
         call()
     assert isinstance(caught.value, KVHvdError)
-
-
-def test_overlap(world):
-    x = np.ones(5)
-    with pytest.raises(InvalidRequestError, match="out overlaps array"):
-        kvstore_hvd.allreduce(x[:-1], "x", out=x[1:])

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import errors, mxnet_compat, native
 from kvstore_hvd.process import process
 from support.pair import World, mx, ramp
@@ -121,25 +120,6 @@ def test_what_follows_a_refused_group_is_announced(refused_pair: World, refusing
             ours[place][:] = place + 1
 
 
-def test_the_order_of_the_calls_is_kept(refused_pair: World, refusing: RefusingEngine) -> None:
-    """An operation before the refused one has not started yet: the refusal waits for its turn."""
-    pair = refused_pair
-    gate = mx.nd.ones((600, 600))
-    for _ in range(20):
-        gate = mx.nd.dot(gate, gate) * 0
-    slow, fast = gate[0, :4], mx.nd.array(ramp((4,)))
-    pushpull(pair, slow)
-    refusing.refuse()
-    with pytest.raises(errors.InputFailedError):
-        pushpull(pair, fast)
-    first, second = ramp((4,)), ramp((4,))
-    works = [pair.submit("w", first), pair.submit("w", second)]
-    pair.other.wait(works[0])
-    with pytest.raises(errors.InputFailedError, match=f"rank 0: {REFUSED}"):
-        pair.other.wait(works[1])
-    np.testing.assert_array_equal(slow.asnumpy(), ramp((4,)))
-
-
 # -- Stores of several workers -------------------------------------------------------------------------------------
 
 
@@ -150,22 +130,6 @@ def refuse_on(refusing: RefusingEngine, member: Any, after: int = 0) -> bool:
         return False
     refusing.refuse(after)
     return True
-
-
-def test_a_store_does_not_submit_a_key_again(member: Any, refusing: RefusingEngine, kv: Any, size: int) -> None:
-    x = mx.nd.full(4, 3)
-    if refuse_on(refusing, member):
-        with pytest.raises(errors.InputFailedError, match=REFUSED):
-            kv.pushpull("w", x)
-    else:
-        kv.pushpull("w", x)
-        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
-            x.asnumpy()
-    assert x.asnumpy().tolist() == [3] * 4
-    for number in range(1, 4):
-        x[:] = number
-        kv.pushpull("w", x)
-        assert x.asnumpy().tolist() == [number * size] * 4
 
 
 @pytest.mark.parametrize("operation", ["pushpull", "broadcast"])
@@ -197,102 +161,6 @@ def test_the_other_keys_of_a_call_are_submitted(
     call()
     for place, out in enumerate(outs):
         assert out.asnumpy().tolist() == [sum(10 * (place + 1) + each for each in ranks)] * 4
-
-
-def test_a_trainer_trains_on(member: Any, refusing: RefusingEngine, rank: int, size: int) -> None:
-    """A step of 6 layers in which one operation is refused on one rank, then steps that are right on all."""
-    net = mx.gluon.nn.HybridSequential()
-    for _ in range(6):
-        net.add(mx.gluon.nn.Dense(5, in_units=5))
-    net.initialize(mx.init.Xavier())
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="horovod", update_on_kvstore=False)
-    parameters = [each for each in net.collect_params().values() if each.grad_req != "null"]
-
-    def exchange() -> None:
-        for place, each in enumerate(parameters):
-            each.grad()[:] = place + rank
-        trainer.allreduce_grads()
-
-    exchange()
-    mx.nd.waitall()
-    if refuse_on(refusing, member):
-        with pytest.raises(errors.InputFailedError, match=REFUSED):
-            exchange()
-    else:
-        exchange()
-        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
-            mx.nd.waitall()
-    for place, each in enumerate(parameters[8:], 8):
-        assert (each.grad().asnumpy() == place * size + sum(range(size))).all()
-    for _ in range(2):
-        exchange()
-        for place, each in enumerate(parameters):
-            assert (each.grad().asnumpy() == place * size + sum(range(size))).all()
-
-
-class Halved:
-    """A compression of a user's own."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return tensor.astype("float16"), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        return tensor.astype(context)
-
-
-def by_the_trainer(gradients: list[Any]) -> Callable[[], None]:
-    parameters = [mx.gluon.Parameter(f"p{place}", shape=(4,)) for place in range(len(gradients))]
-    for parameter in parameters:
-        parameter.initialize()
-    trainer = hvd.DistributedTrainer(parameters, "sgd", compression=Halved)
-
-    def exchange() -> None:
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad()[:] = gradient.asnumpy()
-        try:
-            trainer.allreduce_grads()
-        finally:
-            for parameter, gradient in zip(parameters, gradients):
-                gradient[:] = parameter.grad().as_nd_ndarray()
-
-    return exchange
-
-
-def by_the_optimizer(gradients: list[Any]) -> Callable[[], None]:
-    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.0))
-    weights = [mx.nd.zeros(4) for _ in gradients]
-    return lambda: optimizer.update(list(range(len(gradients))), weights, gradients, [None] * len(gradients))
-
-
-@pytest.mark.parametrize("through", [by_the_trainer, by_the_optimizer], ids=lambda each: each.__name__)
-def test_the_other_gradients_are_exchanged(
-    member: Any, refusing: RefusingEngine, rank: int, size: int, through: Callable[[list[Any]], Callable[[], None]]
-) -> None:
-    """By what exchanges one gradient after the other: the second of three is refused on one rank."""
-    gradients = [mx.nd.zeros(4) for _ in range(3)]
-    exchange = through(gradients)
-
-    def fill() -> None:
-        for place, gradient in enumerate(gradients):
-            gradient[:] = 8 * place + rank
-        mx.nd.waitall()
-
-    fill()
-    exchange()
-    fill()
-    if refuse_on(refusing, member, 1):
-        with pytest.raises(errors.InputFailedError, match=REFUSED):
-            exchange()
-    else:
-        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
-            exchange()
-            mx.nd.waitall()
-    fill()
-    exchange()  # with those of the same call of the others: nobody is ahead
-    for place, gradient in enumerate(gradients):
-        assert gradient.asnumpy().tolist() == [8 * place * size + sum(range(size))] * 4
 
 
 def test_a_refused_reduction_of_a_workers_own_arrays_is_an_error_with_a_fix(refusing: RefusingEngine) -> None:

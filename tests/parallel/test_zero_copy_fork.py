@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -107,22 +106,6 @@ def nested(net):
 
     assert in_child(look) == 0
     assert all((gradient == 5).all() for gradient in gradients(net))
-
-
-def test_processes_of_multiprocessing(rank, size):
-    """A process that multiprocessing forks ends in good order."""
-    net = built("dense")
-    trainer = trainer_of(net)
-    step(net, trainer, "dense", 0, rank)
-    before = gradients(net)
-    data = batch((BATCH, 8), rank)
-    process = multiprocessing.get_context("fork").Process(target=change_everything, args=(net, before, data))
-    process.start()
-    process.join(CHILD_S)
-    assert process.exitcode == 0
-    for one, other in zip(gradients(net), before):
-        assert_same_bits(one, other)
-    step(net, trainer, "dense", 1, rank)
 
 
 @pytest.mark.slow

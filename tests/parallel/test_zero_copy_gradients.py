@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import numpy as np
 import pytest
 
-from support.arrays import assert_same_bits
-from support.gluon import gradients, parameters, weights
-from support.networks import BATCH, MODES, NETWORKS, backward, batch, built, step, trainer_of
-from support.zero_copy import are_in_arena, both, gradient_bytes, zero_copy
+from kvstore_hvd.mxnet_compat.gradients import why_staged
+from support.arrays import assert_same_bits, contribution, expected_sum
+from support.gluon import gradients, mlp, parameters, weights
+from support.networks import BATCH, MODES, backward, batch, built, step, trainer_of
+from support.zero_copy import are_in_arena, both, bytes_in_place, gradient_bytes, zero_copy
 
 mx = pytest.importorskip("mxnet")
 
-from mxnet import autograd, gluon  # noqa: E402
+from mxnet import autograd  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
 # -- Where gradients come from ------------------------------------------------------------------------------------
 
 
-def test_gradients_are_born_in_the_arena(rank, size):
-    """With a world at initialize(), gradients never lie anywhere else."""
-    net = built("dense")
-    assert are_in_arena(net) == [size > 1] * 4
-    assert all((gradient == 0).all() for gradient in gradients(net))
-    backward(net, batch((BATCH, 8), rank))
-    before = [param.grad() for param in parameters(net)]
-    trainer_of(net).step(1)
-    assert all(one is other.grad() for one, other in zip(before, parameters(net)))
-
-
-@pytest.mark.parametrize("name", ["horovod", "dist_horovod", None])
+@pytest.mark.parametrize("name", ["horovod", None])
 def test_gradients_that_were_there_before_move(rank, size, name):
-    """Gradients from before there was a world move with their values: as the Trainer is made, or at its first step."""
+    """Gradients from before there was a world move with their values: as the Trainer is made, or at its first step.
+
+    With a world at initialize(), they never lie anywhere else.
+    """
+    born = built("dense")
+    assert are_in_arena(born) == [size > 1] * 4
+    assert all((gradient == 0).all() for gradient in gradients(born))
     with zero_copy(False):
         net = built("dense")
     assert are_in_arena(net) == [False] * 4
@@ -46,6 +43,54 @@ def test_gradients_that_were_there_before_move(rank, size, name):
         assert_same_bits(one, other)
     trainer.step(1)
     assert are_in_arena(net) == [size > 1] * 4
+
+
+@pytest.mark.parametrize("elsewhere", [None, 0, 1])
+@pytest.mark.parametrize("count", [30_011, 100_003, 600_011])
+def test_large_gradients(rank, size, count, elsewhere):
+    """Workers sum those in parts, the last of which is smaller, unless that of one of them is elsewhere."""
+    with zero_copy(rank != elsewhere):
+        weight = mx.gluon.Parameter("weight", shape=(count,))
+        weight.initialize()
+        trainer = mx.gluon.Trainer({"weight": weight}, "sgd", kvstore="horovod")
+        for _ in range(3):
+            weight.grad()[:] = contribution(rank, (count,), "float32")
+            trainer.allreduce_grads()
+            assert_same_bits(weight.grad().asnumpy(), expected_sum(size, (count,), "float32"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kvstore", ["create", "horovod"])
+def test_stale_gradients_are_noticed_as_without_us(rank, size, kvstore):
+    """A step without a backward pass raises; with ignore_stale_grad it leaves alone what is stale."""
+    outcomes = []
+
+    def run():
+        with zero_copy(False):
+            net = built("dense")
+        trainer = trainer_of(net, kvstore)
+        values = []
+
+        def attempt(**options):
+            try:
+                trainer.step(1, **options)
+                outcomes.append("done")
+            except UserWarning:
+                outcomes.append("stale")
+            values.extend(weights(net))
+
+        attempt()  # before any backward pass
+        backward(net, batch((BATCH, 8), rank))
+        attempt()
+        attempt()  # twice without a backward pass between
+        attempt(ignore_stale_grad=True)
+        backward(net[0], batch((BATCH, 8), rank))  # only half of the parameters
+        attempt(ignore_stale_grad=True)
+        attempt()
+        return values
+
+    both(run)
+    assert outcomes == ["stale", "done", "stale", "done", "done", "stale"] * 2
 
 
 def test_a_graph_from_before_the_trainer(rank, size):
@@ -63,38 +108,28 @@ def test_a_graph_from_before_the_trainer(rank, size):
     both(run)
 
 
-@pytest.mark.parametrize(("mode", "kvstore"), zip(MODES, ["create", "horovod", "create"]))
+@pytest.mark.parametrize(("mode", "kvstore"), [*zip(MODES, ["create", "horovod", "create"]), ("static", None)])
 def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
-    """A static graph writes to the gradients of its first backward pass for ever: those must not move any more."""
+    """A static graph writes to the gradients of its first backward pass for ever: those must not move any more.
+
+    Also where a local Trainer has used them: the flag of a fresh gradient is off, and yet a static graph has it.
+    """
     expected = []
 
     def run():
         with zero_copy(False):
             net = built("dense", mode)
             backward(net, batch((BATCH, 8), (rank, 0)))  # the graph is compiled
-        trainer = trainer_of(net, kvstore)
+            if kvstore is None:
+                trainer_of(net, None).step(1)
+        trainer = trainer_of(net, kvstore or "create")
         for seed in range(4):
             step(net, trainer, "dense", seed, rank)
         expected.append(4 * gradient_bytes(net))
         return weights(net) + gradients(net)
 
-    reduced = both(run)
+    reduced = both(run, own=kvstore is None)
     assert reduced == (expected[-1] if size > 1 and mode != "static" else 0)
-
-
-def test_gradients_that_a_local_trainer_has_used(rank, size):
-    """The flag of a fresh gradient is off, and yet a static graph has it."""
-
-    def run():
-        with zero_copy(False):
-            net = built("dense", "static")
-            step(net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=None), "dense", 0, 0)
-        trainer = trainer_of(net)
-        for seed in range(3):
-            step(net, trainer, "dense", seed, rank)
-        return weights(net) + gradients(net)
-
-    both(run)
 
 
 def test_two_losses_recorded_before_the_first_step(rank, size):
@@ -146,42 +181,6 @@ def test_two_trainers_on_the_same_parameters(rank, size):
     assert both(run) == (expected[-1] if size > 1 else 0)
 
 
-def test_two_trainers_on_two_nets(rank, size):
-    """Each has its own keys; both are summed in place."""
-    expected = []
-
-    def run():
-        names = ("dense", "conv")
-        nets = [built(name) for name in names]
-        trainers = [trainer_of(net) for net in nets]
-        for seed in range(3):
-            for name, net in zip(names, nets):
-                backward(net, batch(NETWORKS[name][1], (seed, rank)))
-            for trainer in trainers:
-                trainer.step(1)
-        expected.append(3 * sum(gradient_bytes(net) for net in nets))
-        return [value for net in nets for value in weights(net)]
-
-    assert both(run, own=True) == (expected[-1] if size > 1 else 0)
-
-
-def test_parameters_without_gradients(rank, size):
-    """They stay without; the others are summed in place."""
-    expected = []
-
-    def run():
-        net = built("dense")
-        parameters(net)[0].grad_req = "null"
-        trainer = trainer_of(net)
-        for seed in range(3):
-            step(net, trainer, "dense", seed, rank)
-        assert parameters(net)[0]._grad is None
-        expected.append(3 * gradient_bytes(net))
-        return weights(net)
-
-    assert both(run) == (expected[-1] if size > 1 else 0)
-
-
 # -- What replaces gradients --------------------------------------------------------------------------------------
 
 
@@ -192,36 +191,21 @@ def null_and_back(net, folder):
         param.grad_req = "write"
 
 
-def write_to_add(net, folder):
-    for param in parameters(net):
-        param.grad_req = "add"
-
-
-def reset_ctx(net, folder):
-    for param in parameters(net):
-        param.reset_ctx(mx.cpu())
-
-
-def cast(net, folder):
-    net.cast("float64")
-
-
-def force_reinit(net, folder):
-    mx.random.seed(5)
-    net.initialize(mx.init.Normal(0.2), force_reinit=True)
-
-
-def initialize_again(net, folder):
-    net.initialize(mx.init.Normal(0.2))  # MXNet warns and changes nothing
-
-
 def load_parameters(net, folder):
     file = str(folder / "parameters")
     net.save_parameters(file)
     net.load_parameters(file)
 
 
-CHANGES = (null_and_back, write_to_add, reset_ctx, cast, force_reinit, initialize_again, load_parameters)
+CHANGES = {
+    "null and back": null_and_back,
+    "add": lambda net, folder: [setattr(param, "grad_req", "add") for param in parameters(net)],
+    "reset_ctx": lambda net, folder: [param.reset_ctx(mx.cpu()) for param in parameters(net)],
+    "cast": lambda net, folder: net.cast("float64"),
+    "reinit": lambda net, folder: mx.random.seed(5) or net.initialize(mx.init.Normal(0.2), force_reinit=True),
+    "initialize": lambda net, folder: net.initialize(mx.init.Normal(0.2)),  # MXNet warns and changes nothing
+    "load": load_parameters,
+}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -237,8 +221,8 @@ def test_after_a_change_gradients_are_in_the_arena_again(rank, size, tmp_path, c
         total = 0
         for seed in range(4):
             if seed == 2:
-                change(net, tmp_path)
-            step(net, trainer, "dense", seed, rank, "float64" if change is cast and seed >= 2 else "float32")
+                CHANGES[change](net, tmp_path)
+            step(net, trainer, "dense", seed, rank, "float64" if change == "cast" and seed >= 2 else "float32")
             total += gradient_bytes(net)
         expected.append(total)
         run.net = net
@@ -266,3 +250,65 @@ def test_a_copy_of_a_net(rank, size):
         return weights(net) + weights(twin)
 
     both(run)
+
+
+# -- What cannot be summed where it lies goes through staging memory ---------------------------------------------------
+
+
+def test_several_devices_stay_staged(rank, size):
+    """Their gradients are first summed on each worker."""
+    contexts = [mx.cpu(0), mx.cpu(1)]
+
+    def run():
+        net = mlp(contexts=contexts)
+        trainer = trainer_of(net)
+        for seed in range(3):
+            with autograd.record():
+                losses = [
+                    (net(batch((BATCH, 8), (seed, rank, d)).copyto(ctx)) ** 2).sum() for d, ctx in enumerate(contexts)
+                ]
+            for loss in losses:
+                loss.backward()
+            trainer.step(1)
+        run.net = net
+        return weights(net, 0) + weights(net, 1)
+
+    assert both(run) == 0
+    assert not any(are_in_arena(run.net))
+    if size > 1:
+        assert {why_staged(p) for p in parameters(run.net)} == {"2 devices"}
+
+
+def test_integers_stay_staged(rank, size):
+    """Integer gradients are summed through staging memory."""
+    dtype = "int64"
+    param = mx.gluon.Parameter("steps", shape=(5,), dtype=dtype, init="zeros")
+    param.initialize()
+    trainer = mx.gluon.Trainer([param], "sgd", {"learning_rate": 1}, kvstore=mx.kv.create("horovod"))
+    param.grad()[:] = rank + 1
+    before = bytes_in_place()
+    trainer.allreduce_grads()
+    assert_same_bits(param.grad().asnumpy(), np.full(5, sum(range(1, size + 1)), dtype))
+    assert bytes_in_place() == before
+    if size > 1:
+        assert why_staged(param) == dtype
+
+
+def test_one_array_of_one_worker_is_elsewhere(rank, size):
+    """Arrays in arenas and elsewhere within one step, differently on the workers."""
+    expected = []
+
+    def run():
+        net = built("norm")
+        trainer = trainer_of(net)
+        step(net, trainer, "norm", 0, rank)
+        first = parameters(net)[0]
+        with zero_copy(False) if rank == size - 1 else contextlib.nullcontext():
+            if rank == size - 1:
+                first.grad_req = "null"
+                first.grad_req = "write"
+            step(net, trainer, "norm", 1, rank)
+        expected.append(2 * gradient_bytes(net) - 4 * int(np.prod(first.shape)))
+        return weights(net)
+
+    assert both(run) == (expected[-1] if size > 1 else 0)

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_hvd import log
 from support.arrays import assert_same_bits
-from support.gluon import gradients, parameters, weights
+from support.gluon import gradients, weights
 from support.networks import BATCH, MODES, backward, batch, built, sequential, step, trainer_of
 from support.patience import patient
 from support.zero_copy import (
@@ -18,7 +18,6 @@ from support.zero_copy import (
     both,
     bytes_in_place,
     gradient_bytes,
-    lies_in_arena,
     meet_again,
     settings,
     zero_copy,
@@ -138,24 +137,3 @@ def test_reset_moves_gradients(rank, size, mode):
         assert_same_bits(one, other)
     assert are_in_arena(run.net) == [size > 1 and moves] * 4
     assert bytes_in_place() == (expected[-1] if size > 1 and moves else 0)
-
-
-def test_arrays_of_lost_worlds_stay_readable(rank, size):
-    """Memory of a world lasts as long as arrays in it, whatever has become of the world."""
-    held = []
-    for number in range(3):
-        net = built("dense")
-        assert lies_in_arena(parameters(net)[0].grad()) == (size > 1)
-        for param in parameters(net):
-            param.grad()[:] = number
-        held.append(net)
-        mx.nd.waitall()
-        meet_again()
-    for number, net in enumerate(held):
-        assert all((gradient == number).all() for gradient in gradients(net))
-        for param in parameters(net):
-            param.grad()[:] = 9
-    mx.nd.waitall()
-    held.clear()
-    gc.collect()
-    mx.nd.waitall()

@@ -1,0 +1,70 @@
+"""Joinables of a program's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import kvstore_hvd
+from kvstore_hvd.join import Join, Joinable, JoinHook
+
+__all__ = ["Counter", "Nothing"]
+
+
+class Nothing(Joinable):
+    """Takes part, and exchanges nothing of its own."""
+
+    join_device = None
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.group = group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return JoinHook()
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.group
+
+    def step(self) -> None:
+        Join.notify_join_context(self)
+
+
+class Counter(Nothing):
+    """Sums what the workers of its group have in each iteration."""
+
+    def __init__(self, name: str = "counter", group: Any = None) -> None:
+        super().__init__(group)
+        self.name, self.sums = name, list[int]()
+        self.arguments: Any = None
+        self.was_last: Any = None
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        joinable, self.arguments = self, kwargs
+
+        class Hook(JoinHook):
+            def main_hook(self) -> None:
+                joinable.sum(0)
+
+            def post_hook(self, is_last_joiner: bool) -> None:
+                joinable.was_last = is_last_joiner
+
+        return Hook()
+
+    def sum(self, number: int) -> None:
+        if self.group is None:
+            total = kvstore_hvd.allreduce(np.array([number]), self.name)
+        else:
+            import mxnet as mx
+
+            import kvstore_hvd.mxnet as hvd
+
+            array = mx.nd.array([number])
+            total = hvd.allreduce(array, op=hvd.Sum, name=self.name, process_set=self.group).asnumpy()
+        self.sums.append(int(total[0]))
+
+    def count(self, number: int) -> None:
+        self.step()
+        self.sum(number)
