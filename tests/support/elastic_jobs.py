@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from typing import Any
@@ -53,18 +54,17 @@ class Play:
         """A worker calls init()."""
         self.say(worker, "enter", host=["name", identity])
 
-    def ready(self, worker: int, cause: str = "lost", generation: int | None = None) -> None:
-        """A worker waits for its next world: the first one of a job from init() on, others when it says so."""
-        known = self.job.workers.get(worker)
-        assert known is not None
-        if known.place is None:
-            self.enter(worker)
-            if known.ready or known.generation >= 0:
-                return
-        cause = "start" if known.generation < 0 else cause
-        self.say(
-            worker, "ready", generation=known.generation if generation is None else generation, cause=cause, text=""
-        )
+    def ready(self, *workers: int, cause: str = "lost") -> None:
+        """Workers wait for their next world: the first one of a job from init() on, others when they say so."""
+        for worker in workers:
+            known = self.job.workers.get(worker)
+            assert known is not None
+            if known.place is None:
+                self.enter(worker)
+                if known.ready or known.generation >= 0:
+                    continue
+            why = "start" if known.generation < 0 else cause
+            self.say(worker, "ready", generation=known.generation, cause=why, text="")
 
     def meet(self) -> list[int]:
         """The members of the current generation meet; returns them."""
@@ -75,8 +75,12 @@ class Play:
 
     def begin(self) -> list[int]:
         """All who run are ready, and meet."""
-        for worker in self.running:
-            self.ready(worker)
+        self.ready(*self.running)
+        return self.meet()
+
+    def commit(self) -> list[int]:
+        """All members come to a commit, and meet those that are ready."""
+        self.ready(*self.members, cause="updated")
         return self.meet()
 
     def end(self, worker: int, code: int = 0, *lines: str) -> None:
@@ -113,6 +117,12 @@ class Play:
         assert len(ends) <= 1
         return ends[0] if ends else None
 
+    @property
+    def outcome(self) -> tuple[int, str]:
+        """Code and reason of the end."""
+        assert self.ending is not None
+        return self.ending.code, self.ending.reason
+
     def starts(self) -> list[tuple[int, str]]:
         """Which workers were started, and where."""
         return [(action.worker, str(action.slot)) for action in self.seen if isinstance(action, Start)]
@@ -136,10 +146,5 @@ class Play:
     def _take(self) -> None:
         for action in self.job.take():
             if isinstance(action, Tell):
-                check({**action.message, **_as_sent(action.message)}, LAUNCHER_TO_WORKER)
+                check(json.loads(json.dumps(action.message)), LAUNCHER_TO_WORKER)
             self.seen.append(action)
-
-
-def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples."""
-    return {"hosts": [list(host) for host in message["hosts"]]} if "hosts" in message else {}

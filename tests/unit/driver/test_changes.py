@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from support.elastic_jobs import Play
 
-# -- Changes ------------------------------------------------------------------------------------------------------
+KILLED = [(signal.SIGKILL, False)]
 
 
 def test_members_are_told_of_all_changes_together() -> None:
@@ -16,11 +18,8 @@ def test_members_are_told_of_all_changes_together() -> None:
     assert play.told(0, "updated") == [{"t": "updated", "number": 1, "result": 1}]
     play.ready(2)
     assert play.told(0, "updated")[1:] == [{"t": "updated", "number": 2, "result": 3}]
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.members == [0, 2]
+    assert play.commit() == [0, 2]
     assert [message["t"] for message in play.told(1)] == ["world", "updated", "updated", "leave"]
-    play.meet()
     play.hosts({"a": 1, "c": 2})
     play.ready(3)
     assert play.told(0, "updated")[2:] == [{"t": "updated", "number": 3, "result": 2}]
@@ -30,10 +29,7 @@ def test_who_has_to_leave_and_does_not_is_ended() -> None:
     play = Play({"a": 1, "b": 1}, min_np=1, exit_timeout_s=30, kill_grace_s=5)
     play.begin()
     play.hosts({"a": 1})
-    play.ready(0, "updated")
-    play.ready(1, "updated")
-    assert play.members == [0]
-    play.meet()
+    assert play.commit() == [0]
     play.wait(29.9)
     assert play.signals(1) == []
     play.wait(0.2)
@@ -42,38 +38,18 @@ def test_who_has_to_leave_and_does_not_is_ended() -> None:
     assert play.signals(1) == [(signal.SIGTERM, True), (signal.SIGKILL, True)]
     play.kill(1)
     assert play.notes("slot_blacklisted") == []
-    assert play.ending is None
     play.end(0)
-    assert play.ending is not None
-    assert play.ending.code == 0
-
-
-# -- Meetings -----------------------------------------------------------------------------------------------------
-
-
-def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
-    play = Play({"a": 3}, min_np=1, start_timeout_s=30, timeout_s=600)
-    for worker in range(3):
-        play.ready(worker)
-    play.wait(39)
-    play.kill(2)
-    play.wait(100)
-    assert play.signals(0) == play.signals(1) == []
-    play.wait(501)
-    assert play.signals(0) == play.signals(1) == [(signal.SIGKILL, False)]
+    assert play.outcome == (0, "")
 
 
 def test_workers_that_never_meet() -> None:
     play = Play({"a": 2}, min_np=1)
-    play.ready(0)
-    play.ready(1)
+    play.ready(0, 1)
     for _ in range(20):
         assert play.ending is None
         play.say(0, "ready", generation=play.generation, cause="meeting", text="no memory")
-        play.ready(1, "meeting")
-    assert play.ending is not None
-    assert play.ending.code == 1
-    assert play.ending.reason == "the rendezvous failed 20 times in a row, the last time with: no memory"
+        play.ready(1, cause="meeting")
+    assert play.outcome == (1, "the rendezvous failed 20 times in a row, the last time with: no memory")
 
 
 # -- Hangs --------------------------------------------------------------------------------------------------------
@@ -82,44 +58,58 @@ def test_workers_that_never_meet() -> None:
 def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed() -> None:
     play = Play({"a": 3}, min_np=1)
     play.begin()
-    play.ready(0, "timeout")
+    play.ready(0, cause="timeout")
     assert play.told(2, "void")
     play.wait(0.4)
-    play.ready(1, "timeout")
+    play.ready(1, cause="timeout")
     play.wait(0.2)
-    assert play.signals(1) == []
-    assert play.signals(2) == [(signal.SIGKILL, False)]
+    assert (play.signals(1), play.signals(2)) == ([], KILLED)
     assert play.notes("worker_killed") == [{"worker": 2, "why": "it did not answer while the others waited for it"}]
     assert play.members == [0, 1]  # not even its end is waited for
-    play.kill(2)
-    assert len(play.notes("generation_void")) == 1
-    assert play.starts()[3:] == [(3, "a:2")]
+    assert play.running == [0, 1, 2]
+    play.wait(6)  # one that the kernel does not end is taken for gone
+    assert play.running == [0, 1, 3]
+    play.kill(2)  # now, at last
+    assert len(play.notes("worker_exited")) == len(play.notes("generation_void")) == 1
 
 
-def test_who_is_not_ready_for_long_is_killed_whatever_the_cause() -> None:
-    for cause in ("lost", "updated", "reset"):
-        play = Play({"a": 2}, min_np=1, timeout_s=100)
-        play.begin()
-        play.ready(0, cause)
-        assert bool(play.told(1, "void")) is (cause == "lost")
-        play.wait(99)
-        assert play.signals(1) == []
-        play.wait(2)
-        assert play.signals(1) == [(signal.SIGKILL, False)]
-        assert play.members == [0]
-
-
-def test_a_killed_worker_that_the_kernel_does_not_end_is_taken_for_gone() -> None:
-    play = Play({"a": 2}, min_np=1)
+@pytest.mark.parametrize("cause", ["lost", "updated", "reset"])
+def test_who_is_not_ready_for_long_is_killed_whatever_the_cause(cause: str) -> None:
+    play = Play({"a": 2}, min_np=1, timeout_s=100)
     play.begin()
-    play.ready(0, "timeout")
-    play.wait(5)
-    assert play.signals(1)
-    assert play.running == [0, 1]
-    play.wait(1)
-    assert play.running == [0, 2]
-    play.kill(1)  # now, at last
-    assert len(play.notes("worker_exited")) == 1
+    play.ready(0, cause=cause)
+    assert bool(play.told(1, "void")) is (cause == "lost")
+    play.wait(99)
+    assert play.signals(1) == []
+    play.wait(2)
+    assert play.signals(1) == KILLED
+    assert play.members == [0]
+
+
+def test_who_never_gets_ready_at_the_start_is_killed() -> None:
+    play = Play({"a": 3}, min_np=2, timeout_s=50)
+    play.ready(0)
+    play.wait(49)
+    assert play.signals(1) == []
+    play.wait(2)
+    assert play.signals(1) == play.signals(2) == KILLED
+    play.kill(1, 2)
+    assert play.generation == -1  # those that take their places are waited for, as long
+    play.ready(3)
+    play.wait(51)
+    assert play.signals(4) == KILLED
+    assert play.members == [0, 3]
+
+
+def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
+    play = Play({"a": 3}, min_np=1, start_timeout_s=30, timeout_s=600)
+    play.ready(0, 1, 2)
+    play.wait(39)
+    play.kill(2)
+    play.wait(100)
+    assert play.signals(0) == play.signals(1) == []
+    play.wait(501)
+    assert play.signals(0) == play.signals(1) == KILLED
 
 
 # -- Newcomers of one change --------------------------------------------------------------------------------------
@@ -127,13 +117,6 @@ def test_a_killed_worker_that_the_kernel_does_not_end_is_taken_for_gone() -> Non
 
 def updates(play: Play) -> int:
     return len(play.notes("updated"))
-
-
-def commit(play: Play) -> list[int]:
-    """All members come to a commit, and meet those that are ready."""
-    for worker in play.members:
-        play.ready(worker, "updated")
-    return play.meet()
 
 
 def test_newcomers_of_one_change_join_together() -> None:
@@ -146,37 +129,26 @@ def test_newcomers_of_one_change_join_together() -> None:
         assert updates(play) == 0
     play.ready(3)
     assert updates(play) == 1
-    assert commit(play) == [0, 1, 2, 3]
+    assert play.commit() == [0, 1, 2, 3]
     assert play.ending is None
 
 
-def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself() -> None:
-    play = Play({"a": 1}, min_np=1)
+@pytest.mark.parametrize(("took", "limit"), [(7, 7), (0.1, 2), (100, 30)])
+def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself(took: float, limit: float) -> None:
+    """Within bounds."""
+    play = Play({"a": 1}, min_np=1, start_timeout_s=30)
     play.begin()
     play.hosts({"a": 3})
-    play.wait(7)
+    play.wait(took)
     play.ready(2)
-    play.wait(6.9)
+    play.wait(limit - 0.1)
     assert updates(play) == 0
     play.wait(0.2)
     assert updates(play) == 1
-    assert commit(play) == [0, 2]
+    assert play.commit() == [0, 2]
     play.ready(1)
     assert updates(play) == 2
-    assert commit(play) == [0, 2, 1]
-
-
-def test_the_wait_has_bounds() -> None:
-    for took, limit in ((0.1, 2), (100, 30)):
-        play = Play({"a": 1}, min_np=1, start_timeout_s=30)
-        play.begin()
-        play.hosts({"a": 3})
-        play.wait(took)
-        play.ready(1)
-        play.wait(limit - 0.1)
-        assert updates(play) == 0
-        play.wait(0.2)
-        assert updates(play) == 1
+    assert play.commit() == [0, 2, 1]
 
 
 def test_slots_that_go_are_told_at_once() -> None:
@@ -185,17 +157,14 @@ def test_slots_that_go_are_told_at_once() -> None:
     play.begin()
     play.hosts({"a": 1, "c": 2})
     assert updates(play) == 1
-    assert commit(play) == [0]
+    assert play.commit() == [0]
     play.wait(3)
-    play.ready(3)
-    play.ready(4)
-    assert commit(play) == [0, 3, 4]
+    play.ready(3, 4)
+    assert play.commit() == [0, 3, 4]
     assert play.ending is None
     play.hosts({"a": 1, "c": 1})
-    for worker in (0, 3, 4):
-        play.ready(worker, "updated")
-    assert play.ending is not None
-    assert "number of resets" in play.ending.reason
+    play.ready(0, 3, 4, cause="updated")
+    assert "number of resets" in play.outcome[1]
 
 
 def test_the_reset_limit_counts_a_change_once_also_where_one_is_late() -> None:
@@ -204,16 +173,15 @@ def test_the_reset_limit_counts_a_change_once_also_where_one_is_late() -> None:
     play.hosts({"a": 3})
     play.ready(1)
     play.wait(60)
-    assert commit(play) == [0, 1]
+    assert play.commit() == [0, 1]
     play.ready(2)
-    assert commit(play) == [0, 1, 2]
+    assert play.commit() == [0, 1, 2]
     play.hosts({"a": 4})
     play.ready(3)
-    assert commit(play) == [0, 1, 2, 3]
+    assert play.commit() == [0, 1, 2, 3]
     assert play.ending is None
     play.kill(3)  # a loss
-    for worker in (0, 1, 2):
-        play.ready(worker)
+    play.ready(0, 1, 2)
     assert play.ending is not None
 
 
@@ -224,5 +192,5 @@ def test_who_replaces_a_worker_that_died_counts() -> None:
     play.ready(0)
     play.meet()
     play.ready(2)
-    play.ready(0, "updated")
+    play.ready(0, cause="updated")
     assert play.ending is not None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,31 +23,18 @@ def test_a_fixed_host_that_is_another_one() -> None:
         FixedHosts({"localhost": 2, "elsewhere": 1})
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
+def test_what_a_script_may_print() -> None:
+    for text, hosts in [
         ("", {}),
         ("a:2\nb\n", {"a": 2, "b": 3}),
         ("a slots=4\n[::1]:2", {"a": 4, "::1": 2}),
         ("a:0\nb:1", {"b": 1}),
         ("a:999999999", {"a": 256}),  # as many as a world can have
-    ],
-)
-def test_what_a_script_may_print(text: str, hosts: dict[str, int]) -> None:
-    assert hosts_of_script(text, 3) == hosts
-
-
-@pytest.mark.parametrize(
-    ("text", "fact"),
-    [
-        ("a b", "'a b' is not HOST:N"),
-        ("a:x", "is not HOST:N"),
-        ("a\nA:2", "named twice"),
-    ],
-)
-def test_what_a_script_may_not_print(text: str, fact: str) -> None:
-    with pytest.raises(LaunchError, match=fact):
-        hosts_of_script(text)
+    ]:
+        assert hosts_of_script(text, 3) == hosts
+    for text, fact in [("a b", "'a b' is not HOST:N"), ("a:x", "is not HOST:N"), ("a\nA:2", "named twice")]:
+        with pytest.raises(LaunchError, match=fact):
+            hosts_of_script(text)
 
 
 class Poller:
@@ -73,7 +61,7 @@ class Poller:
             time.sleep(0.005)  # nothing tells of its end here
         return hosts
 
-    def reap(self) -> None:
+    def close(self) -> None:
         child = self.script._child
         self.script.close()
         if child is not None and child.code is None:
@@ -81,20 +69,12 @@ class Poller:
 
 
 @pytest.fixture
-def script() -> Iterator[type[Poller]]:
-    made: list[Poller] = []
-
-    class Kept(Poller):
-        def __init__(self, command: str) -> None:
-            super().__init__(command)
-            made.append(self)
-
-    yield Kept
-    for poller in made:
-        poller.reap()
+def script() -> Iterator[Callable[[str], Poller]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda command: stack.enter_context(contextlib.closing(Poller(command)))
 
 
-def test_a_script_is_run_again_and_again(script: type[Poller], tmp_path: Path) -> None:
+def test_a_script_is_run_again_and_again(script: Callable[[str], Poller], tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     poller = script(f"cat {path}")
     path.write_text("localhost:2\n")
@@ -108,18 +88,19 @@ def test_a_script_is_run_again_and_again(script: type[Poller], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("command", "fact"),
     [
-        ("exit 3", "exited with code 3$"),
         ("echo one; echo two >&2; echo three >&2; exit 1", "exited with code 1; it says: two / three$"),
         ("echo a b", "printed are no hosts: 'a b' is not HOST:N"),
         ("yes | head -c 100000", "printed more than 65536 bytes$"),
     ],
 )
-def test_a_script_that_fails(script: type[Poller], command: str, fact: str) -> None:
+def test_a_script_that_fails(script: Callable[[str], Poller], command: str, fact: str) -> None:
     with pytest.raises(DiscoveryError, match=fact):
         script(command).next()
 
 
-def test_a_script_that_hangs_is_killed(script: type[Poller], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_script_that_hangs_is_killed(
+    script: Callable[[str], Poller], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "hosts"
     poller = script(f"echo localhost; test -e {path} || sleep 1000")
     with monkeypatch.context() as patched:
@@ -130,6 +111,5 @@ def test_a_script_that_hangs_is_killed(script: type[Poller], monkeypatch: pytest
     assert poller.next() == {"localhost": 1}  # the next run has its own time
 
 
-def test_what_a_script_leaves_behind_is_not_waited_for(script: type[Poller]) -> None:
-    poller = script("echo localhost; sleep 1000 &")
-    assert poller.next() == {"localhost": 1}
+def test_what_a_script_leaves_behind_is_not_waited_for(script: Callable[[str], Poller]) -> None:
+    assert script("echo localhost; sleep 1000 &").next() == {"localhost": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,6 @@ from kvstore_hvd.launcher.relay import Relay
 
 LIMIT_S = 60
 
-# -- The event log ------------------------------------------------------------------------------------------------
-
 
 def test_one_object_a_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
@@ -30,17 +28,10 @@ def test_one_object_a_line(tmp_path: Path) -> None:
         log.finish(LIMIT_S)
         assert log.take_lost() == []
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {key: first[key] for key in ("event", "generation", "workers")} == {
-        "event": "generation_ready",
-        "generation": 1,
-        "workers": [0, 2],
-    }
+    assert (first["event"], first["generation"], first["workers"]) == ("generation_ready", 1, [0, 2])
     assert isinstance(first["time"], float)
     assert isinstance(first["monotonic"], float)
     assert second["lines"] == ["a\nb", "é"]
-
-
-def test_a_log_that_cannot_be_made() -> None:
     with pytest.raises(LaunchError, match="--event-log: '/no/such/log' cannot be made: No such file or directory"):
         EventLog("/no/such/log")
 
@@ -52,7 +43,11 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path: Path
         EventLog(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with EventLog(path) as log:
-        fill(path)
+        writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            while True:  # until there is no room: nothing is written before somebody reads
+                os.write(writer, b"\n" * 4096)
+        os.close(writer)
         for number in range(30_000):  # more than is kept in memory
             log.write("many", {"number": number, "text": "x" * 40})
         (text,) = log.take_lost()
@@ -68,15 +63,6 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path: Path
     *many, lost, last = lines
     assert [line["number"] for line in many] == list(range(len(many)))
     assert (lost["event"], lost["count"], last["event"]) == ("events_lost", 30_000 - len(many), "one_more")
-
-
-def fill(path: str) -> None:
-    """Leave no room in the pipe, so that nothing is written until somebody reads."""
-    writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"\n" * 4096)
-    os.close(writer)
 
 
 def read_now(fd: int) -> bytes:
@@ -95,28 +81,12 @@ def test_a_full_disk_is_told_once() -> None:
         assert log.take_lost() == []
 
 
-# -- The status line ----------------------------------------------------------------------------------------------
-
-
-class Screen:
-    """A relay that writes to a pipe, which the status line takes for a terminal."""
-
-    def __init__(self, relay: Relay, read: int) -> None:
-        self.relay, self._read = relay, read
-
-    def written(self) -> str:
-        self.relay.wait(0)
-        while self.relay.pending:
-            self.relay.wait(1)
-        try:
-            return os.read(self._read, 65536).decode()
-        except BlockingIOError:
-            return ""
-
-
 @contextlib.contextmanager
-def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
-    # Not a fixture: pytest gives each phase of a test another standard error.
+def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Relay, Callable[[], str]]]:
+    """A relay that writes to a pipe, which the status line takes for a terminal; and what has been written to it.
+
+    No fixture: pytest gives each phase of a test another standard error.
+    """
     read, write = os.pipe()
     wake, other = os.pipe()
     os.set_blocking(read, False)
@@ -125,8 +95,15 @@ def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(os, "isatty", lambda fd: fd == 2)
     monkeypatch.setattr(status, "_columns", lambda: 20)
     relay = Relay(wake)
+
+    def written() -> str:
+        relay.wait(0)
+        while relay.pending:
+            relay.wait(1)
+        return read_now(read).decode()
+
     try:
-        yield Screen(relay, read)
+        yield relay, written
     finally:
         os.dup2(before, 2)
         relay.close()
@@ -134,28 +111,21 @@ def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
             os.close(fd)
 
 
-def test_the_line_is_shown_once_and_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    with screen_of(monkeypatch) as screen:
-        line = StatusLine(screen.relay)
-        line.update("generation 1, 2 of 2 workers")
-        assert screen.written() == "\r\x1b[K\x1b[2mgeneration 1, 2 of \x1b[0m"
-        line.update("generation 1, 2 of 2 workers")
-        assert screen.written() == ""
+def test_the_line_is_shown_once_cut_to_the_terminal_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with screen_of(monkeypatch) as (relay, written):
+        line = StatusLine(relay)
+        for shown in ("\r\x1b[K\x1b[2mgeneration 1, 2 of \x1b[0m", ""):
+            line.update("generation 1, 2 of 2 workers")
+            assert written() == shown
         line.update("generation 2\x1b[31m\né")
-        assert screen.written() == "\r\x1b[K\x1b[2mgeneration 2?[31m??\x1b[0m"
-
-
-def test_the_line_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    with screen_of(monkeypatch) as screen:
-        line = StatusLine(screen.relay)
+        assert written() == "\r\x1b[K\x1b[2mgeneration 2?[31m??\x1b[0m"
         line.update("one")
-        screen.written()
-        screen.relay.say("hello")
+        written()
+        relay.say("hello")
         line.update("one")
-        assert screen.written() == "\r\x1b[Kkvhvdrun: hello\n"
+        assert written() == "\r\x1b[Kkvhvdrun: hello\n"
         line.update("two")
-        assert screen.written().endswith("two\x1b[0m")
-        line.erase()
-        assert screen.written() == "\r\x1b[K"
-        line.erase()
-        assert screen.written() == ""
+        assert written().endswith("two\x1b[0m")
+        for shown in ("\r\x1b[K", ""):
+            line.erase()
+            assert written() == shown

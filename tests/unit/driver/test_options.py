@@ -20,57 +20,48 @@ def plan(*arguments: str) -> ElasticPlan:
     return elastic_plan(options, *launch._program(options))
 
 
-def hosts(made: ElasticPlan) -> dict[str, int] | None:
-    assert isinstance(made.discovery, FixedHosts)
-    return made.discovery.poll(0.0)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "least", "first", "most", "slots"),
+    ("arguments", "numbers", "slots"),
     [
-        (["--min-np", "2"], 2, None, 256, 2),
-        (["--max-np", "3"], 1, None, 3, 3),
-        (["--max-np", "3", "-np", "2"], 2, 2, 3, 3),
+        (["--min-np", "2"], (2, None, 256), {"localhost": 2}),
+        (["--max-np", "3"], (1, None, 3), {"localhost": 3}),
+        (["--max-np", "3", "-np", "2"], (2, 2, 3), {"localhost": 3}),
+        (
+            ["--min-np", "1", "-H", "localhost,127.0.0.2:1", "--slots", "3"],
+            (1, None, 256),
+            {"localhost": 3, "127.0.0.2": 1},
+        ),
+        (["--min-np", "1", "--hostfile", "hosts"], (1, None, 256), {"localhost": 2}),
     ],
 )
-def test_numbers_of_workers(arguments: list[str], least: int, first: int | None, most: int, slots: int) -> None:
-    made = plan(*arguments, "true")
-    settings = made.settings
-    assert (settings.min_np, settings.first_np, settings.max_np) == (least, first, most)
-    assert hosts(made) == {"localhost": slots}
-
-
-def test_hosts(tmp_path: Path) -> None:
-    assert hosts(plan("--min-np", "1", "-H", "localhost:2,127.0.0.2", "true")) == {"localhost": 2, "127.0.0.2": 1}
-    named = plan("--min-np", "1", "-H", "localhost,127.0.0.2:1", "--slots", "3", "true")
-    assert hosts(named) == {"localhost": 3, "127.0.0.2": 1}
+def test_numbers_of_workers_and_hosts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], numbers: Any, slots: dict[str, int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    assert hosts(plan("--min-np", "1", "--hostfile", str(tmp_path / "hosts"), "true")) == {"localhost": 2}
-    made = plan("--host-discovery-script", "./hosts --all", "true")
-    assert isinstance(made.discovery, HostDiscoveryScript)
-    assert made.settings.min_np == 1
+    made = plan(*arguments, "true")
+    assert (made.settings.min_np, made.settings.first_np, made.settings.max_np) == numbers
+    assert isinstance(made.discovery, FixedHosts)
+    assert made.discovery.poll(0.0) == slots
 
 
 def test_everything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "2", "9"]
     more = ["--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
-    made = plan("--min-np", "1", *options, *more, "true", "--min-np", "3")
+    made = plan("--host-discovery-script", "./hosts --all", *options, *more, "true", "--min-np", "3")
     settings = made.settings
-    assert (settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (7, 5.0, 8.0)
+    assert isinstance(made.discovery, HostDiscoveryScript)
+    assert (settings.min_np, settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (1, 7, 5, 8)
     assert settings.cooldown == Cooldown(2.0, 9.0)
     assert made.event_log == str(tmp_path / "log")
     assert (made.prefix, made.verbose, made.bind_cores) == (False, True, True)
     assert list(made.command[1:]) == ["--min-np", "3"]
     assert made.environment["PYTHONUNBUFFERED"] == "1"
     assert not [name for name in made.environment if name.startswith(("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL"))]
-
-
-def test_defaults() -> None:
-    settings = plan("--min-np", "1", "true").settings
-    assert (settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (None, 600.0, 30.0)
-    assert settings.cooldown == Cooldown(10.0, 300.0)
-    assert plan("--min-np", "1", "true").settings.job != settings.job
+    defaults = plan("--min-np", "1", "true").settings
+    assert (defaults.reset_limit, defaults.elastic_timeout_s, defaults.start_timeout_s) == (None, 600.0, 30.0)
+    assert (defaults.cooldown, defaults.job == settings.job) == (Cooldown(10.0, 300.0), False)
 
 
 def test_a_file_of_options(tmp_path: Path) -> None:
@@ -85,15 +76,11 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["--min-np", "0"], "--min-np 0: expected a whole number of at least 1."),
-        (["--min-np", "1", "--reset-limit", "-1"], "--reset-limit -1: expected a whole number of at least 0."),
         (["--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2."),
         (["--min-np", "3", "-np", "2"], "--min-np 3 is more than -np 2."),
-        (["--max-np", "3", "-np", "4"], "-np 4 is more than --max-np 3."),
         (["--max-np", "257"], "a job has at most 256 workers"),
         (["--min-np", "1", "--elastic-timeout", "soon"], "--elastic-timeout soon: expected a number of seconds"),
-        (["--min-np", "1", "--blacklist-cooldown-range", "0.5", "9"], "range 0.5 9: expected two numbers of seconds"),
         (["--min-np", "1", "--blacklist-cooldown-range", "9", "8"], "the lower one first"),
-        (["--min-np", "1", "-H", "localhost:1", "--hostfile", "x"], "both -H and --hostfile name hosts."),
         (["--host-discovery-script", "x", "-H", "localhost"], "both --host-discovery-script and -H name hosts."),
         (["--min-np", "3", "-H", "localhost:2"], "3 workers are needed, but the hosts have 2 slots."),
         (["--min-np", "1", "--output-filename", "out"], "--output-filename keeps what each rank writes"),
@@ -103,10 +90,8 @@ def test_a_file_of_options(tmp_path: Path) -> None:
 def test_what_cannot_be_is_said(capfd: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     assert launch.main([*arguments, "true"]) == 2
     out, err = capfd.readouterr()
-    assert err.startswith("kvhvdrun: ")
+    assert (out, err.startswith("kvhvdrun: "), "Fix: " in err) == ("", True, True)
     assert text in err
-    assert "Fix: " in err
-    assert out == ""
 
 
 def test_a_command_that_no_message_holds(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +105,6 @@ def test_a_command_that_no_message_holds(monkeypatch: pytest.MonkeyPatch, capfd:
     ("line", "text"),
     [
         ("blacklist-cooldown-range: 5", "range 5: expected two numbers"),
-        ("blacklist-cooldown-range: [[5, 6], 7]", "job.yaml:2: 'blacklist-cooldown-range' has no value."),
         ("min-num-proc: 2", "min-np and min-num-proc are the same option."),
     ],
 )
@@ -146,6 +130,5 @@ def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.of(Slot("a", 7), slots) == ({"OMP_NUM_THREADS": "2"}, (7,))  # settled by the first
     slots.update({"a": 2})
     assert made.of(Slot("a", 3), slots)[1] == (6, 7)  # has just gone
-    chosen: Any = shares.Shares(False, {"OMP_NUM_THREADS": "5"}, 1)
-    assert chosen.of(Slot("a", 0), slots) == ({}, ())
+    assert shares.Shares(False, {"OMP_NUM_THREADS": "5"}, 1).of(Slot("a", 0), slots) == ({}, ())
     assert shares.Shares(False, {}, 2).of(Slot("a", 0), slots) == ({"OMP_NUM_THREADS": "4"}, ())

@@ -179,17 +179,12 @@ class History:
         size = len(members)
         for rank, member in enumerate(members):
             world = self.worlds[member]
-            assert (world["generation"], world["rank"], world["size"], len(world["hosts"])) == (
-                number,
-                rank,
-                size,
-                size,
-            )
-            assert member not in self.known_dead
-            assert member not in self.dismissed
+            assert (world["generation"], world["rank"], world["size"]) == (number, rank, len(world["hosts"]))
+            assert (world["size"], member in self.known_dead, member in self.dismissed) == (size, False, False)
         self.worlds.clear()
         assert size <= self.settings.max_np
-        assert self.gone_well or size >= self.settings.min_np or self.somebody_finished(), "below --min-np"
+        somebody_finished = any(worker.finished for worker in self.job.workers)
+        assert self.gone_well or size >= self.settings.min_np or somebody_finished, "below --min-np"
         before = self.generations[-1] if self.generations else []
         old = [member for member in members if member in before]
         assert not before or (old and members[0] in old), "rank 0 is new"
@@ -211,9 +206,6 @@ class History:
             assert news == sorted(news, reverse=True), "a newcomer comes before an old worker of its machine"
         self.generations.append(members)
         self.kinds.add("generation")
-
-    def somebody_finished(self) -> bool:
-        return any(worker.finished for worker in self.job.workers)
 
     # -- What happens
 
