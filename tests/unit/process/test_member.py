@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError
+from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError, PeerLostError
 from kvstore_hvd.process import member as member_module
 from kvstore_hvd.process import process
+from kvstore_hvd.process.inner_worlds import InnerMember, InnerWorlds
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.process.stall import StallInspector
 from kvstore_hvd.worlds.topology import Host, Topology, World
@@ -25,29 +28,26 @@ def fake() -> Iterator[FakeCommunicator]:
         yield communicator
 
 
-class MXNetError(RuntimeError):
-    """What MXNet raises at a read: the text of our error, of no class of ours."""
-
-
-def test_two_errors_that_nobody_has_read_are_both_told(fake: FakeCommunicator) -> None:
-    """One was put off, the other one comes from MXNet; once."""
-    process.current().member.defer(MismatchError("'first': ranks disagree on shape.\n  details"))
+@pytest.mark.parametrize("held", [0, 1])
+def test_errors_that_nobody_has_read_are_told_once(fake: FakeCommunicator, held: int) -> None:
+    """Two, of which one was put off and one comes from MXNet; one that comes twice; after a call that fails."""
+    mine = process.current().member
+    mine.defer(MismatchError("'first': ranks disagree on shape.\n  details"))
     fake.adapter.unread.append(InputFailedError("'second': its input failed.\n  details"))
-    with pytest.raises(MismatchError) as caught:
-        process.current().member.check()
-    assert "'first'" in str(caught.value)
-    assert "'second'" in str(caught.value)
-    process.current().member.check()
-
-
-def test_one_error_that_comes_twice_is_told_once_in_our_own_class(fake: FakeCommunicator) -> None:
+    mine.hold_unread(held)
+    with pytest.raises(ValueError, match="wrong"), mine.submitting():
+        raise ValueError("wrong")
+    mine.hold_unread(-held)
+    with pytest.raises(MismatchError, match=r"(?s)'first'.*'second'"):
+        mine.check()
+    mine.check()
     text = "'first': ranks disagree on shape.\n  details"
-    process.current().member.defer(MXNetError(f"Traceback\n{text}"))
+    mine.defer(RuntimeError(f"Traceback\n{text}"))  # as MXNet raises it
     fake.adapter.unread.append(MismatchError(text))
     with pytest.raises(MismatchError) as caught:
-        process.current().member.check()
+        mine.check()
     assert str(caught.value) == text
-    process.current().member.check()
+    mine.check()
 
 
 def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,12 @@ def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch: pytest.M
 
 
 def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:
+    first, second = (Topology.of(0, [Host.here()], generation=each, source="launcher") for each in range(2))
     mine = Member()
-    mine.join(_world_of_one(0))
+    mine.join(World(first, "fake", b""))
     mine.defer(KVHvdError("of the world before"))
     mine.leave()
-    mine.join(_world_of_one(1))
+    mine.join(World(second, "fake", b""))
     mine.check()
 
 
@@ -117,18 +118,62 @@ def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
     assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
 
 
-def _world_of_one(generation: int) -> World:
-    return World(Topology.of(0, [Host.here()], generation=generation, source="launcher"), "fake", b"")
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_who_is_interrupted_as_it_leaves_a_world_inside_leaves_all(fake: FakeCommunicator, interrupted: int) -> None:
+    """Nobody waits for this worker, neither in the worlds inside nor in that of all workers."""
+    members = [_Inner(), _Inner()]
+    members[interrupted]._lost = KeyboardInterrupt()
+    mine = process.current()
+    mine._inner = worlds(*members)
+    with pytest.raises(KeyboardInterrupt):
+        mine.leave()
+    reason = "it was interrupted while it left: KeyboardInterrupt"
+    assert [member.reasons[-1] for member in members] == [reason] * 2
+    assert fake.left == [reason]
+    assert not mine.is_initialized
 
 
-@pytest.mark.parametrize("held", [0, 1])
-def test_an_error_that_waits_survives_a_call_that_fails(fake: FakeCommunicator, held: int) -> None:
-    mine = process.current().member
-    mine.defer(KVHvdError("of an operation"))
-    mine.hold_unread(held)
-    with pytest.raises(ValueError, match="wrong"), mine.submitting():
-        raise ValueError("wrong")
-    mine.hold_unread(-held)
-    with pytest.raises(KVHvdError, match="of an operation"):
-        mine.check()
-    mine.check()
+class _Inner(InnerMember):
+    """A world inside that is left with an error to tell, or cannot be left in good order."""
+
+    def __init__(self, unread: KVHvdError | None = None, lost: KVHvdError | None = None) -> None:
+        super().__init__([0, 1], 1)
+        self._unread = unread
+        self._lost: BaseException | None = lost
+        self.reasons: list[str] = []
+
+    def leave(self, reason: str = "") -> Exception | None:
+        """Remember that it was."""
+        self.reasons.append(reason)
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        return self._unread
+
+
+def worlds(*members: Any) -> InnerWorlds:
+    """Worlds that this worker is in already."""
+    inner = InnerWorlds()
+    inner._members = list(members)
+    return inner
+
+
+FIRST, SECOND, LOST = MismatchError("the first"), MismatchError("the second"), PeerLostError("rank 1 died")
+
+
+@pytest.mark.parametrize(
+    ("members", "raised", "logged"),
+    [
+        ([_Inner(FIRST), _Inner(SECOND)], FIRST, ["the second"]),
+        ([_Inner(lost=LOST), _Inner(SECOND), _Inner()], LOST, ["the second"]),
+        ([_Inner(FIRST), _Inner(FIRST)], FIRST, []),  # a fork lets all of them know of one error
+        ([_Inner(), _Inner()], None, []),
+    ],
+)
+def test_the_first_error_is_raised_and_the_others_are_logged(
+    members: list[_Inner], raised: Exception | None, logged: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "kvstore_hvd"):
+        assert worlds(*members).leave("") is raised
+    assert [member.reasons for member in members] == [[""]] * len(members)
+    assert [record.getMessage().rpartition("\n")[2] for record in caplog.records] == logged

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,6 @@ from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.recording.trace import _OPEN_ROUNDS, _Rounds, write_trace
 from kvstore_hvd.timeline.__main__ import main
 from kvstore_hvd.worlds.topology import Host, Topology
-from support.launchers import environment
-from support.patience import patient
 from support.timeline import Trace, parts_of
 
 ALONE = Topology.of(0, [Host.here()], source="single")
@@ -58,259 +54,164 @@ def write_part(target: Path, header: Header, *events: TimelineEvent, lost: int =
     return part.path
 
 
-class TestParts:
-    """What one worker writes."""
+def test_a_part_says_who_wrote_it_and_when_it_is_complete(tmp_path: Path) -> None:
+    part = PartWriter(str(tmp_path / "t"), header(rank=1))
+    assert part.path == part_path(str(tmp_path / "t"), 1)
+    assert read_header(part.path) == header(rank=1)
+    part.add([event()])
+    assert not has_ended(part.path, "s")
+    part.end()
+    assert has_ended(part.path, "s")
+    assert not has_ended(part.path, "another")
+    assert not has_ended(part.path + "x", "s")
 
-    def test_a_part_says_who_wrote_it_and_when_it_is_complete(self, tmp_path: Path) -> None:
-        part = PartWriter(str(tmp_path / "t"), header(rank=1))
-        assert part.path == part_path(str(tmp_path / "t"), 1)
-        assert read_header(part.path) == header(rank=1)
-        part.add([event()])
-        assert not has_ended(part.path, "s")
-        part.end()
-        assert has_ended(part.path, "s")
-        assert not has_ended(part.path, "another")
-        assert not has_ended(part.path + "x", "s")
 
-    def test_two_cannot_write_one_part(self, tmp_path: Path) -> None:
-        first = PartWriter(str(tmp_path / "t"), header())
-        with pytest.raises(OSError, match="another process is writing it"):
-            PartWriter(str(tmp_path / "t"), header(session="another"))
-        assert read_header(first.path) == header()
-        child = os.fork()  # it has the file open until it ends
-        if child == 0:
-            signal.pause()
-        first.end()
-        PartWriter(str(tmp_path / "t"), header(session="another")).end()
-        assert read_header(first.path) == header(session="another")
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+def test_two_cannot_write_one_part(tmp_path: Path) -> None:
+    first = PartWriter(str(tmp_path / "t"), header())
+    with pytest.raises(OSError, match="another process is writing it"):
+        PartWriter(str(tmp_path / "t"), header(session="another"))
+    assert read_header(first.path) == header()
+    child = os.fork()  # it has the file open until it ends
+    if child == 0:
+        signal.pause()
+    first.end()
+    PartWriter(str(tmp_path / "t"), header(session="another")).end()
+    assert read_header(first.path) == header(session="another")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
-    @pytest.mark.parametrize("text", ["", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"])
-    def test_what_is_no_part_is_known(self, tmp_path: Path, text: str) -> None:
+
+def test_what_is_no_part_is_known(tmp_path: Path) -> None:
+    for text in ("", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"):
         (tmp_path / "x").write_text(text)
         assert read_header(str(tmp_path / "x")) is None
 
 
-class TestTrace:
-    """The file that viewers open."""
+def test_an_operation_is_a_wait_and_a_reduction(tmp_path: Path) -> None:
+    """Ranks share a clock that begins with the first."""
+    target = tmp_path / "t"
+    early = event("s0/v", 1000)
+    first = write_part(target, header(0, begin=5000), event("s0/w", 6000), early)
+    write_trace(str(target), [first, write_part(target, header(1, begin=4000), event("s0/w", 6000))])
+    trace = Trace(target)
+    assert trace.ranks() == [0, 1]
+    for rank in range(2):
+        waiting, working = trace.row(rank, "w (key 1)")
+        assert (waiting["name"], waiting["ts"], waiting["dur"]) == ("NEGOTIATE_ALLREDUCE", 2.0, 1.0)
+        assert (working["name"], working["ts"], working["dur"]) == ("ALLREDUCE", 3.0, 2.0)
+        expected = {"bytes": 12, "dtype": "float32", "algorithm": "direct", "op": "sum", "name": "s0/w"}
+        assert working["args"] == expected
+    assert [(each["ts"], each["dur"]) for each in trace.row(0, "v (key 1)")] == [(0, 0)] * 2
+    assert (trace.about["ts_0_unix_ns"], trace.about["ts_0_monotonic_ns"]) == (10**18, 4000)
 
-    def test_an_operation_is_a_wait_and_a_reduction(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        write_trace(str(target), [write_part(target, header(rank), event("s0/w")) for rank in range(2)])
-        trace = Trace(target)
-        assert trace.ranks() == [0, 1]
-        for rank in range(2):
-            waiting, working = trace.row(rank, "w (key 1)")
-            assert (waiting["name"], waiting["ts"], waiting["dur"]) == ("NEGOTIATE_ALLREDUCE", 1.0, 1.0)
-            assert (working["name"], working["ts"], working["dur"]) == ("ALLREDUCE", 2.0, 2.0)
-            expected = {"bytes": 12, "dtype": "float32", "algorithm": "direct", "op": "sum", "name": "s0/w"}
-            assert working["args"] == expected
-        assert trace.about["ts_0_unix_ns"] == 10**18
-        assert trace.about["ts_0_monotonic_ns"] == 1000
 
-    def test_ranks_share_a_clock_that_begins_with_the_first(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        parts = [
-            write_part(target, header(0, begin=5000), event("s0/w", 6000), event("s0/v", 1000)),
-            write_part(target, header(1, begin=4000), event("s0/w", 6000)),
-        ]
-        write_trace(str(target), parts)
-        trace = Trace(target)
-        assert [trace.row(rank, "w (key 1)")[0]["ts"] for rank in range(2)] == [2.0, 2.0]
-        waiting, working = trace.row(0, "v (key 1)")
-        assert (waiting["ts"], waiting["dur"], working["ts"], working["dur"]) == (0, 0, 0, 0)
+def test_rounds_begin_with_their_first_submission(tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    part = PartWriter(str(target), header(0, 1, mark=True))
+    part.world(0)
+    part.add([event("s0/a", 4000), event("s0/b", 3000), event("s0/a", 9000, round=2)])
+    part.world(1)
+    part.add([event("s0/a", 20000)])
+    part.end()
+    write_trace(str(target), [part.path])
+    assert Trace(target).cycles(0) == [2.0, 8.0, 19.0]
 
-    def test_rounds_begin_with_their_first_submission(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        part = PartWriter(str(target), header(0, 1, mark=True))
-        part.world(0)
-        part.add([event("s0/a", 4000), event("s0/b", 3000), event("s0/a", 9000, round=2)])
-        part.world(1)
-        part.add([event("s0/a", 20000)])
-        part.end()
-        write_trace(str(target), [part.path])
-        assert Trace(target).cycles(0) == [2.0, 8.0, 19.0]
 
-    def test_calls_without_a_name_have_a_row_together(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        unnamed = [
-            event(f"hvd/allreduce.noname.{i}", 2000 + 5000 * i, label=f"'allreduce.noname.{i}'") for i in range(1, 100)
-        ]
-        group = [
-            event(f"hvd/allgather.noname.{i}.{k}", 5000 * i, label=f"'allgather.noname.{i}.{k}'")
-            for i in range(1, 4)
-            for k in range(2)
-        ]
-        joins = [event(f"join/{i}/presence", 5000 * i, label=f"'join/{i}/presence'") for i in range(1, 4)]
-        write_trace(str(target), [write_part(target, header(0, 1), *unnamed, *group, *joins)])
-        trace = Trace(target)
-        assert trace.names(0) == ["allreduce.noname", "allgather.noname.0", "allgather.noname.1", "join/presence"]
-        spans = trace.row(0, "allreduce.noname")
-        assert len(spans) == 2 * 99
-        assert spans[-1]["args"]["name"] == "hvd/allreduce.noname.99"
+def test_calls_without_a_name_have_a_row_together(tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    names = [f"hvd/allreduce.noname.{i}" for i in range(1, 100)]
+    names += [f"hvd/allgather.noname.{i}.{k}" for i in range(1, 4) for k in range(2)]
+    names += [f"join/{i}/presence" for i in range(1, 4)]
+    events = [event(name, 5000 * i, label=f"'{name.removeprefix('hvd/')}'") for i, name in enumerate(names)]
+    write_trace(str(target), [write_part(target, header(0, 1), *events)])
+    trace = Trace(target)
+    assert trace.names(0) == ["allreduce.noname", "allgather.noname.0", "allgather.noname.1", "join/presence"]
+    spans = trace.row(0, "allreduce.noname")
+    assert len(spans) == 2 * 99
+    assert spans[-1]["args"]["name"] == "hvd/allreduce.noname.99"
 
-    def test_process_sets_have_rows_of_their_own(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        part = PartWriter(str(target), header(0, 1, mark=True))
-        part.world(0)
-        part.add([event("hvd/x", 2000)])
-        part.add([event("hvd/x", 3000)], process_set=3)
-        part.add([])
-        part.add([event("hvd/x", 10_000)], process_set=3)
-        part.add([event("hvd/x", 10_000)])
-        part.world(1)
-        part.add([event("hvd/x", 20_000)])
-        part.add([event("hvd/x", 30_000)], process_set=3)
-        part.world(2)
-        part.add([event("hvd/x", 40_000)], process_set=3)
-        part.end()
-        assert Path(part.path).read_text().count('{"set":') == 4
-        write_trace(str(target), [part.path])
-        trace = Trace(target)
-        title = event("hvd/x").label.replace("'", "")
-        assert trace.names(0) == [title, f"process set 3: {title}", "cycles", "process set 3: cycles"]
-        for name, begins, process_set in ((title, [1, 9, 19], None), (f"process set 3: {title}", [2, 9, 29, 39], 3)):
-            waits, works = trace.row(0, name)[::2], trace.row(0, name)[1::2]
-            assert [wait["ts"] for wait in waits] == begins
-            assert {work["args"].get("process_set") for work in works} == {process_set}
-        assert sorted(trace.cycles(0)) == [1, 2, 19, 29, 39]
 
-    def test_many_rounds_take_no_more_memory(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        # Of each round one operation completes after the next round has begun.
-        events = [
-            event(f"s0/{k}", 10_000 * (i + k) - 500 * k, round=i, submitted=10_000 * i - 500 * k)
-            for i in range(1, 2000)
-            for k in range(2)
-        ]
-        write_trace(str(target), [write_part(target, header(0, 1, mark=True), *events)])
-        assert Trace(target).cycles(0) == [10.0 * i - 1.5 for i in range(1, 2000)]
-        rounds = _Rounds()
-        told = [begin for one in events for begin in rounds.add(one)]
-        assert len(rounds._open) == _OPEN_ROUNDS
-        assert told + rounds.rest() == [10_000 * i - 500 for i in range(1, 2000)]
-        assert rounds.add(event(round=1999 - _OPEN_ROUNDS)) == []  # its beginning has been told
+def test_many_rounds_take_no_more_memory() -> None:
+    # Of each round one operation completes after the next round has begun.
+    events = [event(round=i, submitted=10_000 * i - 500 * k) for i in range(1, 2000) for k in range(2)]
+    rounds = _Rounds()
+    told = [begin for one in events for begin in rounds.add(one)]
+    assert len(rounds._open) == _OPEN_ROUNDS
+    assert told + rounds.rest() == [10_000 * i - 500 for i in range(1, 2000)]
+    assert rounds.add(event(round=1999 - _OPEN_ROUNDS)) == []  # its beginning has been told
 
-    def test_what_a_worker_died_in_the_middle_of_is_left_out(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        path = write_part(target, header(0), event(), lost=2, end=False)
-        with open(path, "a") as file:
-            file.write('["s0/1","\'1')
-        summary = write_trace(str(target), [path, write_part(target, header(1), event())])
-        assert (summary.operations, summary.lost, summary.ranks, summary.unfinished) == (2, 2, [0, 1], [0])
-        assert Trace(target).about["lost_operations"] == 2
 
-    def test_a_file_that_is_no_part_raises_and_changes_nothing(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        target.write_text("before")
-        (tmp_path / "other").write_text("{}")
-        for paths in ([], [str(tmp_path / "other")]):
-            with pytest.raises(ValueError, match="not a part"):
-                write_trace(str(target), paths)
-        assert target.read_text() == "before"
+def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    path = write_part(target, header(0), event(), lost=2, end=False)
+    with open(path, "a") as file:
+        file.write('["s0/1","\'1')
+    summary = write_trace(str(target), [path, write_part(target, header(1), event())])
+    assert (summary.operations, summary.lost, summary.ranks, summary.unfinished) == (2, 2, [0, 1], [0])
+    assert Trace(target).about["lost_operations"] == 2
+
+
+def test_a_file_that_is_no_part_raises_and_changes_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    target.write_text("before")
+    (tmp_path / "other").write_text("{}")
+    for paths in ([], [str(tmp_path / "other")]):
+        with pytest.raises(ValueError, match="not a part"):
+            write_trace(str(target), paths)
+    assert target.read_text() == "before"
+
+
+def test_only_the_latest_session_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "t"
+    write_part(target, Header("old", 2, 3, "host", 1, False, 0, 10**17), event())
+    write_part(target, header(0), event())
+    assert main(["merge", str(target)]) == 0
+    told = capsys.readouterr().out
+    assert "missing: rank 1 of 2" in told
+    assert f"left out, of another timeline: {part_path(str(target), 2)}" in told
+
+
+def test_a_file_is_made_and_nothing_else_is_left(tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    recorder = Recorder()
+    for _ in range(2):
+        recorder.start(target, False, None, ALONE)
+        assert recorder.is_recording
+        recorder.stop(None, ALONE)
+        assert not recorder.is_recording
+        assert Trace(target).ranks() == [0]
         assert parts_of(target) == []
 
 
-class TestMerge:
-    """``python -m kvstore_hvd.timeline merge``."""
-
-    def test_it_makes_the_timeline_of_a_killed_job(self, tmp_path: Path) -> None:
-        target = tmp_path / "a [1] timeline"
-        write_part(target, header(0), event(), end=False)
-        write_part(target, header(1), event())
-        command = [sys.executable, "-W", "error", "-m", "kvstore_hvd.timeline", "merge", str(target)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=patient(60), env=environment(), check=False
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "2 operations of ranks 0-1" in done.stdout
-        assert "did not end in good order: rank 0" in done.stdout
-        assert Trace(target).ranks() == [0, 1]
-        assert len(parts_of(target)) == 2
-
-    def test_only_the_latest_session_counts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        target = tmp_path / "t"
-        write_part(target, Header("old", 2, 3, "host", 1, False, 0, 10**17), event())
-        write_part(target, header(0), event())
-        assert main(["merge", str(target)]) == 0
-        told = capsys.readouterr().out
-        assert "missing: rank 1 of 2" in told
-        assert f"left out, of another timeline: {part_path(str(target), 2)}" in told
+@pytest.mark.parametrize("bad", [".", "a\0b", None, "x" * 300])
+def test_a_path_that_cannot_be_written_raises(tmp_path: Path, bad: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder()
+    with pytest.raises(InvalidRequestError, match=r"(?s)\[rank 0/1\] start_timeline: .*\n  Fix: "):
+        recorder.start(bad, False, None, ALONE)
+    assert (recorder.is_recording, os.listdir(tmp_path)) == (False, [])
 
 
-class TestRecorder:
-    """A recording from its start to its end, in a world of one."""
-
-    def test_a_file_is_made_and_nothing_else_is_left(self, tmp_path: Path) -> None:
-        target = tmp_path / "t"
-        recorder = Recorder()
-        for _ in range(2):
-            recorder.start(target, False, None, ALONE)
-            assert recorder.is_recording
-            recorder.stop(None, ALONE)
-            assert not recorder.is_recording
-            assert Trace(target).ranks() == [0]
-            assert parts_of(target) == []
-
-    def test_it_starts_once(self, tmp_path: Path) -> None:
-        recorder = Recorder()
-        recorder.start(tmp_path / "first", False, None, ALONE)
-        with pytest.raises(InvalidRequestError, match=r"(?s)recorded already, to '.*first'.*Fix: call stop_timeline"):
-            recorder.start(tmp_path / "second", False, None, ALONE)
-        assert recorder.is_recording
-        recorder.finish()
-        assert os.listdir(tmp_path) == ["first"]
-
-    @pytest.mark.parametrize("bad", ["", "missing/t", ".", "/dev/null", "a\0b", None, 3, b"t", "x" * 5000, "x" * 300])
-    def test_a_path_that_cannot_be_written_raises(
-        self, tmp_path: Path, bad: object, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        recorder = Recorder()
-        with pytest.raises(InvalidRequestError, match=r"(?s)\[rank 0/1\] start_timeline: .*\n  Fix: "):
-            recorder.start(bad, False, None, ALONE)
-        assert not recorder.is_recording
-        assert os.listdir(tmp_path) == []
-
-    def test_a_part_that_cannot_be_written_any_more_ends_the_recording(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        class Busy(_Silent):
-            def take_timeline(self) -> tuple[list[TimelineEvent], int]:
-                return [event()], 0
-
-        busy = Busy()
-        recorder = Recorder()
-        recorder.start(tmp_path / "t", False, None, ALONE)
-        recorder.joined(busy, ALONE)
-        recording = recorder._recording
-        assert recording is not None
-        recording._part._file.close()
-        recording._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
-        recorder.finish()
-        assert not recorder.is_recording
-        assert busy.recording is False
-        assert "No space left" in caplog.text
-        assert "python -m kvstore_hvd.timeline merge" in caplog.text
-
-    def test_it_goes_on_in_the_next_world(self, tmp_path: Path) -> None:
-        recorder = Recorder()
-        recorder.start(tmp_path / "t", True, None, ALONE)
-        begin = recorder._recording._header.monotonic_ns  # type: ignore[union-attr]
-        recorder.joined(_World(event(begin=begin)), ALONE)
-        recorder.left()
-        recorder.joined(
-            _World(event(begin=begin + 10**6)), Topology.of(0, [Host.here()], generation=1, source="single")
-        )
-        recorder.finish()
-        trace = Trace(tmp_path / "t")
-        assert len(trace.row(0, "1 (key 1)")) == 4
-        assert len(trace.cycles(0)) == 2
+def test_a_part_that_cannot_be_written_any_more_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = Busy()
+    recorder = Recorder()
+    recorder.start(tmp_path / "t", False, None, ALONE)
+    recorder.joined(busy, ALONE)
+    recording = recorder._recording
+    assert recording is not None
+    recording._part._file.close()
+    recording._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
+    recorder.finish()
+    assert not recorder.is_recording
+    assert busy.recording is False
+    assert "No space left" in caplog.text
+    assert "python -m kvstore_hvd.timeline merge" in caplog.text
 
 
-class _Silent(Communicator):
-    """Does nothing."""
+class Busy(Communicator):
+    """Has always completed an operation."""
 
     recording: bool | None = None
 
@@ -320,15 +221,7 @@ class _Silent(Communicator):
     def stop_timeline(self) -> None:
         self.recording = False
 
-    submit = run = prepare = wait = wait_for_all = health = abort = shutdown = mxnet_adapter = None  # type: ignore[assignment]
-
-
-class _World(_Silent):
-    """Has completed these operations."""
-
-    def __init__(self, *events: TimelineEvent) -> None:
-        self.events = list(events)
-
     def take_timeline(self) -> tuple[list[TimelineEvent], int]:
-        taken, self.events = self.events, []
-        return taken, 0
+        return [event()], 0
+
+    submit = run = prepare = wait = wait_for_all = health = abort = shutdown = mxnet_adapter = None  # type: ignore[assignment]
