@@ -42,59 +42,36 @@ def discover(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], comm: Any
     return bootstrap.discover(comm)
 
 
-# -- Topology -----------------------------------------------------------------------------------------------------
-
-
 def hosts(*names: str) -> list[Host]:
     return [Host(name.rstrip("'"), name) for name in names]
 
 
-def test_one_host() -> None:
-    topology = Topology.of(2, hosts("a", "a", "a"), source="mpi")
-    assert (topology.rank, topology.size, topology.local_rank, topology.local_size) == (2, 3, 2, 3)
-    assert (topology.cross_rank, topology.cross_size) == (0, 1)
-    assert topology.hosts == ("a", "a", "a")
-    assert topology.local_ranks == (0, 1, 2)
-    assert topology.host_count == 1
-
-
-def test_interleaved_hosts_of_unequal_size() -> None:
+def test_places_on_hosts_of_unequal_size() -> None:
     all_hosts = hosts("a", "b", "a", "b", "b")
     seen = [Topology.of(rank, all_hosts, source="mpi") for rank in range(5)]
+    assert [(t.rank, t.size) for t in seen] == [(rank, 5) for rank in range(5)]
     assert [t.local_rank for t in seen] == [0, 0, 1, 1, 2]
     assert [t.local_size for t in seen] == [2, 3, 2, 3, 3]
     assert [t.cross_rank for t in seen] == [0, 1, 0, 1, 0]
     assert [t.cross_size for t in seen] == [2, 2, 2, 2, 1]
-    assert seen[3].local_ranks == (1, 3, 4)
-    assert seen[3].host == "b"
-
-
-def test_hosts_of_one_name_are_told_apart() -> None:
-    topology = Topology.of(0, hosts("a", "a'", "a", "a'"), source="mpi")
-    assert topology.hosts == ("a", "a#2", "a", "a#2")
-    assert topology.local_ranks == (0, 2)
-
-
-# -- A world of one -----------------------------------------------------------------------------------------------
-
-
-def test_without_a_launcher_the_world_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
-    world = discover(monkeypatch, {})
-    assert (world.topology.rank, world.topology.size, world.topology.source) == (0, 1, "single")
+    assert (seen[3].local_ranks, seen[3].host, seen[3].host_count) == ((1, 3, 4), "b", 2)
+    topology = Topology.of(0, hosts("a", "a'", "a", "a'"), source="mpi")  # two hosts of one name
+    assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#2"), (0, 2))
 
 
 @pytest.mark.parametrize(
     "environ",
     [
+        {},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
     ],
 )
 def test_one_rank_needs_no_mpi(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert discover(monkeypatch, environ).topology.source == "single"
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
+    topology = discover(monkeypatch, environ).topology
+    assert (topology.rank, topology.size, topology.source) == (0, 1, "single")
 
 
 def test_horovodrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,23 +79,17 @@ def test_horovodrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         discover(monkeypatch, {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"})
 
 
-def horovods(rank: int, size: int) -> dict[str, str]:
-    """Return Horovod's variables of a worker of kvhvdrun."""
-    return horovod_variables.of_worker("localhost", horovod_variables.Seat(rank, size, rank, size))
-
-
 def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a worker starts, with all of its variables, with kvhvdrun's taken away, or only those of its rank."""
+
+    def horovods(rank: int, size: int) -> dict[str, str]:
+        return horovod_variables.of_worker("localhost", horovod_variables.Seat(rank, size, rank, size))
+
     assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
     assert discover(monkeypatch, {"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
-    topology = discover(monkeypatch, {**LAUNCHED, **horovods(1, 3)}).topology
-    assert (topology.rank, topology.size, topology.source) == (1, 3, "launcher")
-    # Another one's are no news, and do not count.
-    topology = discover(monkeypatch, {**LAUNCHED, **horovods(5, 7)}).topology
-    assert (topology.rank, topology.size) == (1, 3)
-
-
-# -- kvhvdrun -----------------------------------------------------------------------------------------------------
+    for others in (horovods(1, 3), horovods(5, 7)):  # another one's do not count
+        topology = discover(monkeypatch, {**LAUNCHED, **others}).topology
+        assert (topology.rank, topology.size, topology.source) == (1, 3, "launcher")
 
 
 def test_kvhvdruns_variables_make_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,41 +102,29 @@ def test_kvhvdruns_variables_make_the_world(monkeypatch: pytest.MonkeyPatch) -> 
     assert world.next_generation().topology.generation == 5
 
 
-@pytest.mark.parametrize("variable", ["KVHVD_JOB", "KVHVD_SECRET", "KVHVD_SIZE", "KVHVD_RANK"])
-def test_incomplete_variables_are_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    with pytest.raises(LaunchError, match=f"incomplete: {variable} not set"):
-        discover(monkeypatch, {name: value for name, value in LAUNCHED.items() if name != variable})
+@pytest.mark.parametrize(
+    ("changed", "fact"),
+    [
+        ({"KVHVD_SECRET": None}, "incomplete: KVHVD_SECRET not set"),
+        ({"KVHVD_RANK": None}, "incomplete: KVHVD_RANK not set"),
+        ({"KVHVD_RANK": "3"}, "KVHVD_RANK=3 is not below KVHVD_SIZE=3"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "by kvhvdrun and by mpirun"),
+    ],
+)
+def test_variables_that_cannot_be(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], fact: str) -> None:
+    with pytest.raises(LaunchError, match=fact):
+        discover(monkeypatch, {name: value for name, value in {**LAUNCHED, **changed}.items() if value is not None})
 
 
-def test_a_rank_beyond_the_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="KVHVD_RANK=3 is not below KVHVD_SIZE=3"):
-        discover(monkeypatch, {**LAUNCHED, "KVHVD_RANK": "3"})
-
-
-def test_mpirun_inside_kvhvdrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="by kvhvdrun and by mpirun"):
-        discover(monkeypatch, {**LAUNCHED, "PMI_SIZE": "2", "PMI_RANK": "0"})
-
-
-@pytest.mark.parametrize("ranks", [[], range(3)])
-def test_all_ranks_are_the_whole_world(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
-    world = discover(monkeypatch, LAUNCHED, ranks)
-    assert (world.topology.rank, world.topology.size, world.job) == (1, 3, "job")
-
-
-def test_some_ranks_are_a_world_of_their_own_in_the_order_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = discover(monkeypatch, LAUNCHED, [2, 1])
-    assert (world.topology.rank, world.topology.size) == (1, 2)
-    assert world.job != "job"
-
-
-@pytest.mark.parametrize("ranks", [[0, 3], [1, 1], [-1], "01", 2])
-def test_wrong_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
-    with pytest.raises(InvalidRequestError):
-        discover(monkeypatch, LAUNCHED, ranks)
-
-
-# -- MPI, played by a stand-in ------------------------------------------------------------------------------------
+def test_ranks_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are the whole world; some are a world of their own, in the order given."""
+    for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([2, 1], (1, 2))):
+        world = discover(monkeypatch, LAUNCHED, ranks)
+        assert (world.topology.rank, world.topology.size) == place
+        assert (world.job == "job") == (place[1] == 3)
+    for wrong in ([0, 3], [1, 1], [-1], "01", 2):
+        with pytest.raises(InvalidRequestError):
+            discover(monkeypatch, LAUNCHED, wrong)
 
 
 class FakeComm:
@@ -214,13 +173,11 @@ def fake_mpi(size: int, vendor: str = "Open MPI", version: tuple[int, ...] = (5,
     return module
 
 
-def install(monkeypatch: pytest.MonkeyPatch, module: Any, imported: bool = False) -> Any:
+def install(monkeypatch: pytest.MonkeyPatch, module: Any) -> Any:
     """Let `from mpi4py import MPI` find the stand-in."""
     package = types.ModuleType("mpi4py")
     package.__dict__.update(MPI=module, rc=types.SimpleNamespace(initialize=True, finalize=None))
     monkeypatch.setitem(sys.modules, "mpi4py", package)
-    if imported:
-        monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
     return package
 
 
@@ -236,13 +193,7 @@ def test_mpi_is_started_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (world.topology.size, world.topology.source) == (4, "mpi")
 
 
-def test_a_communicator_of_one_under_kvhvdrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, fake_mpi(1, initialised=True), imported=True)
-    with pytest.raises(LaunchError, match="given to init\\(\\) has size 1"):
-        discover(monkeypatch, LAUNCHED, FakeComm(0, 1))
-
-
-def test_a_world_of_one_under_a_launcher_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_under_a_launcher_of_more(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, fake_mpi(1))
     with pytest.raises(LaunchError) as caught:
         discover(monkeypatch, OPEN_MPI)
@@ -251,13 +202,17 @@ def test_a_world_of_one_under_a_launcher_of_four(monkeypatch: pytest.MonkeyPatch
         "  mpirun: Open MPI 5.0.11; mpi4py loaded: Open MPI 5.0.11\n"
         "  Fix: run `mpirun -n 4 python train.py` with the mpirun of the MPI that mpi4py loads."
     )
+    for name in OPEN_MPI:
+        monkeypatch.delenv(name)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", fake_mpi(1, initialised=True))
+    with pytest.raises(LaunchError, match="given to init\\(\\) has size 1"):
+        discover(monkeypatch, LAUNCHED, FakeComm(0, 1))
 
 
 @pytest.mark.parametrize(
     ("environ", "vendor", "version"),
     [
         (OPEN_MPI, "MPICH", (5, 0, 2)),
-        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "Open MPI", (5, 0, 11)),
         (OPEN_MPI, "Open MPI", (4, 1, 4)),
     ],
 )

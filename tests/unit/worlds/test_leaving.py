@@ -20,35 +20,29 @@ class MXNetError(Exception):
     """Has such texts."""
 
 
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that says why, in a process with such a ``sys``."""
-
-    def end(interactive: int = 0, **attributes: object) -> str:
-        flags = SimpleNamespace(interactive=interactive)
-        with monkeypatch.context() as patched:
-            patched.setattr(leaving, "sys", SimpleNamespace(flags=flags, **attributes))
-            return early_end("rank 3")
-
-    return end
+FIX = "\n  Fix: correct the ValueError on rank 3"
+FAILED = MXNetError("Traceback (most recent call last):\n  File x.cc, line 3\nMXNetError: Check failed: n > 0")
 
 
-def test_an_unhandled_exception_is_the_reason(ended: Any) -> None:
-    assert ended() == ""
-    fix = "\n  Fix: correct the ValueError on rank 3"
-    assert ended(last_value=ValueError(" one line\nanother")) == f"ValueError: one line{fix}"
-    trace = "Traceback (most recent call last):\n  File x.cc, line 3\n"
-    failed = MXNetError(f"{trace}MXNetError: Check failed: n > 0")
-    wanted = "MXNetError: Check failed: n > 0\n  Fix: correct the MXNetError on rank 3"
-    assert ended(last_value=failed) == wanted
-    assert ended(last_exc=KeyboardInterrupt(), last_value=None) == "KeyboardInterrupt"
-    assert ended(last_value=MismatchError("ours has a fix")) == "MismatchError: ours has a fix"
-    assert len(ended(last_value=ValueError("x" * 100_000))) == leaving._MAX_REASON + len(fix)
-
-
-def test_an_interactive_session_has_gone_on(ended: Any) -> None:
-    assert ended(last_value=ValueError("before"), ps1=">>> ") == ""
-    assert ended(last_value=ValueError("in the script of python -i"), interactive=1) == ""
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({}, ""),
+        ({"last_value": ValueError(" one line\nanother")}, f"ValueError: one line{FIX}"),
+        ({"last_value": FAILED}, "MXNetError: Check failed: n > 0\n  Fix: correct the MXNetError on rank 3"),
+        ({"last_exc": KeyboardInterrupt(), "last_value": None}, "KeyboardInterrupt"),
+        ({"last_value": MismatchError("ours has a fix")}, "MismatchError: ours has a fix"),
+        ({"last_value": ValueError("before"), "ps1": ">>> "}, ""),  # an interactive session has gone on
+        ({"last_value": ValueError("in the script of python -i"), "interactive": 1}, ""),
+    ],
+    ids=range(7),
+)
+def test_an_unhandled_exception_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, attributes: dict[str, Any], reason: str
+) -> None:
+    flags = SimpleNamespace(interactive=attributes.get("interactive", 0))
+    monkeypatch.setattr(leaving, "sys", SimpleNamespace(flags=flags, **attributes))
+    assert early_end("rank 3") == reason
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

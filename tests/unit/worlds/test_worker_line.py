@@ -130,12 +130,8 @@ def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, lin
     assert line.void(2) == ""
     threading.Timer(0.05, daemon.world, [2]).start()
     assert line.next_world("lost", "").topology.generation == 2
-    assert [daemon.take() for _ in range(3)][2] == {
-        "t": "ready",
-        "generation": 1,
-        "cause": "meeting",
-        "text": "worker 3 was killed",
-    }
+    ready = {"t": "ready", "generation": 1, "cause": "meeting", "text": "worker 3 was killed"}
+    assert [daemon.take() for _ in range(3)][2] == ready
 
 
 def test_updates(daemon: Daemon, line: WorkerLine) -> None:
@@ -155,19 +151,17 @@ def test_updates(daemon: Daemon, line: WorkerLine) -> None:
     until(lambda: line.update == (2, 1))
 
 
-def test_the_end_of_the_job(daemon: Daemon, line: WorkerLine) -> None:
-    daemon.send("fail", text="too many resets.")
-    with pytest.raises(LaunchError, match="the job ends: too many resets"):
-        line.enter()
-
-
-def test_a_worker_that_is_not_needed(daemon: Daemon, line: WorkerLine) -> None:
+@pytest.mark.parametrize("kind", ["fail", "leave"])
+def test_the_end_of_the_job_and_of_a_worker_that_is_not_needed(daemon: Daemon, line: WorkerLine, kind: str) -> None:
     daemon.world(0)
     line.enter()
-    daemon.send("leave", text="its slot was removed")
-    with pytest.raises(SystemExit) as end:
+    daemon.send(kind, text="too many resets.")
+    with pytest.raises(LaunchError if kind == "fail" else SystemExit) as end:
         line.next_world("updated", "")
-    assert end.value.code == 0
+    if kind == "fail":
+        assert "the job ends: too many resets" in str(end.value)
+    else:
+        assert end.value.code == 0
 
 
 def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon: Daemon, line: WorkerLine) -> None:
@@ -199,39 +193,25 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_worker_ends_without_its_line(daemon: Daemon, is_refused: bool) -> None:
+@pytest.mark.parametrize("how", ["closed", "refused", "nobody reads"])
+def test_a_worker_ends_without_its_line(daemon: Daemon, how: str) -> None:
     """Nobody watches over it; what it forked does not keep the line open, and is not ended by it."""
     command = [sys.executable, "-c", PROGRAM, daemon.name]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    try:
-        daemon.accept()
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == b"here\n"
-        if is_refused:
-            daemon.send("refused", text="another process has called init().")
-        daemon.worker.close()
-        assert worker.wait(LONG_S) == 1
-    finally:
-        os.killpg(worker.pid, 9)
-    assert worker.stderr is not None
-    said = worker.stderr.read()
-    if is_refused:
-        assert b"lost: another process has called init(). This process ends." in said
-    else:
-        assert b"the line to the daemon of this job is lost: the other side closed the connection." in said
-
-
-def test_a_worker_ends_without_its_line_although_nobody_reads_its_output(daemon: Daemon) -> None:
-    command = [sys.executable, "-c", PROGRAM, daemon.name]
     with full_pipe() as pipe:
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=pipe, start_new_session=True)
+        stderr = pipe if how == "nobody reads" else subprocess.PIPE
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
         try:
             daemon.accept()
             assert worker.stdout is not None
             assert worker.stdout.readline() == b"here\n"
+            if how == "refused":
+                daemon.send("refused", text="another process has called init().")
             daemon.worker.close()
             assert worker.wait(LONG_S) == 1
         finally:
             os.killpg(worker.pid, signal.SIGKILL)
-            worker.communicate()
+            _, said = worker.communicate()
+    if how == "refused":
+        assert b"lost: another process has called init(). This process ends." in said
+    elif how == "closed":
+        assert b"the line to the daemon of this job is lost: the other side closed the connection." in said
