@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launcher.as_horovod import through_this_package
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,15 +24,10 @@ print(sys.path[0], 'kvstore_hvd' in sys.modules)
 """
 
 
-def python(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**variables, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -79,13 +76,6 @@ def test_horovod_is_answered_for(tmp_path: Path) -> None:
     assert f"a module 'horovod' is installed ({tmp_path}/horovod.py)" in done.stderr
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P came with Python 3.11")
-def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import sys; print(sys.path)")
-    ours = python("-P", "-m", "kvstore_hvd", "train.py", cwd=tmp_path)
-    assert ours.stdout == python("-P", "train.py", cwd=tmp_path).stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -100,3 +90,41 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, arguments: tuple[str, ...], 
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "changed"),
+    [
+        ("python train.py", "python -m kvstore_hvd train.py"),
+        ("/opt/bin/python3.11 -u train.py -m x", "/opt/bin/python3.11 -u -m kvstore_hvd train.py -m x"),
+        ("python3 -m pkg.train --lr 1", "python3 -m kvstore_hvd -m pkg.train --lr 1"),
+        ("python -uWignore -Xdev train.py -c", "python -uWignore -Xdev -m kvstore_hvd train.py -c"),
+        ("python --check-hash-based-pycs never t.py", "python --check-hash-based-pycs never -m kvstore_hvd t.py"),
+        ("python -m kvstore_hvd train.py", "python -m kvstore_hvd train.py"),
+    ],
+)
+def test_python_commands_of_kvhvdrun_as_horovod(command: str, changed: str) -> None:
+    assert through_this_package(command.split()) == changed.split()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["python", "python -", "python -uc x", "python -m", "python -W"],
+)
+def test_without_a_program(command: str) -> None:
+    with pytest.raises(LaunchError, match=r"needs a script or a module.*\n  Fix: kvhvdrun -np N --as-horovod python"):
+        through_this_package(command.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        ("train.py --lr 1", "kvhvdrun -np N --as-horovod python train.py --lr 1"),
+        ("env A=1 python train.py", "write python -m kvstore_hvd where the command runs python"),
+    ],
+)
+def test_other_commands_are_refused_with_the_fix(command: str, fix: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        through_this_package(command.split())
+    assert f"the command begins with '{command.split(maxsplit=1)[0]}'" in str(caught.value)
+    assert fix in str(caught.value)

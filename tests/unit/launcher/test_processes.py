@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launcher.belonging import Remains, mark_of, mark_this_process
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.processes import descends_from
+from kvstore_hvd.launcher.writer import Writer
 from support.patience import patient
 
 SLEEP = [sys.executable, "-c", "import threading; threading.Event().wait(100)"]
@@ -64,7 +67,6 @@ def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variab
     while not (proc / "cmdline").read_bytes().startswith(b"job-guard"):
         select.select([], [], [], 0.01)  # it tells nobody that it is ready
     assert (proc / "comm").read_bytes().startswith(b"job-guard of")
-    assert b"kvh" not in (proc / "cmdline").read_bytes()
     os.close(right)
     while os.read(left, 1):
         pass
@@ -116,8 +118,6 @@ def test_a_number_that_has_become_a_strangers_gets_no_signal(
         stranger.kill()
 
 
-# -- Groups of workers --------------------------------------------------------------------------------------------
-
 # For a process of its own: a reaper collects every child of its process.
 REAPER = """
 import os, select, signal, subprocess, sys, time
@@ -139,14 +139,9 @@ def collected(count):
 
 def in_child(program: str) -> str:
     """Run it with a reaper; returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", REAPER + program],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", REAPER + program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -172,31 +167,31 @@ subprocess.Popen([sys.executable, '-c', cleaner]).wait()
 
 
 def test_a_leader_keeps_its_number_until_its_group_is_gone() -> None:
-    program = """
+    program = f"""
 killpg = os.killpg
 def checked(pid, number):
-    with open(f'/proc/{pid}/stat') as file:
+    with open(f'/proc/{{pid}}/stat') as file:
         print(number, file.read().rpartition(')')[2].split()[0], flush=True)
     killpg(pid, number)
 os.killpg = checked
-pid, output = leader(LEADER)
+pid, output = leader({LEAVES_A_DEAF_ONE!r})
 reaper.add(pid)
 assert collected(1) == [(pid, 7)]
 """
     # A zombie each time: the kernel has not given the number to anybody else.
-    assert in_child(f"LEADER = {LEAVES_A_DEAF_ONE!r}\n{program}").splitlines() == ["15 Z", "9 Z"]
+    assert in_child(program).splitlines() == ["15 Z", "9 Z"]
 
 
 def test_a_leader_that_is_killed_leaves_its_group_time() -> None:
-    program = """
-pid, output = leader(LEADER)
+    program = f"""
+pid, output = leader({HAS_A_CLEANER!r})
 reaper.add(pid)
 assert output.readline() == b'ready\\n'
 reaper.signal(pid, signal.SIGKILL)
 assert collected(1) == [(pid, -9)]
 print(output.read().decode())
 """
-    assert in_child(f"LEADER = {HAS_A_CLEANER!r}\n{program}").strip() == "cleaned up"
+    assert in_child(program).strip() == "cleaned up"
 
 
 def test_leaders_and_orphans_are_collected() -> None:
@@ -215,13 +210,31 @@ def test_whose_descendant_a_process_is(sleeper: subprocess.Popen[bytes]) -> None
     program = f"import subprocess; p = subprocess.Popen({SLEEP!r}, start_new_session=True); print(p.pid); p.wait()"
     with subprocess.Popen([sys.executable, "-uc", program], stdout=subprocess.PIPE, start_new_session=True) as worker:
         assert worker.stdout is not None
-        assert select.select([worker.stdout], [], [], 60)[0]
         child = int(worker.stdout.readline())
-        assert descends_from(worker.pid, worker.pid)
-        assert descends_from(child, worker.pid)
-        assert descends_from(child, os.getpid())
-        assert not descends_from(worker.pid, child)
-        assert not descends_from(sleeper.pid, worker.pid)
-        assert not descends_from(os.getpid(), worker.pid)
-        assert not descends_from(1 << 22, worker.pid)  # beyond all process ids
+        for process, ancestor in ((worker.pid, worker.pid), (child, worker.pid), (child, os.getpid())):
+            assert descends_from(process, ancestor)
+        beyond = 1 << 22  # all process ids
+        for process, ancestor in ((worker.pid, child), (sleeper.pid, worker.pid), (os.getpid(), worker.pid)):
+            assert not descends_from(process, ancestor)
+        assert not descends_from(beyond, worker.pid)
         os.kill(child, 9)
+
+
+def test_a_thread_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that tells what helps; once there may be threads again, everything is written in order."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reader, fd = os.pipe()
+    writer = Writer()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(LaunchError, match=r"(?s)refuses a thread that writes output.*Fix: .*pids\.max"):
+            writer.put(fd, b"first\n")
+    writer.put(fd, b"second\n")
+    assert writer.wait(patient(10))
+    writer.close()
+    assert os.read(reader, 100) == b"first\nsecond\n"
+    os.close(fd)
+    os.close(reader)
