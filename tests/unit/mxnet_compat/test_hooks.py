@@ -1,4 +1,4 @@
-"""What is changed in MXNet: the store is registered, its names create it, and it learns the names of parameters."""
+"""What is changed in MXNet: the store is registered, and its names create it; and what others ask about MXNet."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvstore_hvd.mxnet_compat import hooks, wrapping
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.mxnet_compat import gradients, graphs, hooks
 from support.fake_store import V2, Fake, World, mx, network, store_class, trainer_of
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
-
-# -- Registration -------------------------------------------------------------------------------------------------
 
 
 def test_registration_is_silent(world: type[World]) -> None:
@@ -40,70 +40,41 @@ def test_replacing_the_store_of_somebody_else_warns(world: type[World]) -> None:
 
 
 def test_installing_twice_wraps_once(world: type[World]) -> None:
-    places = [
-        (mx.model, "_create_kvstore"),
-        (mx.model, "_initialize_kvstore"),
-        (sys.modules["mxnet.gluon.trainer"], "_create_kvstore"),
-        (mx.gluon.Trainer, "_init_kvstore"),
-        (mx.gluon.Trainer, "__init__"),
-        (mx.gluon.Trainer, "_reset_kvstore"),
-        (mx.optimizer.Updater, "get_states"),
-    ]
-    if not V2:
-        places += [(mx.module.module, "_create_kvstore"), (mx.module.module, "_initialize_kvstore")]
-        places += [(mx.mod.Module, "init_optimizer"), (mx.model.FeedForward, "fit")]
+    trainer = sys.modules["mxnet.gluon.trainer"]
+    places = [(mx.model, "_create_kvstore"), (trainer, "_create_kvstore"), (mx.gluon.Trainer, "_init_kvstore")]
     first = [getattr(owner, name) for owner, name in places]
     hooks.install_hooks(store_class, lambda: None)
-    for function, (owner, name) in zip(first, places):
-        assert getattr(owner, name) is function, name
-        inner, makers = function, []
-        while wrapping.is_wrapped(inner):
-            makers.append(getattr(inner, wrapping._MAKER))
-            inner = getattr(inner, wrapping._WRAPPED)
-        assert 1 <= len(makers) == len(set(makers)), name
+    assert [getattr(owner, name) for owner, name in places] == first
 
 
-# -- The string trap ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["Horovod", "dist_horovod"])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("name", "devices"), [("Horovod", 1), ("dist_horovod", 2)])
 def test_a_string_creates_the_store(world: type[World], name: str, devices: int) -> None:
+    """It learns the names of parameters."""
     world.size = 2
     net = network(devices)
     trainer = trainer_of(net, name)
     trainer._init_kvstore()
     assert type(trainer._kvstore) is Fake
-    assert len(Fake.made) == 1
     assert not trainer._update_on_kvstore
     assert not trainer._distributed
-
-
-# -- Names of parameters ------------------------------------------------------------------------------------------
-
-
-def test_the_store_learns_the_names_of_parameters(world: type[World]) -> None:
-    net = network()
-    trainer = trainer_of(net, "horovod")
-    trainer._init_kvstore()
+    (made,) = Fake.made
     params = net.collect_params()
-    assert Fake.made[0].labels == dict(enumerate(sorted(params)))
+    assert made.labels == dict(enumerate(sorted(params)))
     if V2:
         assert "0.weight" in params  # where every parameter calls itself 'weight' or 'bias'
 
 
-# -- Order of imports ---------------------------------------------------------------------------------------------
-
-INSTALL = """
-from kvstore_hvd.mxnet_compat import install_hooks_on_import
-install_hooks_on_import(make, lambda: None)
-"""
-MAKE = """
+SCRIPT = """
+import sys
+from kvstore_hvd.mxnet_compat import install_hooks_on_import, numpy_shim
+numpy_shim.install()
 def make():
     import mxnet
     return type("Horovod", (mxnet.kvstore.KVStoreBase,), {"type": "horovod"})
-"""
-CHECK = """
+install_hooks_on_import(make, lambda: None)
+assert 'mxnet' not in sys.modules
+import importlib.util
+assert importlib.util.find_spec('mxnet')
 import mxnet
 assert type(mxnet.kv.create("horovod")) is mxnet.kv.KVStoreBase.kv_registry["horovod"]
 assert mxnet.kv.create("dist_horovod").type == "horovod"
@@ -112,15 +83,32 @@ assert not [finder for finder in sys.meta_path if getattr(finder, "tag", "").sta
 
 
 def test_mxnet_may_be_imported_later() -> None:
-    looked_for = "import importlib.util\nassert importlib.util.find_spec('mxnet')\n"
-    not_imported = "assert 'mxnet' not in sys.modules\n"
-    shim = "from kvstore_hvd.mxnet_compat import numpy_shim; numpy_shim.install()\n"
-    script = f"import sys\n{shim}{MAKE}{INSTALL}{not_imported}{looked_for}{CHECK}"
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:mxnet.kvstore", "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patient(100),
-    )
+    command = [sys.executable, "-W", "error::UserWarning:mxnet.kvstore", "-c", SCRIPT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning:mxnet")
+def test_questions_about_arrays_and_the_library() -> None:
+    plain, sparse, new = mx.nd.ones((2, 3)), mx.nd.sparse.zeros("row_sparse", (2, 3)), mx.np.ones((2,), dtype="int8")
+    arrays = (plain, sparse, new, plain.asnumpy())
+    assert [mxnet_compat.is_ndarray(x) for x in arrays] == [True, True, True, False]
+    assert [mxnet_compat.is_np_ndarray(x) for x in arrays] == [False, False, True, False]
+    assert [mxnet_compat.stype_of(x) for x in (plain, sparse)] == ["default", "row_sparse"]
+    assert [mxnet_compat.context_of(x) for x in (mx.nd.ones((1,), mx.cpu(1)), new)] == [mx.cpu(1), mx.cpu(0)]
+    for name in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool"):
+        assert mxnet_compat.dtype_name(mx.nd.zeros((1,), dtype=name)) == name
+    bfloat16 = np.dtype([("bfloat16", np.uint16)])  # how MXNet tells NumPy
+    assert mxnet_compat.dtype_name(mx.nd.empty((1,), dtype=bfloat16)) == "bfloat16"
+    assert mxnet_compat.version_number() == (20000 if V2 else 10901)
+    assert Path(mxnet_compat.libmxnet_path()).is_file()
+
+
+@pytest.mark.parametrize("value", [True, 0, "1", "True", "TRUE", "false"])
+def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+    monkeypatch.setattr(gradients, "_static_graphs", False)  # what follows does not count for later tests
+    flags = [("static_alloc", True), ("static_shape", value)]
+    data = mx.sym.var("data")
+    mx.nd.CachedOp(data + 1, flags)  # which refuses what it does not know
+    assert graphs.has_static_shape(flags) == (str(value).lower() in ("1", "true"))
+    assert len(graphs.checked_flags(data, flags)) == 2

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,54 +44,34 @@ def python(script: str, *, cwd: Path = ROOT, **variables: str) -> str:
     return done.stdout.strip()
 
 
-# -- Names --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bare_numpy() -> Any:
-    """Make a NumPy without any of the names."""
-    bare = types.ModuleType("numpy")
-    bare.__version__ = "2.9.9"  # type: ignore[attr-defined]
+def test_missing_names_are_added_and_those_that_exist_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare: Any = types.ModuleType("numpy")
+    bare.__version__ = "2.9.9"
     for name in ("bool_", "inf", "nan", "all", "any", "prod", "round", "isin", "sort"):
         setattr(bare, name, getattr(np, name))
-    bare.trapezoid = getattr(np, "trapezoid", None) or np.trapz  # type: ignore[attr-defined]
-    return bare
-
-
-def with_numpy(numpy: Any, action: Callable[[], None]) -> None:
-    """Do something while this is what ``import numpy`` gives; NumPy itself would not work meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "numpy", numpy)
-        action()
-
-
-def test_missing_names_are_added(bare_numpy: Any) -> None:
-    assert not NAMES & set(vars(bare_numpy))
-    with_numpy(bare_numpy, numpy_shim._add_numpy_names)
-    assert set(vars(bare_numpy)) >= NAMES
-    assert bare_numpy.bool is np.bool_
-    assert (bare_numpy.PINF, bare_numpy.NINF, bare_numpy.Inf) == (np.inf, -np.inf, np.inf)
-    assert np.isnan([bare_numpy.NAN, bare_numpy.NaN]).all()
-    assert (bare_numpy.PZERO, np.signbit(bare_numpy.PZERO), np.signbit(bare_numpy.NZERO)) == (0, False, True)
-    assert bare_numpy.compat.basestring is str
+    bare.trapezoid = getattr(np, "trapezoid", None) or np.trapz
+    mine: Any = types.ModuleType("numpy")
+    own = {name: object() for name in NAMES}
+    vars(mine).update(vars(bare), **own)
+    for numpy in (bare, mine):
+        with monkeypatch.context() as patch:  # NumPy itself would not work meanwhile
+            patch.setitem(sys.modules, "numpy", numpy)
+            numpy_shim._add_numpy_names()
+    assert {name: getattr(mine, name) for name in NAMES} == own
+    assert set(vars(bare)) >= NAMES
+    assert (bare.bool, bare.PINF, bare.NINF, bare.Inf) == (np.bool_, np.inf, -np.inf, np.inf)
+    assert np.isnan([bare.NAN, bare.NaN]).all()
+    assert (bare.PZERO, np.signbit(bare.PZERO), np.signbit(bare.NZERO)) == (0, False, True)
+    assert bare.compat.basestring is str
     values = np.array([[3, 1], [2, 4]])
-    assert bare_numpy.in1d(values, [1, 2]).tolist() == [False, True, True, False]
-    assert bare_numpy.in1d(values, [1, 2], invert=True).tolist() == [True, False, False, True]
-    assert bare_numpy.msort(values).tolist() == [[2, 1], [3, 4]]
-    assert bare_numpy.product(values) == 24
-    assert bare_numpy.alltrue(values)
-    assert bare_numpy.sometrue(values)
-    assert bare_numpy.round_(1.26, 1) == 1.3
-    assert bare_numpy.trapz(np.array([1.0, 2.0])) == 1.5
+    assert bare.in1d(values, [1, 2]).tolist() == [False, True, True, False]
+    assert bare.in1d(values, [1, 2], invert=True).tolist() == [True, False, False, True]
+    assert bare.msort(values).tolist() == [[2, 1], [3, 4]]
+    assert (bare.product(values), bare.round_(1.26, 1), bare.trapz(np.array([1.0, 2.0]))) == (24, 1.3, 1.5)
+    assert bare.alltrue(values)
+    assert bare.sometrue(values)
     with pytest.raises(NotImplementedError, match=r"^numpy\.npv was removed from NumPy; numpy_financial has it\.$"):
-        bare_numpy.npv(0.1, [1])
-
-
-def test_names_that_exist_are_left_alone(bare_numpy: Any) -> None:
-    mine = {name: object() for name in NAMES}
-    vars(bare_numpy).update(mine)
-    with_numpy(bare_numpy, numpy_shim._add_numpy_names)
-    assert {name: getattr(bare_numpy, name) for name in NAMES} == mine
+        bare.npv(0.1, [1])
 
 
 def test_the_numpy_that_is_installed_gets_all_names() -> None:
@@ -114,9 +93,6 @@ def test_the_documentation_lists_every_name() -> None:
     assert not missing, f"docs/numpy-shim.md does not name {missing}"
 
 
-# -- distutils ----------------------------------------------------------------------------------------------------
-
-
 def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
     # -S: without site-packages, hence without the distutils of setuptools
     script = (
@@ -129,29 +105,18 @@ def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
         "shim.finish()\n"
         "assert ('distutils' not in sys.modules) == ours"
     )
-    folder = Path(numpy_shim.__file__).parent
-    command = [sys.executable, "-S", "-W", "ignore", "-c", script, str(folder)]
+    command = [sys.executable, "-S", "-W", "ignore", "-c", script, str(Path(numpy_shim.__file__).parent)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr
 
 
-# -- Texts and arrays ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ((np.int64(2), 3), "(2, 3)"),
+def test_texts_and_arrays() -> None:
+    for value, text in [
         ([np.float64(1.0), np.float32(0.5)], "[1.0, 0.5]"),
         (((np.int64(1), 2), [np.bool_(True)]), "((1, 2), [True])"),
-        (np.float64(1.5), "1.5"),
-    ],
-)
-def test_text_of_parameters(value: object, text: str) -> None:
-    assert numpy_shim._plain(value) == text
+    ]:
+        assert numpy_shim._plain(value) == text
 
-
-def test_array_protocol() -> None:
     class Fake:
         def asnumpy(self) -> Any:
             return np.ones(2, "float32")
@@ -164,66 +129,29 @@ def test_array_protocol() -> None:
         Fake().__array__(copy=False)
 
 
-# -- The import hook ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make a module ``kvhvd_probe``; it appends to ``builtins.kvhvd_events`` when it is run."""
-    import builtins
-
+def test_hook_surrounds_the_first_import_that_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(builtins, "kvhvd_events", events, raising=False)
+    monkeypatch.setattr("builtins.kvhvd_events", events, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    hook = ImportHook("kvhvd_probe", lambda: events.append("before"), lambda: events.append("after"), "a")
+    hook.install()
     path = tmp_path / "kvhvd_probe.py"
-    path.write_text("import builtins\nbuiltins.kvhvd_events.append('run')\n")
-    importlib.invalidate_caches()
-    finders = list(sys.meta_path)
-    yield path
-    sys.meta_path[:] = finders
-    sys.modules.pop("kvhvd_probe", None)
-
-
-def events() -> list[str]:
-    import builtins
-
-    found: list[str] = builtins.kvhvd_events  # type: ignore[attr-defined]
-    return found
-
-
-def hook(tag: str) -> ImportHook:
-    made = ImportHook(
-        "kvhvd_probe", lambda: events().append(f"before {tag}"), lambda: events().append(f"after {tag}"), tag
-    )
-    made.install()
-    return made
-
-
-def test_hook_surrounds_the_first_import(module: Path) -> None:
-    hook("a")
-    import kvhvd_probe
-
-    assert events() == ["before a", "run", "after a"]
-    assert ImportHook.find("a") is None
-    assert type(kvhvd_probe.__loader__).__name__ == "SourceFileLoader"
-    assert kvhvd_probe.__spec__.loader is kvhvd_probe.__loader__
-    importlib.reload(kvhvd_probe)
-    assert events()[3:] == ["run"]
-
-
-def test_a_failed_import_can_be_tried_again(module: Path) -> None:
-    made = hook("a")
-    text = module.read_text()
-    module.write_text("raise RuntimeError('broken')\n")
+    path.write_text("raise RuntimeError('broken')\n")
     with pytest.raises(RuntimeError, match="broken"):
         importlib.import_module("kvhvd_probe")
-    assert ImportHook.find("a") is made
-    module.write_text(text + "# longer, so that no cached code fits\n")
-    importlib.import_module("kvhvd_probe")
-    assert events() == ["before a", "before a", "run", "after a"]
-
-
-# -- Workers of kvhvdrun ------------------------------------------------------------------------------------------
+    assert ImportHook.find("a") is hook
+    path.write_text("import builtins\nbuiltins.kvhvd_events.append('run')\n")
+    importlib.invalidate_caches()
+    probe = importlib.import_module("kvhvd_probe")
+    assert events == ["before", "before", "run", "after"]
+    assert ImportHook.find("a") is None
+    assert type(probe.__loader__).__name__ == "SourceFileLoader"
+    assert probe.__spec__ is not None
+    assert probe.__spec__.loader is probe.__loader__
+    importlib.reload(probe)
+    assert events[4:] == ["run"]
+    del sys.modules["kvhvd_probe"]
 
 
 @pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
@@ -241,9 +169,6 @@ def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path: Path) -> None:
     # Another environment's interpreter, which has no kvstore_hvd, finds MXNet as ever.
     bare = "import sys, importlib.util; sys.modules['kvstore_hvd'] = None; assert importlib.util.find_spec('mxnet')"
     python(bare, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other))))
-
-
-# -- Without MXNet ------------------------------------------------------------------------------------------------
 
 
 def test_require_mxnet_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

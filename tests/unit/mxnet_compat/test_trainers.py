@@ -13,8 +13,6 @@ from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import unsynchronised
 from support.fake_store import V2, World, mx, network, parameters, step, trainer_of
 
-# -- Trainers that would train alone ------------------------------------------------------------------------------
-
 
 def refused(has: str, exchanged: str = "Nothing") -> str:
     return (
@@ -33,8 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
     return caplog
 
 
-@pytest.mark.parametrize(("kvstore", "devices"), [("device", 1), ("local", 2)])
-@pytest.mark.parametrize("by", ["step", "update"])
+@pytest.mark.parametrize(("kvstore", "devices", "by"), [("device", 1, "step"), ("local", 2, "update")])
 def test_a_trainer_that_trains_alone_raises(world: type[World], kvstore: str, devices: int, by: str) -> None:
     """In its third update; collectives before it was made do not count."""
     world.size = 4
@@ -65,44 +62,33 @@ def test_without_a_store_it_warns_once(world: type[World], said: pytest.LogCaptu
     )
 
 
-@pytest.mark.parametrize("kvstore", [None, "device"])
-def test_broadcasts_only(world: type[World], said: pytest.LogCaptureFixture, kvstore: str | None) -> None:
+def test_broadcasts_only(world: type[World], said: pytest.LogCaptureFixture) -> None:
     world.size = 4
     net = network()
-    trainer = trainer_of(net, kvstore)
+    trainer = trainer_of(net, "device")
     mxnet_compat.note_collective(reduces=False)
     for number in range(1, 100):
         step(net, trainer)
-        assert len(said.messages) == (kvstore is not None and number >= 3)
-    if kvstore is None:
-        step(net, trainer)
-        return
+        assert len(said.messages) == (number >= 3)
     assert said.messages[0].startswith("Trainer has kvstore 'device', which stays in this worker, and so far there")
     with pytest.raises(errors.UnsynchronisedTrainerError) as caught:
         step(net, trainer)
     assert str(caught.value) == refused("Trainer has kvstore 'device'", "Nothing but broadcasts")
 
 
-@pytest.mark.parametrize("size", [None, 1])
-def test_alone_is_fine_when_there_is_nobody_else(world: type[World], size: int | None) -> None:
+@pytest.mark.parametrize("size", [None, 1, 4])
+def test_alone_is_fine_without_others_and_on_request(
+    world: type[World], monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
     world.size = size
+    if size == 4:
+        monkeypatch.setenv("KVHVD_ALLOW_LOCAL_TRAINER", "1")
+        reload()
     net = network()
     trainer = trainer_of(net, "device")
     for _ in range(4):
         step(net, trainer)
 
-
-def test_alone_is_fine_on_request(world: type[World], monkeypatch: pytest.MonkeyPatch) -> None:
-    world.size = 4
-    monkeypatch.setenv("KVHVD_ALLOW_LOCAL_TRAINER", "1")
-    reload()
-    net = network()
-    trainer = trainer_of(net, "device")
-    for _ in range(4):
-        step(net, trainer)
-
-
-# -- Module, which only MXNet 1 has ----------------------------------------------------------------------------------
 
 if not V2:
 
