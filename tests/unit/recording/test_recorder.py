@@ -136,7 +136,7 @@ def test_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
     for world, operations in enumerate([[(2000, None), (3000, 3), (10_000, 3)], [(20_000, None), (30_000, 3)]]):
         part.world(world)
         for begin, process_set in operations:
-            part.add([event("hvd/x", begin)], **({} if process_set is None else {"process_set": process_set}))
+            part.add([event("s0/x", begin)], **({} if process_set is None else {"process_set": process_set}))
     part.end()
     assert Path(part.path).read_text().count('{"set":') == 2
     write_trace(str(tmp_path / "t"), [part.path])
