@@ -9,40 +9,16 @@ import pytest
 from kvstore_hvd import errors
 from kvstore_hvd.config import known_variables
 
-LOST = [errors.PeerLostError, errors.TimeoutError, errors.TransportError]
-USER = [
-    errors.MismatchError,
-    errors.InputFailedError,
-    errors.InvalidRequestError,
-    errors.LaunchError,
-    errors.UnsupportedDtypeError,
-    errors.ShutdownError,
-    errors.ConfigError,
-    errors.DivergedError,
-    errors.UnsynchronisedTrainerError,
-]
 
-
-@pytest.mark.parametrize("kind", LOST)
-def test_lost_worlds_are_recoverable(kind: type[Exception]) -> None:
-    assert issubclass(kind, errors.HorovodInternalError)
-
-
-@pytest.mark.parametrize("kind", USER)
-def test_user_errors_are_not_recoverable(kind: type[Exception]) -> None:
-    assert not issubclass(kind, errors.HorovodInternalError)
-
-
-@pytest.mark.parametrize("kind", [*LOST, *USER, errors.HorovodInternalError])
-def test_every_error_is_a_runtime_error_and_keeps_its_text(kind: type[Exception]) -> None:
-    assert issubclass(kind, errors.KVHvdError)
-    assert issubclass(kind, RuntimeError)
-    assert str(kind("a text\n  Fix: none")) == "a text\n  Fix: none"
-
-
-def test_all_exceptions_are_exported() -> None:
-    defined = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.KVHvdError)}
-    assert defined <= set(errors.__all__)
+def test_families() -> None:
+    """Lost worlds are recoverable, all else is not; every error is a RuntimeError and keeps its text."""
+    kinds = {n: v for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.KVHvdError)}
+    assert set(kinds) <= set(errors.__all__)
+    lost = {name for name, kind in kinds.items() if issubclass(kind, errors.HorovodInternalError)}
+    assert lost == {"HorovodInternalError", "PeerLostError", "TimeoutError", "TransportError"}
+    for kind in kinds.values():
+        assert issubclass(kind, RuntimeError)
+        assert str(kind("a text\n  Fix: none")) == "a text\n  Fix: none"
 
 
 def test_message_has_rank_subject_fact_details_and_fix() -> None:
@@ -76,16 +52,8 @@ def test_message_leaves_out_what_is_not_known(arguments: dict[str, object], text
     assert errors.message("fact.", **arguments) == text  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 2], "ranks 0, 2"),
-        ([7, 0, 1, 2, 5, 5], "ranks 0-2, 5, 7"),
-    ],
-)
-def test_rank_list(ranks: list[int], text: str) -> None:
-    assert errors.rank_list(ranks) == text
+def test_rank_list() -> None:
+    assert [errors.rank_list(ranks) for ranks in ([3], [7, 0, 1, 2, 5, 5])] == ["rank 3", "ranks 0-2, 5, 7"]
 
 
 def test_the_documentation_names_every_error_and_setting() -> None:

@@ -1,4 +1,4 @@
-"""Which cores processes may use, by affinity and control groups."""
+"""Which cores processes may use, by affinity and control groups; and clocks that stand still while a process does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_hvd.base.clocks import LOOK_S, Deadline, RunningClock
 from kvstore_hvd.base.cores import describe, suffice, usable_cores
 
 CORES = list(range(8))
-V1 = "31 23 0:29 {root} {point} rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "41 31 0:38 {root} {point} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 OTHERS = (
     "23 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n30 31 0:33 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
@@ -21,29 +21,23 @@ OTHERS = (
 
 
 class Machine:
-    """A root folder with control groups."""
+    """A root folder with control groups of version 2."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.mounts, self.places = OTHERS, "9:name=systemd:/\n3:cpuset:/elsewhere\n"
+        self.root, self.mounts = root, OTHERS
 
-    def mount(self, version: int, point: str, root: str = "/") -> None:
-        """Mount the groups of a version, of which `root` is the highest that can be seen."""
-        self.mounts += (V1 if version == 1 else V2).format(root=root, point=point.replace(" ", r"\040"))
+    def mount(self, point: str, root: str = "/") -> None:
+        """Mount the groups, of which `root` is the highest that can be seen."""
+        self.mounts += V2.format(root=root, point=point.replace(" ", r"\040"))
 
-    def group(self, folder: str, quota: str, period: int = 100_000) -> None:
-        """Make a group of version 2."""
-        self._write(f"{folder}/cpu.max", f"{quota} {period}\n")
-
-    def group_v1(self, folder: str, quota: int, period: int = 100_000) -> None:
-        """Make a group of version 1."""
-        self._write(f"{folder}/cpu.cfs_quota_us", f"{quota}\n")
-        self._write(f"{folder}/cpu.cfs_period_us", f"{period}\n")
+    def group(self, folder: str, quota: str) -> None:
+        """Make a group."""
+        self._write(f"{folder}/cpu.max", f"{quota} 100000\n")
 
     def place(self, line: str) -> Path:
         """Put the process there; returns the root."""
         self._write("/proc/self/mountinfo", self.mounts)
-        self._write("/proc/self/cgroup", self.places + line + "\n")
+        self._write("/proc/self/cgroup", f"9:name=systemd:/\n3:cpuset:/elsewhere\n{line}\n")
         return self.root
 
     def _write(self, path: str, text: str) -> None:
@@ -64,7 +58,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 )
 def test_a_quota_of_version_2(machine: Machine, quota: str, usable: int, enough: int) -> None:
     """A launcher's share is rounded up; every worker needs a whole core to spin."""
-    machine.mount(2, "/sys/fs/cgroup")
+    machine.mount("/sys/fs/cgroup")
     machine.group("/sys/fs/cgroup/job", quota)
     root = machine.place("0::/job")
     assert usable_cores(root) == CORES[:usable]
@@ -73,18 +67,16 @@ def test_a_quota_of_version_2(machine: Machine, quota: str, usable: int, enough:
 
 
 def test_groups_above_limit_as_well(machine: Machine) -> None:
-    machine.mount(2, "/sys/fs/cgroup")
+    machine.mount("/sys/fs/cgroup")
     machine.group("/sys/fs/cgroup/a/b/c", "max")
     machine.group("/sys/fs/cgroup/a/b", "600000")
     machine.group("/sys/fs/cgroup/a", "200000")
     assert usable_cores(machine.place("0::/a/b/c")) == CORES[:2]
 
 
-@pytest.mark.parametrize(
-    ("top", "path"), [("/", "/"), ("/docker/1f", "/docker/1f"), ("/docker/1f", "/"), ("/", "/../x")]
-)
+@pytest.mark.parametrize(("top", "path"), [("/docker/1f", "/docker/1f"), ("/docker/1f", "/"), ("/", "/../x")])
 def test_a_container_that_sees_its_own_group_only(machine: Machine, top: str, path: str) -> None:
-    machine.mount(2, "/sys/fs/control groups", top)
+    machine.mount("/sys/fs/control groups", top)
     machine.group("/sys/fs/control groups", "150000")
     assert usable_cores(machine.place(f"0::{path}")) == CORES[:2]
 
@@ -97,24 +89,18 @@ def test_without_proc_or_groups_the_affinity_counts(machine: Machine) -> None:
     assert suffice([describe(machine.root)] * 8)
 
 
-def affinity(*cores: int, **limits: float) -> str:
-    return json.dumps({"cores": f"{sum(1 << core for core in cores):x}", "limits": limits})
+def test_the_workers_affinities_and_groups_count_together() -> None:
+    def affinity(*cores: int, **limits: float) -> str:
+        return json.dumps({"cores": f"{sum(1 << core for core in cores):x}", "limits": limits})
 
-
-def test_the_workers_affinities_count_together() -> None:
     assert suffice([affinity(0), affinity(1)])
     assert not suffice([affinity(1), affinity(1)])
-    assert suffice([affinity(0, 1), affinity(0, 1)])
     assert suffice([affinity(200), affinity(0, 1), affinity(0, 1)])
     assert not suffice([affinity(3, 4)] * 3)
-
-
-def test_each_group_has_to_have_enough_for_its_workers() -> None:
     cores = range(8)
     assert suffice([affinity(*cores, one=1.0), affinity(*cores, other=1.0)])
     assert not suffice([affinity(*cores, one=1.5), affinity(*cores, one=1.5)])
     assert not suffice([affinity(*cores, one=1.0, both=1.9), affinity(*cores, other=1.0, both=1.9)])
-    assert suffice([affinity(*cores, one=1.0), affinity(*cores)])
 
 
 def test_the_affinity_is_that_of_this_process() -> None:
@@ -126,3 +112,55 @@ def test_the_affinity_is_that_of_this_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert done.stdout == f"[{core}] False False\n", done.stderr
+
+
+class Time:
+    """Stands for ``time.monotonic``."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr("kvstore_hvd.base.clocks.time.monotonic", time)
+    return time
+
+
+def test_time_passes_while_it_is_looked_at(time: Time) -> None:
+    """What this process was stopped does not count."""
+    clock = RunningClock()
+    for _ in range(10):
+        time.pass_by(LOOK_S)
+        clock.now()
+    assert clock.now() == pytest.approx(100.0 + 10 * LOOK_S)
+    clock = RunningClock()
+    for seconds, elapsed in ((0.1, 0.1), (1000.0, 0.2), (0.3, 0.5)):
+        time.pass_by(seconds)
+        assert clock.elapsed() == pytest.approx(elapsed)
+
+
+def test_a_machine_under_load_does_not_stop_the_clock(time: Time) -> None:
+    """A process that always comes late to its looks still comes to an end."""
+    deadline = Deadline(10.0)
+    for _ in range(101):
+        time.pass_by(5.0)
+        left = deadline.left()
+    assert left <= 0
+    assert deadline.wait_s() == 0
+
+
+def test_an_earlier_deadline_counts_for_the_later_one(time: Time) -> None:
+    """Somebody who waits for it looks at no other."""
+    later = Deadline(10.0)
+    for _ in range(2):
+        earlier = later.within(4.0)
+        while earlier.left() > 0:
+            time.pass_by(0.5)
+    assert later.left() == later.within(4.0).left() == pytest.approx(2.0)

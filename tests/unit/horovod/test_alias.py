@@ -49,6 +49,9 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_both_names_mean_one_module(stand_in: str) -> None:
     horovod_alias.install()
+    importlib.import_module("horovod")
+    assert importlib.util.find_spec("horovod.mxnet") is not None
+    assert stand_in not in sys.modules  # nothing is imported before a script does
     import horovod.mxnet as hvd
     import horovod.mxnet.compression
     import horovod.mxnet.mpi_ops
@@ -61,14 +64,9 @@ def test_both_names_mean_one_module(stand_in: str) -> None:
     assert hvd.size() == 7
 
 
-def test_nothing_is_imported_before_a_script_does(stand_in: str) -> None:
-    horovod_alias.install()
-    importlib.import_module("horovod")
-    assert importlib.util.find_spec("horovod.mxnet") is not None
-    assert stand_in not in sys.modules
-
-
-def test_common_and_run() -> None:
+def test_common_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horovod" / "examples").mkdir(parents=True)  # a folder of that name is no Horovod
+    monkeypatch.syspath_prepend(str(tmp_path))
     horovod_alias.install()
     import horovod
     import horovod.common.exceptions
@@ -80,7 +78,7 @@ def test_common_and_run() -> None:
     assert horovod.common.exceptions is errors
     assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
     assert hvd.elastic.ObjectState is elastic.ObjectState
-    assert horovod.run is kvstore_hvd.run
+    assert (horovod.run, horovod.__version__) == (kvstore_hvd.run, "0.28.1")
 
 
 def test_the_page_quotes_the_error_of_what_is_not_there() -> None:
@@ -94,7 +92,7 @@ def test_the_page_quotes_the_error_of_what_is_not_there() -> None:
     assert shown[1] == f"ModuleNotFoundError: {caught.value}\n"
 
 
-@pytest.mark.parametrize("name", ["torch", "tensorflow.keras", "common.util", "mxnet.absent"])
+@pytest.mark.parametrize("name", ["tensorflow.keras", "mxnet.absent"])
 def test_what_is_not_offered_is_said(stand_in: str, name: str) -> None:
     horovod_alias.install()
     with pytest.raises(ModuleNotFoundError, match=r"horovod\.mxnet") as caught:
@@ -130,10 +128,3 @@ def test_horovod_itself_comes_first(
             importlib.import_module("horovod.runner")
     assert "kvstore_hvd" not in str(caught.value)
     assert [str(tmp_path / "horovod") in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_a_folder_of_that_name_is_no_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "horovod" / "examples").mkdir(parents=True)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    horovod_alias.install()
-    assert importlib.import_module("horovod").__version__ == "0.28.1"

