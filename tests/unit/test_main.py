@@ -1,4 +1,4 @@
-"""``python -m kvstore_hvd script.py``: a program runs as if Python itself had started it."""
+"""``python -m kvstore_hvd script.py`` runs a program as if Python itself had started it; and programs without MXNet."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launcher.as_horovod import through_this_package
+from support.jobs import variables_of
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,3 +129,34 @@ def test_other_commands_are_refused_with_the_fix(command: str, fix: str) -> None
         through_this_package(command.split())
     assert f"the command begins with '{command.split(maxsplit=1)[0]}'" in str(caught.value)
     assert fix in str(caught.value)
+
+
+# -- Without MXNet ---------------------------------------------------------------------------------------------------
+
+PRELUDE = """
+import sys
+sys.modules["mxnet"] = None
+import numpy as np
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+hvd.init()
+"""
+
+
+def test_arrays_of_numpy_need_none_and_what_does_says_so() -> None:
+    """Each of the others is a KVHvdError with a fix; what is missing is an ImportError as before."""
+    missing = ["kvstore_hvd.Horovod", "hvd.DistributedTrainer", "hvd.DistributedOptimizer", "hvd.SyncBatchNorm"]
+    calls = [f"hvd.{name}(np.ones(2))" for name in ("allreduce", "allgather", "alltoall", "reducescatter")]
+    program = f"""
+print(kvstore_hvd.allreduce(np.ones(2), 'x').tolist(), hvd.broadcast_object({{'a': 1}}, 0))
+for name in {missing + calls}:
+    try:
+        eval(name)
+    except kvstore_hvd.KVHvdError as error:
+        assert "(" in name or isinstance(error, ImportError) and "Fix: pip install" in str(error), name
+        assert "Fix: " in str(error), str(error)
+        print(name)
+"""
+    command = [sys.executable, "-c", PRELUDE + program]
+    done = subprocess.run(command, env=variables_of(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.splitlines() == ["[1.0, 1.0] {'a': 1}", *missing, *calls], done.stderr

@@ -1,18 +1,23 @@
-"""What is said when CuPy, the driver or the GPU are missing or do not fit; and the way of a world."""
+"""What is said when CuPy, the driver, the GPU or NCCL are missing or do not fit; and the way of a world."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.gpu import runtime
+from kvstore_hvd import config
+from kvstore_hvd.errors import ConfigError, LaunchError
+from kvstore_hvd.gpu import cache, kernels, nccl_library, runtime, shapes
 from kvstore_hvd.gpu.devices import Device, choose_path, shared
+from kvstore_hvd.gpu.nccl import NcclCommunicator
+from kvstore_hvd.gpu.nccl_library import Config, UniqueId
 from support.fake_cuda import CUDARuntimeError, FakeDevice, fake_cuda
 
 MODULES = sorted((Path(runtime.__file__).parent).glob("*.py"))
@@ -24,15 +29,11 @@ def test_nothing_of_it_is_imported_before_a_gpu_is_used() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])
 
 
-def stand_in(error: str = "", devices: int = 1) -> Any:
+def stand_in(error: str = "") -> Any:
+    """A CuPy that sees no GPU, or fails."""
     module: Any = ModuleType("cupy")
     module.__version__ = "14.2.0"
-
-    def count() -> int:
-        if error:
-            raise CUDARuntimeError(error)
-        return devices
-
+    count = Mock(side_effect=CUDARuntimeError(error)) if error else lambda: 0
     module.cuda = SimpleNamespace(
         runtime=SimpleNamespace(getDeviceCount=count, runtimeGetVersion=lambda: 13000, is_hip=False)
     )
@@ -45,7 +46,7 @@ def stand_in(error: str = "", devices: int = 1) -> Any:
         (None, None, r"no driver(.|\n)*Fix: install NVIDIA's driver"),
         (12040, None, r"need CuPy(.|\n)*kvstore-hvd\[gpu-cu12\]"),
         (12040, stand_in("cudaErrorInsufficientDriver"), r"built for a newer CUDA than 12.4(.|\n)*gpu-cu12"),
-        (13000, stand_in(devices=0), r"sees no GPU(.|\n)*CUDA_VISIBLE_DEVICES"),
+        (13000, stand_in(), r"sees no GPU(.|\n)*CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, driver: int | None, module: Any, text: str) -> None:
@@ -74,9 +75,7 @@ def devices(*uuids: str, nccl: int = 22304, host: str = "here") -> list[Device]:
     [
         (devices("a", "b"), True, "auto", "nccl"),
         (devices("a", "b", nccl=0), True, "auto", "kernels"),
-        (devices("a", "b", nccl=21700), False, "auto", "staged"),
         (devices("a", "b", "a"), False, "auto", "staged"),
-        (devices("a") + devices("b", host="there"), False, "auto", "nccl"),
         (devices("a", nccl=0) + devices("b", host="there"), True, "auto", "staged"),
         (devices("a", "b"), True, "staged", "staged"),
     ],
@@ -92,3 +91,59 @@ def test_what_stands_against_a_path_is_said() -> None:
         choose_path(world, True, "nccl", 21800)
     with pytest.raises(LaunchError, match="KVHVD_GPU_PATH=kernels is not possible: not all GPUs reach"):
         choose_path(world, False, "kernels", 21800)
+
+
+# -- Kernels, kept on disk, and NCCL, as far as they go without a GPU -------------------------------------------------
+
+
+def test_sizes_and_launches_fit_the_device() -> None:
+    # tests/native/cuda/test_gpu_copies.cpp has the same numbers, as the C++ compiler sees them.
+    assert kernels.STRUCTURES == {"Segment": 32, "World": 416, "Launch": 80, "Copy": 40, "Control": 27136}
+    limits = shapes.Limits(132, 2, sharers=8)
+    assert limits.resident == shapes.direct_blocks(1000, limits) == 33
+    assert shapes.direct_blocks(0, limits) == shapes.Limits(1, 1, sharers=4).resident == 1
+    assert shapes.ring_channels(1 << 30, 2048, limits) == 33
+    assert shapes.ring_channels(1 << 30, 2048, shapes.Limits(132, 2)) == kernels.MAX_CHANNELS
+    assert shapes.ring_channels(100, 2048, limits) == 1
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"conten", b"other content"])
+def test_what_is_kept_is_made_again_only_where_it_is_damaged(tmp_path: Path, damage: bytes | None) -> None:
+    make = Mock(return_value=b"content")
+    with cache.stored("key", make, str(tmp_path)) as path:
+        if damage is not None:
+            path.write_bytes(damage)
+    with cache.stored("key", make, str(tmp_path)) as path:
+        assert path.read_bytes() == b"content"
+    assert make.call_count == (1 if damage is None else 2)
+    assert len(list(tmp_path.iterdir())) == 1
+    with cache.stored("key", make, str(path / "below")) as other:  # a folder that cannot be written
+        assert other.read_bytes() == b"content"
+    assert not other.exists()
+
+
+def test_a_library_that_is_no_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ctypes.sizeof(UniqueId) == 128  # as nccl.h has them
+    assert ctypes.sizeof(Config) == 8 + 6 * 4 + 8 + 4 + 4
+    assert (Config.blocking.offset, Config.net_name.offset, Config.split_share.offset) == (16, 32, 40)
+    monkeypatch.setattr(nccl_library, "_found", None)
+    try:
+        for path, why in (("/nowhere/libnccl.so.2", "No such file"), ("libc.so.6", "is too old, or not NCCL")):
+            monkeypatch.setenv("KVHVD_NCCL_LIBRARY", path)
+            config.reload()
+            with pytest.raises(ConfigError, match=rf"KVHVD_NCCL_LIBRARY=.*cannot be used: .*{why}"):
+                nccl_library.library()
+    finally:
+        monkeypatch.undo()
+        config.reload()
+
+
+def test_without_a_driver_ranks_cannot_meet_and_nothing_hangs() -> None:
+    try:
+        real = nccl_library.library()
+    except (LaunchError, ConfigError) as error:
+        pytest.skip(f"NCCL is not installed: {str(error).splitlines()[0]}")
+    assert real.unique_id() != real.unique_id()
+    if runtime.driver_version() is None:
+        with pytest.raises(LaunchError, match=r"NCCL [\d.]+: the ranks cannot meet(.|\n)*driver"):
+            NcclCommunicator(real, real.unique_id(), 0, 1, 10.0)

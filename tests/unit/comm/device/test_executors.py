@@ -1,21 +1,24 @@
-"""Which executor a world gets, told by the workers over the real engine; and the way by the host."""
+"""Which executor a world gets, told by the workers over the real engine; the way by the host; and rounds of batches."""
 
 # ruff: noqa: B023 - on_ranks returns before the next turn of the loop
 from __future__ import annotations
 
+import contextlib
 import importlib
+import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore_hvd import log, native
-from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.device import executors
 from kvstore_hvd.comm.device.executor import Executor
 from kvstore_hvd.comm.device.executors import create_executor
 from kvstore_hvd.comm.device.ring import RingExecutor
+from kvstore_hvd.comm.device.rounds import ALIGNMENT, buffer_bytes, rounds
 from kvstore_hvd.comm.device.staged import StagedExecutor
 from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.errors import LaunchError
@@ -35,15 +38,10 @@ class Engines:
 
     def of(self, rank: int) -> Any:
         engine = self._engines[rank]
-
-        class Through:
-            def run(self, request: Request) -> None:
-                engine.run(native_request(request))
-
-            def submit(self, request: Request) -> native.Work:
-                return engine.submit(native_request(request))
-
-        return Through()
+        return SimpleNamespace(
+            run=lambda request: engine.run(native_request(request)),
+            submit=lambda request: engine.submit(native_request(request)),
+        )
 
     def topology(self, rank: int) -> Topology:
         return Topology.of(rank, [Host("here", "here")] * self.size, source="launcher")
@@ -54,15 +52,8 @@ class Engines:
 
 @pytest.fixture
 def engines() -> Iterator[Callable[[int], Engines]]:
-    made: list[Engines] = []
-
-    def make(size: int) -> Engines:
-        made.append(Engines(size))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda size: stack.enter_context(contextlib.closing(Engines(size)))
 
 
 @pytest.fixture
@@ -90,13 +81,8 @@ def refuse() -> Any:
     raise LaunchError("NCCL (libnccl.so.2) is not found.")
 
 
-def make_all(engines: Engines, ordinals: list[int]) -> list[Executor]:
-    def make(rank: int) -> Executor:
-        through: Communicator = engines.of(rank)
-        return create_executor(through, engines.topology(rank), ordinals[rank])
-
-    made: list[Executor] = on_ranks(engines.size, make)
-    return made
+def make_all(engines: Engines) -> list[Executor]:
+    return on_ranks(engines.size, lambda rank: create_executor(engines.of(rank), engines.topology(rank), rank))
 
 
 def close_all(made: list[Executor]) -> None:
@@ -106,12 +92,12 @@ def close_all(made: list[Executor]) -> None:
 def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(
     engines: Any, cuda: FakeCuda, settings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = make_all(engines(2), [0, 1])
+    made = make_all(engines(2))
     assert {type(one) for one in made} == {RingExecutor}
     close_all(made)
     log._said.clear()
     cuda.peers = lambda own, other: False
-    made = make_all(engines(2), [0, 1])
+    made = make_all(engines(2))
     assert {type(one) for one in made} == {StagedExecutor}
     (text,) = (each for each in caplog.messages if "copied to the host" in each)
     assert "no NCCL 2.18" in text
@@ -136,7 +122,7 @@ def test_staged(engines: Any, cuda: FakeCuda, settings: Any) -> None:
     """By way of the host: the bits of the CPU engine, and nothing is left behind."""
     settings(KVHVD_GPU_PATH="staged")
     counts = (1, 0, 1000)
-    made = make_all(engines(2), [0, 1])
+    made = make_all(engines(2))
     for dtype, op, scales in [("bfloat16", "average", (1.0, 0.5)), ("float32", "max", (2.0, 0.5))]:
         given = [[samples(rank, count, dtype, n) for n, count in enumerate(counts)] for rank in range(2)]
 
@@ -183,3 +169,24 @@ def test_staged(engines: Any, cuda: FakeCuda, settings: Any) -> None:
     close_all(made)
     assert not cuda.memory
     assert not cuda.events
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_is_in_one_place(seed: int) -> None:
+    generator = random.Random(seed)
+    item = generator.choice([1, 2, 4, 8])
+    capacity, most = generator.choice([16, 100, 1000]), generator.choice([1, 2, 50])
+    counts = [generator.choice([0, 1, 7, generator.randrange(2000)]) for _ in range(generator.randrange(1, 12))]
+    seen = [0] * len(counts)
+    for pieces in rounds(counts, item, capacity, most):
+        assert 0 < len(pieces) <= most
+        assert buffer_bytes(pieces, item) <= capacity
+        end = 0
+        for piece in pieces:
+            assert piece.start == seen[piece.request]
+            assert piece.length > 0
+            assert piece.offset >= end
+            assert piece.offset % ALIGNMENT == 0
+            seen[piece.request] += piece.length
+            end = piece.offset + piece.length * item
+    assert seen == counts

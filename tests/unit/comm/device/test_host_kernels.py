@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from kvstore_hvd.comm.device.executor import Executor
 from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.gpu.devices import Device
 from support.executor_cases import STAGING, ExecutorCases, Ranks
@@ -36,12 +36,10 @@ class HostRanks(Ranks):
         self.size, self.kind = size, "kernels"
         exchange = Exchange(size)
         ordinals = [0 if size == 2 else each for each in range(size)]
-
-        def make(rank: int) -> Executor:
-            devices = [Device.of(each, "here") for each in ordinals]
-            return RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
-
-        self.executors = on_ranks(size, make)
+        devices = [Device.of(each, "here") for each in ordinals]
+        self.executors = on_ranks(
+            size, lambda rank: RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
+        )
 
 
 class TestExecutors(ExecutorCases):
@@ -49,19 +47,10 @@ class TestExecutors(ExecutorCases):
 
     @pytest.fixture
     def ranks(self, cuda: FakeCuda) -> Iterator[Callable[[int], HostRanks]]:
-        """Make ranks."""
-        made: list[HostRanks] = []
-
-        def make(size: int) -> HostRanks:
-            made.append(HostRanks(size))
-            return made[-1]
-
-        yield make
-        for each in made:
-            each.close()
+        with contextlib.ExitStack() as stack:
+            yield lambda size: stack.enter_context(contextlib.closing(HostRanks(size)))
         assert not cuda.memory
 
     @pytest.fixture
     def new(self) -> Callable[..., HostArray]:
-        """Make arrays in the memory of the host."""
         return HostArray
