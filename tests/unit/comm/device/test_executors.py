@@ -1,6 +1,5 @@
 """Which executor a world gets, told by the workers over the real engine; the way by the host; and rounds of batches."""
 
-# ruff: noqa: B023 - on_ranks returns before the next turn of the loop
 from __future__ import annotations
 
 import contextlib
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvstore_hvd import log, native
@@ -22,9 +20,12 @@ from kvstore_hvd.comm.device.rounds import ALIGNMENT, buffer_bytes, rounds
 from kvstore_hvd.comm.device.staged import StagedExecutor
 from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.worlds.topology import Host, Topology
+from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.fake_cuda import FakeCuda, FakeDevice, fake_cuda
-from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
+from support.gpu_ranks import Exchange, HostArray, on_ranks
+from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 
 config = importlib.import_module("kvstore_hvd.config")
 
@@ -118,57 +119,70 @@ def test_a_worker_without_a_gpu_fails_all_alike(engines: Any, cuda: FakeCuda, se
         assert text.startswith(f"[rank {rank}/3] rank 1 cannot use the GPU.\n  rank 1:\n  Old GPU")
 
 
-def test_staged(engines: Any, cuda: FakeCuda, settings: Any) -> None:
-    """By way of the host: the bits of the CPU engine, and nothing is left behind."""
-    settings(KVHVD_GPU_PATH="staged")
-    counts = (1, 0, 1000)
-    made = make_all(engines(2))
-    for dtype, op, scales in [("bfloat16", "average", (1.0, 0.5)), ("float32", "max", (2.0, 0.5))]:
-        given = [[samples(rank, count, dtype, n) for n, count in enumerate(counts)] for rank in range(2)]
+class KernelRanks(Ranks):
+    """On the stand-in, with the real kernels: two ranks share a GPU, more have one each."""
 
-        def reduce(rank: int) -> Any:
-            arrays = [raw.copy() for raw in given[rank]]
-            others = [np.zeros_like(raw) for raw in arrays]
-            for _ in range(2):  # the second time in memory of the first
-                for array, raw in zip(arrays, given[rank]):
-                    array[:] = raw
-                batch = [
-                    device_operation([a.ctypes.data], [a.ctypes.data, b.ctypes.data], count, dtype, op, *scales)
-                    for a, b, count in zip(arrays, others, counts)
-                ]
-                finish(made[rank].allreduce(batch))
-            for a, b in zip(arrays, others):
-                np.testing.assert_array_equal(a, b)
-            return arrays
+    def __init__(self, size: int) -> None:
+        self.size, self.kind = size, "kernels"
+        exchange = Exchange(size)
+        ordinals = [0 if size == 2 else each for each in range(size)]
+        devices = [Device.of(each, "here") for each in ordinals]
+        self.executors = on_ranks(
+            size, lambda rank: RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
+        )
 
-        for result in on_ranks(2, reduce):
-            for n, raw in enumerate(result):
-                np.testing.assert_array_equal(raw, combined([each[n] for each in given], dtype, op, *scales))
 
-    sent = [samples(rank, 64, "float32") for rank in range(2)]
-    total = combined(sent, "float32", "sum")
+class StagedRanks(Ranks):
+    """By way of the host, with the CPU engine."""
 
-    def move(rank: int) -> None:
-        array, result = sent[rank].copy(), np.full(512, 0xCC, np.uint8)
-        place = [array.ctypes.data], [result.ctypes.data]
-        finish(made[rank].broadcast([device_operation(*place, 64, root=1)]))
-        np.testing.assert_array_equal(result[:256], sent[1])
-        # Each takes a part of either, with a gap between, which stays as it is.
-        result[:] = 0xCC
-        parts = [(0, 4 * rank, 8, 0), (1, 16, 12, 20)]
-        finish(made[rank].exchange([device_operation(*place, 64, parts=parts, contributed=64)]))
-        np.testing.assert_array_equal(result[:8], sent[0][4 * rank :][:8])
-        np.testing.assert_array_equal(result[20:32], sent[1][16:28])
-        assert (result[8:20] == 0xCC).all()
-        assert (result[32:] == 0xCC).all()
-        start, nbytes = (0, 100) if rank == 0 else (100, 156)
-        finish(made[rank].reducescatter([device_operation(*place, 64, parts=[(rank, start, nbytes, 0)])]))
-        np.testing.assert_array_equal(result[:nbytes], total[start : start + nbytes])
+    def __init__(self, size: int) -> None:
+        self.size, self.kind, self._engines = size, "staged", Engines(size)
+        self.executors = on_ranks(size, lambda rank: StagedExecutor(self._engines.of(rank), rank, rank, 60.0))
 
-    on_ranks(2, move)
-    close_all(made)
-    assert not cuda.memory
-    assert not cuda.events
+    def close(self) -> None:
+        super().close()
+        self._engines.close()
+
+
+class Cases(ExecutorCases):
+    """What all executors must do; nothing is left behind."""
+
+    kind: type[Any]
+
+    @pytest.fixture
+    def ranks(self, machine: FakeCuda) -> Iterator[Callable[[int], Ranks]]:
+        with contextlib.ExitStack() as stack:
+            yield lambda size: stack.enter_context(contextlib.closing(self.kind(size)))
+        assert not machine.memory
+        assert not machine.events
+
+    @pytest.fixture
+    def new(self) -> Callable[..., HostArray]:
+        return HostArray
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+class TestKernels(Cases):
+    kind = KernelRanks
+
+    @pytest.fixture(scope="class")
+    def library(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
+        return loaded(compiled(tmp_path_factory.mktemp("kernels")))
+
+    @pytest.fixture
+    def machine(self, library: Any) -> Iterator[FakeCuda]:
+        with host_kernels(library), fake_cuda() as machine:
+            yield machine
+
+
+class TestStaged(Cases):
+    kind = StagedRanks
+    test_abort_ends_what_waits_on_every_rank = None  # the engine has its own way to end
+
+    @pytest.fixture
+    def machine(self) -> Iterator[FakeCuda]:
+        with fake_cuda() as machine:
+            yield machine
 
 
 @pytest.mark.parametrize("seed", range(20))
