@@ -17,7 +17,6 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd import launch, native
 from kvstore_hvd.errors import ConfigError, LaunchError
-from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
 from kvstore_hvd.launcher.output_files import OutputFiles
@@ -295,27 +294,6 @@ def test_variables_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert environ["KVHVD_SECRET"] not in " ".join(made.workers[0].command)
     assert len({(environ["KVHVD_JOB"], environ["KVHVD_SECRET"]) for environ in environs}) == 1
     assert plan("-np", "1", "true").workers[0].environment["KVHVD_SECRET"] != environs[0]["KVHVD_SECRET"]
-
-
-def test_horovods_variables_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What horovodrun sets; whatever was set before. All names are those of one host."""
-    for name in horovod_variables.OF_WORKERS:
-        monkeypatch.setenv(name, "7")
-    monkeypatch.setenv("KVHVD_SLOT", "other:7")
-    made = plan("-H", "127.0.0.2:1,localhost:2", "true").workers
-    assert [worker.environment["KVHVD_SLOT"] for worker in made] == ["127.0.0.2:0", "localhost:0", "localhost:1"]
-    for rank, worker in enumerate(made):
-        assert {name: worker.environment[name] for name in horovod_variables.OF_WORKERS} == {
-            "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": "3",
-            "HOROVOD_LOCAL_RANK": str(rank),
-            "HOROVOD_LOCAL_SIZE": "3",
-            "HOROVOD_CROSS_RANK": "0",
-            "HOROVOD_CROSS_SIZE": "1",
-            "HOROVOD_HOSTNAME": "localhost" if rank else "127.0.0.2",
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-        }
 
 
 def test_shares_of_cores() -> None:

@@ -7,7 +7,6 @@ rank submits and what, whatever the number of processes that run them.
 from __future__ import annotations
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -102,25 +101,3 @@ def test_what_arrays_are_and_which_library_is_loaded(pair: World) -> None:
     assert [chunk == ids[0] for chunk in ids] == [True, True, True, False, False]
     with pytest.raises(RuntimeError, match="not loaded"):
         native.MXNetAdapter(pair.engine, "/nowhere/libmxnet.so", False)
-
-
-def test_python_may_be_busy(pair: World) -> None:
-    """The GIL is nowhere on the way: a thread that never lets it go for long does not hold operations up."""
-    stop = threading.Event()
-    array = mx.nd.ones((4,))
-
-    def count() -> None:
-        while not stop.is_set():
-            sum(range(1000))
-
-    busy = threading.Thread(target=count)
-    busy.start()
-    try:
-        for _ in range(50):
-            pair.pushpull("w", [array], [array])
-            pair.submit("w", np.zeros(4, "float32"))
-            array.wait_to_read()
-    finally:
-        stop.set()
-        busy.join()
-    np.testing.assert_array_equal(array.asnumpy(), np.ones(4))

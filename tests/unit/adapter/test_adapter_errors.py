@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,28 +34,6 @@ def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair: 
     pair.other.wait(pair.submit("w", theirs := ramp((4,))))
     np.testing.assert_array_equal(array.asnumpy(), 2 * ramp((4,)))
     np.testing.assert_array_equal(theirs, 2 * ramp((4,)))
-
-
-def test_an_error_that_nobody_read_is_given_out_once(pair: World) -> None:
-    arrays = [mx.nd.ones((4,)) for _ in range(3)]
-    for i, array in enumerate(arrays):
-        pair.pushpull(str(i), [array], [array])
-    works = [pair.submit(str(i), ramp((5,))) for i in range(3)]
-    with pytest.raises(errors.MismatchError):
-        arrays[0].wait_to_read()
-    for work in works:
-        with pytest.raises(errors.MismatchError):
-            pair.other.wait(work)
-    error = until(pair.adapter.take_unread_error)
-    assert isinstance(error, errors.MismatchError)
-    assert "'0'" not in str(error)
-    # However many reports there were: afterwards nothing is left to raise.
-    gone = threading.Event()
-    for _ in range(2):
-        gone.wait(0.05)
-        pair.adapter.take_unread_error()
-    for array in arrays:
-        np.testing.assert_array_equal(array.asnumpy(), np.ones(4))
 
 
 @pytest.mark.parametrize("where", ["input", "output", "before the call", "nobody reads"])

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat, native
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.comm.shm import native_request
 from support.pair import World, until
 
 mx = pytest.importorskip("mxnet")
@@ -105,17 +103,6 @@ def test_arrays_that_share_memory_are_summed_one_after_the_other(pair: Pair) -> 
     assert whole.asnumpy()[:, 0].tolist() == [102, 112, 112, 102]
 
 
-def test_sums_as_float16(pair: Pair) -> None:
-    (ours,) = gradients(1)
-    ours += 1e-4
-    pair.adapter.pushpull_step(pair.prepare([ours]), True)
-    theirs = np.ones(SMALL, np.float32)
-    where = [theirs.ctypes.data]
-    request = Request("allreduce", "g0", "g0", where, where, [SMALL], "float32", as_half=True)
-    pair.other.wait(pair.other.submit(native_request(request)))
-    assert (ours.asnumpy() == 2).all()
-
-
 @pytest.mark.parametrize("is_read", [True, False])
 def test_one_that_fails_fails_its_operation_and_is_named(pair: Pair, is_read: bool) -> None:
     """The others of the operation are summed nevertheless; an error that nobody has read is kept, and taken once."""
@@ -186,16 +173,6 @@ def test_a_lost_world_fails_every_operation(pair: Pair) -> None:
     with pytest.raises(errors.TransportError, match="the test says so"):
         mx.nd.waitall()
     mx.nd.waitall()
-
-
-def test_an_engine_that_is_gone() -> None:
-    world = Pair()
-    ours = gradients(3)
-    step = world.prepare(ours)
-    world.close()
-    world.adapter.pushpull_step(step, False)
-    with pytest.raises(errors.ShutdownError, match="'g0'"):
-        ours[2].wait_to_read()
 
 
 @pytest.mark.parametrize("kind", ["sparse", "empty", "bool", "naive"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import os
-import resource
 import sys
 import threading
 from pathlib import Path
@@ -158,30 +157,6 @@ def test_failures_of_earlier_worlds_do_not_count() -> None:
     job.tell(Kind.FAILED, late, rank=0, size=1, generation=1, worker=0)
     with pytest.raises(RunError, match="ValueError: late"):
         job.outcome.results(1)
-
-
-def test_a_report_for_which_there_is_no_descriptor_is_an_error() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with Reports() as reports:
-        reporter = Reporter(os.dup(reports.inherited))
-        reporter.send(Kind.RESULT, Sender(1, 2), "a")
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
-        try:
-            with pytest.raises(RunError, match=r"a report of rank 1 \(result\) is lost"):
-                list(reports.take())
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.parametrize(
-    ("code", "words"), [(7, "ended with code 7"), (-9, "ended by signal 9"), (0, "the workers ended without a result")]
-)
-def test_a_job_that_says_nothing(code: int, words: str) -> None:
-    with pytest.raises(RunError, match=words) as caught:
-        Outcome().results(code)
-    assert "Fix: " in str(caught.value)
 
 
 class Needy(Exception):

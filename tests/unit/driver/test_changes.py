@@ -183,14 +183,3 @@ def test_the_reset_limit_counts_a_change_once_also_where_one_is_late() -> None:
     play.kill(3)  # a loss
     play.ready(0, 1, 2)
     assert play.ending is not None
-
-
-def test_who_replaces_a_worker_that_died_counts() -> None:
-    play = Play({"a": 2}, min_np=1, reset_limit=1)
-    play.begin()
-    play.kill(1)
-    play.ready(0)
-    play.meet()
-    play.ready(2)
-    play.ready(0, cause="updated")
-    assert play.ending is not None

@@ -112,6 +112,7 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first() -> None:
     assert play.meet() == [0, 1, 2, 3]
     assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
     play.kill(0)
+    assert play.job.seat(4)[:3] == (3, 4, 0)  # what it begins with
     play.ready(1, 2, 3)
     play.meet()
     assert places(play) == {"a:1": 0, "a:2": 1, "b:0": 0}
@@ -121,15 +122,6 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first() -> None:
     play.ready(4, 3, 2, 1)
     assert play.meet() == [1, 2, 4, 3]  # the state is the old ones'
     assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
-
-
-def test_seats_of_newcomers() -> None:
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
-    play.hosts({"a": 4})
-    assert [play.job.seat(worker) for worker in (2, 3)] == [(2, 4, 2, 4), (3, 4, 3, 4)]
-    play.kill(0)
-    assert play.job.seat(4) == (3, 4, 0, 4)
 
 
 # -- Crashes ------------------------------------------------------------------------------------------------------
@@ -202,16 +194,6 @@ def test_failures_that_do_not_tell_of_the_program(what: str) -> None:
 
 
 # -- Ends ---------------------------------------------------------------------------------------------------------
-
-
-def test_all_end_well() -> None:
-    play = Play({"a": 2}, min_np=2)
-    play.begin()
-    for worker in (0, 1):
-        play.say(worker, "finished")
-        play.end(worker)
-    assert play.outcome == (0, "")
-    assert len(play.starts()) == 2
 
 
 def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,17 +78,6 @@ def test_common_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
     assert hvd.elastic.ObjectState is elastic.ObjectState
     assert (horovod.run, horovod.__version__) == (kvstore_hvd.run, "0.28.1")
-
-
-def test_the_page_quotes_the_error_of_what_is_not_there() -> None:
-    """Word by word."""
-    horovod_alias.install()
-    page = Path(__file__).resolve().parents[3] / "docs" / "unchanged-scripts.md"
-    shown = re.search(r"^>>> import horovod\.torch\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    with pytest.raises(ModuleNotFoundError) as caught:
-        importlib.import_module("horovod.torch")
-    assert shown is not None
-    assert shown[1] == f"ModuleNotFoundError: {caught.value}\n"
 
 
 @pytest.mark.parametrize("name", ["tensorflow.keras", "mxnet.absent"])

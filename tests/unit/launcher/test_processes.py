@@ -19,7 +19,6 @@ import pytest
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launcher.belonging import Remains, mark_of, mark_this_process
 from kvstore_hvd.launcher.guard import Guard
-from kvstore_hvd.launcher.processes import descends_from
 from kvstore_hvd.launcher.writer import Writer
 from support.patience import patient
 
@@ -204,20 +203,6 @@ reaper.add(first), reaper.add(second)
 assert collected(3) == sorted([(first, 3), (second, -9), (orphan.pid, 0)])
 assert reaper.reap() == []
 """)
-
-
-def test_whose_descendant_a_process_is(sleeper: subprocess.Popen[bytes]) -> None:
-    program = f"import subprocess; p = subprocess.Popen({SLEEP!r}, start_new_session=True); print(p.pid); p.wait()"
-    with subprocess.Popen([sys.executable, "-uc", program], stdout=subprocess.PIPE, start_new_session=True) as worker:
-        assert worker.stdout is not None
-        child = int(worker.stdout.readline())
-        for process, ancestor in ((worker.pid, worker.pid), (child, worker.pid), (child, os.getpid())):
-            assert descends_from(process, ancestor)
-        beyond = 1 << 22  # all process ids
-        for process, ancestor in ((worker.pid, child), (sleeper.pid, worker.pid), (os.getpid(), worker.pid)):
-            assert not descends_from(process, ancestor)
-        assert not descends_from(beyond, worker.pid)
-        os.kill(child, 9)
 
 
 def test_a_thread_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

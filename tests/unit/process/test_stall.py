@@ -244,11 +244,9 @@ def test_stacks_are_bounded_and_leave_out_our_own_threads() -> None:
         thread.start()
     until(lambda: stacks.python_stacks().count("in wait") >= 3)
     # As the inspector does: from a thread of its own.
-    looker = threading.Thread(target=lambda: seen.append(stacks.python_stacks()), name="kvstore_hvd-stall")
+    looker = threading.Thread(target=lambda: (seen.append(stacks.python_stacks()), go.set()), name="kvstore_hvd-stall")
     looker.start()
-    looker.join()
-    go.set()
-    for thread in others:
+    for thread in (looker, *others):
         thread.join()
     text = seen[0]
     assert text.startswith("main thread, innermost call last")

@@ -48,15 +48,12 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 def test_every_name_is_on_its_page() -> None:
     errors, architecture, migrating = ((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES_OF_NAMES)
-    missing = []
-    for each in (field.metadata for field in dataclasses.fields(config.Config) if field.metadata):
-        if f"| {' or '.join(f'`{v}`' for v in each['variables'])} |" not in errors or each["doc"] not in errors:
-            missing.append(each["variables"])
+    fields = [field.metadata for field in dataclasses.fields(config.Config) if field.metadata]
+    rows = [(f"| {' or '.join(f'`{v}`' for v in each['variables'])} |", each["doc"]) for each in fields]
+    missing = [row for row in rows if row[0] not in errors or row[1] not in errors]
     parts = [path.name + ("/" if path.is_dir() else "") for path in (ROOT / "kvstore_hvd").iterdir()]
-    for part in parts:
-        is_one = part.endswith((".py", "/")) and part not in ("__init__.py", "__pycache__/")
-        if is_one and not re.search(rf"(?<![\w/]){re.escape(part)}", architecture):
-            missing.append(part)
+    parts = [part for part in parts if part.endswith((".py", "/")) and part not in ("__init__.py", "__pycache__/")]
+    missing += [part for part in parts if not re.search(rf"(?<![\w/]){re.escape(part)}", architecture)]
     names = [name for name in config.known_variables() if name.startswith("HOROVOD_")]
     names += [*horovod_variables._REASONS, *(prefix.rstrip("_") for prefix in horovod_variables._PREFIXES)]
     missing += [name for name in names if f"`{name}" not in migrating]

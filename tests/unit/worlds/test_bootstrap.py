@@ -184,15 +184,6 @@ def install(monkeypatch: pytest.MonkeyPatch, module: Any) -> Any:
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_VERSION": "5.0.11"}
 
 
-def test_mpi_is_started_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = fake_mpi(4)
-    package = install(monkeypatch, module)
-    world = discover(monkeypatch, OPEN_MPI)
-    assert module.calls == ["Init_thread(3)"]
-    assert (package.rc.initialize, package.rc.finalize) == (True, None)  # as it was
-    assert (world.topology.size, world.topology.source) == (4, "mpi")
-
-
 def test_a_world_of_one_under_a_launcher_of_more(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, fake_mpi(1))
     with pytest.raises(LaunchError) as caught:

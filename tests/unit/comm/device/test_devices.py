@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,15 +19,13 @@ class Engine:
     """Hands out one batch, and hears how it ended."""
 
     def __init__(self, seen: list[str]) -> None:
-        self.seen, self.lost = seen, False
-        self.ended = threading.Event()
+        self.seen, self.lost, self.ended = seen, False, threading.Event()
         self._batches = [(1, "allreduce", [])]
 
     def take_batch(self, limit_s: float) -> Any:
         if self._batches:
             return self._batches.pop()
-        time.sleep(min(limit_s, 0.01))
-        return None
+        return time.sleep(min(limit_s, 0.01))
 
     def end_batch(self, number: int, error: Exception | None = None) -> None:
         self.seen.append(f"ended: {error!r}")
@@ -37,31 +36,6 @@ class Engine:
         return TransportError("lost") if self.lost else None
 
 
-class Device:
-    """Enqueues something, and then fails, or waits for a worker until it is aborted."""
-
-    def __init__(self, seen: list[str], waits: bool) -> None:
-        self.seen, self.waits = seen, waits
-        self.begun, self.aborted = threading.Event(), threading.Event()
-
-    def allreduce(self, batch: Any) -> Any:
-        self.seen.append("enqueued")
-        self.begun.set()
-        if self.waits:
-            assert self.aborted.wait(patient(30)), "nobody has aborted it"
-        raise TransportError("failed on the way")
-
-    def abort(self) -> None:
-        self.aborted.set()
-
-    def end(self, limit_s: float) -> bool:
-        self.seen.append("device ended")
-        return True
-
-    def close(self) -> None:
-        self.seen.append("closed")
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -70,18 +44,10 @@ class Device:
     ],
 )
 def test_whatever_fails_nobody_waits_for_it(error: BaseException, told: KVHvdError) -> None:
-    class Broken(Device):
-        def allreduce(self, batch: Any) -> Any:
-            raise error
-
-        def end(self, limit_s: float) -> bool:
-            raise ValueError("not even that")
-
-        abort = close = end  # type: ignore[assignment]
-
     seen: list[str] = []
     engine = Engine(seen)
-    thread = DeviceThread(engine, lambda ordinal: Broken(seen, False))  # type: ignore[arg-type,return-value]
+    rest = dict.fromkeys(("abort.side_effect", "close.side_effect", "end.side_effect"), ValueError("not even that"))
+    thread = DeviceThread(engine, lambda ordinal: Mock(**{"allreduce.side_effect": error, **rest}))
     thread.start(0)
     assert engine.ended.wait(patient(10))
     with pytest.MonkeyPatch.context() as patch:
@@ -93,10 +59,21 @@ def test_whatever_fails_nobody_waits_for_it(error: BaseException, told: KVHvdErr
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits: bool) -> None:
     seen: list[str] = []
-    engine, device = Engine(seen), Device(seen, waits)
-    thread = DeviceThread(engine, lambda ordinal: device)  # type: ignore[arg-type,return-value]
+    engine, begun, aborted = Engine(seen), threading.Event(), threading.Event()
+
+    def allreduce(batch: Any) -> Any:
+        seen.append("enqueued")
+        begun.set()
+        if waits:
+            assert aborted.wait(patient(30)), "nobody has aborted it"
+        raise TransportError("failed on the way")
+
+    device = Mock(allreduce=allreduce, abort=aborted.set)
+    device.end.side_effect = lambda limit_s: seen.append("device ended") or True
+    device.close.side_effect = lambda: seen.append("closed")
+    thread = DeviceThread(engine, lambda ordinal: device)
     thread.start(0)
-    assert device.begun.wait(patient(10))
+    assert begun.wait(patient(10))
     if waits:
         engine.lost = True  # another worker died: the thread, which waits, does not see it
     assert engine.ended.wait(patient(20))
