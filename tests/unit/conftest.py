@@ -1,11 +1,7 @@
 """Fixtures of the unit tests."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,7 @@ from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 ALIKE = {"base", "comm", "driver", "gpu", "launcher", "native", "project", "tests", "wire"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in ALIKE:
@@ -24,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def world(monkeypatch):
     """Install the hooks with the fake store, and afterwards put back whatever was there."""
     from support.fake_store import Fake, World, mx, store_class
 
@@ -49,7 +45,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def pair() -> Iterator[Any]:
+def pair():
     """Return a world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
     from support.pair import World, mx
 

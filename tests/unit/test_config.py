@@ -1,11 +1,8 @@
 """The configuration: what it reads, and what it refuses."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +16,7 @@ module = importlib.import_module("kvstore_hvd.config")
 
 
 @pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
+def _restore():
     yield
     with pytest.MonkeyPatch.context() as patch:
         for name in list(module.environment()):
@@ -28,7 +25,7 @@ def _restore() -> Iterator[None]:
         module.reload()
 
 
-def test_defaults() -> None:
+def test_defaults():
     cfg = Config.from_environ({})
     assert (cfg.timeout_s, cfg.start_timeout_s, cfg.exit_timeout_s) == (600.0, 30.0, 30.0)
     assert (cfg.log_level, cfg.simd, cfg.numpy_shim, cfg.allow_local_trainer) == ("warning", "auto", True, False)
@@ -53,11 +50,11 @@ def test_defaults() -> None:
         ("KVHVD_TIMEOUT", "", "timeout_s", 600.0),
     ],
 )
-def test_a_variable_sets_its_field(variable: str, text: str, field: str, value: object) -> None:
+def test_a_variable_sets_its_field(variable, text, field, value):
     assert getattr(Config.from_environ({variable: text}), field) == value
 
 
-def test_our_name_comes_before_horovods() -> None:
+def test_our_name_comes_before_horovods():
     assert Config.from_environ({"KVHVD_LOG_LEVEL": "info", "HOROVOD_LOG_LEVEL": "error"}).log_level == "info"
 
 
@@ -72,19 +69,19 @@ def test_our_name_comes_before_horovods() -> None:
         ("KVHVD_RANK", "-1"),
     ],
 )
-def test_a_value_that_is_not_allowed_raises(variable: str, text: str) -> None:
+def test_a_value_that_is_not_allowed_raises(variable, text):
     with pytest.raises(ConfigError, match=f"{variable}: '{text}' is not "):
         Config.from_environ({variable: text})
 
 
-def test_names() -> None:
+def test_names():
     with pytest.raises(ConfigError, match=r"KVHVD_TIMOUT does not exist; did you mean KVHVD_TIMEOUT\?"):
         Config.from_environ({"KVHVD_TIMOUT": "3"})
     for prefix in module.RESERVED_PREFIXES:  # those of the build and the tests are left alone
         assert Config.from_environ({f"{prefix}ANYTHING": "x"}) == Config.from_environ({})
 
 
-def test_the_secret_is_never_shown() -> None:
+def test_the_secret_is_never_shown():
     secret = "0123456789abcdef" * 2
     assert secret not in repr(Config.from_environ({"KVHVD_SECRET": secret}))
     with pytest.raises(ConfigError) as caught:
@@ -92,9 +89,7 @@ def test_the_secret_is_never_shown() -> None:
     assert "topsecret" not in str(caught.value)
 
 
-def test_horovods_other_variables_are_named_once_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_horovods_other_variables_are_named_once_with_the_reason(monkeypatch, caplog):
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
     monkeypatch.setenv("HOROVOD_AUTOTUNE_LOG", "x")
@@ -115,13 +110,13 @@ def test_horovods_other_variables_are_named_once_with_the_reason(
     ]
 
 
-def test_what_has_no_effect_has_a_reason() -> None:
+def test_what_has_no_effect_has_a_reason():
     for name in ("FUSION_THRESHOLD", "NUM_NCCL_STREAMS", "AUTOTUNE_WARMUP_SAMPLES", "SIZE"):
         assert Config.from_environ({f"HOROVOD_{name}": "1"}).unused == (f"HOROVOD_{name}",)
         assert "does not know" not in horovod_variables.reason(f"HOROVOD_{name}")
 
 
-def test_nobody_is_told_of_what_kvhvdrun_has_set() -> None:
+def test_nobody_is_told_of_what_kvhvdrun_has_set():
     own = horovod_variables.of_worker("localhost", horovod_variables.Seat(1, 2, 1, 2))
     assert Config.from_environ({**own, "KVHVD_JOB": "j", "HOROVOD_CYCLE_TIME": "5"}).unused == ("HOROVOD_CYCLE_TIME",)
     assert Config.from_environ(own).unused == ()
@@ -130,7 +125,7 @@ def test_nobody_is_told_of_what_kvhvdrun_has_set() -> None:
     assert Config.from_environ(of_horovodrun).unused == tuple(sorted(of_horovodrun))
 
 
-def test_lines_may_begin_with_the_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_may_begin_with_the_time(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setenv("HOROVOD_LOG_HIDE_TIME", "0")
     module.reload()
@@ -144,7 +139,7 @@ def test_lines_may_begin_with_the_time(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not re.match(r"\d\d:", second)
 
 
-def test_the_environment_is_read_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_read_when_told(monkeypatch):
     first = module.config()
     monkeypatch.setenv("KVHVD_TIMEOUT", "12")
     assert module.config() is first
@@ -156,7 +151,7 @@ def test_the_environment_is_read_when_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert module.config() is before
 
 
-def test_a_level_that_the_program_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_that_the_program_has_set_stays(monkeypatch):
     """Unless the environment says another one than before."""
     module.reload()
     monkeypatch.setattr(log.logger, "level", logging.ERROR)
@@ -188,5 +183,5 @@ def test_a_level_that_the_program_has_set_stays(monkeypatch: pytest.MonkeyPatch)
         ({"PMIX_RANK": "0"}, MPILaunch("PMIx", 0, None, "PMIX_RANK")),
     ],
 )
-def test_mpi_launchers_are_recognised(environ: dict[str, str], expected: MPILaunch | None) -> None:
+def test_mpi_launchers_are_recognised(environ, expected):
     assert Config.from_environ(environ).mpi_launch == expected

@@ -1,7 +1,5 @@
 """The exceptions: their families, and the form of their texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from kvstore_hvd import errors
 from kvstore_hvd.config import known_variables
 
 
-def test_families() -> None:
+def test_families():
     """Lost worlds are recoverable, all else is not; every error is a RuntimeError and keeps its text."""
     kinds = {n: v for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.KVHvdError)}
     assert set(kinds) <= set(errors.__all__)
@@ -21,7 +19,7 @@ def test_families() -> None:
         assert str(kind("a text\n  Fix: none")) == "a text\n  Fix: none"
 
 
-def test_message_has_rank_subject_fact_details_and_fix() -> None:
+def test_message_has_rank_subject_fact_details_and_fix():
     text = errors.message(
         "ranks disagree on shape.",
         rank=0,
@@ -48,15 +46,15 @@ def test_message_has_rank_subject_fact_details_and_fix() -> None:
         ({"operation": "pushpull", "key": 0}, "pushpull (key 0): fact."),
     ],
 )
-def test_message_leaves_out_what_is_not_known(arguments: dict[str, object], text: str) -> None:
-    assert errors.message("fact.", **arguments) == text  # type: ignore[arg-type]
+def test_message_leaves_out_what_is_not_known(arguments, text):
+    assert errors.message("fact.", **arguments) == text
 
 
-def test_rank_list() -> None:
+def test_rank_list():
     assert [errors.rank_list(ranks) for ranks in ([3], [7, 0, 1, 2, 5, 5])] == ["rank 3", "ranks 0-2, 5, 7"]
 
 
-def test_the_documentation_names_every_error_and_setting() -> None:
+def test_the_documentation_names_every_error_and_setting():
     text = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()
     kinds = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
     assert [name for name in (*kinds, *known_variables()) if f"`{name}`" not in text] == ["KVHvdError"]

@@ -1,7 +1,5 @@
 """kvhvdrun without its processes: options, shares of cores, and how output is cut into lines."""
 
-from __future__ import annotations
-
 import os
 import platform
 import random
@@ -9,7 +7,6 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ from kvstore_hvd.launcher.output_files import OutputFiles
 from kvstore_hvd.launcher.processes import share_of_cores
 
 
-def streams(count: int) -> tuple[Sink, list[LineStream]]:
+def streams(count):
     sink = Sink()
     return sink, [LineStream(sink, f"[{rank}] ".encode()) for rank in range(count)]
 
@@ -38,14 +35,14 @@ def streams(count: int) -> tuple[Sink, list[LineStream]]:
         ([(0, b"50%\r60%"), (1, b"done\n")], b"[0] 50%\r\n[1] done\n"),
     ],
 )
-def test_lines_of_workers_do_not_tear(fed: list[tuple[int, bytes]], written: bytes) -> None:
+def test_lines_of_workers_do_not_tear(fed, written):
     sink, both = streams(2)
     for rank, data in fed:
         both[rank].feed(data) if data else both[rank].flush()
     assert bytes(sink.pending) == written
 
 
-def test_binary_junk_passes_whatever_the_cuts() -> None:
+def test_binary_junk_passes_whatever_the_cuts():
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     data = bytes(rng.choice(b"\r\n\0\xff\x80ab") for _ in range(3000))
@@ -64,7 +61,7 @@ def test_binary_junk_passes_whatever_the_cuts() -> None:
     assert bytes(plain.pending) == data, f"seed {seed}"
 
 
-def test_the_tail_is_bounded_and_knows_progress_bars() -> None:
+def test_the_tail_is_bounded_and_knows_progress_bars():
     tail = Tail()
     stream = LineStream(Sink(), b"", tail.add)
     for number in range(100):
@@ -77,7 +74,7 @@ def test_the_tail_is_bounded_and_knows_progress_bars() -> None:
     assert len(b"".join(tail.lines())) <= 8192
 
 
-def test_the_tail_leaves_out_what_python_ignores() -> None:
+def test_the_tail_leaves_out_what_python_ignores():
     cause = [b"Traceback (most recent call last):", b'  File "train.py", line 3', b"ValueError: mine"]
     ignored = [b"Exception ignored in atexit callback: <function f>", *cause[:2]]
     ours = [b"kvstore_hvd.errors.PeerLostError: [rank 1/2] lost.", b"  Fix: restart the job."]
@@ -109,16 +106,14 @@ def test_the_tail_leaves_out_what_python_ignores() -> None:
         (["-np", "2", "--output-filename", "/dev/null", "true"], 2, "'/dev/null/rank.0' cannot be made"),
     ],
 )
-def test_what_cannot_work_is_said(
-    capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
-) -> None:
+def test_what_cannot_work_is_said(capfd, arguments, code, text):
     assert launch.main(arguments) == code
     out, err = capfd.readouterr()
     assert (out, err.startswith("kvhvdrun: "), "Traceback" in err) == ("", True, False)
     assert text in err
 
 
-def test_help_has_few_variables(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_has_few_variables(capfd):
     with pytest.raises(SystemExit) as end:
         launch.main(["--help"])
     out = capfd.readouterr().out
@@ -126,12 +121,12 @@ def test_help_has_few_variables(capfd: pytest.CaptureFixture[str]) -> None:
     assert ("docs/errors.md" in out, "KVHVD_SECRET" in out) == (True, False)
 
 
-def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatch):
     header = (Path(__file__).resolve().parents[2] / "native/shm/failure.hpp").read_text()
     assert f"kMaxRanks = {capacity.MAX_WORKERS};" in header
     given = resource.getrlimit
 
-    def limit(which: int, soft: int) -> None:
+    def limit(which, soft):
         monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, soft) if asked == which else given(asked))
 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -155,16 +150,16 @@ def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatc
         capacity.check_count(257)
 
 
-def plan(*arguments: str) -> launch.Plan:
+def plan(*arguments):
     return launch._plan(launch._options(arguments))
 
 
-def test_options_of_the_program_are_its_own() -> None:
+def test_options_of_the_program_are_its_own():
     command = plan("-np", "2", "-v", "true", "-np", "7", "--no-prefix", "--", "-v").workers[0].command
     assert command[1:] == ["-np", "7", "--no-prefix", "--", "-v"]
 
 
-def test_hosts_that_are_this_one(tmp_path: Path) -> None:
+def test_hosts_that_are_this_one(tmp_path):
     for host in ("localhost", "127.0.0.1", socket.gethostname()):
         assert len(plan("-H", f"{host}:3", "true").workers) == 3
         assert len(plan("-np", "1", "-H", f"{host}:3", "true").workers) == 1
@@ -178,10 +173,10 @@ def test_hosts_that_are_this_one(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Callable[[str], str]:
+def config_file(tmp_path):
     """Write a configuration file; returns its path."""
 
-    def write(text: str) -> str:
+    def write(text):
         path = tmp_path / "kvhvdrun.yaml"
         path.write_text(text)
         return str(path)
@@ -189,7 +184,7 @@ def config_file(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def test_options_of_a_file(config_file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_of_a_file(config_file, monkeypatch, tmp_path):
     monkeypatch.setenv("KVHVD_START_TIMEOUT", "5")
     path = config_file(
         f"# a job\nnum_proc: 3\nstart-timeout: 9.5\nverbose: yes\nno-prefix: true\nbind-cores: off\n"
@@ -217,20 +212,20 @@ def test_options_of_a_file(config_file: Callable[[str], str], monkeypatch: pytes
         ("num-proc: [\n", "is not YAML"),
     ],
 )
-def test_a_file_that_cannot_be(config_file: Callable[[str], str], text: str, fact: str) -> None:
+def test_a_file_that_cannot_be(config_file, text, fact):
     path = config_file(text)
     with pytest.raises((LaunchError, ConfigError), match=fact):
         plan("--config-file", path, "-np", "2", "true")
 
 
-def test_without_pyyaml(config_file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyyaml(config_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(LaunchError, match=r"--config-file needs PyYAML, .*\n  Fix: .*kvstore-hvd\[yaml\]"):
         plan("--config-file", config_file("num-proc: 2\n"), "true")
     assert len(plan("-np", "2", "true").workers) == 2
 
 
-def test_the_timeline_is_a_full_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
     environ = plan("-np", "1", "--timeline-filename", "t.json", "true").workers[0].environment
@@ -240,17 +235,17 @@ def test_the_timeline_is_a_full_path(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert made.workers[0].environment["HOROVOD_TIMELINE"] == "DYNAMIC"
 
 
-def test_folders_of_files_have_as_many_digits_as_the_last_rank(tmp_path: Path) -> None:
+def test_folders_of_files_have_as_many_digits_as_the_last_rank(tmp_path):
     for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
         with OutputFiles(str(tmp_path / first), count):
             names = sorted(path.name for path in (tmp_path / first).iterdir())
         assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
 
 
-def test_check_build(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_build(capfd, monkeypatch):
     import mxnet
 
-    def rows() -> dict[str, str]:
+    def rows():
         assert launch.main(["--check-build"]) == 0
         out, _ = capfd.readouterr()
         assert out.startswith(f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}")
@@ -272,7 +267,7 @@ def test_check_build(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert missing["--config-file"] == "no: PyYAML is not installed"
 
 
-def test_variables_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launch, "usable_cores", lambda: list(range(8)))
     # As inside a worker of mpirun; none of it is true for our workers.
@@ -296,7 +291,7 @@ def test_variables_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan("-np", "1", "true").workers[0].environment["KVHVD_SECRET"] != environs[0]["KVHVD_SECRET"]
 
 
-def test_shares_of_cores() -> None:
+def test_shares_of_cores():
     for cores, shares in [
         ([0, 1, 2, 3, 4], [(0, 1), (2, 3, 4)]),
         ([4, 9], [(4,), (9,), (4,)]),

@@ -1,7 +1,5 @@
 """``python -m kvstore_hvd script.py`` runs a program as if Python itself had started it; and programs without MXNet."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -25,17 +23,17 @@ print(sys.path[0], 'kvstore_hvd' in sys.modules)
 """
 
 
-def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def python(*arguments, cwd):
     environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments, cwd):
     return python("-m", "kvstore_hvd", *arguments, cwd=cwd)
 
 
-def test_a_script_finds_itself_its_arguments_and_its_neighbours(tmp_path: Path) -> None:
+def test_a_script_finds_itself_its_arguments_and_its_neighbours(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "neighbour.py").write_text("")
     (tmp_path / "sub" / "train.py").write_text("import neighbour\n" + PROGRAM)
@@ -49,7 +47,7 @@ def test_a_script_finds_itself_its_arguments_and_its_neighbours(tmp_path: Path) 
     assert done.returncode == 0
 
 
-def test_a_module_and_a_folder(tmp_path: Path) -> None:
+def test_a_module_and_a_folder(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "__main__.py").write_text("import sys; print(__name__, sys.argv[1:])")
@@ -59,7 +57,7 @@ def test_a_module_and_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('bad')", "1 +", "raise SystemExit('no')"])
-def test_ends_as_python_would(tmp_path: Path, end: str) -> None:
+def test_ends_as_python_would(tmp_path, end):
     (tmp_path / "train.py").write_text(f"x = 1\n{end}\n")
     ours, pythons = run("train.py", cwd=tmp_path), python("train.py", cwd=tmp_path)
     assert ours.returncode == pythons.returncode
@@ -67,7 +65,7 @@ def test_ends_as_python_would(tmp_path: Path, end: str) -> None:
     assert ours.stderr.replace(f"{tmp_path}/", "") == pythons.stderr.replace(f"{tmp_path}/", "")
 
 
-def test_horovod_is_answered_for(tmp_path: Path) -> None:
+def test_horovod_is_answered_for(tmp_path):
     (tmp_path / "train.py").write_text("import horovod; print(horovod.__version__)")
     done = run("train.py", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0.28.1\n", "")
@@ -86,7 +84,7 @@ def test_horovod_is_answered_for(tmp_path: Path) -> None:
         ((".",), "the folder '.' has no __main__.py"),
     ],
 )
-def test_what_cannot_be_run_is_said(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:
+def test_what_cannot_be_run_is_said(tmp_path, arguments, text):
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert text in done.stderr
@@ -104,7 +102,7 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, arguments: tuple[str, ...], 
         ("python -m kvstore_hvd train.py", "python -m kvstore_hvd train.py"),
     ],
 )
-def test_python_commands_of_kvhvdrun_as_horovod(command: str, changed: str) -> None:
+def test_python_commands_of_kvhvdrun_as_horovod(command, changed):
     assert through_this_package(command.split()) == changed.split()
 
 
@@ -112,7 +110,7 @@ def test_python_commands_of_kvhvdrun_as_horovod(command: str, changed: str) -> N
     "command",
     ["python", "python -", "python -uc x", "python -m", "python -W"],
 )
-def test_without_a_program(command: str) -> None:
+def test_without_a_program(command):
     with pytest.raises(LaunchError, match=r"needs a script or a module.*\n  Fix: kvhvdrun -np N --as-horovod python"):
         through_this_package(command.split())
 
@@ -124,7 +122,7 @@ def test_without_a_program(command: str) -> None:
         ("env A=1 python train.py", "write python -m kvstore_hvd where the command runs python"),
     ],
 )
-def test_other_commands_are_refused_with_the_fix(command: str, fix: str) -> None:
+def test_other_commands_are_refused_with_the_fix(command, fix):
     with pytest.raises(LaunchError) as caught:
         through_this_package(command.split())
     assert f"the command begins with '{command.split(maxsplit=1)[0]}'" in str(caught.value)
@@ -143,7 +141,7 @@ hvd.init()
 """
 
 
-def test_arrays_of_numpy_need_none_and_what_does_says_so() -> None:
+def test_arrays_of_numpy_need_none_and_what_does_says_so():
     """Each of the others is a KVHvdError with a fix; what is missing is an ImportError as before."""
     missing = ["kvstore_hvd.Horovod", "hvd.DistributedTrainer", "hvd.DistributedOptimizer", "hvd.SyncBatchNorm"]
     calls = [f"hvd.{name}(np.ones(2))" for name in ("allreduce", "allgather", "alltoall", "reducescatter")]

@@ -4,18 +4,16 @@ The second rank lives in the same process: each process makes a private world of
 rank submits and what, whatever the number of processes that run them.
 """
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np
 import pytest
 
 from kvstore_hvd import mxnet_compat, native
-from support.pair import World, handles, mx, ramp
+from support.pair import handles, mx, ramp
 
 
-def test_waits_for_the_producer_and_holds_the_consumer_without_blocking(pair: World) -> None:
+def test_waits_for_the_producer_and_holds_the_consumer_without_blocking(pair):
     """Arrays may be dropped while the operation runs."""
     ours, theirs = ramp((3, 4)), ramp((3, 4), start=7)
     gradient = mx.nd.array(ours) * 3
@@ -41,7 +39,7 @@ def test_waits_for_the_producer_and_holds_the_consumer_without_blocking(pair: Wo
         ("cd", "cd", 2),
     ],
 )
-def test_arrays_that_occur_twice_or_are_views_of_each_other(pair: World, inputs: str, outputs: str, times: int) -> None:
+def test_arrays_that_occur_twice_or_are_views_of_each_other(pair, inputs, outputs, times):
     ours, theirs = ramp((4,)), ramp((4,), start=10)
     arrays = {name: mx.nd.array(ours) for name in "ab"}
     arrays["v"] = arrays["a"].reshape((2, 2))
@@ -55,7 +53,7 @@ def test_arrays_that_occur_twice_or_are_views_of_each_other(pair: World, inputs:
     pair.other.wait(work)
 
 
-def test_operations_of_one_name_start_in_the_order_of_the_calls(pair: World) -> None:
+def test_operations_of_one_name_start_in_the_order_of_the_calls(pair):
     slow = mx.nd.ones((1000, 1000)) / 1000
     for _ in range(10):
         slow = mx.nd.dot(slow, slow)
@@ -69,7 +67,7 @@ def test_operations_of_one_name_start_in_the_order_of_the_calls(pair: World) -> 
         pair.other.wait(work)
 
 
-def test_weights_and_results_that_onednn_has_rearranged(pair: World) -> None:
+def test_weights_and_results_that_onednn_has_rearranged(pair):
     network = mx.gluon.nn.Conv2D(64, 3, in_channels=16)
     network.initialize()
     kind = mx.np if mxnet_compat.version_number() >= 20000 else mx.nd
@@ -93,7 +91,7 @@ def test_weights_and_results_that_onednn_has_rearranged(pair: World) -> None:
     np.testing.assert_array_equal(weight.asnumpy(), theirs)
 
 
-def test_what_arrays_are_and_which_library_is_loaded(pair: World) -> None:
+def test_what_arrays_are_and_which_library_is_loaded(pair):
     array = mx.nd.ones((4, 2))
     arrays = handles(others := [array, array.reshape((8,)), array[1:3], array.copy(), array.tostype("row_sparse")])
     assert [pair.adapter.is_plain(handle) for handle in arrays] == [True, True, True, True, False], others

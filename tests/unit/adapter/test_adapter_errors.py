@@ -1,11 +1,7 @@
 """Errors of operations in MXNet's engine: who raises them, when, how often, and what still works afterwards."""
 
-from __future__ import annotations
-
 import gc
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +10,7 @@ from kvstore_hvd import errors
 from support.pair import World, mx, ramp, until
 
 
-def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair: World) -> None:
+def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair):
     array = mx.nd.array(ramp((4,)))
     pair.pushpull("w", [array], [array])
     work = pair.submit("w", ramp((5,)))
@@ -37,7 +33,7 @@ def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair: 
 
 
 @pytest.mark.parametrize("where", ["input", "output", "before the call", "nobody reads"])
-def test_a_failed_producer_releases_the_other_ranks(pair: World, where: str) -> None:
+def test_a_failed_producer_releases_the_other_ranks(pair, where):
     """MXNet drops an operation while it is pushed if the producer has failed before the call."""
     failed, fine = mx.nd.random.normal(0, -1, (4,)), mx.nd.ones((4,))  # fails when it runs, not when it is called
     if where == "before the call":
@@ -72,7 +68,7 @@ ONES = mx.nd.ones
     ],
     ids=["dtypes", "bool", "sparse", "overlap"],
 )
-def test_arrays_that_cannot_be_used_fail_on_every_rank(pair: World, make: Callable[[], list[Any]], fact: str) -> None:
+def test_arrays_that_cannot_be_used_fail_on_every_rank(pair, make, fact):
     arrays = make()
     pair.pushpull("w", arrays, arrays)
     with pytest.raises(errors.InputFailedError) as caught:
@@ -83,7 +79,7 @@ def test_arrays_that_cannot_be_used_fail_on_every_rank(pair: World, make: Callab
     assert fact in str(caught.value)
 
 
-def test_a_lost_world_is_raised_by_reads_only() -> None:
+def test_a_lost_world_is_raised_by_reads_only():
     world = World()
     array = mx.nd.ones((4,))
     world.pushpull("w", [array], [array])
@@ -97,7 +93,7 @@ def test_a_lost_world_is_raised_by_reads_only() -> None:
     world.close()
 
 
-def test_operations_outlive_the_adapter_and_its_engine() -> None:
+def test_operations_outlive_the_adapter_and_its_engine():
     world = World()
     array = mx.nd.ones((4,))
     world.close()

@@ -1,7 +1,5 @@
 """The adapter where it takes a process of its own: with NaiveEngine, across a fork, and at the end of a program."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from support.pair import TIMEOUT_S, World, mx, ramp
 """
 
 
-def run_alone(body: str, **variables: str) -> str:
+def run_alone(body, **variables):
     """Run `body` in a fresh process, after the prelude; returns what it printed."""
     program = PRELUDE + textwrap.dedent(body)
     done = subprocess.run(
@@ -35,7 +33,7 @@ def run_alone(body: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_naive_engine() -> None:
+def test_naive_engine():
     out = run_alone(
         """
         world = World(naive=True)
@@ -98,7 +96,7 @@ FORK = """
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "in flight"])
-def test_a_forked_child_neither_hangs_nor_disturbs(in_flight: bool) -> None:
+def test_a_forked_child_neither_hangs_nor_disturbs(in_flight):
     """The parent ends while an operation is pending."""
     out = run_alone(FORK.replace("IN_FLIGHT", str(in_flight)))
     assert out.splitlines() == ["0 [2.0, 3.0, 4.0, 5.0]", "[3.0, 5.0, 7.0, 9.0]"]

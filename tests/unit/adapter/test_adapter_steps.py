@@ -3,11 +3,7 @@
 The adapter puts small neighbours into one operation of MXNet; the other rank submits each by itself.
 """
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,33 +20,33 @@ MANY = 20  # more gradients than one operation takes
 class Pair(World):
     """Gradients are called g0, g1, ..."""
 
-    def prepare(self, arrays: Sequence[Any]) -> Any:
+    def prepare(self, arrays):
         return self.adapter.prepare(
             [(f"g{i}", f"'g{i}'", mxnet_compat.handle_of(array), -i) for i, array in enumerate(arrays)]
         )
 
-    def take_part(self, place: int, array: Any) -> native.Work:
+    def take_part(self, place, array):
         return self.submit(f"g{place}", array)
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair():
     world = Pair()
     yield world
     world.close()
     mx.nd.waitall()
 
 
-def gradients(number: int = MANY, size: int = SMALL) -> list[Any]:
+def gradients(number=MANY, size=SMALL):
     return [mx.nd.ones((size,)) * (i + 1) for i in range(number)]
 
 
-def ones(number: int = MANY, size: int = SMALL) -> list[Any]:
+def ones(number=MANY, size=SMALL):
     return [np.ones(size, np.float32) for _ in range(number)]
 
 
 @pytest.mark.parametrize(("size", "order"), [(SMALL, -1), (100_000, 1)])
-def test_the_other_rank_may_submit_in_any_order(pair: Pair, size: int, order: int) -> None:
+def test_the_other_rank_may_submit_in_any_order(pair, size, order):
     ours, theirs = gradients(size=size), ones(size=size)
     step = pair.prepare(ours)
     for _ in range(2):  # a step may be used again
@@ -64,7 +60,7 @@ def test_the_other_rank_may_submit_in_any_order(pair: Pair, size: int, order: in
         assert (other == place + 2).all()
 
 
-def test_each_is_submitted_under_its_own_name(pair: Pair) -> None:
+def test_each_is_submitted_under_its_own_name(pair):
     """No gradient of an operation waits for another's sum; the step may be dropped meanwhile."""
     ours, theirs = gradients(), ones()
     step = pair.prepare(ours)
@@ -80,7 +76,7 @@ def test_each_is_submitted_under_its_own_name(pair: Pair) -> None:
     assert all((mine.asnumpy() == place + 2).all() for place, mine in enumerate(ours))
 
 
-def test_a_step_is_in_turn_with_single_operations(pair: Pair) -> None:
+def test_a_step_is_in_turn_with_single_operations(pair):
     """Operations of one name take part in the order of the calls, in a step or not."""
     (ours,) = gradients(1)
     handle = mxnet_compat.handle_of(ours)
@@ -93,7 +89,7 @@ def test_a_step_is_in_turn_with_single_operations(pair: Pair) -> None:
     assert (ours.asnumpy() == 112).all()
 
 
-def test_arrays_that_share_memory_are_summed_one_after_the_other(pair: Pair) -> None:
+def test_arrays_that_share_memory_are_summed_one_after_the_other(pair):
     """MXNet would wait for ever for an operation that names one memory twice."""
     whole = mx.nd.ones((4, 3))
     pair.adapter.pushpull_step(pair.prepare([whole, whole[1:3], whole]), False)
@@ -104,7 +100,7 @@ def test_arrays_that_share_memory_are_summed_one_after_the_other(pair: Pair) -> 
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_one_that_fails_fails_its_operation_and_is_named(pair: Pair, is_read: bool) -> None:
+def test_one_that_fails_fails_its_operation_and_is_named(pair, is_read):
     """The others of the operation are summed nevertheless; an error that nobody has read is kept, and taken once."""
     ours, theirs = gradients(3), ones(3)
     theirs[1] = np.ones(SMALL + 1, np.float32)
@@ -126,7 +122,7 @@ def test_one_that_fails_fails_its_operation_and_is_named(pair: Pair, is_read: bo
     mx.nd.waitall()
 
 
-def test_several_that_fail_are_one_error(pair: Pair) -> None:
+def test_several_that_fail_are_one_error(pair):
     """It names the first of them, whichever failed first."""
     pair.adapter.pushpull_step(pair.prepare(gradients(3)), False)
     for place in (2, 1):
@@ -139,7 +135,7 @@ def test_several_that_fail_are_one_error(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_failed_input_fails_all_of_its_operation(pair: Pair, is_read: bool) -> None:
+def test_a_failed_input_fails_all_of_its_operation(pair, is_read):
     ours = gradients(2)
     square = mx.nd.ones((3, 3))
     mx.nd.linalg.potrf(mx.nd.zeros((3, 3)) - 1, out=square)  # not positive definite
@@ -161,7 +157,7 @@ def test_a_failed_input_fails_all_of_its_operation(pair: Pair, is_read: bool) ->
     assert pair.adapter.take_unread_error() is None
 
 
-def test_a_lost_world_fails_every_operation(pair: Pair) -> None:
+def test_a_lost_world_fails_every_operation(pair):
     ours = gradients()
     step = pair.prepare(ours)
     pair.adapter.pushpull_step(step, False)
@@ -176,7 +172,7 @@ def test_a_lost_world_fails_every_operation(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "empty", "bool", "naive"])
-def test_what_needs_a_closer_look_is_not_prepared(pair: Pair, kind: str) -> None:
+def test_what_needs_a_closer_look_is_not_prepared(pair, kind):
     arrays = gradients(2)
     if kind == "sparse":
         arrays.append(mx.nd.sparse.zeros("row_sparse", (2, 3)))

@@ -1,12 +1,9 @@
 """Which cores processes may use, by affinity and control groups; and clocks that stand still while a process does."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,31 +20,31 @@ OTHERS = (
 class Machine:
     """A root folder with control groups of version 2."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root, self.mounts = root, OTHERS
 
-    def mount(self, point: str, root: str = "/") -> None:
+    def mount(self, point, root="/"):
         """Mount the groups, of which `root` is the highest that can be seen."""
         self.mounts += V2.format(root=root, point=point.replace(" ", r"\040"))
 
-    def group(self, folder: str, quota: str) -> None:
+    def group(self, folder, quota):
         """Make a group."""
         self._write(f"{folder}/cpu.max", f"{quota} 100000\n")
 
-    def place(self, line: str) -> Path:
+    def place(self, line):
         """Put the process there; returns the root."""
         self._write("/proc/self/mountinfo", self.mounts)
         self._write("/proc/self/cgroup", f"9:name=systemd:/\n3:cpuset:/elsewhere\n{line}\n")
         return self.root
 
-    def _write(self, path: str, text: str) -> None:
+    def _write(self, path, text):
         file = self.root / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(os.fsencode(text))
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(CORES))
     return Machine(tmp_path)
 
@@ -56,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     ("quota", "usable", "enough"),
     [("max", 8, 8), ("300000", 3, 3), ("250000", 3, 2), ("50000", 1, 0), ("nonsense", 8, 8), ("-1", 8, 8)],
 )
-def test_a_quota_of_version_2(machine: Machine, quota: str, usable: int, enough: int) -> None:
+def test_a_quota_of_version_2(machine, quota, usable, enough):
     """A launcher's share is rounded up; every worker needs a whole core to spin."""
     machine.mount("/sys/fs/cgroup")
     machine.group("/sys/fs/cgroup/job", quota)
@@ -66,7 +63,7 @@ def test_a_quota_of_version_2(machine: Machine, quota: str, usable: int, enough:
         assert suffice([describe(root)] * ranks) == (ranks <= enough)
 
 
-def test_groups_above_limit_as_well(machine: Machine) -> None:
+def test_groups_above_limit_as_well(machine):
     machine.mount("/sys/fs/cgroup")
     machine.group("/sys/fs/cgroup/a/b/c", "max")
     machine.group("/sys/fs/cgroup/a/b", "600000")
@@ -75,13 +72,13 @@ def test_groups_above_limit_as_well(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("top", "path"), [("/docker/1f", "/docker/1f"), ("/docker/1f", "/"), ("/", "/../x")])
-def test_a_container_that_sees_its_own_group_only(machine: Machine, top: str, path: str) -> None:
+def test_a_container_that_sees_its_own_group_only(machine, top, path):
     machine.mount("/sys/fs/control groups", top)
     machine.group("/sys/fs/control groups", "150000")
     assert usable_cores(machine.place(f"0::{path}")) == CORES[:2]
 
 
-def test_without_proc_or_groups_the_affinity_counts(machine: Machine) -> None:
+def test_without_proc_or_groups_the_affinity_counts(machine):
     assert usable_cores(machine.root) == CORES
     assert usable_cores(machine.place("0::/nowhere")) == CORES
     (machine.root / "proc/self/cgroup").write_text("")
@@ -89,8 +86,8 @@ def test_without_proc_or_groups_the_affinity_counts(machine: Machine) -> None:
     assert suffice([describe(machine.root)] * 8)
 
 
-def test_the_workers_affinities_and_groups_count_together() -> None:
-    def affinity(*cores: int, **limits: float) -> str:
+def test_the_workers_affinities_and_groups_count_together():
+    def affinity(*cores, **limits):
         return json.dumps({"cores": f"{sum(1 << core for core in cores):x}", "limits": limits})
 
     assert suffice([affinity(0), affinity(1)])
@@ -103,7 +100,7 @@ def test_the_workers_affinities_and_groups_count_together() -> None:
     assert not suffice([affinity(*cores, one=1.0, both=1.9), affinity(*cores, other=1.0, both=1.9)])
 
 
-def test_the_affinity_is_that_of_this_process() -> None:
+def test_the_affinity_is_that_of_this_process():
     core = min(os.sched_getaffinity(0))
     program = (
         f"import os; os.sched_setaffinity(0, {{{core}}})\n"
@@ -119,21 +116,21 @@ class Time:
 
     now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def pass_by(self, seconds: float) -> None:
+    def pass_by(self, seconds):
         self.now += seconds
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+def time(monkeypatch):
     time = Time()
     monkeypatch.setattr("kvstore_hvd.base.clocks.time.monotonic", time)
     return time
 
 
-def test_time_passes_while_it_is_looked_at(time: Time) -> None:
+def test_time_passes_while_it_is_looked_at(time):
     """What this process was stopped does not count."""
     clock = RunningClock()
     for _ in range(10):
@@ -146,7 +143,7 @@ def test_time_passes_while_it_is_looked_at(time: Time) -> None:
         assert clock.elapsed() == pytest.approx(elapsed)
 
 
-def test_a_machine_under_load_does_not_stop_the_clock(time: Time) -> None:
+def test_a_machine_under_load_does_not_stop_the_clock(time):
     """A process that always comes late to its looks still comes to an end."""
     deadline = Deadline(10.0)
     for _ in range(101):
@@ -156,7 +153,7 @@ def test_a_machine_under_load_does_not_stop_the_clock(time: Time) -> None:
     assert deadline.wait_s() == 0
 
 
-def test_an_earlier_deadline_counts_for_the_later_one(time: Time) -> None:
+def test_an_earlier_deadline_counts_for_the_later_one(time):
     """Somebody who waits for it looks at no other."""
     later = Deadline(10.0)
     for _ in range(2):

@@ -1,14 +1,10 @@
 """`run` before anything is started: its options, what it refuses, and what travels between the processes."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import os
 import sys
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,14 +26,14 @@ from kvstore_hvd.errors import (
 
 
 @pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
+def _nothing_starts(monkeypatch):
+    def refuse(*args, **kwargs):
         pytest.fail("a process is started")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
 
 
-def test_the_signature_is_horovods() -> None:
+def test_the_signature_is_horovods():
     """Of Horovod 0.28.1, in the order of its parameters: programs may pass them by position."""
     names = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
         start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo use_mpi mpi_args
@@ -57,15 +53,15 @@ def test_the_signature_is_horovods() -> None:
         ({"min_np": 1, "cooldown_range": (1, 2, 3)}, "expected two numbers of seconds"),
     ],
 )
-def test_what_is_refused_before_anything_starts(arguments: dict[str, Any], words: str) -> None:
+def test_what_is_refused_before_anything_starts(arguments, words):
     with pytest.raises(KVHvdError, match=words) as caught:
         kvstore_hvd.run(**{"func": print, **arguments})
     assert "Fix: " in str(caught.value)
     assert isinstance(caught.value, (InvalidRequestError, InvalidTypeError))
 
 
-def test_options_become_those_of_kvhvdrun() -> None:
-    def options(**given: Any) -> list[str]:
+def test_options_become_those_of_kvhvdrun():
+    def options(**given):
         names = [name for name in Options.__dataclass_fields__ if name not in ("num_proc", "verbose")]
         return Options(**{**dict.fromkeys(names), "num_proc": 1, "verbose": None, **given}).arguments()
 
@@ -80,7 +76,7 @@ def test_options_become_those_of_kvhvdrun() -> None:
     ]
 
 
-def test_parcels_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parcels_have_no_name(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     fd = pack([1, 2], {"a": b"x" * 100_000})
     assert not list(tmp_path.iterdir())
@@ -90,7 +86,7 @@ def test_parcels_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     os.close(fd)
 
 
-def test_reports_arrive_whole_and_in_order() -> None:
+def test_reports_arrive_whole_and_in_order():
     with Reports() as reports:
         reporter = Reporter(os.dup(reports.inherited))
         reports.given()
@@ -114,17 +110,17 @@ def test_reports_arrive_whole_and_in_order() -> None:
 class Job:
     """What workers and launcher report, and what comes of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reports, self.outcome = Reports(), Outcome()
         self._reporter = Reporter(os.dup(self.reports.inherited))
 
-    def tell(self, kind: Kind, value: Any, **sender: Any) -> None:
+    def tell(self, kind, value, **sender):
         self._reporter.send(kind, Sender(**sender), value)
         for report in self.reports.take():
             self.outcome.hear(report)
 
 
-def test_results_are_those_of_the_last_world() -> None:
+def test_results_are_those_of_the_last_world():
     job = Job()
     job.tell(Kind.RESULT, "old", rank=0, size=3, generation=1, worker=0)
     job.tell(Kind.RESULT, "left", rank=2, size=3, generation=1, worker=2)
@@ -137,7 +133,7 @@ def test_results_are_those_of_the_last_world() -> None:
         job.outcome.results(0)
 
 
-def test_consequences_are_not_taken_for_the_cause() -> None:
+def test_consequences_are_not_taken_for_the_cause():
     """A worker that tells of another's end comes first when that one could not say anything in time."""
     job = Job()
     lost, bad = PeerLostError("rank 1 died"), ValueError("the cause")
@@ -148,7 +144,7 @@ def test_consequences_are_not_taken_for_the_cause() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_failures_of_earlier_worlds_do_not_count() -> None:
+def test_failures_of_earlier_worlds_do_not_count():
     job = Job()
     early, late = (failure_of(ValueError(text), None, "the function raised") for text in ("early", "late"))
     job.tell(Kind.FAILED, early, rank=1, size=2, generation=0, worker=1)
@@ -162,19 +158,19 @@ def test_failures_of_earlier_worlds_do_not_count() -> None:
 class Needy(Exception):
     """Cannot be unpickled: the number is not kept in `args`."""
 
-    def __init__(self, number: int, text: str) -> None:
+    def __init__(self, number, text):
         super().__init__(text)
 
 
 @pytest.mark.parametrize("error", [Needy(3, "lost"), ValueError(threading.Lock())])
-def test_an_exception_that_cannot_travel_leaves_its_text(error: Exception) -> None:
+def test_an_exception_that_cannot_travel_leaves_its_text(error):
     failure = failure_of(error, None, "the function raised")
     assert failure.error() is None
     assert type(error).__name__ in failure.fact
     assert type(error).__name__ in failure.trace
 
 
-def test_another_python_keeps_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_python_keeps_its_libraries(monkeypatch):
     monkeypatch.setattr(sys, "path", ["/own"])
     take_path(["/work", "/other"], prefixes())
     assert sys.path == ["/work", "/other"]
@@ -184,7 +180,7 @@ def test_another_python_keeps_its_libraries(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("make", [io.StringIO, lambda: io.TextIOWrapper(io.BytesIO(), write_through=True)])
-def test_what_has_no_descriptor_is_written_to(make: Any) -> None:
+def test_what_has_no_descriptor_is_written_to(make):
     """Characters that come in two parts are whole in the end."""
     target = make()
     stream = OutputStream(target)

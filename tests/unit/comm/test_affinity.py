@@ -1,7 +1,5 @@
 """Which core a worker's communication threads run on, and texts that workers tell each other."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -16,11 +14,11 @@ from support.fake_native import fake_world
 
 
 @pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def cores(monkeypatch):
     """The cores of a machine some of which are offline, and one of which the container may not use; all others are."""
     usable, current = {0, 2, 4, 6, 11}, [0]
 
-    def pin(pid: int, wanted: set[int]) -> None:
+    def pin(pid, wanted):
         if not wanted & usable:
             if max(wanted) > 1 << 31:
                 raise OverflowError("CPU number too large")
@@ -32,7 +30,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return usable
 
 
-def test_each_worker_of_the_host_has_its_core(cores: set[int]) -> None:
+def test_each_worker_of_the_host_has_its_core(cores):
     """Any core that may be used, whatever it is called, and wherever the process runs now."""
     assert [chosen_core((6, 0, 11), rank, 3) for rank in range(3)] == [6, 0, 11]
     assert chosen_core((6, 0, 11), 1, 2) == 0
@@ -48,14 +46,14 @@ def test_each_worker_of_the_host_has_its_core(cores: set[int]) -> None:
         ((0, 2, 1 << 40), "use 1099511627776"),
     ],
 )
-def test_what_cannot_be_raises_on_every_worker(cores: set[int], chosen: tuple[int, ...], text: str) -> None:
+def test_what_cannot_be_raises_on_every_worker(cores, chosen, text):
     for rank in (0, 1):
         with pytest.raises(ConfigError, match=text):
             chosen_core(chosen, rank, 2)
     assert os.sched_getaffinity(0) == {0}
 
 
-def test_threads_started_inside_run_there_and_the_caller_where_it_did() -> None:
+def test_threads_started_inside_run_there_and_the_caller_where_it_did():
     before = os.sched_getaffinity(0)
     core, seen = max(before), []
     with threads_on(core):
@@ -72,7 +70,7 @@ def test_threads_started_inside_run_there_and_the_caller_where_it_did() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "/tmp/\udcff", "x" * 16385], ids=["nothing", "bytes", "too long"])
-def test_workers_tell_each_other_texts(text: str) -> None:
+def test_workers_tell_each_other_texts(text):
     """Each in its place; a file name that is no UTF-8 as Python shows it, and no more than there is room for."""
     with fake_world(rank=2, size=3) as communicator:
         assert exchange(communicator, process.current().topology, "test", text) == ["", "", text[:16384]]

@@ -1,7 +1,5 @@
 """The decisions about an elastic job whose workers come and go, do not meet, or do not answer."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -11,7 +9,7 @@ from support.elastic_jobs import Play
 KILLED = [(signal.SIGKILL, False)]
 
 
-def test_members_are_told_of_all_changes_together() -> None:
+def test_members_are_told_of_all_changes_together():
     play = Play({"a": 1, "b": 1}, min_np=1)
     play.begin()
     play.hosts({"a": 1, "c": 1})
@@ -25,7 +23,7 @@ def test_members_are_told_of_all_changes_together() -> None:
     assert play.told(0, "updated")[2:] == [{"t": "updated", "number": 3, "result": 2}]
 
 
-def test_who_has_to_leave_and_does_not_is_ended() -> None:
+def test_who_has_to_leave_and_does_not_is_ended():
     play = Play({"a": 1, "b": 1}, min_np=1, exit_timeout_s=30, kill_grace_s=5)
     play.begin()
     play.hosts({"a": 1})
@@ -42,7 +40,7 @@ def test_who_has_to_leave_and_does_not_is_ended() -> None:
     assert play.outcome == (0, "")
 
 
-def test_workers_that_never_meet() -> None:
+def test_workers_that_never_meet():
     play = Play({"a": 2}, min_np=1)
     play.ready(0, 1)
     for _ in range(20):
@@ -55,7 +53,7 @@ def test_workers_that_never_meet() -> None:
 # -- Hangs --------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed() -> None:
+def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed():
     play = Play({"a": 3}, min_np=1)
     play.begin()
     play.ready(0, cause="timeout")
@@ -74,7 +72,7 @@ def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed() -> None:
 
 
 @pytest.mark.parametrize("cause", ["lost", "updated", "reset"])
-def test_who_is_not_ready_for_long_is_killed_whatever_the_cause(cause: str) -> None:
+def test_who_is_not_ready_for_long_is_killed_whatever_the_cause(cause):
     play = Play({"a": 2}, min_np=1, timeout_s=100)
     play.begin()
     play.ready(0, cause=cause)
@@ -86,7 +84,7 @@ def test_who_is_not_ready_for_long_is_killed_whatever_the_cause(cause: str) -> N
     assert play.members == [0]
 
 
-def test_who_never_gets_ready_at_the_start_is_killed() -> None:
+def test_who_never_gets_ready_at_the_start_is_killed():
     play = Play({"a": 3}, min_np=2, timeout_s=50)
     play.ready(0)
     play.wait(49)
@@ -101,7 +99,7 @@ def test_who_never_gets_ready_at_the_start_is_killed() -> None:
     assert play.members == [0, 3]
 
 
-def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
+def test_after_a_meeting_is_voided_its_own_deadline_does_not_count():
     play = Play({"a": 3}, min_np=1, start_timeout_s=30, timeout_s=600)
     play.ready(0, 1, 2)
     play.wait(39)
@@ -115,11 +113,11 @@ def test_after_a_meeting_is_voided_its_own_deadline_does_not_count() -> None:
 # -- Newcomers of one change --------------------------------------------------------------------------------------
 
 
-def updates(play: Play) -> int:
+def updates(play):
     return len(play.notes("updated"))
 
 
-def test_newcomers_of_one_change_join_together() -> None:
+def test_newcomers_of_one_change_join_together():
     play = Play({"a": 1}, min_np=1, reset_limit=1)
     play.begin()
     play.hosts({"a": 2, "b": 2})
@@ -134,7 +132,7 @@ def test_newcomers_of_one_change_join_together() -> None:
 
 
 @pytest.mark.parametrize(("took", "limit"), [(7, 7), (0.1, 2), (100, 30)])
-def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself(took: float, limit: float) -> None:
+def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself(took, limit):
     """Within bounds."""
     play = Play({"a": 1}, min_np=1, start_timeout_s=30)
     play.begin()
@@ -151,7 +149,7 @@ def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself(took: flo
     assert play.commit() == [0, 2, 1]
 
 
-def test_slots_that_go_are_told_at_once() -> None:
+def test_slots_that_go_are_told_at_once():
     """Those that come instead join later, and both is one change."""
     play = Play({"a": 1, "b": 2}, min_np=1, reset_limit=1)
     play.begin()
@@ -167,7 +165,7 @@ def test_slots_that_go_are_told_at_once() -> None:
     assert "number of resets" in play.outcome[1]
 
 
-def test_the_reset_limit_counts_a_change_once_also_where_one_is_late() -> None:
+def test_the_reset_limit_counts_a_change_once_also_where_one_is_late():
     play = Play({"a": 1}, min_np=1, reset_limit=2)
     play.begin()
     play.hosts({"a": 3})

@@ -1,10 +1,7 @@
 """Daemons and their connections: when one counts as lost, and when the loop is woken."""
 
-from __future__ import annotations
-
 import select
 import socket
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,20 +20,20 @@ from kvstore_hvd.driver.daemons import _Daemon, _fate
         ({"line": Mock(), "code": 3}, 0.5, "its daemon (pid 7) exited with code 3"),  # it may have said something yet
     ],
 )
-def test_how_long_a_daemon_may_be_silent(state: dict[str, Any], within_s: float, fate: str) -> None:
+def test_how_long_a_daemon_may_be_silent(state, within_s, fate):
     daemon = _Daemon("host", 7, heard_at=100.0, **state)
     assert _fate(daemon, 100.0 + within_s - 0.01, lease_s=4.0) == ""
     assert _fate(daemon, 100.0 + within_s, lease_s=4.0) == fate
 
 
-def test_the_loop_is_woken_to_write_only_while_there_is_something_to_write() -> None:
+def test_the_loop_is_woken_to_write_only_while_there_is_something_to_write():
     ours, theirs = socket.socketpair()
-    line: Any = Mock(fileno=ours.fileno, close=ours.close, wants_to_write=False)
+    line = Mock(fileno=ours.fileno, close=ours.close, wants_to_write=False)
     line.flush.side_effect = lambda: setattr(line, "wants_to_write", False)
     connections = Connections()
     connections.add(line)
 
-    def is_woken() -> bool:
+    def is_woken():
         connections.arm()
         return bool(select.select([connections], [], [], 0)[0])
 

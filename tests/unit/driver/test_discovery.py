@@ -1,12 +1,8 @@
 """Which hosts an elastic job may use: fixed ones, and what a script says, however it behaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,12 +14,12 @@ from support.patience import patient
 LIMIT_S = patient(30)
 
 
-def test_a_fixed_host_that_is_another_one() -> None:
+def test_a_fixed_host_that_is_another_one():
     with pytest.raises(LaunchError, match="'elsewhere' is another host"):
         FixedHosts({"localhost": 2, "elsewhere": 1})
 
 
-def test_what_a_script_may_print() -> None:
+def test_what_a_script_may_print():
     for text, hosts in [
         ("", {}),
         ("a:2\nb\n", {"a": 2, "b": 3}),
@@ -40,11 +36,11 @@ def test_what_a_script_may_print() -> None:
 class Poller:
     """Polls a script as the launcher does."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command):
         self.script = HostDiscoveryScript(command, 1, dict(os.environ), "job")
         self.now = 0.0
 
-    def poll(self) -> dict[str, int] | None:
+    def poll(self):
         child = self.script._child
         if child is not None and child.code is None:
             pid, status = os.waitpid(child.pid, os.WNOHANG)
@@ -52,7 +48,7 @@ class Poller:
                 self.script.reaped(pid, os.waitstatus_to_exitcode(status))
         return self.script.poll(self.now)
 
-    def next(self) -> dict[str, int]:
+    def next(self):
         """What the next run says."""
         end = time.monotonic() + LIMIT_S
         self.now += 1.0
@@ -61,7 +57,7 @@ class Poller:
             time.sleep(0.005)  # nothing tells of its end here
         return hosts
 
-    def close(self) -> None:
+    def close(self):
         child = self.script._child
         self.script.close()
         if child is not None and child.code is None:
@@ -69,12 +65,12 @@ class Poller:
 
 
 @pytest.fixture
-def script() -> Iterator[Callable[[str], Poller]]:
+def script():
     with contextlib.ExitStack() as stack:
         yield lambda command: stack.enter_context(contextlib.closing(Poller(command)))
 
 
-def test_a_script_is_run_again_and_again(script: Callable[[str], Poller], tmp_path: Path) -> None:
+def test_a_script_is_run_again_and_again(script, tmp_path):
     path = tmp_path / "hosts"
     poller = script(f"cat {path}")
     path.write_text("localhost:2\n")
@@ -93,14 +89,12 @@ def test_a_script_is_run_again_and_again(script: Callable[[str], Poller], tmp_pa
         ("yes | head -c 100000", "printed more than 65536 bytes$"),
     ],
 )
-def test_a_script_that_fails(script: Callable[[str], Poller], command: str, fact: str) -> None:
+def test_a_script_that_fails(script, command, fact):
     with pytest.raises(DiscoveryError, match=fact):
         script(command).next()
 
 
-def test_a_script_that_hangs_is_killed(
-    script: Callable[[str], Poller], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_script_that_hangs_is_killed(script, monkeypatch, tmp_path):
     path = tmp_path / "hosts"
     poller = script(f"echo localhost; test -e {path} || sleep 1000")
     with monkeypatch.context() as patched:
@@ -111,5 +105,5 @@ def test_a_script_that_hangs_is_killed(
     assert poller.next() == {"localhost": 1}  # the next run has its own time
 
 
-def test_what_a_script_leaves_behind_is_not_waited_for(script: Callable[[str], Poller]) -> None:
+def test_what_a_script_leaves_behind_is_not_waited_for(script):
     assert script("echo localhost; sleep 1000 &").next() == {"localhost": 1}

@@ -1,12 +1,8 @@
 """What people and programs are told of an elastic job: event log, status line, news."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +15,7 @@ from kvstore_hvd.launcher.relay import Relay
 LIMIT_S = 60
 
 
-def test_one_object_a_line(tmp_path: Path) -> None:
+def test_one_object_a_line(tmp_path):
     path = tmp_path / "log"
     path.write_text("of another job\n")
     with EventLog(str(path)) as log:
@@ -36,7 +32,7 @@ def test_one_object_a_line(tmp_path: Path) -> None:
         EventLog("/no/such/log")
 
 
-def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
+def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path):
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
     with pytest.raises(LaunchError, match=r"--event-log: '.*' cannot be made: "):
@@ -65,13 +61,13 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path: Path
     assert (lost["event"], lost["count"], last["event"]) == ("events_lost", 30_000 - len(many), "one_more")
 
 
-def read_now(fd: int) -> bytes:
+def read_now(fd):
     with contextlib.suppress(BlockingIOError):
         return os.read(fd, 1 << 20)
     return b""
 
 
-def test_a_full_disk_is_told_once() -> None:
+def test_a_full_disk_is_told_once():
     with EventLog("/dev/full") as log:
         log.write("job_start", {})
         log.finish(LIMIT_S)
@@ -82,7 +78,7 @@ def test_a_full_disk_is_told_once() -> None:
 
 
 @contextlib.contextmanager
-def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Relay, Callable[[], str]]]:
+def screen_of(monkeypatch):
     """A relay that writes to a pipe, which the status line takes for a terminal; and what has been written to it.
 
     No fixture: pytest gives each phase of a test another standard error.
@@ -96,7 +92,7 @@ def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Relay, Callable
     monkeypatch.setattr(status, "_columns", lambda: 20)
     relay = Relay(wake)
 
-    def written() -> str:
+    def written():
         relay.wait(0)
         while relay.pending:
             relay.wait(1)
@@ -111,7 +107,7 @@ def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Relay, Callable
             os.close(fd)
 
 
-def test_the_line_is_shown_once_cut_to_the_terminal_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_is_shown_once_cut_to_the_terminal_and_gives_way(monkeypatch):
     with screen_of(monkeypatch) as (relay, written):
         line = StatusLine(relay)
         for shown in ("\r\x1b[K\x1b[2mgeneration 1, 2 of \x1b[0m", ""):

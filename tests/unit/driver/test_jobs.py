@@ -1,7 +1,5 @@
 """The decisions about an elastic job: its start, what lost workers cost, who has which rank, and how it ends."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from support.elastic_jobs import Play
 
 
-def test_the_first_generation_begins_when_all_are_ready() -> None:
+def test_the_first_generation_begins_when_all_are_ready():
     play = Play({"a": 2}, min_np=2, first_np=3)
     assert play.starts() == []
     play.hosts({"a": 2, "b": 1})
@@ -25,7 +23,7 @@ def test_the_first_generation_begins_when_all_are_ready() -> None:
     assert play.notes("generation_joined") == [{"generation": 0}]
 
 
-def test_too_few_workers_are_waited_for_and_the_end_has_the_reason() -> None:
+def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
     play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
     play.wait(59)
     assert play.ending is None
@@ -44,7 +42,7 @@ def test_too_few_workers_are_waited_for_and_the_end_has_the_reason() -> None:
     assert play.told(0, "fail") == [{"t": "fail", "text": reason}]
 
 
-def test_a_program_that_always_fails_ends_the_job() -> None:
+def test_a_program_that_always_fails_ends_the_job():
     play = Play({"a": 2}, min_np=1)
     for worker in range(4):
         play.end(worker, 3, "SyntaxError: x")
@@ -52,7 +50,7 @@ def test_a_program_that_always_fails_ends_the_job() -> None:
     assert play.ending.details == ("SyntaxError: x",)
 
 
-def test_a_dead_worker_costs_itself_only() -> None:
+def test_a_dead_worker_costs_itself_only():
     play = Play({"a": 3}, min_np=2)
     play.begin()
     play.kill(1)
@@ -66,7 +64,7 @@ def test_a_dead_worker_costs_itself_only() -> None:
     assert (play.generation, play.members) == (1, [0, 2])
 
 
-def test_when_nobody_is_left_the_state_is_lost() -> None:
+def test_when_nobody_is_left_the_state_is_lost():
     play = Play({"a": 2}, min_np=1)
     play.begin()
     play.end(0, 1, "PeerLostError: rank 1")
@@ -78,7 +76,7 @@ def test_when_nobody_is_left_the_state_is_lost() -> None:
     assert play.told(2, "fail")
 
 
-def test_newcomers_that_never_had_the_state_do_not_go_on_alone() -> None:
+def test_newcomers_that_never_had_the_state_do_not_go_on_alone():
     play = Play({"a": 2}, min_np=1)
     play.begin()
     for worker in (0, 1):
@@ -96,7 +94,7 @@ def test_newcomers_that_never_had_the_state_do_not_go_on_alone() -> None:
 # -- Places -------------------------------------------------------------------------------------------------------
 
 
-def places(play: Play) -> dict[str, int]:
+def places(play):
     """The local rank of the worker on each slot, as all members of the generation have been told it."""
     members = play.job.generation.members
     told = [play.told(member.id, "world")[-1] for member in members]
@@ -105,7 +103,7 @@ def places(play: Play) -> dict[str, int]:
     return {str(member.slot): place for member, place in zip(members, told[0]["places"])}
 
 
-def test_local_ranks_follow_the_slots_whoever_was_ready_first() -> None:
+def test_local_ranks_follow_the_slots_whoever_was_ready_first():
     play = Play({"a": 3, "b": 1}, min_np=1)
     play.enter(3, "other")
     play.ready(2, 0, 1)
@@ -127,7 +125,7 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first() -> None:
 # -- Crashes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while() -> None:
+def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():
     play = Play({"a": 2}, min_np=1)
     play.begin()
     play.kill(1)
@@ -149,7 +147,7 @@ def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while() -> None:
     assert play.starts()[4:] == [(4, "a:1")]
 
 
-def fail_in_turn(play: Play, code: int = 1, *, hung: bool = False) -> None:
+def fail_in_turn(play, code=1, *, hung=False):
     """All of a world but rank 0 fail, or are killed because they hang; it meets with those that take their places."""
     first, *others = play.members
     generation = play.generation
@@ -167,7 +165,7 @@ def fail_in_turn(play: Play, code: int = 1, *, hung: bool = False) -> None:
     play.meet()
 
 
-def test_a_program_that_fails_whoever_runs_it_ends_the_job() -> None:
+def test_a_program_that_fails_whoever_runs_it_ends_the_job():
     play = Play({"a": 2}, min_np=2)
     play.begin()
     for code in (1, 1, 1, 1, 1, 3):
@@ -180,7 +178,7 @@ def test_a_program_that_fails_whoever_runs_it_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize("what", ["killed", "hung", "commit", "long life"])
-def test_failures_that_do_not_tell_of_the_program(what: str) -> None:
+def test_failures_that_do_not_tell_of_the_program(what):
     play = Play({"a": 2, "b": 1}, min_np=2, max_np=2, timeout_s=10_000)
     play.begin()
     for _ in range(12):
@@ -196,7 +194,7 @@ def test_failures_that_do_not_tell_of_the_program(what: str) -> None:
 # -- Ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave() -> None:
+def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
     play = Play({"a": 2}, min_np=1)
     play.begin()
     play.say(0, "finished")
@@ -214,7 +212,7 @@ def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave() -> 
     assert play.outcome == (0, "")
 
 
-def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for() -> None:
+def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for():
     play = Play({"a": 3}, min_np=1)
     play.begin()
     for kind, fields in (("synced", {"generation": 0}), ("finished", {}), ("synced", {"generation": 0})):
@@ -228,7 +226,7 @@ def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for() -> None:
     assert play.members == [0, 1]
 
 
-def test_too_many_resets() -> None:
+def test_too_many_resets():
     play = Play({"a": 4}, min_np=1, reset_limit=1)
     play.begin()
     play.kill(1)
@@ -246,7 +244,7 @@ def test_too_many_resets() -> None:
     assert len(play.seen) == seen + 1  # the note of its end, and no decision any more
 
 
-def test_words_out_of_place_change_nothing() -> None:
+def test_words_out_of_place_change_nothing():
     play = Play({"a": 2}, min_np=1)
     with pytest.raises(ValueError, match="there is no worker 7"):
         play.say(7, "finished")

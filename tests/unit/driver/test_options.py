@@ -1,20 +1,14 @@
 """The options of kvhvdrun for elastic jobs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from kvstore_hvd import launch
 from kvstore_hvd.driver.discovery import FixedHosts, HostDiscoveryScript
 from kvstore_hvd.driver.options import elastic_plan, is_elastic
-from kvstore_hvd.driver.plan import ElasticPlan
 from kvstore_hvd.driver.slots import Cooldown
 
 
-def plan(*arguments: str) -> ElasticPlan:
+def plan(*arguments):
     options = launch._options(arguments)
     assert is_elastic(options)
     return elastic_plan(options, *launch._program(options))
@@ -34,9 +28,7 @@ def plan(*arguments: str) -> ElasticPlan:
         (["--min-np", "1", "--hostfile", "hosts"], (1, None, 256), {"localhost": 2}),
     ],
 )
-def test_numbers_of_workers_and_hosts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], numbers: Any, slots: dict[str, int]
-) -> None:
+def test_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers, slots):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     made = plan(*arguments, "true")
@@ -45,7 +37,7 @@ def test_numbers_of_workers_and_hosts(
     assert made.discovery.poll(0.0) == slots
 
 
-def test_everything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_everything_else(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "2", "9"]
     more = ["--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
@@ -64,7 +56,7 @@ def test_everything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert (defaults.cooldown, defaults.job == settings.job) == (Cooldown(10.0, 300.0), False)
 
 
-def test_a_file_of_options(tmp_path: Path) -> None:
+def test_a_file_of_options(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
     settings = plan("--config-file", str(path), "--reset-limit", "9", "true").settings
@@ -87,14 +79,14 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         (["--reset-limit", "1", "-np", "2"], "--reset-limit is for elastic jobs."),
     ],
 )
-def test_what_cannot_be_is_said(capfd: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+def test_what_cannot_be_is_said(capfd, arguments, text):
     assert launch.main([*arguments, "true"]) == 2
     out, err = capfd.readouterr()
     assert (out, err.startswith("kvhvdrun: "), "Fix: " in err) == ("", True, True)
     assert text in err
 
 
-def test_a_command_that_no_message_holds(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_no_message_holds(monkeypatch, capfd):
     monkeypatch.setenv("LONG", "\u00e4" * 100_000)
     arguments = ["--min-np", "1", "true", *(["x" * 100_000] * 5)]
     assert launch.main(arguments) == 2
@@ -108,16 +100,14 @@ def test_a_command_that_no_message_holds(monkeypatch: pytest.MonkeyPatch, capfd:
         ("min-num-proc: 2", "min-np and min-num-proc are the same option."),
     ],
 )
-def test_what_cannot_be_in_a_file_is_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: str, text: str
-) -> None:
+def test_what_cannot_be_in_a_file_is_said(tmp_path, capfd, line, text):
     path = tmp_path / "job.yaml"
     path.write_text(f"min-np: 1\n{line}\n")
     assert launch.main(["--config-file", str(path), "true"]) == 2
     assert text in capfd.readouterr().err
 
 
-def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_cores(monkeypatch):
     from kvstore_hvd.driver import shares
     from kvstore_hvd.driver.slots import Slot, Slots
 

@@ -4,19 +4,16 @@ Workers are played with their own knowledge only: what they are told lies in an 
 say lies in an outbox until the launcher hears it, so that words cross on the way.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 from collections import deque
-from typing import Any
 
 import pytest
 
-from kvstore_hvd.driver.actions import Action, End, Kill, Note, Start, Tell
+from kvstore_hvd.driver.actions import End, Kill, Note, Start, Tell
 from kvstore_hvd.driver.jobs import Job
 from kvstore_hvd.driver.settings import Settings
-from kvstore_hvd.driver.slots import Cooldown, Slot
+from kvstore_hvd.driver.slots import Cooldown
 
 HOSTS = ("a", "b", "c")
 HISTORIES = 1500
@@ -25,32 +22,32 @@ HISTORIES = 1500
 class Actor:
     """One worker."""
 
-    def __init__(self, number: int, slot: Slot, rng: random.Random) -> None:
+    def __init__(self, number, slot, rng):
         self.number, self.slot, self.rng = number, slot, rng
         self.identity = rng.choice(("x", "x", "y"))
-        self.inbox: deque[dict[str, Any]] = deque()
-        self.outbox: deque[Any] = deque()  # messages, then perhaps an exit code
+        self.inbox = deque()
+        self.outbox = deque()  # messages, then perhaps an exit code
         self.stopped = False
-        self.code: int | None = None
+        self.code = None
         self.entered = self.placed = self.waiting = self.meeting = self.training = False
         self.synced = False
         self.asked = 0  # to come to a commit
         self.generation = -1
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def say(self, kind, **fields):
         self.outbox.append({"t": kind, **fields})
 
-    def wait(self, cause: str) -> None:
+    def wait(self, cause):
         self.training, self.waiting, self.asked = False, True, 0
         self.say("ready", generation=self.generation, cause="start" if self.generation < 0 else cause, text="")
 
-    def exit(self, code: int) -> None:
+    def exit(self, code):
         if self.code is None:
             self.code = code
             self.training = self.waiting = False
             self.outbox.append(code)
 
-    def look(self) -> None:
+    def look(self):
         """Take one message."""
         message = self.inbox.popleft()
         kind = message["t"]
@@ -71,7 +68,7 @@ class Actor:
         elif kind == "fail":
             self.exit(1)
 
-    def go_on(self, well: bool) -> None:
+    def go_on(self, well):
         """Do something of one's own."""
         rng = self.rng
         if not self.entered:
@@ -103,7 +100,7 @@ class Actor:
 class History:
     """One job from its start to its end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.rng = rng = random.Random(seed)
         self.now = 0.0
         self.settings = Settings(
@@ -115,27 +112,27 @@ class History:
             timeout_s=rng.choice((3.0, 30.0)),
             cooldown=Cooldown(1.0, 10.0),
         )
-        self.actors: dict[int, Actor] = {}
-        self.hosts: dict[str, int] = {}
-        self.generations: list[list[int]] = []
-        self.worlds: dict[int, dict[str, Any]] = {}  # of the generation that is being given out
-        self.known_dead: set[int] = set()
-        self.synced: set[int] = set()
-        self.dismissed: set[int] = set()
+        self.actors = {}
+        self.hosts = {}
+        self.generations = []
+        self.worlds = {}  # of the generation that is being given out
+        self.known_dead = set()
+        self.synced = set()
+        self.dismissed = set()
         self.gone_well = False
-        self.ending: End | None = None
-        self.kinds: set[str] = set()
+        self.ending = None
+        self.kinds = set()
         self.job = Job(self.settings, self.now, random.Random(seed))
         self.apply()
 
     # -- What the launcher does
 
-    def apply(self) -> None:
+    def apply(self):
         for action in self.job.take():
             assert self.ending is None or isinstance(action, Note), "something is done after the end"
             self.check(action)
 
-    def check(self, action: Action) -> None:
+    def check(self, action):
         if isinstance(action, Start):
             self.check_start(action)
         elif isinstance(action, Tell):
@@ -160,7 +157,7 @@ class History:
         else:
             self.kinds.add(action.event)
 
-    def check_start(self, action: Start) -> None:
+    def check_start(self, action):
         slot = action.slot
         assert action.worker == len(self.actors), "a number is used twice"
         assert slot.index < self.hosts.get(slot.host, 0), "no such slot"
@@ -171,7 +168,7 @@ class History:
         assert not self.gone_well, "a worker is started after a success"
         self.actors[action.worker] = Actor(action.worker, slot, self.rng)
 
-    def check_generation(self, fields: dict[str, Any]) -> None:
+    def check_generation(self, fields):
         number, members = fields["generation"], fields["workers"]
         assert number == len(self.generations), "a number of a generation is used twice, or left out"
         assert len(set(members)) == len(members)
@@ -194,7 +191,7 @@ class History:
         having = [member for member in members if member in self.synced]
         assert not having or members[0] == having[0], "rank 0 has not the state"
         assert having or not self.synced, "nobody has the state"
-        groups: dict[tuple[bool, str], set[int]] = {}
+        groups = {}
         for member in old:
             groups.setdefault((member in having, self.actors[member].identity), set()).add(member)
         alike = len({has_state for has_state, _ in groups}) == 1
@@ -209,7 +206,7 @@ class History:
 
     # -- What happens
 
-    def hear(self, actor: Actor) -> None:
+    def hear(self, actor):
         word = actor.outbox.popleft()
         if isinstance(word, int):
             self.known_dead.add(actor.number)
@@ -221,20 +218,20 @@ class History:
             self.synced = {worker.id for worker in self.job.workers if worker.synced}
         self.apply()
 
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds):
         self.now += seconds
         self.job.tick(self.now)
         # Who was killed and did not end is taken for gone.
         self.known_dead |= {worker.id for worker in self.job.workers if worker.code is not None}
         self.apply()
 
-    def discover(self) -> None:
+    def discover(self):
         rng = self.rng
         self.hosts = {host: rng.randint(1, 3) for host in HOSTS if rng.random() < 0.7}
         self.job.hosts(self.hosts, self.now)
         self.apply()
 
-    def lose_host(self) -> None:
+    def lose_host(self):
         host = self.rng.choice(HOSTS)
         for actor in self.actors.values():
             if actor.slot.host == host and actor.code is None:
@@ -247,7 +244,7 @@ class History:
         self.job.host_lost(host, "a storm", self.now)
         self.apply()
 
-    def notice_stopped(self) -> None:
+    def notice_stopped(self):
         """Operations with a stopped worker time out. When all are stopped there is nobody to notice it."""
         living = [a for a in self.actors.values() if a.code is None and a.training]
         stopped = {actor.generation for actor in living if actor.stopped}
@@ -257,7 +254,7 @@ class History:
         if living and all(actor.stopped for actor in living):
             living[0].stopped = False
 
-    def step(self, well: bool) -> None:
+    def step(self, well):
         rng = self.rng
         living = [a for a in self.actors.values() if a.number not in self.known_dead]
         roll = rng.random()
@@ -285,7 +282,7 @@ class History:
         else:
             self.pass_time(1.0)
 
-    def run(self) -> None:
+    def run(self):
         self.discover()
         for _ in range(self.rng.randint(50, 600)):
             if self.ending is not None:
@@ -304,9 +301,9 @@ class History:
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_random_histories(part: int) -> None:
-    seen: set[str] = set()
-    codes: set[int] = set()
+def test_random_histories(part):
+    seen = set()
+    codes = set()
     for number in range(HISTORIES // 10):
         seed = part * 1_000_000 + number
         history = History(seed)

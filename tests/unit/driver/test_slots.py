@@ -1,7 +1,5 @@
 """Slots of an elastic job: which there are, and which are left alone after crashes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,13 +7,13 @@ import pytest
 from kvstore_hvd.driver.slots import Cooldown, Slot, Slots
 
 
-def slots(**hosts: int) -> Slots:
+def slots(**hosts):
     made = Slots(Cooldown(), random.Random(0))
     made.update(hosts)
     return made
 
 
-def test_the_oldest_host_comes_first_whatever_is_discovered() -> None:
+def test_the_oldest_host_comes_first_whatever_is_discovered():
     made = slots(a=1, b=2)
     assert made.update({"c": 1, "b": 1, "a": 1}) == [("host_removed", "b", 1), ("host_added", "c", 1)]
     assert [str(slot) for slot in made] == ["a:0", "b:0", "c:0"]
@@ -25,7 +23,7 @@ def test_the_oldest_host_comes_first_whatever_is_discovered() -> None:
     assert (Slot("c", 1) in made, Slot("c", 2) in made, Slot("d", 0) in made) == (True, False, False)
 
 
-def test_the_first_crash_costs_nothing_and_the_others_more_and_more() -> None:
+def test_the_first_crash_costs_nothing_and_the_others_more_and_more():
     made, slot = slots(a=2), Slot("a", 0)
     assert made.crashed(slot, 100.0) == 0
     assert made.usable(slot, 100.0)
@@ -42,7 +40,7 @@ def test_the_first_crash_costs_nothing_and_the_others_more_and_more() -> None:
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(1.0, 1.0), (1.0, 3600.0)])
-def test_a_cooldown_stays_within_its_range(lower: float, upper: float) -> None:
+def test_a_cooldown_stays_within_its_range(lower, upper):
     for count in (1, 10, 10**6):
         for share in (0.0, 0.5, 1.0):
             assert lower <= Cooldown(lower, upper).seconds(count, share) <= upper

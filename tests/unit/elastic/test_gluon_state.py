@@ -1,7 +1,5 @@
 """`GluonState` in one process: what is saved of networks, Trainers and samplers, and that it comes back bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

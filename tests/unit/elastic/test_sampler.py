@@ -1,7 +1,5 @@
 """`ElasticSampler`: every sample of an epoch exactly once, whatever becomes of the workers. Needs no other process."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections import Counter
@@ -178,7 +176,7 @@ def run_epoch(place, seed):
     count = choose.choice([1, 2, 5, 17, 64, choose.randrange(1, 200)])
     options = {"shuffle": choose.random() < 0.8, "seed": choose.randrange(100)}
     committed = {"epoch": choose.randrange(3), "processed_num": 0}
-    kept: Counter = Counter()
+    kept = Counter()
     world, padding, by_indices = [], 0, choose.random() < 0.3
     while committed["processed_num"] < count:
         # Another world: workers that stay restore what they committed, newcomers get it from rank 0.
@@ -190,7 +188,7 @@ def run_epoch(place, seed):
             each.load_state_dict(committed)
         batch_size = choose.randint(1, 8)
         batches = [[each.indices[at : at + batch_size] for at in range(0, len(each), batch_size)] for each in world]
-        since: Counter = Counter()
+        since = Counter()
         for number in range(len(batches[0])):
             steps = [of_rank[number] for of_rank in batches]
             since.update(index for step in steps for index in step)

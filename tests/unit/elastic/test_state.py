@@ -1,7 +1,5 @@
 """`State` and `ObjectState` in one process: what is saved, what comes back, and in which order things are called."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from types import SimpleNamespace

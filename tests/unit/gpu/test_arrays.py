@@ -1,27 +1,22 @@
 """What the engine learns of arrays on a GPU, and which it refuses."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.gpu.arrays import device_array, is_on_gpu
-from support.fake_cuda import FakeCuda, fake_cuda
+from support.fake_cuda import fake_cuda
 from support.gpu_claims import DLPack, Interface
 
 
 @pytest.fixture(autouse=True)
-def cuda() -> Iterator[FakeCuda]:
+def cuda():
     with fake_cuda() as machine:
         machine.set_device(2)
         yield machine
 
 
-def test_version_3() -> None:
+def test_version_3():
     array = Interface(stream=7)
     found = device_array(array)
     assert (found.address, found.shape, found.dtype, found.device, found.stream) == (0x1000, (2, 3), "float32", 2, 7)
@@ -31,14 +26,14 @@ def test_version_3() -> None:
 
 
 @pytest.mark.parametrize("typestr", ["|b1", ">f4"])
-def test_types_that_do_not_travel(typestr: str) -> None:
+def test_types_that_do_not_travel(typestr):
     with pytest.raises(
         UnsupportedDtypeError, match=r"\[rank 1/2\] allreduce 'x': cannot send dtype(.|\n)*Supported: float16"
     ):
         device_array(Interface(typestr), rank=1, size=2, operation="allreduce", name="x")
 
 
-def test_only_arrays_without_gaps_in_the_order_of_c() -> None:
+def test_only_arrays_without_gaps_in_the_order_of_c():
     for shape, strides in [((2, 3), (12, 4)), ((1, 3), (999, 4)), ((0, 3), (1, 1)), ((), ())]:
         assert device_array(Interface(shape=shape, strides=strides)).shape == shape
     for shape, strides in [((2, 3), (4, 8)), ((2, 3), (24, 4)), ((3,), (-4,)), ((3,), (0,))]:
@@ -56,13 +51,13 @@ def test_only_arrays_without_gaps_in_the_order_of_c() -> None:
         DLPack(2, 32, (1,), capsule=b"dltensor_versioned"),
     ],
 )
-def test_what_cannot_be_read_is_said(array: Any) -> None:
+def test_what_cannot_be_read_is_said(array):
     assert is_on_gpu(array)
     with pytest.raises(InvalidRequestError, match=r"^\[rank 1/2\] allreduce 'x': what the array says(.|\n)*Fix: "):
         device_array(array, rank=1, size=2, operation="allreduce", name="x")
 
 
-def test_dlpack(cuda: FakeCuda) -> None:
+def test_dlpack(cuda):
     array = DLPack(4, 16, (4, 5), (5, 1))
     cuda.places[0x2040] = 3
     found = device_array(array)
@@ -70,7 +65,7 @@ def test_dlpack(cuda: FakeCuda) -> None:
     assert array.streams == [1] == [found.stream]
 
 
-def test_dlpack_is_refused_alike() -> None:
+def test_dlpack_is_refused_alike():
     with pytest.raises(UnsupportedDtypeError):
         device_array(DLPack(6, 8, (1,)))
     with pytest.raises(UnsupportedDtypeError, match="32 bits of DLPack's kind 2, 4 lanes"):
@@ -81,10 +76,10 @@ def test_dlpack_is_refused_alike() -> None:
         device_array(DLPack(2, 32, (2, 2), (1, 2)))
 
 
-def test_who_is_on_a_gpu() -> None:
+def test_who_is_on_a_gpu():
     class OnTheCPU:
         @property
-        def __cuda_array_interface__(self) -> Any:
+        def __cuda_array_interface__(self):
             raise AttributeError("as a tensor of PyTorch has none")
 
     assert is_on_gpu(Interface())

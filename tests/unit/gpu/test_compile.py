@@ -1,12 +1,9 @@
 """The GPU kernels compile by NVRTC without a GPU, keep denormals, and need no memory for registers."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.module import same_locale
 
 
-def libraries() -> list[Path]:
+def libraries():
     """The NVRTC libraries of the installed ``nvidia-cuda-nvrtc`` wheels, oldest first."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec else []
@@ -30,14 +27,14 @@ pytestmark = [
 ]
 
 
-def compiled(library: Path, newest: bool, dtype: str | None) -> tuple[str, str]:
+def compiled(library, newest, dtype):
     """PTX, and what the compiler says; for the oldest architecture from sm_70 on that it knows, or the newest."""
     nvrtc, program, count = ctypes.CDLL(str(library)), ctypes.c_void_p(), ctypes.c_int()
 
-    def call(name: str, *arguments: Any) -> None:
+    def call(name, *arguments):
         assert getattr(nvrtc, f"nvrtc{name}")(*arguments) == 0, name
 
-    def text(what: str) -> str:
+    def text(what):
         size = ctypes.c_size_t()
         call(f"Get{what}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
@@ -64,7 +61,7 @@ def compiled(library: Path, newest: bool, dtype: str | None) -> tuple[str, str]:
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 @pytest.mark.parametrize(("newest", "dtype"), [(False, "float32"), (True, None)], ids=["oldest", "newest"])
-def test_kernels_compile(library: Path, newest: bool, dtype: str | None) -> None:
+def test_kernels_compile(library, newest, dtype):
     if dtype is None and library != LIBRARIES[-1]:
         dtype = "float32"  # all of them take minutes
     ptx, log = compiled(library, newest, dtype)

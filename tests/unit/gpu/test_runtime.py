@@ -1,13 +1,10 @@
 """What is said when CuPy, the driver, the GPU or NCCL are missing or do not fit; and the way of a world."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,15 +20,15 @@ from support.fake_cuda import CUDARuntimeError, FakeDevice, fake_cuda
 MODULES = sorted((Path(runtime.__file__).parent).glob("*.py"))
 
 
-def test_nothing_of_it_is_imported_before_a_gpu_is_used() -> None:
+def test_nothing_of_it_is_imported_before_a_gpu_is_used():
     names = ", ".join(f"kvstore_hvd.gpu.{path.stem}" for path in MODULES if path.stem != "__init__")
     code = f"import sys, kvstore_hvd.comm.device.executors, {names}; sys.exit('cupy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])
 
 
-def stand_in(error: str = "") -> Any:
+def stand_in(error=""):
     """A CuPy that sees no GPU, or fails."""
-    module: Any = ModuleType("cupy")
+    module = ModuleType("cupy")
     module.__version__ = "14.2.0"
     count = Mock(side_effect=CUDARuntimeError(error)) if error else lambda: 0
     module.cuda = SimpleNamespace(
@@ -49,7 +46,7 @@ def stand_in(error: str = "") -> Any:
         (13000, stand_in(), r"sees no GPU(.|\n)*CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, driver: int | None, module: Any, text: str) -> None:
+def test_what_is_missing_is_said(monkeypatch, driver, module, text):
     monkeypatch.setattr(runtime, "_cupy", None)
     monkeypatch.setattr(runtime, "driver_version", lambda: driver)
     monkeypatch.setitem(sys.modules, "cupy", module)
@@ -57,7 +54,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, driver: int | 
         runtime.cupy()
 
 
-def test_devices_that_are_too_old_or_not_there() -> None:
+def test_devices_that_are_too_old_or_not_there():
     with fake_cuda() as cuda:
         cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (6, 1))
         with pytest.raises(LaunchError, match=r"Old GPU \(compute capability 6.1\) is too old"):
@@ -66,7 +63,7 @@ def test_devices_that_are_too_old_or_not_there() -> None:
             Device.of(8, "here")
 
 
-def devices(*uuids: str, nccl: int = 22304, host: str = "here") -> list[Device]:
+def devices(*uuids, nccl=22304, host="here"):
     return [Device(uuid, "H", host, (9, 0), 132, nccl) for uuid in uuids]
 
 
@@ -80,11 +77,11 @@ def devices(*uuids: str, nccl: int = 22304, host: str = "here") -> list[Device]:
         (devices("a", "b"), True, "staged", "staged"),
     ],
 )
-def test_the_path_of_a_world(world: list[Device], reach: bool, wish: str, path: str) -> None:
+def test_the_path_of_a_world(world, reach, wish, path):
     assert choose_path(world, reach, wish, 21800)[0] == path
 
 
-def test_what_stands_against_a_path_is_said() -> None:
+def test_what_stands_against_a_path_is_said():
     world = devices("a", "b", "a")
     assert shared(world) == {"a": [0, 2]}
     with pytest.raises(LaunchError, match=r"KVHVD_GPU_PATH=nccl is not possible: ranks 0, 2 share one GPU"):
@@ -96,7 +93,7 @@ def test_what_stands_against_a_path_is_said() -> None:
 # -- Kernels, kept on disk, and NCCL, as far as they go without a GPU -------------------------------------------------
 
 
-def test_sizes_and_launches_fit_the_device() -> None:
+def test_sizes_and_launches_fit_the_device():
     # tests/native/cuda/test_gpu_copies.cpp has the same numbers, as the C++ compiler sees them.
     assert kernels.STRUCTURES == {"Segment": 32, "World": 416, "Launch": 80, "Copy": 40, "Control": 27136}
     limits = shapes.Limits(132, 2, sharers=8)
@@ -108,7 +105,7 @@ def test_sizes_and_launches_fit_the_device() -> None:
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"conten", b"other content"])
-def test_what_is_kept_is_made_again_only_where_it_is_damaged(tmp_path: Path, damage: bytes | None) -> None:
+def test_what_is_kept_is_made_again_only_where_it_is_damaged(tmp_path, damage):
     make = Mock(return_value=b"content")
     with cache.stored("key", make, str(tmp_path)) as path:
         if damage is not None:
@@ -122,7 +119,7 @@ def test_what_is_kept_is_made_again_only_where_it_is_damaged(tmp_path: Path, dam
     assert not other.exists()
 
 
-def test_a_library_that_is_no_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_no_nccl_is_refused(monkeypatch):
     assert ctypes.sizeof(UniqueId) == 128  # as nccl.h has them
     assert ctypes.sizeof(Config) == 8 + 6 * 4 + 8 + 4 + 4
     assert (Config.blocking.offset, Config.net_name.offset, Config.split_share.offset) == (16, 32, 40)
@@ -138,7 +135,7 @@ def test_a_library_that_is_no_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -
         config.reload()
 
 
-def test_without_a_driver_ranks_cannot_meet_and_nothing_hangs() -> None:
+def test_without_a_driver_ranks_cannot_meet_and_nothing_hangs():
     try:
         real = nccl_library.library()
     except (LaunchError, ConfigError) as error:

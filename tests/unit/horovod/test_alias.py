@@ -1,13 +1,9 @@
 """The name ``horovod``: what stands behind it, and when it is left to others."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +12,10 @@ from kvstore_hvd.horovod import alias as horovod_alias
 
 
 @pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
+def _restore():
     """Take the alias, and all that was imported by it, away again."""
 
-    def forget() -> None:
+    def forget():
         horovod_alias.uninstall()
         for name in [n for n in sys.modules if n.partition(".")[0] in ("horovod", "stand_in")]:
             del sys.modules[name]
@@ -33,7 +29,7 @@ def _restore() -> Iterator[None]:
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def stand_in(tmp_path, monkeypatch):
     """Put a package of its own behind ``horovod.mxnet``; returns its name."""
     package = tmp_path / "stand_in"
     package.mkdir()
@@ -46,7 +42,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "stand_in"
 
 
-def test_both_names_mean_one_module(stand_in: str) -> None:
+def test_both_names_mean_one_module(stand_in):
     horovod_alias.install()
     importlib.import_module("horovod")
     assert importlib.util.find_spec("horovod.mxnet") is not None
@@ -63,7 +59,7 @@ def test_both_names_mean_one_module(stand_in: str) -> None:
     assert hvd.size() == 7
 
 
-def test_common_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_and_run(tmp_path, monkeypatch):
     (tmp_path / "horovod" / "examples").mkdir(parents=True)  # a folder of that name is no Horovod
     monkeypatch.syspath_prepend(str(tmp_path))
     horovod_alias.install()
@@ -81,7 +77,7 @@ def test_common_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["tensorflow.keras", "mxnet.absent"])
-def test_what_is_not_offered_is_said(stand_in: str, name: str) -> None:
+def test_what_is_not_offered_is_said(stand_in, name):
     horovod_alias.install()
     with pytest.raises(ModuleNotFoundError, match=r"horovod\.mxnet") as caught:
         importlib.import_module(f"horovod.{name}")
@@ -90,7 +86,7 @@ def test_what_is_not_offered_is_said(stand_in: str, name: str) -> None:
     assert "offered: " in str(caught.value)
 
 
-def test_a_missing_library_is_not_taken_for_a_missing_module(stand_in: str) -> None:
+def test_a_missing_library_is_not_taken_for_a_missing_module(stand_in):
     horovod_alias.install()
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module("horovod.mxnet.broken")
@@ -99,9 +95,7 @@ def test_a_missing_library_is_not_taken_for_a_missing_module(stand_in: str) -> N
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_horovod_itself_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, imported: bool
-) -> None:
+def test_horovod_itself_comes_first(tmp_path, monkeypatch, caplog, imported):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,7 +1,5 @@
 """What belongs to a job and how it ends, the guard of it, and whose descendant a process is."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -10,9 +8,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,31 +22,31 @@ SLEEP = [sys.executable, "-c", "import threading; threading.Event().wait(100)"]
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+def sleeper():
     with subprocess.Popen(SLEEP, start_new_session=True) as process:
         yield process
         process.kill()
 
 
 @pytest.fixture
-def variable() -> bytes:
+def variable():
     """Of a job without processes."""
     return f"KVHVD_TEST_NOBODY={uuid.uuid4().hex}".encode()
 
 
-def marked(variable: bytes, command: list[str] = SLEEP, **more: Any) -> subprocess.Popen[bytes]:
+def marked(variable, command=SLEEP, **more):
     """Start a process of the job that has cleared its environment and left its session."""
     mark = lambda: mark_this_process(mark_of(variable))  # noqa: E731
     return subprocess.Popen(command, env={}, start_new_session=True, preexec_fn=mark, **more)  # noqa: PLW1509
 
 
-def abandoned(guard: Guard) -> None:
+def abandoned(guard):
     """End a guard as the launcher's death would."""
     os.close(guard._write)
     os.waitpid(guard.pid, 0)
 
 
-def test_the_guard_ends_what_has_the_mark_or_the_variable(sleeper: subprocess.Popen[bytes], variable: bytes) -> None:
+def test_the_guard_ends_what_has_the_mark_or_the_variable(sleeper, variable):
     name, _, value = variable.decode().partition("=")
     guard = Guard(variable)
     with marked(variable) as bare, subprocess.Popen(SLEEP, env={name: value}, start_new_session=True) as named:
@@ -59,7 +55,7 @@ def test_the_guard_ends_what_has_the_mark_or_the_variable(sleeper: subprocess.Po
     assert sleeper.poll() is None
 
 
-def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variable: bytes) -> None:
+def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variable):
     left, right = os.pipe()
     guard = Guard(variable)
     proc = Path("/proc", str(guard.pid))
@@ -74,9 +70,7 @@ def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variab
 
 
 @pytest.mark.parametrize("had_begun", [False, True])
-def test_what_is_deaf_is_killed_also_after_a_standstill(
-    variable: bytes, monkeypatch: pytest.MonkeyPatch, had_begun: bool
-) -> None:
+def test_what_is_deaf_is_killed_also_after_a_standstill(variable, monkeypatch, had_begun):
     deaf = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
     with marked(variable, [sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -84,7 +78,7 @@ def test_what_is_deaf_is_killed_also_after_a_standstill(
         remains = Remains(variable, 0.1)
         monotonic, sleep, stood_still_s = time.monotonic, time.sleep, 0.0
 
-        def stopped(seconds: float) -> None:
+        def stopped(seconds):
             nonlocal stood_still_s
             stood_still_s = 100.0
             sleep(seconds)
@@ -99,9 +93,7 @@ def test_what_is_deaf_is_killed_also_after_a_standstill(
 
 
 @pytest.mark.parametrize("pidfds", [True, False])
-def test_a_number_that_has_become_a_strangers_gets_no_signal(
-    variable: bytes, monkeypatch: pytest.MonkeyPatch, pidfds: bool
-) -> None:
+def test_a_number_that_has_become_a_strangers_gets_no_signal(variable, monkeypatch, pidfds):
     if not pidfds:
         monkeypatch.delattr(signal, "pidfd_send_signal")
     with marked(variable) as process, subprocess.Popen(SLEEP, start_new_session=True) as stranger:
@@ -136,7 +128,7 @@ def collected(count):
 """
 
 
-def in_child(program: str) -> str:
+def in_child(program):
     """Run it with a reaper; returns what it prints."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", REAPER + program]
@@ -165,7 +157,7 @@ subprocess.Popen([sys.executable, '-c', cleaner]).wait()
 """
 
 
-def test_a_leader_keeps_its_number_until_its_group_is_gone() -> None:
+def test_a_leader_keeps_its_number_until_its_group_is_gone():
     program = f"""
 killpg = os.killpg
 def checked(pid, number):
@@ -181,7 +173,7 @@ assert collected(1) == [(pid, 7)]
     assert in_child(program).splitlines() == ["15 Z", "9 Z"]
 
 
-def test_a_leader_that_is_killed_leaves_its_group_time() -> None:
+def test_a_leader_that_is_killed_leaves_its_group_time():
     program = f"""
 pid, output = leader({HAS_A_CLEANER!r})
 reaper.add(pid)
@@ -193,7 +185,7 @@ print(output.read().decode())
     assert in_child(program).strip() == "cleaned up"
 
 
-def test_leaders_and_orphans_are_collected() -> None:
+def test_leaders_and_orphans_are_collected():
     in_child("""
 first, _ = leader('raise SystemExit(3)')
 second, _ = leader('import os; os.kill(os.getpid(), 9)')
@@ -205,10 +197,10 @@ assert reaper.reap() == []
 """)
 
 
-def test_a_thread_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_the_system_refuses(monkeypatch):
     """An error that tells what helps; once there may be threads again, everything is written in order."""
 
-    def refused(thread: threading.Thread) -> None:
+    def refused(thread):
         raise RuntimeError("can't start new thread")
 
     reader, fd = os.pipe()

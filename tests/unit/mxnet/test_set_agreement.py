@@ -1,11 +1,7 @@
 """What needs no world of `kvstore_hvd.mxnet`: how process sets are agreed on, names, and scales of trainers."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,35 +14,35 @@ from kvstore_hvd.mxnet.set_agreement import agreed_sets, row_of
 from kvstore_hvd.worlds.topology import Host, Topology
 
 
-def judged(*rows: Sequence[Any]) -> Any:
+def judged(*rows):
     """Return what is agreed where each worker says these rows."""
     size = len(rows)
     table = np.array([np.concatenate(each) for each in rows])
     return agreed_sets(Topology.of(0, [Host("node", "a")] * size, source="launcher"), "init", table)
 
 
-def ranks(*named: int, size: int = 4) -> list[Any]:
+def ranks(*named, size=4):
     """Return the row of a set that is named by its ranks."""
     return [row_of(named, size)]
 
 
-def part(*named: int, size: int = 4, **options: bool) -> list[Any]:
+def part(*named, size=4, **options):
     """Return the row of a set that is named by a communicator."""
     return [row_of(named, size, of_communicator=True, **options)]
 
 
-def test_all_name_the_same() -> None:
+def test_all_name_the_same():
     assert judged(*[ranks(2, 0)] * 4) == [[(0, 2)]]
     assert judged(*[[*ranks(2, 0), *ranks(3)]] * 4) == [[(0, 2)], [(3,)]]
 
 
-def test_who_is_not_in_the_communicator_names_nobody() -> None:
+def test_who_is_not_in_the_communicator_names_nobody():
     assert judged(part(0, 2), part(), part(0, 2), part()) == [[(0, 2)]]
     assert judged(part(0, 2), ranks(0, 2), part(0, 2), ranks()) == [[(0, 2)]]
 
 
 @pytest.mark.parametrize("parts", [[(0, 2), (1, 3)], [(0,), (1,), (2,), (3,)], [(0, 3), (1,), (2,)], [(0, 1, 2, 3)]])
-def test_each_names_its_part(parts: list[tuple[int, ...]]) -> None:
+def test_each_names_its_part(parts):
     """In ascending order, as Horovod numbers them."""
     said = [part(*next(each for each in parts if rank in each)) for rank in range(4)]
     assert judged(*said) == [parts]
@@ -63,24 +59,24 @@ def test_each_names_its_part(parts: list[tuple[int, ...]]) -> None:
         [ranks(0, 9), ranks(0), ranks(0), ranks(0)],
     ],
 )
-def test_what_is_neither(said: list[Any]) -> None:
+def test_what_is_neither(said):
     with pytest.raises(MismatchError, match="init: the workers name different process sets"):
         judged(*said)
 
 
 @pytest.mark.parametrize(("named", "foreign"), [((0, 4), 4), ((-1, 2), -1)])
-def test_ranks_that_do_not_exist(named: tuple[int, ...], foreign: int) -> None:
+def test_ranks_that_do_not_exist(named, foreign):
     with pytest.raises(InvalidRequestError, match=f"the set names rank {foreign}, but there are 4 workers"):
         judged(*[ranks(*named)] * 4)
 
 
-def test_a_communicator_with_others_in_it() -> None:
+def test_a_communicator_with_others_in_it():
     said = [part(0, 1, has_strangers=True), part(0, 1, has_strangers=True), part(2, 3), part(2, 3)]
     with pytest.raises(InvalidRequestError, match="processes that are none of the 4 workers"):
         judged(*said)
 
 
-def test_names_of_the_modules() -> None:
+def test_names_of_the_modules():
     """What programs import from the modules of ``horovod.mxnet``, each public name once."""
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     needs_mxnet = {"DistributedOptimizer", "DistributedTrainer", "SyncBatchNorm"}
@@ -95,14 +91,14 @@ def test_names_of_the_modules() -> None:
     assert callable(hvd.alltoall)  # not hidden by a module
 
 
-def test_process_sets_outside_of_a_world() -> None:
+def test_process_sets_outside_of_a_world():
     assert process_sets.process_sets() == []
     assert process_sets.get_process_set_ids_and_ranks() == {}
     with pytest.raises(ValueError, match=r"there is no process set 1\.\n  Fix: use one of: none\."):
         process_sets.process_set_by_id(1)
 
 
-def test_a_copied_scale_is_as_exact_as_the_original_in_every_world() -> None:
+def test_a_copied_scale_is_as_exact_as_the_original_in_every_world():
     """As AMP copies that of a `DistributedTrainer`: among 49 workers, and read where there is one again."""
     trainer = TrainerMethods.__new__(TrainerMethods)
     with pytest.raises(AttributeError, match="has no attribute '_amp_original_scale'"):

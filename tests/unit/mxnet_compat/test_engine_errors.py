@@ -1,20 +1,17 @@
 """Errors on their way through MXNet's engine: they keep their class and text."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import pickle
 import re
-from typing import Any
 
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat
 from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
-from support.fake_store import World, mx
+from support.fake_store import mx
 
-_kept: list[Any] = []
+_kept = []
 
 
 class _Complete(ctypes.Structure):
@@ -27,13 +24,13 @@ class _Complete(ctypes.Structure):
     )
 
 
-def fail_in_engine(target: Any, text: str) -> None:
+def fail_in_engine(target, text):
     """Push an operator that writes `target` and fails with this text, as the native adapter does."""
     error = ctypes.create_string_buffer(16)  # a std::runtime_error, which is all that a dmlc::Error is
     construct = ctypes.CDLL("libstdc++.so.6")._ZNSt13runtime_errorC1EPKc
     construct(error, ctypes.c_char_p(text.encode()))
 
-    def run(*arguments: int) -> None:
+    def run(*arguments):
         done = _Complete.from_address(arguments[-2])  # (context, [on_start,] on_complete, parameter)
         done.call(done.engine, done.parameter, ctypes.addressof(error))
 
@@ -49,7 +46,7 @@ def fail_in_engine(target: Any, text: str) -> None:
 
 @pytest.mark.skipif(mxnet_compat.engine_is_naive(), reason="NaiveEngine drops errors of operators")
 @pytest.mark.parametrize("read", ["wait_to_read", "asnumpy", "downstream", "waitall"])
-def test_errors_keep_class_and_text(world: type[World], read: str) -> None:
+def test_errors_keep_class_and_text(world, read):
     text = errors.message(
         "ranks disagree on shape.",
         rank=0,
@@ -82,7 +79,7 @@ def test_errors_keep_class_and_text(world: type[World], read: str) -> None:
         mx.nd.waitall()
 
 
-def test_an_error_of_mxnet_in_one_line() -> None:
+def test_an_error_of_mxnet_in_one_line():
     """MXNet puts a stack trace before its text."""
     with pytest.raises(mx.base.MXNetError) as caught:
         mx.nd.random.normal(0, -1, (2,)).wait_to_read()

@@ -1,7 +1,5 @@
 """What is changed in MXNet: the store is registered, and its names create it; and what others ask about MXNet."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings
@@ -12,13 +10,13 @@ import pytest
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.mxnet_compat import gradients, graphs, hooks
-from support.fake_store import V2, Fake, World, mx, network, store_class, trainer_of
+from support.fake_store import V2, Fake, mx, network, store_class, trainer_of
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_registration_is_silent_unless_it_replaces_somebody_elses(world: type[World]) -> None:
+def test_registration_is_silent_unless_it_replaces_somebody_elses(world):
     registry = mx.kvstore.KVStoreBase.kv_registry
     if V2:
         from mxnet.kvstore.horovod import Horovod as Stock
@@ -34,7 +32,7 @@ def test_registration_is_silent_unless_it_replaces_somebody_elses(world: type[Wo
         hooks.register_store(mx, store_class())
 
 
-def test_installing_twice_wraps_once(world: type[World]) -> None:
+def test_installing_twice_wraps_once(world):
     trainer = sys.modules["mxnet.gluon.trainer"]
     places = [(mx.model, "_create_kvstore"), (trainer, "_create_kvstore"), (mx.gluon.Trainer, "_init_kvstore")]
     first = [getattr(owner, name) for owner, name in places]
@@ -43,7 +41,7 @@ def test_installing_twice_wraps_once(world: type[World]) -> None:
 
 
 @pytest.mark.parametrize(("name", "devices"), [("Horovod", 1), ("dist_horovod", 2)])
-def test_a_string_creates_the_store(world: type[World], name: str, devices: int) -> None:
+def test_a_string_creates_the_store(world, name, devices):
     """It learns the names of parameters."""
     world.size = 2
     net = network(devices)
@@ -77,14 +75,14 @@ assert not [finder for finder in sys.meta_path if getattr(finder, "tag", "").sta
 """
 
 
-def test_mxnet_may_be_imported_later() -> None:
+def test_mxnet_may_be_imported_later():
     command = [sys.executable, "-W", "error::UserWarning:mxnet.kvstore", "-c", SCRIPT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("error::DeprecationWarning:mxnet")
-def test_questions_about_arrays_and_the_library() -> None:
+def test_questions_about_arrays_and_the_library():
     plain, sparse, new = mx.nd.ones((2, 3)), mx.nd.sparse.zeros("row_sparse", (2, 3)), mx.np.ones((2,), dtype="int8")
     arrays = (plain, sparse, new, plain.asnumpy())
     assert [mxnet_compat.is_ndarray(x) for x in arrays] == [True, True, True, False]
@@ -100,7 +98,7 @@ def test_questions_about_arrays_and_the_library() -> None:
 
 
 @pytest.mark.parametrize("value", [True, 0, "1", "True", "TRUE", "false"])
-def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch, value):
     monkeypatch.setattr(gradients, "_static_graphs", False)  # what follows does not count for later tests
     flags = [("static_alloc", True), ("static_shape", value)]
     data = mx.sym.var("data")

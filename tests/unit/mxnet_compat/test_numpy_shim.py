@@ -3,8 +3,6 @@
 The real thing, MXNet on many versions of NumPy and Python, is tests/integration/shim_matrix.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ NAMES = {*numpy_shim._NAMES, *numpy_shim._FINANCIAL}
 HAS_MXNET = importlib.util.find_spec("mxnet") is not None
 
 
-def python(script: str, *, cwd: Path = ROOT, **variables: str) -> str:
+def python(script, *, cwd=ROOT, **variables):
     """Run a script in a fresh interpreter; return what it printed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVHVD_")}
     done = subprocess.run(
@@ -43,13 +40,13 @@ def python(script: str, *, cwd: Path = ROOT, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_missing_names_are_added_and_those_that_exist_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare: Any = types.ModuleType("numpy")
+def test_missing_names_are_added_and_those_that_exist_left_alone(monkeypatch):
+    bare = types.ModuleType("numpy")
     bare.__version__ = "2.9.9"
     for name in ("bool_", "inf", "nan", "all", "any", "prod", "round", "isin", "sort"):
         setattr(bare, name, getattr(np, name))
     bare.trapezoid = getattr(np, "trapezoid", None) or np.trapz
-    mine: Any = types.ModuleType("numpy")
+    mine = types.ModuleType("numpy")
     own = {name: object() for name in NAMES}
     vars(mine).update(vars(bare), **own)
     for numpy in (bare, mine):
@@ -73,7 +70,7 @@ def test_missing_names_are_added_and_those_that_exist_left_alone(monkeypatch: py
         bare.npv(0.1, [1])
 
 
-def test_the_numpy_that_is_installed_gets_all_names() -> None:
+def test_the_numpy_that_is_installed_gets_all_names():
     script = (
         "import sys, numpy as np; from kvstore_hvd.mxnet_compat import numpy_shim; before = dict(vars(np))\n"
         "numpy_shim.prepare(); after = vars(np)\n"
@@ -86,13 +83,13 @@ def test_the_numpy_that_is_installed_gets_all_names() -> None:
     python(script)
 
 
-def test_the_documentation_lists_every_name() -> None:
+def test_the_documentation_lists_every_name():
     page = (ROOT / "docs" / "numpy-shim.md").read_text()
     missing = [name for name in sorted(NAMES) if not re.search(rf"`{name}`", page)]
     assert not missing, f"docs/numpy-shim.md does not name {missing}"
 
 
-def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
+def test_distutils_is_lent_to_mxnet_only(tmp_path):
     # -S: without site-packages, hence without the distutils of setuptools
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); import numpy_shim as shim\n"
@@ -109,7 +106,7 @@ def test_distutils_is_lent_to_mxnet_only(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_texts_and_arrays() -> None:
+def test_texts_and_arrays():
     for value, text in [
         ([np.float64(1.0), np.float32(0.5)], "[1.0, 0.5]"),
         (((np.int64(1), 2), [np.bool_(True)]), "((1, 2), [True])"),
@@ -117,7 +114,7 @@ def test_texts_and_arrays() -> None:
         assert numpy_shim._plain(value) == text
 
     class Fake:
-        def asnumpy(self) -> Any:
+        def asnumpy(self):
             return np.ones(2, "float32")
 
         __array__ = numpy_shim._array
@@ -128,8 +125,8 @@ def test_texts_and_arrays() -> None:
         Fake().__array__(copy=False)
 
 
-def test_hook_surrounds_the_first_import_that_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
+def test_hook_surrounds_the_first_import_that_succeeds(tmp_path, monkeypatch):
+    events = []
     monkeypatch.setattr("builtins.kvhvd_events", events, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -154,7 +151,7 @@ def test_hook_surrounds_the_first_import_that_succeeds(tmp_path: Path, monkeypat
 
 
 @pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
-def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path: Path) -> None:
+def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path):
     """The folder that kvhvdrun puts on PYTHONPATH; an environment's own sitecustomize runs as well."""
     site, other = ROOT / "kvstore_hvd" / "launcher" / "site", tmp_path / "other"
     other.mkdir()
@@ -170,7 +167,7 @@ def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path: Path) -> None:
     python(bare, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other))))
 
 
-def test_require_mxnet_passes_on_why_it_fails(tmp_path: Path) -> None:
+def test_require_mxnet_passes_on_why_it_fails(tmp_path):
     (tmp_path / "mxnet.py").write_text("import numpy; numpy.no_such_name")
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(1, {str(ROOT)!r})\n"
@@ -183,7 +180,7 @@ def test_require_mxnet_passes_on_why_it_fails(tmp_path: Path) -> None:
     assert f"  Fix: {mxnet_compat.pip_command()} (and leave KVHVD_NUMPY_SHIM unset)" in told
 
 
-def test_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_command(monkeypatch):
     for version, command in [
         ((3, 9), "pip install mxnet==1.9.1 'numpy<1.24'"),
         ((3, 12), "pip install mxnet==1.9.1 'numpy<2'"),

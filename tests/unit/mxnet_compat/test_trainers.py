@@ -1,20 +1,17 @@
 """Trainers and Modules: they train through the store, and those that would train alone raise."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
-from typing import Any
 
 import pytest
 
 from kvstore_hvd import errors, log, mxnet_compat
 from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import unsynchronised
-from support.fake_store import V2, World, mx, network, parameters, step, trainer_of
+from support.fake_store import V2, mx, network, parameters, step, trainer_of
 
 
-def refused(has: str, exchanged: str = "Nothing") -> str:
+def refused(has, exchanged="Nothing"):
     return (
         f"{has}, but there are 4 workers: each would train a model of its own.\n"
         f"  {exchanged} was exchanged since it was made.\n"
@@ -24,7 +21,7 @@ def refused(has: str, exchanged: str = "Nothing") -> str:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def said(monkeypatch, caplog):
     """What is logged; nothing was said or exchanged yet."""
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setattr(unsynchronised, "_broadcasts", 0)
@@ -32,7 +29,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 
 
 @pytest.mark.parametrize(("kvstore", "devices", "by"), [("device", 1, "step"), ("local", 2, "update")])
-def test_a_trainer_that_trains_alone_raises(world: type[World], kvstore: str, devices: int, by: str) -> None:
+def test_a_trainer_that_trains_alone_raises(world, kvstore, devices, by):
     """In its third update; collectives before it was made do not count."""
     world.size = 4
     net = network(devices)
@@ -49,7 +46,7 @@ def test_a_trainer_that_trains_alone_raises(world: type[World], kvstore: str, de
     assert parameters(net) == before
 
 
-def test_without_a_store_it_warns_once(world: type[World], said: pytest.LogCaptureFixture) -> None:
+def test_without_a_store_it_warns_once(world, said):
     world.size = 4
     net = network()
     for trainer in (trainer_of(net, None), trainer_of(net, None)):
@@ -62,7 +59,7 @@ def test_without_a_store_it_warns_once(world: type[World], said: pytest.LogCaptu
     )
 
 
-def test_broadcasts_only(world: type[World], said: pytest.LogCaptureFixture) -> None:
+def test_broadcasts_only(world, said):
     world.size = 4
     net = network()
     trainer = trainer_of(net, "device")
@@ -77,9 +74,7 @@ def test_broadcasts_only(world: type[World], said: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("size", [None, 1, 4])
-def test_alone_is_fine_without_others_and_on_request(
-    world: type[World], monkeypatch: pytest.MonkeyPatch, size: int | None
-) -> None:
+def test_alone_is_fine_without_others_and_on_request(world, monkeypatch, size):
     world.size = size
     if size == 4:
         monkeypatch.setenv("KVHVD_ALLOW_LOCAL_TRAINER", "1")
@@ -92,13 +87,13 @@ def test_alone_is_fine_without_others_and_on_request(
 
 if not V2:
 
-    def module_parts() -> tuple[Any, Any]:
+    def module_parts():
         symbol = mx.sym.SoftmaxOutput(
             mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc"), name="softmax"
         )
         return symbol, mx.io.NDArrayIter(mx.nd.ones((8, 4)), mx.nd.zeros((8,)), 4)
 
-    def test_module_that_trains_alone_raises(world: type[World]) -> None:
+    def test_module_that_trains_alone_raises(world):
         """Once there were two updates, be it those of several buckets."""
         world.size = 4
         symbol, batches = module_parts()
@@ -118,7 +113,7 @@ if not V2:
                 buckets.update()
 
     @pytest.mark.parametrize(("kvstore", "size"), [("horovod", 1), ("local", 2)])
-    def test_feed_forward_is_refused(world: type[World], kvstore: str, size: int) -> None:
+    def test_feed_forward_is_refused(world, kvstore, size):
         world.size = size
         symbol, batches = module_parts()
         with warnings.catch_warnings():

@@ -1,7 +1,5 @@
 """Ctrl-C while a worker waits for an operation: the arrays may be freed as soon as it is raised."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -16,7 +14,7 @@ from kvstore_hvd.errors import TransportError
 from support.patience import patient
 
 
-def test_nothing_is_under_way_any_more() -> None:
+def test_nothing_is_under_way_any_more():
     """A device that has begun is waited for, and the others are told why the world ends."""
     segment = native.Segment.create(2)
     ours, theirs = (native.Engine(segment, rank, patient(30.0), False) for rank in range(2))
@@ -29,7 +27,7 @@ def test_nothing_is_under_way_any_more() -> None:
     ]
     ended = False
 
-    def device() -> None:
+    def device():
         nonlocal ended
         batch = ours.take_batch(patient(30.0))
         assert batch is not None

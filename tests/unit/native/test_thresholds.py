@@ -1,9 +1,5 @@
 """Overriding the engine's thresholds: KVHVD_THRESHOLDS."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from kvstore_hvd import native
@@ -13,7 +9,7 @@ from kvstore_hvd.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(monkeypatch):
     monkeypatch.delenv("KVHVD_THRESHOLDS", raising=False)
     reload()
     yield
@@ -21,7 +17,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     reload()
 
 
-def test_changes_replace_defaults_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_replace_defaults_by_name(monkeypatch):
     before, after = native.thresholds(), native.thresholds(" one_shot = 4096, direct_chunk=2097152 ")
     assert all(each.least <= each.value <= each.most and each.value % each.unit == 0 for each in before.values())
     changed = {name: threshold.value for name, threshold in after.items() if threshold != before[name]}
@@ -44,7 +40,7 @@ def test_changes_replace_defaults_by_name(monkeypatch: pytest.MonkeyPatch) -> No
         ("min_part=1048576", "min_part is above max_part."),
     ],
 )
-def test_wrong_changes_are_refused(monkeypatch: pytest.MonkeyPatch, changes: str, says: str) -> None:
+def test_wrong_changes_are_refused(monkeypatch, changes, says):
     with pytest.raises(ValueError) as refused:
         native.thresholds(changes)
     assert says in str(refused.value)

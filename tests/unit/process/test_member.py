@@ -1,10 +1,6 @@
 """What a worker does with errors that nobody has read, and with a world that is declared lost."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -22,14 +18,14 @@ pytest.importorskip("mxnet")
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeCommunicator]:
+def fake():
     with fake_world() as communicator:
         process.current().member.mxnet_adapter()
         yield communicator
 
 
 @pytest.mark.parametrize("held", [0, 1])
-def test_errors_that_nobody_has_read_are_told_once(fake: FakeCommunicator, held: int) -> None:
+def test_errors_that_nobody_has_read_are_told_once(fake, held):
     """Two, of which one was put off and one comes from MXNet; one that comes twice; after a call that fails."""
     mine = process.current().member
     mine.defer(MismatchError("'first': ranks disagree on shape.\n  details"))
@@ -50,12 +46,12 @@ def test_errors_that_nobody_has_read_are_told_once(fake: FakeCommunicator, held:
     mine.check()
 
 
-def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch):
     """The others are told, and nothing is kept of the world."""
     communicator = FakeCommunicator(FakeAdapter())
     monkeypatch.setattr(member_module, "ShmCommunicator", lambda world: communicator)
 
-    def refuse(inspector: object) -> None:
+    def refuse(inspector):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(StallInspector, "start", refuse)
@@ -66,7 +62,7 @@ def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch: pytest.M
     assert (mine.is_connected, mine.has_given_up) == (False, False)
 
 
-def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:
+def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one():
     first, second = (Topology.of(0, [Host.here()], generation=each, source="launcher") for each in range(2))
     mine = Member()
     mine.join(World(first, "fake", b""))
@@ -76,7 +72,7 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one() -> None:
     mine.check()
 
 
-def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake: FakeCommunicator) -> None:
+def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake):
     """Longer than that there are only those that may wait for others for any time."""
     fake.is_pending = True
     assert process.current().leave() is None
@@ -84,13 +80,11 @@ def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake: FakeComm
 
 
 @pytest.mark.parametrize("where", ["operations", "mxnet", "afterwards"])
-def test_who_is_interrupted_as_it_leaves_has_left(
-    fake: FakeCommunicator, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
     """The others are told at once: nothing is left to the garbage collector, which would wait for them."""
     interruption = KeyboardInterrupt()
 
-    def waitall() -> None:
+    def waitall():
         if where == "mxnet" or fake.left:
             raise interruption
 
@@ -108,9 +102,7 @@ def test_who_is_interrupted_as_it_leaves_has_left(
 
 
 @pytest.mark.parametrize(("voided", "is_aborted"), [(4, False), (5, True), (6, True)])
-def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
-    fake: FakeCommunicator, voided: int, is_aborted: bool
-) -> None:
+def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(fake, voided, is_aborted):
     """A word about an earlier one, which came late, changes nothing."""
     mine = process.current()
     mine.member._world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
@@ -119,7 +111,7 @@ def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
-def test_who_is_interrupted_as_it_leaves_a_world_inside_leaves_all(fake: FakeCommunicator, interrupted: int) -> None:
+def test_who_is_interrupted_as_it_leaves_a_world_inside_leaves_all(fake, interrupted):
     """Nobody waits for this worker, neither in the worlds inside nor in that of all workers."""
     members = [_Inner(), _Inner()]
     members[interrupted]._lost = KeyboardInterrupt()
@@ -136,13 +128,13 @@ def test_who_is_interrupted_as_it_leaves_a_world_inside_leaves_all(fake: FakeCom
 class _Inner(InnerMember):
     """A world inside that is left with an error to tell, or cannot be left in good order."""
 
-    def __init__(self, unread: KVHvdError | None = None, lost: KVHvdError | None = None) -> None:
+    def __init__(self, unread=None, lost=None):
         super().__init__([0, 1], 1)
         self._unread = unread
-        self._lost: BaseException | None = lost
-        self.reasons: list[str] = []
+        self._lost = lost
+        self.reasons = []
 
-    def leave(self, reason: str = "") -> Exception | None:
+    def leave(self, reason=""):
         """Remember that it was."""
         self.reasons.append(reason)
         lost, self._lost = self._lost, None
@@ -151,7 +143,7 @@ class _Inner(InnerMember):
         return self._unread
 
 
-def worlds(*members: Any) -> InnerWorlds:
+def worlds(*members):
     """Worlds that this worker is in already."""
     inner = InnerWorlds()
     inner._members = list(members)
@@ -170,9 +162,7 @@ FIRST, SECOND, LOST = MismatchError("the first"), MismatchError("the second"), P
         ([_Inner(), _Inner()], None, []),
     ],
 )
-def test_the_first_error_is_raised_and_the_others_are_logged(
-    members: list[_Inner], raised: Exception | None, logged: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_error_is_raised_and_the_others_are_logged(members, raised, logged, caplog):
     with caplog.at_level(logging.ERROR, "kvstore_hvd"):
         assert worlds(*members).leave("") is raised
     assert [member.reasons for member in members] == [[""]] * len(members)

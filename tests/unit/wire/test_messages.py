@@ -1,9 +1,6 @@
 """The messages of an elastic job: which are allowed, and that everything else is refused."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -11,7 +8,7 @@ from kvstore_hvd.wire import WireError
 from kvstore_hvd.wire.messages import DAEMON, LAUNCHER_TO_DAEMON, LAUNCHER_TO_WORKER, WORKER, check
 
 HOST = ["localhost", "boot-1"]
-GOOD: list[tuple[Any, dict[str, Any]]] = [
+GOOD = [
     (DAEMON, {"t": "started", "worker": 0, "pid": 17}),
     (DAEMON, {"t": "not_started", "worker": 3, "text": "no such file"}),
     (DAEMON, {"t": "exited", "worker": 3, "code": -9, "lines": ["a", ""]}),
@@ -38,7 +35,7 @@ OTHER_VALUES = (None, True, -2, 1.5, 1 << 60, "x", b"", [], [1], [None], ["a", "
 
 
 @pytest.mark.parametrize(("table", "message"), GOOD, ids=lambda value: value.get("t") if "t" in value else "")
-def test_fields_that_are_missing_superfluous_or_wrong(table: Any, message: dict[str, Any]) -> None:
+def test_fields_that_are_missing_superfluous_or_wrong(table, message):
     assert check(json.loads(json.dumps(message)), table) == message["t"]
     with pytest.raises(WireError, match="has not the fields"):
         check({**message, "more": 1}, table)
@@ -56,7 +53,7 @@ def test_fields_that_are_missing_superfluous_or_wrong(table: Any, message: dict[
         assert refused >= len(OTHER_VALUES) - 3, field
 
 
-def test_what_is_refused_is_named_in_short() -> None:
+def test_what_is_refused_is_named_in_short():
     for kind in ("start ", None, ["start"]):
         with pytest.raises(WireError, match="unknown type"):
             check({"t": kind}, LAUNCHER_TO_DAEMON)

@@ -1,15 +1,11 @@
 """Connections between processes of a job: what arrives, and what is not believed. Real sockets, no sleeping."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -20,14 +16,14 @@ SERVER, CLIENT = {"role": "launcher"}, {"role": "daemon", "host": "localhost"}
 GREETING = 11 + 32
 
 
-def readable(*connections: Any, seconds: float = 30.0) -> bool:
+def readable(*connections, seconds=30.0):
     return bool(select.select(connections, [], [], seconds)[0])
 
 
 class Pair:
     """Both sides of a connection, and the bytes of the client, which `pass_on` gives to the server."""
 
-    def __init__(self, *secrets: bytes) -> None:
+    def __init__(self, *secrets):
         ours, self.to_server = socket.socketpair()
         self.from_client, theirs = socket.socketpair()
         of_server, of_client = secrets or (SECRET, SECRET)
@@ -37,15 +33,15 @@ class Pair:
         for inner in (self.to_server, self.from_client):
             inner.setblocking(False)
 
-    def settle(self, step: int = 1 << 16) -> list[dict[str, Any]]:
+    def settle(self, step=1 << 16):
         """Pass everything on, in steps, until all is quiet; returns what the server receives."""
-        received: list[dict[str, Any]] = []
+        received = []
         while self._pass_on(step) or readable(self.server, self.client, seconds=0):
             received += self.server.receive()
             assert self.client.receive() == []
         return received
 
-    def _pass_on(self, step: int) -> bool:
+    def _pass_on(self, step):
         moved = False
         for source, target in ((self.from_client, self.to_server), (self.to_server, self.from_client)):
             with contextlib.suppress(BlockingIOError):
@@ -57,7 +53,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair():
     made = Pair()
     made.settle()
     yield made
@@ -66,13 +62,13 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener():
     made = Listener(f"kvstore_hvd-test-{os.getpid()}", SECRET, SERVER)
     yield made
     made.close()
 
 
-def raw(listener: Listener) -> socket.socket:
+def raw(listener):
     """A stranger's connection."""
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stranger.connect(b"\0" + str(listener.address).encode())
@@ -80,7 +76,7 @@ def raw(listener: Listener) -> socket.socket:
     return stranger
 
 
-def ended(stranger: socket.socket) -> bool:
+def ended(stranger):
     """Whether the other side closes the connection, after whatever it has sent."""
     with contextlib.suppress(ConnectionResetError):
         while stranger.recv(4096):
@@ -88,7 +84,7 @@ def ended(stranger: socket.socket) -> bool:
     return True
 
 
-def test_messages_pass_in_order_byte_by_byte(pair: Pair) -> None:
+def test_messages_pass_in_order_byte_by_byte(pair):
     assert (pair.server.identity, pair.client.identity) == (CLIENT, SERVER)
     sent = [{"t": "x", "n": n, "text": "ä\udcff", "nested": {"list": [1, None, -0.5, True]}} for n in range(3)]
     for message in sent:
@@ -96,12 +92,12 @@ def test_messages_pass_in_order_byte_by_byte(pair: Pair) -> None:
     assert pair.settle(step=1) == sent
 
 
-def test_the_longest_message_passes_and_a_longer_one_is_refused(pair: Pair) -> None:
+def test_the_longest_message_passes_and_a_longer_one_is_refused(pair):
     longest = {"t": "x" * (MAX_MESSAGE - len('{"t":""}'))}
     with pytest.raises(WireError, match="cannot be sent"):
         pair.client.send({"t": longest["t"] + "x"})
     pair.client.send(longest)
-    received: list[dict[str, Any]] = []
+    received = []
     while not received:
         pair.client.flush()
         received = pair.settle()
@@ -109,7 +105,7 @@ def test_the_longest_message_passes_and_a_longer_one_is_refused(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("secrets", [(SECRET, b"t" * 32), (b"t" * 32, SECRET)])
-def test_without_the_secret_nobody_gets_in(secrets: tuple[bytes, bytes]) -> None:
+def test_without_the_secret_nobody_gets_in(secrets):
     pair = Pair(*secrets)
     with pytest.raises(WireError, match="does not verify"):
         pair.settle()
@@ -118,7 +114,7 @@ def test_without_the_secret_nobody_gets_in(secrets: tuple[bytes, bytes]) -> None
         side.close()
 
 
-def test_a_recorded_connection_opens_no_new_one(pair: Pair, listener: Listener) -> None:
+def test_a_recorded_connection_opens_no_new_one(pair, listener):
     stranger = raw(listener)
     stranger.sendall(pair.seen)
     assert readable(listener)
@@ -127,7 +123,7 @@ def test_a_recorded_connection_opens_no_new_one(pair: Pair, listener: Listener) 
 
 
 @pytest.mark.parametrize("kind", ["replay", "altered", "no length", "cut"])
-def test_what_is_broken_ends_the_connection(pair: Pair, kind: str) -> None:
+def test_what_is_broken_ends_the_connection(pair, kind):
     start = len(pair.seen)
     pair.client.send({"t": "n", "n": 1})
     assert pair.settle() == [{"t": "n", "n": 1}]
@@ -145,7 +141,7 @@ def test_what_is_broken_ends_the_connection(pair: Pair, kind: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b'{"t":"a","t":"b"}', b"[" * 500_000, b'{"t":"\xff"}'])
-def test_what_is_no_json_object_ends_the_connection(pair: Pair, body: bytes) -> None:
+def test_what_is_no_json_object_ends_the_connection(pair, body):
     pair.client._send_body(body)
     with pytest.raises(WireError, match="JSON"):
         while True:
@@ -153,7 +149,7 @@ def test_what_is_no_json_object_ends_the_connection(pair: Pair, body: bytes) -> 
             pair.settle()
 
 
-def test_a_peer_that_does_not_read_is_given_up(pair: Pair) -> None:
+def test_a_peer_that_does_not_read_is_given_up(pair):
     with pytest.raises(WireError, match=r"left \d+ bytes unread"):
         for _ in range(100):
             pair.server.send({"t": "x" * 1_000_000})
@@ -161,7 +157,7 @@ def test_a_peer_that_does_not_read_is_given_up(pair: Pair) -> None:
                 pair.server.receive()
 
 
-def test_a_silent_stranger_has_its_time_and_no_more(listener: Listener) -> None:
+def test_a_silent_stranger_has_its_time_and_no_more(listener):
     silent, slow = raw(listener), raw(listener)
     for now in (100.0, 102.0, 104.9):  # a byte now and then earns no time
         slow.send(b"\0")
@@ -173,13 +169,13 @@ def test_a_silent_stranger_has_its_time_and_no_more(listener: Listener) -> None:
     assert ended(slow)
 
 
-def test_strangers_do_not_keep_an_honest_peer_out(listener: Listener) -> None:
+def test_strangers_do_not_keep_an_honest_peer_out(listener):
     before = len(os.listdir("/proc/self/fd"))
     strangers = [raw(listener) for _ in range(200) if listener.accept() == []]
     assert len(os.listdir("/proc/self/fd")) <= before + 200 + 64  # one each for us, at most 64 for the listener
-    accepted: list[Connection] = []
+    accepted = []
 
-    def serve() -> None:
+    def serve():
         while not accepted and readable(listener):
             accepted.extend(listener.accept())
 
@@ -192,7 +188,7 @@ def test_strangers_do_not_keep_an_honest_peer_out(listener: Listener) -> None:
         connection.close()
 
 
-def test_connect_says_why_it_did_not_succeed(listener: Listener) -> None:
+def test_connect_says_why_it_did_not_succeed(listener):
     with pytest.raises(WireError, match=r"nobody listens at kvstore_hvd-test-nobody\."):
         connect("kvstore_hvd-test-nobody", SECRET, CLIENT, 60)
     with pytest.raises(WireError, match=r"within 0.2 s: the other side does not answer"):

@@ -1,13 +1,9 @@
 """Which world a process finds itself in, and what it refuses. Real MPIs are tested in tests/integration."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,7 @@ LAUNCHED = {"KVHVD_RANK": "1", "KVHVD_SIZE": "3", "KVHVD_JOB": "job", "KVHVD_SEC
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _environment(monkeypatch):
     """Start without any launcher's variables or MPI; afterwards the configuration is read anew."""
     for name in config_module.environment():
         if name.startswith(PREFIXES):
@@ -35,18 +31,18 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config_module.reload()
 
 
-def discover(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], comm: Any = None) -> bootstrap.World:
+def discover(monkeypatch, environ, comm=None):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     config_module.reload()
     return bootstrap.discover(comm)
 
 
-def hosts(*names: str) -> list[Host]:
+def hosts(*names):
     return [Host(name.rstrip("'"), name) for name in names]
 
 
-def test_places_on_hosts_of_unequal_size() -> None:
+def test_places_on_hosts_of_unequal_size():
     all_hosts = hosts("a", "b", "a", "b", "b")
     seen = [Topology.of(rank, all_hosts, source="mpi") for rank in range(5)]
     assert [(t.rank, t.size) for t in seen] == [(rank, 5) for rank in range(5)]
@@ -68,21 +64,21 @@ def test_places_on_hosts_of_unequal_size() -> None:
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
     ],
 )
-def test_one_rank_needs_no_mpi(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+def test_one_rank_needs_no_mpi(monkeypatch, environ):
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
     topology = discover(monkeypatch, environ).topology
     assert (topology.rank, topology.size, topology.source) == (0, 1, "single")
 
 
-def test_horovodrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovodrun_is_refused(monkeypatch):
     with pytest.raises(LaunchError, match=r"Horovod's launcher started 4 workers(.|\n)*Fix: .*kvhvdrun"):
         discover(monkeypatch, {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"})
 
 
-def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
     """Whatever a worker starts, with all of its variables, with kvhvdrun's taken away, or only those of its rank."""
 
-    def horovods(rank: int, size: int) -> dict[str, str]:
+    def horovods(rank, size):
         return horovod_variables.of_worker("localhost", horovod_variables.Seat(rank, size, rank, size))
 
     assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
@@ -92,7 +88,7 @@ def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch: pytest.MonkeyPatch)
         assert (topology.rank, topology.size, topology.source) == (1, 3, "launcher")
 
 
-def test_kvhvdruns_variables_make_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kvhvdruns_variables_make_the_world(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     world = discover(monkeypatch, {**LAUNCHED, "KVHVD_GENERATION": "4"})
     topology = world.topology
@@ -111,12 +107,12 @@ def test_kvhvdruns_variables_make_the_world(monkeypatch: pytest.MonkeyPatch) -> 
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "by kvhvdrun and by mpirun"),
     ],
 )
-def test_variables_that_cannot_be(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], fact: str) -> None:
+def test_variables_that_cannot_be(monkeypatch, changed, fact):
     with pytest.raises(LaunchError, match=fact):
         discover(monkeypatch, {name: value for name, value in {**LAUNCHED, **changed}.items() if value is not None})
 
 
-def test_ranks_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_given(monkeypatch):
     """All of them are the whole world; some are a world of their own, in the order given."""
     for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([2, 1], (1, 2))):
         world = discover(monkeypatch, LAUNCHED, ranks)
@@ -130,33 +126,33 @@ def test_ranks_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeComm:
     """A communicator whose other ranks answer like this one, each from the host given."""
 
-    def __init__(self, rank: int, size: int, on: list[str] | None = None) -> None:
+    def __init__(self, rank, size, on=None):
         self.rank, self.size, self._on = rank, size, on
 
-    def Get_size(self) -> int:
+    def Get_size(self):
         return self.size
 
-    def Dup(self) -> FakeComm:
+    def Dup(self):
         return self
 
-    def Free(self) -> None:
+    def Free(self):
         pass
 
-    def Is_inter(self) -> bool:
+    def Is_inter(self):
         return False
 
-    def Set_errhandler(self, handler: str) -> None:
+    def Set_errhandler(self, handler):
         self.handler = handler
 
-    def allgather(self, item: Any) -> list[Any]:
+    def allgather(self, item):
         if self._on is None or not isinstance(item, mpi_world.Introduction):
             return [item] * self.size
         return [dataclasses.replace(item, host=Host(host, host)) for host in self._on]
 
 
-def fake_mpi(size: int, vendor: str = "Open MPI", version: tuple[int, ...] = (5, 0, 11), **more: Any) -> Any:
+def fake_mpi(size, vendor="Open MPI", version=(5, 0, 11), **more):
     module = types.ModuleType("mpi4py.MPI")
-    calls: list[str] = []
+    calls = []
     module.__dict__.update(
         COMM_WORLD=FakeComm(0, size, more.get("on")),
         COMM_NULL=object(),
@@ -173,7 +169,7 @@ def fake_mpi(size: int, vendor: str = "Open MPI", version: tuple[int, ...] = (5,
     return module
 
 
-def install(monkeypatch: pytest.MonkeyPatch, module: Any) -> Any:
+def install(monkeypatch, module):
     """Let `from mpi4py import MPI` find the stand-in."""
     package = types.ModuleType("mpi4py")
     package.__dict__.update(MPI=module, rc=types.SimpleNamespace(initialize=True, finalize=None))
@@ -184,7 +180,7 @@ def install(monkeypatch: pytest.MonkeyPatch, module: Any) -> Any:
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_VERSION": "5.0.11"}
 
 
-def test_a_world_of_one_under_a_launcher_of_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_under_a_launcher_of_more(monkeypatch):
     install(monkeypatch, fake_mpi(1))
     with pytest.raises(LaunchError) as caught:
         discover(monkeypatch, OPEN_MPI)
@@ -207,9 +203,7 @@ def test_a_world_of_one_under_a_launcher_of_more(monkeypatch: pytest.MonkeyPatch
         (OPEN_MPI, "Open MPI", (4, 1, 4)),
     ],
 )
-def test_another_mpi_is_refused_before_it_is_started(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], vendor: str, version: tuple[int, ...]
-) -> None:
+def test_another_mpi_is_refused_before_it_is_started(monkeypatch, environ, vendor, version):
     module = fake_mpi(4, vendor, version)
     install(monkeypatch, module)
     with pytest.raises(LaunchError, match="started by the mpirun of another MPI") as caught:
@@ -218,7 +212,7 @@ def test_another_mpi_is_refused_before_it_is_started(
     assert module.calls == []
 
 
-def test_several_hosts_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_are_refused_on_every_rank(monkeypatch):
     install(monkeypatch, fake_mpi(4, on=["a", "b", "a", "b"]))
     with pytest.raises(LaunchError) as caught:
         discover(monkeypatch, OPEN_MPI)
@@ -226,7 +220,7 @@ def test_several_hosts_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch
     assert "a: ranks 0, 2\n  b: ranks 1, 3" in str(caught.value)
 
 
-def test_an_mpirun_that_survives_deaths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpirun_that_survives_deaths_is_refused(monkeypatch):
     """MPI would wait for the dead for ever."""
     variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_mpi_ft_enable": "1"}
     with pytest.raises(LaunchError, match=r"`--with-ft ulfm`.*\n  Fix: leave it out; `kvhvdrun --min-np"):

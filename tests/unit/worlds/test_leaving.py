@@ -1,11 +1,8 @@
 """How an exit handler sees whether the program ends early, and the end of one that cannot end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -37,16 +34,14 @@ FAILED = MXNetError("Traceback (most recent call last):\n  File x.cc, line 3\nMX
     ],
     ids=range(7),
 )
-def test_an_unhandled_exception_is_the_reason(
-    monkeypatch: pytest.MonkeyPatch, attributes: dict[str, Any], reason: str
-) -> None:
+def test_an_unhandled_exception_is_the_reason(monkeypatch, attributes, reason):
     flags = SimpleNamespace(interactive=attributes.get("interactive", 0))
     monkeypatch.setattr(leaving, "sys", SimpleNamespace(flags=flags, **attributes))
     assert early_end("rank 3") == reason
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_the_watchdog_ends_a_process_whose_output_nobody_reads(stream: str) -> None:
+def test_the_watchdog_ends_a_process_whose_output_nobody_reads(stream):
     program = """
 import sys, threading
 from kvstore_hvd.worlds import leaving
@@ -57,7 +52,7 @@ leaving.ExitWatchdog(0, lambda: None).leaving()
 threading.Event().wait(100)
 """
     with full_pipe() as pipe:
-        streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: pipe}
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: pipe}
         process = subprocess.Popen([sys.executable, "-c", program], **streams)
         try:
             assert process.wait(patient(60)) == 1

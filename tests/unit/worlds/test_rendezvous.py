@@ -3,14 +3,11 @@
 Ranks are threads of this process; each has its own sockets, as processes would.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,35 +24,28 @@ JOBS = iter(range(1_000_000))
 pytestmark = pytest.mark.timeout(90)
 
 
-def worlds(size: int, secret: bytes = b"s" * 32) -> list[World]:
+def worlds(size, secret=b"s" * 32):
     """The world of `size` ranks on this host, as each rank sees it."""
     job = f"test-{os.getpid()}-{next(JOBS)}"
     hosts = [Host.here()] * size
     return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in range(size)]
 
 
-def memory(told: Sequence[str] = ()) -> int:
+def memory(told=()):
     return os.memfd_create("test", os.MFD_CLOEXEC)
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
+def pool():
     with ThreadPoolExecutor(64) as executor:
         yield executor
 
 
-def start(
-    pool: ThreadPoolExecutor,
-    world: World,
-    create: Callable[[Sequence[str]], int] = memory,
-    timeout_s: float = LONG_S,
-    version: str = "",
-    tell: str = "",
-) -> Future[int]:
+def start(pool, world, create=memory, timeout_s=LONG_S, version="", tell=""):
     return pool.submit(share_segment, world, create, version=version, tell=tell, timeout_s=timeout_s)
 
 
-def connect(name: bytes, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
+def connect(name, kind=socket.SOCK_SEQPACKET):
     """Connect to the server as soon as there is one."""
     while True:
         stranger = socket.socket(socket.AF_UNIX, kind)
@@ -68,7 +58,7 @@ def connect(name: bytes, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
             threading.Event().wait(0.002)
 
 
-def same_file(*futures: Future[int]) -> bool:
+def same_file(*futures):
     descriptors = [future.result(LONG_S) for future in futures]
     inodes = {(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in descriptors}
     for fd in descriptors:
@@ -77,10 +67,10 @@ def same_file(*futures: Future[int]) -> bool:
 
 
 @pytest.mark.parametrize("size", [2, 33])
-def test_all_ranks_get_the_same_memory(pool: ThreadPoolExecutor, size: int) -> None:
-    calls: list[Sequence[str]] = []
+def test_all_ranks_get_the_same_memory(pool, size):
+    calls = []
 
-    def create(told: Sequence[str]) -> int:
+    def create(told):
         calls.append(told)
         return memory()
 
@@ -94,9 +84,9 @@ def test_all_ranks_get_the_same_memory(pool: ThreadPoolExecutor, size: int) -> N
 
 
 @pytest.mark.parametrize("present", [(0,), (1, 2)])
-def test_a_world_that_is_lost_is_waited_for_no_longer(pool: ThreadPoolExecutor, present: tuple[int, ...]) -> None:
+def test_a_world_that_is_lost_is_waited_for_no_longer(pool, present):
     """Whoever waits, for the server or in it, goes at once, with the reason."""
-    lost: list[str] = [""]
+    lost = [""]
     group = [dataclasses.replace(world, lost=lambda: lost[0]) for world in worlds(3)]
     early = [start(pool, group[rank]) for rank in present]
     threading.Event().wait(0.1)
@@ -108,7 +98,7 @@ def test_a_world_that_is_lost_is_waited_for_no_longer(pool: ThreadPoolExecutor, 
 
 
 @pytest.mark.parametrize("garbage", [b"", b"KVHVD\x01" + bytes(200), bytes(65536)], ids=["silence", "magic", "long"])
-def test_a_stranger_changes_nothing(pool: ThreadPoolExecutor, garbage: bytes) -> None:
+def test_a_stranger_changes_nothing(pool, garbage):
     first, second = worlds(2)
     leader = start(pool, first)
     strangers = [connect(socket_name(first)) for _ in range(5)]
@@ -123,7 +113,7 @@ def test_a_stranger_changes_nothing(pool: ThreadPoolExecutor, garbage: bytes) ->
         stranger.close()
 
 
-def test_a_peer_with_another_secret_is_no_peer(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_with_another_secret_is_no_peer(pool, monkeypatch):
     first, second = worlds(2)
     name = socket_name(first)
     monkeypatch.setattr(rendezvous, "socket_name", lambda world: name)  # it found the name out
@@ -137,7 +127,7 @@ def test_a_peer_with_another_secret_is_no_peer(pool: ThreadPoolExecutor, monkeyp
 
 
 @pytest.mark.parametrize("is_mute", [False, True])
-def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor, is_mute: bool) -> None:
+def test_a_server_with_another_secret_is_not_believed(pool, is_mute):
     """One that never speaks does not hang its peer."""
     second = worlds(2)[1]
     before = set(os.listdir("/proc/self/fd"))
@@ -159,13 +149,13 @@ def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor, 
     assert set(os.listdir("/proc/self/fd")) == before  # what it was sent is not kept
 
 
-def hello(peer: socket.socket, world: World, rank: int, pid: int, nonce: bytes) -> None:
+def hello(peer, world, rank, pid, nonce):
     """Say what a rank says to the server that has sent this nonce."""
     body = rendezvous._MAGIC + bytes(32) + rendezvous._HELLO.pack(rank, pid)
     peer.send(body + mac(world.secret, b"client", nonce, body))
 
 
-def test_replayed_hello_is_refused(pool: ThreadPoolExecutor) -> None:
+def test_replayed_hello_is_refused(pool):
     first, second = worlds(2)
     leader = start(pool, first)
     with connect(socket_name(first)) as one, connect(socket_name(first)) as other:
@@ -176,7 +166,7 @@ def test_replayed_hello_is_refused(pool: ThreadPoolExecutor) -> None:
     assert same_file(leader, start(pool, second))
 
 
-def test_missing_ranks_are_named_on_every_rank_that_came(pool: ThreadPoolExecutor) -> None:
+def test_missing_ranks_are_named_on_every_rank_that_came(pool):
     four = worlds(4)
     leader = start(pool, four[0], timeout_s=0.5)
     second = start(pool, four[1])
@@ -189,7 +179,7 @@ def test_missing_ranks_are_named_on_every_rank_that_came(pool: ThreadPoolExecuto
     assert str(caught.value).startswith("[rank 1/4] the start failed")
 
 
-def test_a_peer_that_ends_meanwhile_is_named_at_once(pool: ThreadPoolExecutor) -> None:
+def test_a_peer_that_ends_meanwhile_is_named_at_once(pool):
     three = worlds(3)
     leader = start(pool, three[0])
     with connect(socket_name(three[0])) as peer:
@@ -198,7 +188,7 @@ def test_a_peer_that_ends_meanwhile_is_named_at_once(pool: ThreadPoolExecutor) -
         leader.result(LONG_S)
 
 
-def test_two_processes_of_one_rank(pool: ThreadPoolExecutor) -> None:
+def test_two_processes_of_one_rank(pool):
     three = worlds(3)
     leader = start(pool, three[0])
     twins = [start(pool, three[1]), start(pool, three[1])]
@@ -211,7 +201,7 @@ def test_two_processes_of_one_rank(pool: ThreadPoolExecutor) -> None:
     assert same_file(leader, *rest, start(pool, three[2]))
 
 
-def test_versions_that_differ_are_named_on_every_rank(pool: ThreadPoolExecutor) -> None:
+def test_versions_that_differ_are_named_on_every_rank(pool):
     three = worlds(3)
     futures = [start(pool, world, version=version) for world, version in zip(three, ["1.0", "1.1", "1.0"])]
     for future in futures:
@@ -221,7 +211,7 @@ def test_versions_that_differ_are_named_on_every_rank(pool: ThreadPoolExecutor) 
         assert "1.1: rank 1" in str(caught.value)
 
 
-def test_the_name_does_not_show_job_or_secret() -> None:
+def test_the_name_does_not_show_job_or_secret():
     world = worlds(2)[0]
     name = socket_name(world)
     assert name.startswith(b"\0")  # abstract: no file

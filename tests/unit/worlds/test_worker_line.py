@@ -1,7 +1,5 @@
 """A worker's line to its launcher: places in worlds, updates, and what becomes of a worker without it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import select
@@ -10,8 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -30,53 +26,52 @@ LONG_S = patient(30.0)
 class Daemon:
     """What stands behind the line."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.name = f"kvstore_hvd-test-{secrets.token_hex(8)}"
         self.listener = wire.Listener(self.name, SECRET, {"role": "daemon"})
-        self.worker: Any = None
-        self.received: list[dict[str, Any]] = []
+        self.worker = None
+        self.received = []
         self._lock = threading.Lock()  # of who sends: tests do it from timers, too
 
-    def accept(self) -> dict[str, Any]:
+    def accept(self):
         """Wait for the worker; returns who it says it is."""
         deadline = time.monotonic() + LONG_S
         while self.worker is None and time.monotonic() < deadline:
             select.select([self.listener], [], [], 0.1)
             for each in self.listener.accept():
                 self.worker = each
-        identity: dict[str, Any] = self.worker.identity
-        return identity
+        return self.worker.identity
 
-    def take(self) -> dict[str, Any]:
+    def take(self):
         """The next message of the worker."""
         while not self.received:
             assert select.select([self.worker], [], [], LONG_S)[0]
             self.received += self.worker.receive()
         return self.received.pop(0)
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, kind, **fields):
         """Send a message to the worker."""
         with self._lock:
             self.worker.send({"t": kind, **fields})
 
-    def world(self, generation: int, rank: int = 1) -> None:
+    def world(self, generation, rank=1):
         """Give out a world."""
         self.send("world", generation=generation, rank=rank, size=3, hosts=HOSTS, places=PLACES, job="job")
 
 
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
+def daemon():
     one = Daemon()
     yield one
     one.listener.close()
 
 
 @pytest.fixture
-def line(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLine]:
+def line(daemon, monkeypatch):
     """The line; its loss is noted instead of ending the tests."""
     ended = threading.Event()
     monkeypatch.setattr(WorkerLine, "_end", lambda self, error: ended.set())
-    made: list[WorkerLine] = []
+    made = []
     thread = threading.Thread(target=lambda: made.append(WorkerLine(daemon.name, SECRET, 7)))
     thread.start()
     assert daemon.accept() == {"role": "worker", "worker": 7, "pid": os.getpid()}
@@ -86,14 +81,14 @@ def line(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLine
     assert ended.wait(LONG_S)
 
 
-def until(condition: Any) -> None:
+def until(condition):
     deadline = time.monotonic() + LONG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_the_first_world_of_a_new_job(daemon: Daemon, line: WorkerLine) -> None:
+def test_the_first_world_of_a_new_job(daemon, line):
     daemon.world(0)
     world, is_real = line.enter()
     assert is_real
@@ -108,7 +103,7 @@ def test_the_first_world_of_a_new_job(daemon: Daemon, line: WorkerLine) -> None:
     assert daemon.take() == {"t": "synced", "generation": 0}
 
 
-def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
+def test_a_running_job_gives_a_guess(daemon, line):
     daemon.send("place", rank=2, size=3, hosts=HOSTS, places=PLACES)
     world, is_real = line.enter()
     assert not is_real
@@ -119,7 +114,7 @@ def test_a_running_job_gives_a_guess(daemon: Daemon, line: WorkerLine) -> None:
     assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": ""}
 
 
-def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, line: WorkerLine) -> None:
+def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
     """The launcher waits for a word from every worker that it gave the world to."""
     daemon.world(0)
     first, _ = line.enter()
@@ -134,9 +129,9 @@ def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon: Daemon, lin
     assert [daemon.take() for _ in range(3)][2] == ready
 
 
-def test_updates(daemon: Daemon, line: WorkerLine) -> None:
+def test_updates(daemon, line):
     """One that came before a world was given out is part of it."""
-    told: list[tuple[int, int]] = []
+    told = []
     line.on_update = lambda number, result: told.append((number, result))
     daemon.world(0)
     line.enter()
@@ -152,7 +147,7 @@ def test_updates(daemon: Daemon, line: WorkerLine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fail", "leave"])
-def test_the_end_of_the_job_and_of_a_worker_that_is_not_needed(daemon: Daemon, line: WorkerLine, kind: str) -> None:
+def test_the_end_of_the_job_and_of_a_worker_that_is_not_needed(daemon, line, kind):
     daemon.world(0)
     line.enter()
     daemon.send(kind, text="too many resets.")
@@ -164,7 +159,7 @@ def test_the_end_of_the_job_and_of_a_worker_that_is_not_needed(daemon: Daemon, l
         assert end.value.code == 0
 
 
-def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon: Daemon, line: WorkerLine) -> None:
+def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon, line):
     """Not for who was sending as it was forked, either."""
     with line._lock:
         child = os.fork()
@@ -194,7 +189,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("how", ["closed", "refused", "nobody reads"])
-def test_a_worker_ends_without_its_line(daemon: Daemon, how: str) -> None:
+def test_a_worker_ends_without_its_line(daemon, how):
     """Nobody watches over it; what it forked does not keep the line open, and is not ended by it."""
     command = [sys.executable, "-c", PROGRAM, daemon.name]
     with full_pipe() as pipe:

@@ -1,38 +1,35 @@
 """The thread of a device, when its executor fails or waits for a worker that does not come."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from kvstore_hvd import errors
 from kvstore_hvd.comm.device.devices import DeviceThread
-from kvstore_hvd.errors import KVHvdError, TransportError
+from kvstore_hvd.errors import TransportError
 from support.patience import patient
 
 
 class Engine:
     """Hands out one batch, and hears how it ended."""
 
-    def __init__(self, seen: list[str]) -> None:
+    def __init__(self, seen):
         self.seen, self.lost, self.ended = seen, False, threading.Event()
         self._batches = [(1, "allreduce", [])]
 
-    def take_batch(self, limit_s: float) -> Any:
+    def take_batch(self, limit_s):
         if self._batches:
             return self._batches.pop()
         return time.sleep(min(limit_s, 0.01))
 
-    def end_batch(self, number: int, error: Exception | None = None) -> None:
+    def end_batch(self, number, error=None):
         self.seen.append(f"ended: {error!r}")
         self.lost = True
         self.ended.set()
 
-    def health(self) -> Exception | None:
+    def health(self):
         return TransportError("lost") if self.lost else None
 
 
@@ -43,8 +40,8 @@ class Engine:
         (BaseException("of \udcff somebody"), TransportError("BaseException: of \\udcff somebody")),
     ],
 )
-def test_whatever_fails_nobody_waits_for_it(error: BaseException, told: KVHvdError) -> None:
-    seen: list[str] = []
+def test_whatever_fails_nobody_waits_for_it(error, told):
+    seen = []
     engine = Engine(seen)
     rest = dict.fromkeys(("abort.side_effect", "close.side_effect", "end.side_effect"), ValueError("not even that"))
     thread = DeviceThread(engine, lambda ordinal: Mock(**{"allreduce.side_effect": error, **rest}))
@@ -57,11 +54,11 @@ def test_whatever_fails_nobody_waits_for_it(error: BaseException, told: KVHvdErr
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits: bool) -> None:
-    seen: list[str] = []
+def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits):
+    seen = []
     engine, begun, aborted = Engine(seen), threading.Event(), threading.Event()
 
-    def allreduce(batch: Any) -> Any:
+    def allreduce(batch):
         seen.append("enqueued")
         begun.set()
         if waits:

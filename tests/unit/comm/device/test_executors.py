@@ -1,11 +1,8 @@
 """Which executor a world gets, told by the workers over the real engine; the way by the host; and rounds of batches."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import random
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +10,6 @@ import pytest
 
 from kvstore_hvd import log, native
 from kvstore_hvd.comm.device import executors
-from kvstore_hvd.comm.device.executor import Executor
 from kvstore_hvd.comm.device.executors import create_executor
 from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.comm.device.rounds import ALIGNMENT, buffer_bytes, rounds
@@ -23,7 +19,7 @@ from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.worlds.topology import Host, Topology
 from support.executor_cases import STAGING, ExecutorCases, Ranks
-from support.fake_cuda import FakeCuda, FakeDevice, fake_cuda
+from support.fake_cuda import FakeDevice, fake_cuda
 from support.gpu_ranks import Exchange, HostArray, on_ranks
 from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 
@@ -33,32 +29,32 @@ config = importlib.import_module("kvstore_hvd.config")
 class Engines:
     """Engines of ranks that are threads, with what executors need of a communicator."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size, self._segment = size, native.Segment.create(size)
         self._engines = on_ranks(size, lambda rank: native.Engine(self._segment, rank, 20.0, False))
 
-    def of(self, rank: int) -> Any:
+    def of(self, rank):
         engine = self._engines[rank]
         return SimpleNamespace(
             run=lambda request: engine.run(native_request(request)),
             submit=lambda request: engine.submit(native_request(request)),
         )
 
-    def topology(self, rank: int) -> Topology:
+    def topology(self, rank):
         return Topology.of(rank, [Host("here", "here")] * self.size, source="launcher")
 
-    def close(self) -> None:
+    def close(self):
         on_ranks(self.size, lambda rank: self._engines[rank].shutdown())
 
 
 @pytest.fixture
-def engines() -> Iterator[Callable[[int], Engines]]:
+def engines():
     with contextlib.ExitStack() as stack:
         yield lambda size: stack.enter_context(contextlib.closing(Engines(size)))
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+def cuda(monkeypatch):
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setattr(executors, "library", refuse)
     with fake_cuda() as machine:
@@ -66,8 +62,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    def set_them(**values: str) -> None:
+def settings(monkeypatch):
+    def set_them(**values):
         for name, value in values.items():
             monkeypatch.setenv(name, value)
         config.reload()
@@ -78,21 +74,19 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     config.reload()
 
 
-def refuse() -> Any:
+def refuse():
     raise LaunchError("NCCL (libnccl.so.2) is not found.")
 
 
-def make_all(engines: Engines) -> list[Executor]:
+def make_all(engines):
     return on_ranks(engines.size, lambda rank: create_executor(engines.of(rank), engines.topology(rank), rank))
 
 
-def close_all(made: list[Executor]) -> None:
+def close_all(made):
     on_ranks(len(made), lambda rank: made[rank].close())
 
 
-def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(
-    engines: Any, cuda: FakeCuda, settings: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(engines, cuda, settings, caplog):
     made = make_all(engines(2))
     assert {type(one) for one in made} == {RingExecutor}
     close_all(made)
@@ -106,11 +100,11 @@ def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_onc
     close_all(made)
 
 
-def test_a_worker_without_a_gpu_fails_all_alike(engines: Any, cuda: FakeCuda, settings: Any) -> None:
+def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda, settings):
     cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (5, 2))
     world = engines(3)
 
-    def make(rank: int) -> str:
+    def make(rank):
         with pytest.raises(LaunchError) as error:
             create_executor(world.of(rank), world.topology(rank), rank)
         return str(error.value)
@@ -122,7 +116,7 @@ def test_a_worker_without_a_gpu_fails_all_alike(engines: Any, cuda: FakeCuda, se
 class KernelRanks(Ranks):
     """On the stand-in, with the real kernels: two ranks share a GPU, more have one each."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size, self.kind = size, "kernels"
         exchange = Exchange(size)
         ordinals = [0 if size == 2 else each for each in range(size)]
@@ -135,11 +129,11 @@ class KernelRanks(Ranks):
 class StagedRanks(Ranks):
     """By way of the host, with the CPU engine."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size, self.kind, self._engines = size, "staged", Engines(size)
         self.executors = on_ranks(size, lambda rank: StagedExecutor(self._engines.of(rank), rank, rank, 60.0))
 
-    def close(self) -> None:
+    def close(self):
         super().close()
         self._engines.close()
 
@@ -150,14 +144,14 @@ class Cases(ExecutorCases):
     kind: type[Any]
 
     @pytest.fixture
-    def ranks(self, machine: FakeCuda) -> Iterator[Callable[[int], Ranks]]:
+    def ranks(self, machine):
         with contextlib.ExitStack() as stack:
             yield lambda size: stack.enter_context(contextlib.closing(self.kind(size)))
         assert not machine.memory
         assert not machine.events
 
     @pytest.fixture
-    def new(self) -> Callable[..., HostArray]:
+    def new(self):
         return HostArray
 
 
@@ -166,11 +160,11 @@ class TestKernels(Cases):
     kind = KernelRanks
 
     @pytest.fixture(scope="class")
-    def library(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def library(self, tmp_path_factory):
         return loaded(compiled(tmp_path_factory.mktemp("kernels")))
 
     @pytest.fixture
-    def machine(self, library: Any) -> Iterator[FakeCuda]:
+    def machine(self, library):
         with host_kernels(library), fake_cuda() as machine:
             yield machine
 
@@ -180,13 +174,13 @@ class TestStaged(Cases):
     test_abort_ends_what_waits_on_every_rank = None  # the engine has its own way to end
 
     @pytest.fixture
-    def machine(self) -> Iterator[FakeCuda]:
+    def machine(self):
         with fake_cuda() as machine:
             yield machine
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_element_is_in_one_place(seed: int) -> None:
+def test_every_element_is_in_one_place(seed):
     generator = random.Random(seed)
     item = generator.choice([1, 2, 4, 8])
     capacity, most = generator.choice([16, 100, 1000]), generator.choice([1, 2, 50])
