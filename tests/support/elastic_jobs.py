@@ -25,10 +25,7 @@ class Play:
         if hosts is not None:
             self.hosts(hosts)
 
-    # -- Events
-
     def hosts(self, hosts: dict[str, int]) -> None:
-        """What is discovered."""
         self.job.hosts(hosts, self.now)
         self._take()
 
@@ -44,14 +41,12 @@ class Play:
         self.now = end
 
     def say(self, worker: int, kind: str, **fields: Any) -> None:
-        """A worker says something."""
         message = {"t": kind, **fields}
         check(message, WORKER)
         self.job.heard(worker, message, self.now)
         self._take()
 
     def enter(self, worker: int, identity: str = "machine") -> None:
-        """A worker calls init()."""
         self.say(worker, "enter", host=["name", identity])
 
     def ready(self, *workers: int, cause: str = "lost") -> None:
@@ -84,16 +79,12 @@ class Play:
         return self.meet()
 
     def end(self, worker: int, code: int = 0, *lines: str) -> None:
-        """A worker ends."""
         self.job.exited(worker, code, lines, self.now)
         self._take()
 
     def kill(self, *workers: int) -> None:
-        """Workers are killed."""
         for worker in workers:
             self.end(worker, -signal.SIGKILL)
-
-    # -- What came of it
 
     @property
     def running(self) -> list[int]:
@@ -107,28 +98,23 @@ class Play:
 
     @property
     def generation(self) -> int:
-        """Number of the last generation."""
         return self.job.generation.number
 
     @property
     def ending(self) -> End | None:
-        """How the job ended."""
         ends = [action for action in self.seen if isinstance(action, End)]
         assert len(ends) <= 1
         return ends[0] if ends else None
 
     @property
     def outcome(self) -> tuple[int, str]:
-        """Code and reason of the end."""
         assert self.ending is not None
         return self.ending.code, self.ending.reason
 
     def starts(self) -> list[tuple[int, str]]:
-        """Which workers were started, and where."""
         return [(action.worker, str(action.slot)) for action in self.seen if isinstance(action, Start)]
 
     def told(self, worker: int, kind: str = "") -> list[dict[str, Any]]:
-        """What a worker was told."""
         return [
             action.message
             for action in self.seen
@@ -140,7 +126,6 @@ class Play:
         return [(a.number, a.ended) for a in self.seen if isinstance(a, Kill) and a.worker == worker]
 
     def notes(self, event: str) -> list[dict[str, Any]]:
-        """The entries of the event log of one kind."""
         return [action.fields for action in self.seen if isinstance(action, Note) and action.event == event]
 
     def _take(self) -> None:

@@ -34,11 +34,9 @@ class Ranks:
     executors: list[Executor]
 
     def run(self, work: Callable[[int, Executor], Any]) -> list[Any]:
-        """What `work` returns on each rank."""
         return on_ranks(self.size, lambda rank: work(rank, self.executors[rank]))
 
     def close(self) -> None:
-        """Close all."""
         on_ranks(self.size, lambda rank: self.executors[rank].close())
 
 
@@ -67,18 +65,22 @@ class ExecutorCases:
 
     @pytest.mark.parametrize("size", [1, 3])
     def test_allreduce_of_a_batch(self, ranks: Make, new: New, size: int) -> None:
-        counts, world = [1, 0, 7, 4099, 64], ranks(size)
+        """One array into two others, one of which is larger than the staging memory."""
+        world = ranks(size)
         for dtype, unit in native.ITEM_BYTES.items():
+            counts = [1, 0, 7, 4099, 64, *([3 * STAGING // 4 + 11] if dtype == "float32" else [])]
             given = [[samples(rank, count, dtype, n) for n, count in enumerate(counts)] for rank in range(size)]
 
             def work(rank: int, executor: Executor) -> list[Any]:
                 inputs = [new(raw) for raw in given[rank]]
-                outputs = [empty(new, count * unit) for count in counts]
+                outputs = [(empty(new, count * unit), empty(new, count * unit)) for count in counts]
                 places = zip(inputs, outputs, counts)
-                finish(executor.allreduce([device_operation([a.address], [b.address], n, dtype) for a, b, n in places]))
-                for array, raw in zip(inputs, given[rank]):
+                batch = [device_operation([a.address], [b.address, c.address], n, dtype) for a, (b, c), n in places]
+                finish(executor.allreduce(batch))
+                for array, raw, (one, other) in zip(inputs, given[rank], outputs):
                     np.testing.assert_array_equal(array.content, raw)
-                return [array.content.copy() for array in outputs]
+                    np.testing.assert_array_equal(one.content, other.content)
+                return [one.content.copy() for one, _ in outputs]
 
             for result in world.run(work):
                 for n, raw in enumerate(result):
@@ -88,7 +90,6 @@ class ExecutorCases:
     def test_ops_and_scales(self, ranks: Make, new: New, dtype: str) -> None:
         world = ranks(2)
         for op, scales, count in [
-            ("sum", (1.0, 1.0), 33),
             ("average", (0.5, 0.25), 33),
             ("average", (2.0, 4.0), 100_000),
             ("min", (0.5, 0.25), 100_000),
@@ -106,23 +107,6 @@ class ExecutorCases:
                     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
                 else:
                     np.testing.assert_array_equal(result, expected)
-
-    def test_a_tensor_larger_than_the_staging_memory(self, ranks: Make, new: New) -> None:
-        counts = [5, 3 * STAGING // 4 + 11, 1000]
-        given = [[samples(rank, count, "float32", n) for n, count in enumerate(counts)] for rank in range(3)]
-
-        def work(rank: int, executor: Executor) -> list[Any]:
-            arrays = [new(raw) for raw in given[rank]]
-            more = [empty(new, count * 4) for count in counts]
-            batch = [device_operation([a.address], [a.address, b.address], a.nbytes // 4) for a, b in zip(arrays, more)]
-            finish(executor.allreduce(batch))
-            for a, b in zip(arrays, more):
-                np.testing.assert_array_equal(a.content, b.content)
-            return [array.content.copy() for array in arrays]
-
-        for result in ranks(3).run(work):
-            for n, raw in enumerate(result):
-                np.testing.assert_array_equal(raw, combined([each[n] for each in given], "float32", "sum"))
 
     def test_more_arrays_than_one_launch_has_room_for(self, ranks: Make, new: New) -> None:
         count = ENTRIES * 3 // 4  # with an input and an output each
@@ -159,7 +143,7 @@ class ExecutorCases:
                     np.testing.assert_array_equal(raw, given)
 
     def test_exchange_of_uneven_parts(self, ranks: Make, new: New) -> None:
-        """As alltoall: rank r sends ``(r + s) % 3`` units of some bytes to rank s."""
+        """As alltoall: rank r sends ``(r + s) % 3`` units of some bytes to rank s, each in two parts."""
         world = ranks(3)
         for unit in (3, 90_001):
             units = [[(r + s) % 3 * unit for s in range(3)] for r in range(3)]
@@ -169,32 +153,18 @@ class ExecutorCases:
             def work(rank: int, executor: Executor) -> Any:
                 parts, place = [], 0
                 for r in range(3):
-                    parts.append((r, sum(units[r][:rank]), units[r][rank], place))
-                    place += units[r][rank]
+                    start, size = sum(units[r][:rank]), units[r][rank]
+                    parts += [(r, start, size // 2, place), (r, start + size // 2, size - size // 2, place + size // 2)]
+                    place += size
                 source, target = new(given[rank], 5), empty(new, place, 1)
-                places = [source.address], [target.address]
                 more: Any = {"parts": parts, "contributed": counts[rank]}
-                request = device_operation(*places, max(counts), "uint8", **more)
+                request = device_operation([source.address], [target.address], max(counts), "uint8", **more)
                 finish(executor.exchange([request, request]))
                 return target.content.copy()
 
             for rank, result in enumerate(world.run(work)):
                 pieces = [given[r][sum(units[r][:rank]) :][: units[r][rank]] for r in range(3)]
                 np.testing.assert_array_equal(result, np.concatenate(pieces))
-
-    def test_exchange_with_more_parts_than_ranks(self, ranks: Make, new: New) -> None:
-        given = [samples(rank, 64, "uint8") for rank in range(2)]
-
-        def work(rank: int, executor: Executor) -> Any:
-            many = 9 if rank == 0 else 1
-            source, target = new(given[rank]), empty(new, 2 * many)
-            more: Any = {"parts": [(1 - rank, 3 * n, 2, 2 * n) for n in range(many)], "contributed": 64}
-            finish(executor.exchange([device_operation([source.address], [target.address], 64, "uint8", **more)]))
-            return target.content.copy()
-
-        first, second = ranks(2).run(work)
-        np.testing.assert_array_equal(first, np.concatenate([given[1][3 * n : 3 * n + 2] for n in range(9)]))
-        np.testing.assert_array_equal(second, given[0][:2])
 
     def test_reducescatter(self, ranks: Make, new: New) -> None:
         world = ranks(3)
@@ -209,9 +179,10 @@ class ExecutorCases:
             def work(rank: int, executor: Executor) -> Any:
                 source, target = new(given[rank]), empty(new, 4 * counts[rank])
                 parts = [(rank, 4 * sum(counts[:rank]), 4 * counts[rank], 0)]
-                places = [source.address], [target.address]
-                request = device_operation(*places, total, "float32", op, *scales, parts=parts)
-                finish(executor.reducescatter([request]))
+                how: Any = total, "float32", op, *scales
+                finish(
+                    executor.reducescatter([device_operation([source.address], [target.address], *how, parts=parts)])
+                )
                 return target.content.copy()
 
             result = np.concatenate(world.run(work))

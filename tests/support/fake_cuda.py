@@ -8,8 +8,8 @@ runtime is recorded. Several ranks are threads of the test, each with a current 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import queue
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class FakeCuda:
     failures: dict[str, Exception] = field(default_factory=dict)
     memory: dict[int, Any] = field(default_factory=dict)
     streams: dict[int, _Stream] = field(default_factory=dict)
-    events: dict[int, _Event] = field(default_factory=dict)
+    events: dict[int, tuple[int, threading.Event]] = field(default_factory=dict)  # with their devices
     places: dict[int, int] = field(default_factory=dict)  # the devices of addresses, where not the current one
     _default: dict[tuple[int, int], _Stream] = field(default_factory=dict)
     _next: int = 1000
@@ -79,31 +79,23 @@ class FakeCuda:
     def stream_at(self, address: int) -> _Stream:
         """The stream of this address; 0 is the default one."""
         with self._lock:
-            if address in (0, 1, 2):
-                place = self.current, address
-                if place not in self._default:
-                    self._default[place] = _Stream(self.current)
-                return self._default[place]
-            return self.streams[address]
-
-    def close(self) -> None:
-        for stream in (*self.streams.values(), *self._default.values()):
-            stream.stop()
-
-    # -- Device and memory -------------------------------------------------------------------------------------
+            if address not in (0, 1, 2):
+                return self.streams[address]
+            place = self.current, address
+            if place not in self._default:
+                self._default[place] = _Stream(self.current)
+            return self._default[place]
 
     @property
     def current(self) -> int:
         return getattr(self._thread, "device", 0)
 
     def set_device(self, number: int) -> None:
+        self.called("setDevice", number)
         self._thread.device = number
 
-    def malloc(self, nbytes: int) -> int:
-        self.called("malloc", nbytes)
-        return self._allocate(nbytes)
-
-    def _allocate(self, nbytes: int) -> int:
+    def allocate(self, name: str, nbytes: int) -> int:
+        self.called(name, nbytes)
         # Aligned as CUDA's is.
         raw = np.full(nbytes + 512, _GARBAGE, np.uint8)
         address = -(-raw.ctypes.data // 512) * 512
@@ -117,28 +109,12 @@ class FakeCuda:
             del self.memory[address]
 
 
-class _Event:
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.done = threading.Event()
-        self.done.set()
-
-
 class _Stream:
     def __init__(self, device: int) -> None:
         self.device = device
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def push(self, run: Callable[[], object]) -> None:
-        self._queue.put(run)
-
-    def synchronize(self) -> None:
-        self._queue.join()
-
-    def stop(self) -> None:
-        self._queue.put(None)
+        self.push, self.synchronize = self._queue.put, self._queue.join
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -162,125 +138,73 @@ class _Runtime(SimpleNamespace):
     is_hip = False
 
     def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
+        def told(name: str, answer: Callable[..., Any] = lambda *arguments: None) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                cuda.called(name, *arguments)
+                return answer(*arguments)
+
+            return call
+
+        super().__init__(
+            runtimeGetVersion=lambda: 12090,
+            getDeviceCount=told("getDeviceCount", lambda: len(cuda.devices)),
+            getDevice=lambda: cuda.current,
+            setDevice=cuda.set_device,
+            deviceSynchronize=told("deviceSynchronize"),
+            malloc=lambda nbytes: cuda.allocate("malloc", nbytes),
+            free=cuda.free,
+            hostAlloc=lambda nbytes, flags: cuda.allocate("hostAlloc", nbytes),
+            freeHost=cuda.free,
+            memset=ctypes.memset,
+            ipcOpenMemHandle=told("ipcOpenMemHandle", lambda handle, flags: int.from_bytes(handle, "little")),
+            ipcCloseMemHandle=told("ipcCloseMemHandle"),
+            streamSynchronize=told("streamSynchronize", lambda stream: cuda.stream_at(stream).synchronize()),
+            streamDestroy=lambda stream: cuda.streams.pop(stream).push(None),
+            eventDestroy=cuda.events.pop,
+            eventQuery=lambda address: 0 if cuda.events[address][1].is_set() else NOT_READY,
+        )
         self._cuda = cuda
-        self.malloc, self.free = cuda.malloc, cuda.free
-
-    def runtimeGetVersion(self) -> int:
-        return 12090
-
-    def getDeviceCount(self) -> int:
-        self._cuda.called("getDeviceCount")
-        return len(self._cuda.devices)
-
-    def getDevice(self) -> int:
-        return self._cuda.current
-
-    def setDevice(self, number: int) -> None:
-        self._cuda.called("setDevice", number)
-        self._cuda.set_device(number)
-
-    def getDeviceProperties(self, number: int) -> dict[str, Any]:
-        device = self._cuda.devices[number]
-        return {
-            "name": device.name.encode(),
-            "major": device.capability[0],
-            "minor": device.capability[1],
-            "multiProcessorCount": device.multiprocessors,
-        }
 
     def deviceCanAccessPeer(self, own: int, other: int) -> bool:
         return self._cuda.peers(own, other)
 
-    def deviceSynchronize(self) -> None:
-        self._cuda.called("deviceSynchronize")
+    def getDeviceProperties(self, number: int) -> dict[str, Any]:
+        device = self._cuda.devices[number]
+        major, minor = device.capability
+        name, count = device.name.encode(), device.multiprocessors
+        return {"name": name, "major": major, "minor": minor, "multiProcessorCount": count}
 
     def pointerGetAttributes(self, address: int) -> Any:
         self._cuda.called("pointerGetAttributes", address)
         return SimpleNamespace(device=self._cuda.places.get(address, self._cuda.current))
-
-    def memset(self, address: int, value: int, nbytes: int) -> None:
-        ctypes.memset(address, value, nbytes)
 
     def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         self._cuda.called("memcpyAsync", target, source, nbytes, stream)
         assert kind == self.memcpyDefault
         self._cuda.stream_at(stream).push(lambda: ctypes.memmove(target, source, nbytes))
 
-    def hostAlloc(self, nbytes: int, flags: int) -> int:
-        self._cuda.called("hostAlloc", nbytes)
-        return self._cuda._allocate(nbytes)
-
-    def freeHost(self, address: int) -> None:
-        self._cuda.free(address)
-
     def ipcGetMemHandle(self, address: int) -> bytes:
         self._cuda.called("ipcGetMemHandle", address)
         assert address in self._cuda.memory, "only whole allocations are shared"
         return address.to_bytes(64, "little")
 
-    def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:
-        self._cuda.called("ipcOpenMemHandle", flags)
-        return int.from_bytes(handle, "little")
-
-    def ipcCloseMemHandle(self, address: int) -> None:
-        self._cuda.called("ipcCloseMemHandle", address)
-
     def eventCreateWithFlags(self, flags: int) -> int:
-        address = self._cuda.fresh()
-        self._cuda.events[address] = _Event(self._cuda.current)
+        address, done = self._cuda.fresh(), threading.Event()
+        done.set()
+        self._cuda.events[address] = self._cuda.current, done
         return address
 
-    def eventDestroy(self, address: int) -> None:
-        del self._cuda.events[address]
-
     def eventRecord(self, address: int, stream: int) -> None:
-        done, record = threading.Event(), self._cuda.events[address]
-        assert self._cuda.stream_at(stream).device == record.device, "an event of another device than the stream's"
-        record.done = done
+        device, done = self._cuda.events[address][0], threading.Event()
+        assert self._cuda.stream_at(stream).device == device, "an event of another device than the stream's"
+        self._cuda.events[address] = device, done
         self._cuda.stream_at(stream).push(done.set)
-
-    def eventQuery(self, address: int) -> int:
-        return 0 if self._cuda.events[address].done.is_set() else NOT_READY
 
     def streamCreateWithPriority(self, flags: int, priority: int) -> int:
         self._cuda.called("streamCreateWithPriority", flags, priority)
         address = self._cuda.fresh()
         self._cuda.streams[address] = _Stream(self._cuda.current)
         return address
-
-    def streamSynchronize(self, stream: int) -> None:
-        self._cuda.called("streamSynchronize", stream)
-        self._cuda.stream_at(stream).synchronize()
-
-    def streamDestroy(self, stream: int) -> None:
-        self._cuda.streams.pop(stream).stop()
-
-
-class _Nvrtc(SimpleNamespace):
-    """``cupy.cuda.nvrtc``, whose programs are what was asked for."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def getVersion(self) -> tuple[int, int]:
-        return 12, 9
-
-    def createProgram(self, source: str, name: str, headers: tuple[str, ...], names: tuple[str, ...]) -> list[Any]:
-        return [source, ()]
-
-    def compileProgram(self, program: list[Any], options: tuple[str, ...]) -> None:
-        program[1] = options
-
-    def getCUBIN(self, program: list[Any]) -> bytes:
-        return b"cubin " + " ".join(program[1]).encode()
-
-    def getPTX(self, program: list[Any]) -> bytes:
-        return b"ptx " + " ".join(program[1]).encode()
-
-    def destroyProgram(self, program: list[Any]) -> None:
-        program.clear()
 
 
 class _Function:
@@ -290,12 +214,7 @@ class _Function:
         self._cuda, self.name, self.ptr = cuda, name, cuda.fresh()
 
     def __call__(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        arguments: tuple[Any, ...],
-        stream: Any = None,
-        enable_cooperative_groups: bool = False,
+        self, grid: Any, block: Any, arguments: Any, stream: Any = None, enable_cooperative_groups: bool = False
     ) -> None:
         self._cuda.called("launch", self.name, grid, enable_cooperative_groups)
         assert self._cuda.stream_at(stream.ptr).device == self._cuda.current, "a stream of another device"
@@ -309,7 +228,7 @@ class _RawKernel:
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.kernel = _Function(cuda, name)
 
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    def __call__(self, grid: Any, block: Any, arguments: Any) -> None:
         assert self.kernel.name == "kvhvd_sizes"
         limits = kernels.MAX_RANKS, kernels.MAX_CHANNELS, kernels.SLOTS, kernels.TILE_BYTES, kernels.TILE_ELEMENTS
         arguments[0].array[:] = [*kernels.STRUCTURES.values(), *limits]
@@ -336,28 +255,32 @@ def _module(cuda: FakeCuda) -> Any:
 
     module.RawModule, module.zeros = RawModule, zeros
     module.empty = lambda shape, dtype: OnGPU(np.empty(shape, dtype))
-    module.cuda = SimpleNamespace(
-        runtime=_Runtime(cuda),
-        nvrtc=_Nvrtc(cuda),
-        driver=SimpleNamespace(
-            occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2,
-            funcGetAttribute=lambda attribute, pointer: 0,
-        ),
+    nvrtc = SimpleNamespace(  # whose programs are what was asked for
+        getVersion=lambda: (12, 9),
+        createProgram=lambda source, name, headers, names: [],
+        compileProgram=lambda program, options: program.extend(options),
+        getCUBIN=lambda program: b"cubin " + " ".join(program).encode(),
+        getPTX=lambda program: b"ptx " + " ".join(program).encode(),
+        destroyProgram=lambda program: program.clear(),
     )
+    driver = SimpleNamespace(
+        occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2,
+        funcGetAttribute=lambda attribute, pointer: 0,
+    )
+    module.cuda = SimpleNamespace(runtime=_Runtime(cuda), nvrtc=nvrtc, driver=driver)
     return module
 
 
 @contextmanager
-def fake_cuda(cuda: FakeCuda | None = None) -> Iterator[FakeCuda]:
+def fake_cuda() -> Iterator[FakeCuda]:
     """Let the package find this CUDA instead of the machine's, inside; and a folder for what it compiles."""
-    machine = cuda or FakeCuda()
+    machine = FakeCuda()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setitem(importlib.import_module("sys").modules, "cupy", _module(machine))
+        patch.setitem(sys.modules, "cupy", _module(machine))
         patch.setattr(runtime, "_cupy", None)
         patch.setattr(runtime, "driver_version", lambda: 13000)
         patch.setattr(runtime, "device_uuid", lambda ordinal: machine.devices[ordinal].uuid.hex())
-        try:
-            yield machine
-        finally:
-            machine.close()
+        yield machine
+        for stream in (*machine.streams.values(), *machine._default.values()):
+            stream.push(None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore_hvd import native
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.process import process
@@ -17,32 +16,27 @@ __all__ = ["FakeAdapter", "FakeCommunicator", "fake_world"]
 
 
 class FakeAdapter:
-    """Lists the names of operations, and carries none out."""
+    """Lists the names of operations, and carries none out; gives out the errors in `unread`, one by one."""
 
     def __init__(self) -> None:
         self.operations: list[str] = []
         self.unread: list[KVHvdError] = []
 
     def is_dense(self, handle: int) -> bool:
-        """Every array may be handed over as it is."""
         return True
 
     def chunk_id(self, handle: int) -> int:
-        """Every array has a storage of its own."""
-        return handle
+        return handle  # every array has a storage of its own
 
     def pushpull(self, name: str, *arguments: Any) -> None:
-        """Note it."""
         self.operations.append(name)
 
     def pushpull_in_place(self, name: str, *arguments: Any) -> int | None:
-        """Every case needs a closer look: unit tests are about what the store does then."""
-        return None
+        return None  # every case needs a closer look: unit tests are about what the store does then
 
     broadcast = pushpull
 
     def take_unread_error(self) -> KVHvdError | None:
-        """Give out the errors that a test has put into `unread`, one by one."""
         return self.unread.pop(0) if self.unread else None
 
     def after_fork_in_child(self) -> None:
@@ -51,7 +45,7 @@ class FakeAdapter:
 
 @dataclass
 class FakeCommunicator(Communicator):
-    """Records; everything succeeds at once."""
+    """Records; everything succeeds at once, unless the test has set something else."""
 
     adapter: FakeAdapter
     requests: list[Request] = field(default_factory=list)
@@ -60,42 +54,26 @@ class FakeCommunicator(Communicator):
     interrupted: BaseException | None = None
     is_pending: bool = False
 
-    def submit(self, request: Request) -> native.Work:
-        """Not needed by stores."""
-        raise NotImplementedError
+    submit = prepare = wait = None  # type: ignore[assignment]  # not needed by stores
 
     def run(self, request: Request) -> None:
-        """Record the request."""
         self.requests.append(request)
 
-    def prepare(self, request: Request, result: Any, owner: Any) -> Callable[[], Any]:
-        """Not needed by stores."""
-        raise NotImplementedError
-
-    def wait(self, work: native.Work) -> None:
-        """Not needed by stores."""
-        raise NotImplementedError
-
     def wait_for_all(self) -> bool:
-        """Nothing is pending, unless the test says so; raises what it has set."""
         if self.interrupted is not None:
             raise self.interrupted
         return not self.is_pending
 
     def health(self) -> KVHvdError | None:
-        """The failure that the test has set."""
         return self.failure
 
     def abort(self, text: str) -> None:
-        """Record it as leaving."""
         self.left.append(f"abort: {text}")
 
     def shutdown(self, reason: str = "") -> None:
-        """Record it."""
         self.left.append(reason)
 
     def mxnet_adapter(self, library_path: str, naive: bool) -> Any:
-        """Return the adapter that records."""
         return self.adapter
 
 

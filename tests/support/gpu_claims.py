@@ -10,19 +10,6 @@ import numpy as np
 __all__ = ["DLPack", "Interface", "OnGPU"]
 
 
-class OnGPU:
-    """An array of the stand-in, whose memory is that of a NumPy array; what is given besides replaces what it says."""
-
-    def __init__(self, values: Any, **fields: Any) -> None:
-        self.values = np.ascontiguousarray(values)
-        self._fields = fields
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        told = dict(self.values.__array_interface__, version=3, strides=None, stream=None) | self._fields
-        return {key: value for key, value in told.items() if value is not ...}
-
-
 class Interface:
     """An array with ``__cuda_array_interface__`` and no memory; a field of ``...`` is left out."""
 
@@ -33,6 +20,14 @@ class Interface:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return self.fields
+
+
+class OnGPU(Interface):
+    """An array of the stand-in, whose memory is that of a NumPy array; what is given besides replaces what it says."""
+
+    def __init__(self, values: Any, **fields: Any) -> None:
+        self.values = np.ascontiguousarray(values)
+        super().__init__(**dict(self.values.__array_interface__, version=3, strides=None, stream=None) | fields)
 
 
 class _DLTensor(ctypes.Structure):

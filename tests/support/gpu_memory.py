@@ -73,11 +73,7 @@ class DeviceArray:
         whole[self._before : self._before + len(raw)] = raw
         self._start, self._length = arena.take(len(whole)), len(whole)
         arena.write(self._start, whole)
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self._start + self._before
+        self.address = self._start + self._before
 
     @property
     def content(self) -> Any:

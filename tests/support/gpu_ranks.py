@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -43,23 +44,19 @@ class HostArray:
     """Memory with room before and behind, to see what is written beside it."""
 
     def __init__(self, raw: Any, shift: int = 0) -> None:
-        self.nbytes, self._shift = len(raw), 64 + shift
+        self.nbytes = len(raw)
         self.whole = np.full(len(raw) + 192, 0xEE, np.uint8)
-        self._start = -self.whole.ctypes.data % 64 + self._shift
+        self._start = -self.whole.ctypes.data % 64 + 64 + shift
+        self.address = self.whole.ctypes.data + self._start
         self.whole[self._start : self._start + len(raw)] = raw
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self.whole.ctypes.data + self._start
 
     @property
     def content(self) -> Any:
         """Its bytes; fails when something beside them was written."""
-        before, behind = self.whole[: self._start], self.whole[self._start + self.nbytes :]
+        before, content, behind = np.split(self.whole, [self._start, self._start + self.nbytes])
         assert (before == 0xEE).all()
         assert (behind == 0xEE).all(), "written beside the array"
-        return self.whole[self._start : self._start + self.nbytes]
+        return content
 
 
 class Exchange:
@@ -90,26 +87,18 @@ class Exchange:
 
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
     """What `work` returns on each rank; all run at once. Raises what the first of them raised."""
-    results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
+    futures: list[Future[Any]] = [Future() for _ in range(size)]
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(rank)
+            futures[rank].set_result(work(rank))
         except BaseException as error:
-            errors[rank] = error
+            futures[rank].set_exception(error)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=patient(100))
-        if thread.is_alive():
-            raise RuntimeError("a rank hangs")
-    for error in errors:
-        if error is not None:
-            raise error
-    return results
+    for rank in range(size):
+        threading.Thread(target=run, args=(rank,), daemon=True).start()
+    wait(futures, patient(100))
+    return [future.result(0) for future in futures]
 
 
 def finish(completion: Completion) -> None:

@@ -35,9 +35,8 @@ class HostExecutor(Executor):
         self.is_aborted = True
 
     def end(self, limit_s: float) -> bool:
-        """Nothing is enqueued on a device."""
         self.abort()
-        return True
+        return True  # nothing is enqueued on a device
 
     def close(self) -> None:
         self.is_closed = True
@@ -48,46 +47,23 @@ class HostExecutor(Executor):
         number = len(self.batches)
         self.batches.append([one.name for one in batch])
         self.kinds.append(collective)
-        if self.hangs:
-            return _Hanging(self)
         works = []
-        for place, one in enumerate(batch):
-            request = Request(
-                collective,
-                f"host/{number}/{place}",
-                one.label,
-                one.inputs,
-                one.outputs,
-                (one.count,),
-                one.dtype,
-                "sum" if one.op == "average" else one.op,
-                one.prescale,
-                one.postscale,
-                one.root,
-                parts=one.parts,
-                contributed=one.contributed,
-                as_half=one.as_half,
-            )
-            works.append(self.communicator.submit(request))
-        return _Works(works)
+        for place, one in enumerate([] if self.hangs else batch):
+            name, op = f"host/{number}/{place}", "sum" if one.op == "average" else one.op
+            more: Any = {"parts": one.parts, "contributed": one.contributed, "as_half": one.as_half}
+            where = one.inputs, one.outputs, (one.count,), one.dtype, op, one.prescale, one.postscale, one.root
+            works.append(self.communicator.submit(Request(collective, name, one.label, *where, **more)))
+        return _Works(self, works)
 
 
 class _Works(Completion):
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
+    def __init__(self, executor: HostExecutor, works: list[Any]) -> None:
+        self.executor, self.works, self.hangs = executor, works, executor.hangs
 
     def done(self) -> bool:
+        if self.hangs and self.executor.is_aborted:
+            raise RuntimeError("aborted")
         for work in self.works:
             if work.error is not None:
                 raise work.error
-        return all(work.done for work in self.works)
-
-
-class _Hanging(Completion):
-    def __init__(self, executor: HostExecutor) -> None:
-        self.executor = executor
-
-    def done(self) -> bool:
-        if self.executor.is_aborted:
-            raise RuntimeError("aborted")
-        return False
+        return not self.hangs and all(work.done for work in self.works)

@@ -51,9 +51,9 @@ class World:
         self.adapter = native.MXNetAdapter(self.engine, mxnet_compat.libmxnet_path(), naive)
         self.submitted: list[Array] = []  # must live until their requests are done
 
-    def pushpull(self, name: str, inputs: list[Any], outputs: list[Any], priority: int = 0) -> None:
+    def pushpull(self, name: str, inputs: list[Any], outputs: list[Any]) -> None:
         """Have the adapter sum over both ranks."""
-        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs), priority=priority)
+        self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs))
 
     def broadcast(self, name: str, array: Any, root: int) -> None:
         """Have the adapter broadcast, in place."""

@@ -38,11 +38,8 @@ class VirtualRanks:
         worlds = np.zeros(size, kernels.WORLD)
         for rank in range(size):
             worlds[rank]["rank"], worlds[rank]["ranks"], worlds[rank]["slot_vectors"] = rank, size, slot_vectors
-            for field, start in (
-                ("control", 0),
-                ("fifo", kernels.CONTROL_BYTES),
-                ("staging", kernels.CONTROL_BYTES + fifo),
-            ):
+            starts = {"control": 0, "fifo": kernels.CONTROL_BYTES, "staging": kernels.CONTROL_BYTES + fifo}
+            for field, start in starts.items():
                 worlds[rank][field][:size] = [memory.address + start for memory in self._memory]
             worlds[rank]["abort"] = self._words.address + 2 * _LINE * rank
             worlds[rank]["status"] = self._words.address + 2 * _LINE * rank + _LINE
