@@ -179,10 +179,9 @@ class ExecutorCases:
             def work(rank: int, executor: Executor) -> Any:
                 source, target = new(given[rank]), empty(new, 4 * counts[rank])
                 parts = [(rank, 4 * sum(counts[:rank]), 4 * counts[rank], 0)]
-                how: Any = total, "float32", op, *scales
-                finish(
-                    executor.reducescatter([device_operation([source.address], [target.address], *how, parts=parts)])
-                )
+                places = [source.address], [target.address]
+                request = device_operation(*places, total, "float32", op, *scales, parts=parts)
+                finish(executor.reducescatter([request]))
                 return target.content.copy()
 
             result = np.concatenate(world.run(work))

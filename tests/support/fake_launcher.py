@@ -63,15 +63,9 @@ class FakeLauncher:
         self._last_words, write = os.pipe()
         address: Any = self.listener.address
         settings = DaemonSettings(address, self.secret, self.job, "localhost", write, kill_grace_s, lease_s, prefix)
-        self.daemon = subprocess.Popen(
-            daemon_command(),
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[write],
-            start_new_session=True,
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        how: Any = {"env": self._environment, "pass_fds": [write], "start_new_session": True}
+        self.daemon = subprocess.Popen(daemon_command(), **pipes, **how)
         os.close(write)
         assert self.daemon.stdin is not None
         self.daemon.stdin.write(settings.line())
@@ -103,22 +97,15 @@ class FakeLauncher:
             self.line = connection
         return hasattr(self, "line")
 
-    # -- What it says
-
     def send(self, kind: str, **fields: Any) -> None:
-        """Say this to the daemon."""
         self.line.send({"t": kind, **fields})
 
     def start(self, worker: int, program: str) -> None:
-        """Start a worker that runs a few lines of Python."""
         self.start_command(worker, [sys.executable, "-c", LINE + program])
 
     def start_command(self, worker: int, command: list[str], cores: tuple[int, ...] = (), **variables: str) -> None:
-        """Start a worker that runs a command."""
         environment = {**self._environment, "PYTHONUNBUFFERED": "1", **variables}
         self.send("start", worker=worker, command=command, environment=environment, cores=list(cores))
-
-    # -- What it hears
 
     def pump(self) -> None:
         """Hear what there is, and keep the lease."""
@@ -165,7 +152,6 @@ class FakeLauncher:
         return found[0]
 
     def told(self, worker: int) -> dict[str, Any]:
-        """The next message that this worker has sent."""
         message: dict[str, Any] = self.next("from", worker)["message"]
         return message
 
@@ -182,7 +168,6 @@ class FakeLauncher:
         return self.result()
 
     def result(self) -> tuple[int, bytes, bytes]:
-        """Exit code and output of the daemon, which is ending."""
         out, err = self.daemon.communicate(timeout=LIMIT_S)
         return self.daemon.returncode, out, err
 

@@ -41,12 +41,10 @@ class Recorder:
         self._file.write(json.dumps(entry).encode() + b"\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note that a test has begun."""
         self._outcomes[nodeid] = "passed"
         self._write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: _Report) -> None:
-        """Note a part (set-up, call, tear-down) of the running test that did not pass."""
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
             self._texts[report.nodeid] = report.longreprtext
@@ -54,17 +52,14 @@ class Recorder:
             self._outcomes[report.nodeid] = "skipped"
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Note that the test has ended."""
         self._write(nodeid, self._outcomes.pop(nodeid))
 
     def pytest_collectreport(self, report: _Report) -> None:
-        """Count a file that cannot be imported as a failed test."""
         if report.failed:
             self._texts[report.nodeid] = report.longreprtext
             self._write(report.nodeid, "failed")
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
-        """Note that the rank came to its end."""
         self._write("", f"ended {int(exitstatus)}")
 
 

@@ -1,5 +1,6 @@
 """Fixtures of the unit tests."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -53,3 +54,17 @@ def pair():
     yield world
     world.close()
     mx.nd.waitall()
+
+
+@pytest.fixture
+def full_pipe():
+    """The end of a pipe, writing to which blocks."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(4096))
+    os.set_blocking(write, True)
+    yield write
+    os.close(read)
+    os.close(write)

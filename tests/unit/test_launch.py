@@ -292,8 +292,5 @@ def test_variables_of_the_workers(monkeypatch):
 
 
 def test_shares_of_cores():
-    for cores, shares in [
-        ([0, 1, 2, 3, 4], [(0, 1), (2, 3, 4)]),
-        ([4, 9], [(4,), (9,), (4,)]),
-    ]:
+    for cores, shares in [([0, 1, 2, 3, 4], [(0, 1), (2, 3, 4)]), ([4, 9], [(4,), (9,), (4,)])]:
         assert [share_of_cores(cores, rank, len(shares)) for rank in range(len(shares))] == shares

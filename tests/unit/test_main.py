@@ -106,10 +106,7 @@ def test_python_commands_of_kvhvdrun_as_horovod(command, changed):
     assert through_this_package(command.split()) == changed.split()
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["python", "python -", "python -uc x", "python -m", "python -W"],
-)
+@pytest.mark.parametrize("command", ["python", "python -", "python -uc x", "python -m", "python -W"])
 def test_without_a_program(command):
     with pytest.raises(LaunchError, match=r"needs a script or a module.*\n  Fix: kvhvdrun -np N --as-horovod python"):
         through_this_package(command.split())

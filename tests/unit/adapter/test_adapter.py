@@ -1,8 +1,4 @@
-"""The adapter between MXNet's engine and ours: sums and broadcasts of arrays in every state, and in MXNet's order.
-
-The second rank lives in the same process: each process makes a private world of two, so the tests decide when the other
-rank submits and what, whatever the number of processes that run them.
-"""
+"""The adapter between MXNet's engine and ours: sums and broadcasts of arrays in every state, and in MXNet's order."""
 
 import gc
 
@@ -31,13 +27,7 @@ def test_waits_for_the_producer_and_holds_the_consumer_without_blocking(pair):
 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "times"),
-    [
-        ("a", "abcd", 1),
-        ("aa", "ab", 2),
-        ("abv", "bva", 3),
-        ("av", "b", 2),
-        ("cd", "cd", 2),
-    ],
+    [("a", "abcd", 1), ("aa", "ab", 2), ("abv", "bva", 3), ("av", "b", 2), ("cd", "cd", 2)],
 )
 def test_arrays_that_occur_twice_or_are_views_of_each_other(pair, inputs, outputs, times):
     ours, theirs = ramp((4,)), ramp((4,), start=10)

@@ -79,20 +79,6 @@ def test_arrays_that_cannot_be_used_fail_on_every_rank(pair, make, fact):
     assert fact in str(caught.value)
 
 
-def test_a_lost_world_is_raised_by_reads_only():
-    world = World()
-    array = mx.nd.ones((4,))
-    world.pushpull("w", [array], [array])
-    world.other.abort("the test says so")
-    with pytest.raises(errors.TransportError, match="the test says so"):
-        array.wait_to_read()
-    world.pushpull("w", [array], [array])
-    with pytest.raises(errors.TransportError, match="the test says so"):
-        array.wait_to_read()
-    assert world.adapter.take_unread_error() is None
-    world.close()
-
-
 def test_operations_outlive_the_adapter_and_its_engine():
     world = World()
     array = mx.nd.ones((4,))

@@ -16,13 +16,7 @@ from kvstore_hvd.calling.parcel import pack, unpack
 from kvstore_hvd.calling.paths import prefixes, take_path
 from kvstore_hvd.calling.reports import Kind, Reporter, Reports, Sender
 from kvstore_hvd.calling.streams import OutputStream
-from kvstore_hvd.errors import (
-    InvalidRequestError,
-    InvalidTypeError,
-    KVHvdError,
-    PeerLostError,
-    RunError,
-)
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, PeerLostError, RunError
 
 
 @pytest.fixture(autouse=True)

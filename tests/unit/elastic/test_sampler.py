@@ -149,10 +149,8 @@ def test_loader_reads_ahead(place, workers, batches):
     data = gluon.data.ArrayDataset(np.arange(50))
     (one,) = samplers(place, 1, data, seed=2)
     assert isinstance(one, gluon.data.Sampler)
-    if batches:
-        how = {"batch_sampler": gluon.data.BatchSampler(one, 4, "keep")}
-    else:
-        how = {"sampler": one, "batch_size": 4}
+    of_batches = {"batch_sampler": gluon.data.BatchSampler(one, 4, "keep")}
+    how = of_batches if batches else {"sampler": one, "batch_size": 4}
     loader = gluon.data.DataLoader(data, num_workers=workers, **how)
     seen = []
     for number, batch in enumerate(loader):

@@ -73,7 +73,6 @@ def test_a_guard_has_neither_the_name_nor_the_descriptors_of_its_launcher(variab
 def test_what_is_deaf_is_killed_also_after_a_standstill(variable, monkeypatch, had_begun):
     deaf = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
     with marked(variable, [sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         remains = Remains(variable, 0.1)
         monotonic, sleep, stood_still_s = time.monotonic, time.sleep, 0.0

@@ -212,10 +212,8 @@ def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, cap
     recorder = Recorder()
     recorder.start(tmp_path / "t", False, None, ALONE)
     recorder.joined(busy, ALONE)
-    recording = recorder._recording
-    assert recording is not None
-    recording._part._file.close()
-    recording._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
+    recorder._recording._part._file.close()
+    recorder._recording._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
     recorder.finish()
     assert not recorder.is_recording
     assert busy.recording is False

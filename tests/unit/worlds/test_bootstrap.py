@@ -135,14 +135,7 @@ class FakeComm:
     def Dup(self):
         return self
 
-    def Free(self):
-        pass
-
-    def Is_inter(self):
-        return False
-
-    def Set_errhandler(self, handler):
-        self.handler = handler
+    Is_inter = Free = Set_errhandler = lambda self, *arguments: False
 
     def allgather(self, item):
         if self._on is None or not isinstance(item, mpi_world.Introduction):
@@ -197,11 +190,7 @@ def test_a_world_of_one_under_a_launcher_of_more(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environ", "vendor", "version"),
-    [
-        (OPEN_MPI, "MPICH", (5, 0, 2)),
-        (OPEN_MPI, "Open MPI", (4, 1, 4)),
-    ],
+    ("environ", "vendor", "version"), [(OPEN_MPI, "MPICH", (5, 0, 2)), (OPEN_MPI, "Open MPI", (4, 1, 4))]
 )
 def test_another_mpi_is_refused_before_it_is_started(monkeypatch, environ, vendor, version):
     module = fake_mpi(4, vendor, version)

@@ -9,7 +9,6 @@ import pytest
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.worlds import leaving
 from kvstore_hvd.worlds.leaving import early_end
-from support.full_pipe import full_pipe
 from support.patience import patient
 
 
@@ -41,7 +40,7 @@ def test_an_unhandled_exception_is_the_reason(monkeypatch, attributes, reason):
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_the_watchdog_ends_a_process_whose_output_nobody_reads(stream):
+def test_the_watchdog_ends_a_process_whose_output_nobody_reads(full_pipe, stream):
     program = """
 import sys, threading
 from kvstore_hvd.worlds import leaving
@@ -51,11 +50,10 @@ sys.stdout.write("not flushed")
 leaving.ExitWatchdog(0, lambda: None).leaving()
 threading.Event().wait(100)
 """
-    with full_pipe() as pipe:
-        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: pipe}
-        process = subprocess.Popen([sys.executable, "-c", program], **streams)
-        try:
-            assert process.wait(patient(60)) == 1
-        finally:
-            process.kill()
-            process.wait()
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: full_pipe}
+    process = subprocess.Popen([sys.executable, "-c", program], **streams)
+    try:
+        assert process.wait(patient(60)) == 1
+    finally:
+        process.kill()
+        process.wait()

@@ -1,7 +1,4 @@
-"""The meeting that hands out the segment: who comes, who stays away, and who has no business there.
-
-Ranks are threads of this process; each has its own sockets, as processes would.
-"""
+"""The meeting that hands out the segment: who comes, stays away, and has no business there. Ranks are threads."""
 
 import dataclasses
 import os

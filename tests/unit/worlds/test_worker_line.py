@@ -14,7 +14,6 @@ import pytest
 from kvstore_hvd import wire
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.worlds.worker_line import WorkerLine
-from support.full_pipe import full_pipe
 from support.patience import patient
 
 SECRET = b"s" * 32
@@ -189,23 +188,21 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("how", ["closed", "refused", "nobody reads"])
-def test_a_worker_ends_without_its_line(daemon, how):
+def test_a_worker_ends_without_its_line(daemon, full_pipe, how):
     """Nobody watches over it; what it forked does not keep the line open, and is not ended by it."""
     command = [sys.executable, "-c", PROGRAM, daemon.name]
-    with full_pipe() as pipe:
-        stderr = pipe if how == "nobody reads" else subprocess.PIPE
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
-        try:
-            daemon.accept()
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == b"here\n"
-            if how == "refused":
-                daemon.send("refused", text="another process has called init().")
-            daemon.worker.close()
-            assert worker.wait(LONG_S) == 1
-        finally:
-            os.killpg(worker.pid, signal.SIGKILL)
-            _, said = worker.communicate()
+    stderr = full_pipe if how == "nobody reads" else subprocess.PIPE
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
+    try:
+        daemon.accept()
+        assert worker.stdout.readline() == b"here\n"
+        if how == "refused":
+            daemon.send("refused", text="another process has called init().")
+        daemon.worker.close()
+        assert worker.wait(LONG_S) == 1
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        _, said = worker.communicate()
     if how == "refused":
         assert b"lost: another process has called init(). This process ends." in said
     elif how == "closed":

@@ -1,11 +1,19 @@
-"""Overriding the engine's thresholds: KVHVD_THRESHOLDS."""
+"""The engine: its thresholds (KVHVD_THRESHOLDS), and Ctrl-C while a worker waits for an operation."""
 
+import signal
+import threading
+import time
+
+import numpy as np
 import pytest
 
 from kvstore_hvd import native
 from kvstore_hvd.comm import shm
+from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.config import config, reload
-from kvstore_hvd.errors import ConfigError
+from kvstore_hvd.errors import ConfigError, TransportError
+from support.patience import patient
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +58,35 @@ def test_wrong_changes_are_refused(monkeypatch, changes, says):
     with pytest.raises(ConfigError) as error:
         shm._thresholds()
     assert f"KVHVD_THRESHOLDS: {refused.value}" in str(error.value)
+
+
+def test_nothing_is_under_way_after_ctrl_c():
+    """Then the arrays may be freed: a device that has begun is waited for, and the others are told why."""
+    segment = native.Segment.create(2)
+    ours, theirs = (native.Engine(segment, rank, patient(30.0), False) for rank in range(2))
+    arrays = [np.ones(3, np.float32) for _ in range(2)]
+    places = [[array.ctypes.data] for array in arrays]
+    requests = [Request("allreduce", "x", "'x'", place, place, (3,), "float32", on_device=True) for place in places]
+    ended = False
+
+    def device():
+        nonlocal ended
+        batch = ours.take_batch(patient(30.0))
+        signal.raise_signal(signal.SIGINT)
+        while ours.health() is None:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        ended = True
+        ours.end_batch(batch[0])
+
+    work = theirs.submit(native_request(requests[1]))
+    thread = threading.Thread(target=device, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        ours.run(native_request(requests[0]))
+    assert ended
+    thread.join()
+    with pytest.raises(TransportError, match="was interrupted"):
+        theirs.wait(work)
+    theirs.shutdown()
+    ours.shutdown()
