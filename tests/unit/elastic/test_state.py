@@ -63,23 +63,13 @@ def test_a_save_that_fails_keeps_the_last_one():
 def test_order_of_calls():
     """Commit is save, then check_host_updates; on_reset is reset, then the callbacks in order."""
     calls = []
-
-    class Recorded(State):
-        def save(self):
-            calls.append("save")
-
-        def check_host_updates(self):
-            calls.append("check")
-
-        def reset(self):
-            calls.append("reset")
-
-    one = Recorded(None, None)
+    names = ("save", "check_host_updates", "reset")
+    one = type("Recorded", (State,), {name: lambda self, name=name: calls.append(name) for name in names})(None, None)
     one.register_reset_callbacks([lambda: calls.append("a"), lambda: calls.append("b")])
     one.register_reset_callbacks([lambda: calls.append("c")])
     one.commit()
     one.on_reset()
-    assert calls == ["save", "check", "reset", "a", "b", "c"]
+    assert calls == [*names, "a", "b", "c"]
 
 
 def test_updates_interrupt_once():
@@ -142,13 +132,11 @@ def test_arrays_of_mxnet_are_copied(kind):
         def __init__(self):
             self.array = x
 
-    given = {"list": [x, x], "tuple": (y,), "object": Holder()}
-    copied = deep_copy(given)
+    copied = deep_copy({"list": [x, x], "tuple": (y,), "object": Holder()})
     x[:] = 0
-    assert copied["list"][0] is copied["list"][1] is copied["object"].array
-    assert type(copied["list"][0]) is type(x)
-    assert copied["list"][0].ctx == mx.cpu(1)
-    assert copied["list"][0].asnumpy().tolist() == [1.5, 2.5]
+    first, second = copied["list"]
+    assert first is second is copied["object"].array
+    assert (type(first), first.ctx, first.asnumpy().tolist()) == (type(x), mx.cpu(1), [1.5, 2.5])
     assert copied["tuple"][0].shape == (0, 3)
 
 

@@ -13,7 +13,6 @@ from kvstore_hvd import config
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.gpu import cache, kernels, nccl_library, runtime, shapes
 from kvstore_hvd.gpu.devices import Device, choose_path, shared
-from kvstore_hvd.gpu.nccl import NcclCommunicator
 from kvstore_hvd.gpu.nccl_library import Config, UniqueId
 from support.fake_cuda import CUDARuntimeError, FakeDevice, fake_cuda
 
@@ -133,14 +132,3 @@ def test_a_library_that_is_no_nccl_is_refused(monkeypatch):
     finally:
         monkeypatch.undo()
         config.reload()
-
-
-def test_without_a_driver_ranks_cannot_meet_and_nothing_hangs():
-    try:
-        real = nccl_library.library()
-    except (LaunchError, ConfigError) as error:
-        pytest.skip(f"NCCL is not installed: {str(error).splitlines()[0]}")
-    assert real.unique_id() != real.unique_id()
-    if runtime.driver_version() is None:
-        with pytest.raises(LaunchError, match=r"NCCL [\d.]+: the ranks cannot meet(.|\n)*driver"):
-            NcclCommunicator(real, real.unique_id(), 0, 1, 10.0)

@@ -32,14 +32,6 @@ def test_registration_is_silent_unless_it_replaces_somebody_elses(world):
         hooks.register_store(mx, store_class())
 
 
-def test_installing_twice_wraps_once(world):
-    trainer = sys.modules["mxnet.gluon.trainer"]
-    places = [(mx.model, "_create_kvstore"), (trainer, "_create_kvstore"), (mx.gluon.Trainer, "_init_kvstore")]
-    first = [getattr(owner, name) for owner, name in places]
-    hooks.install_hooks(store_class, lambda: None)
-    assert [getattr(owner, name) for owner, name in places] == first
-
-
 @pytest.mark.parametrize(("name", "devices"), [("Horovod", 1), ("dist_horovod", 2)])
 def test_a_string_creates_the_store(world, name, devices):
     """It learns the names of parameters."""
