@@ -138,18 +138,12 @@ class FakeLauncher:
 
     def next(self, kind: str, worker: int | None = None) -> dict[str, Any]:
         """The next message of this type, of this worker; those before it are passed over."""
-        found: list[dict[str, Any]] = []
-
-        def look() -> bool:
-            while self._taken < len(self.heard) and not found:
-                message = self.heard[self._taken]
-                self._taken += 1
-                if message["t"] == kind and worker in (None, message["worker"]):
-                    found.append(message)
-            return bool(found)
-
-        self.wait(look, f"{kind} of worker {worker}")
-        return found[0]
+        while True:
+            self.wait(lambda: self._taken < len(self.heard), f"{kind} of worker {worker}")
+            message = self.heard[self._taken]
+            self._taken += 1
+            if message["t"] == kind and worker in (None, message["worker"]):
+                return message
 
     def told(self, worker: int) -> dict[str, Any]:
         message: dict[str, Any] = self.next("from", worker)["message"]

@@ -66,5 +66,4 @@ def step(net: Any, trainer: Any, by: str = "step") -> None:
 
 
 def trainer_of(net: Any, kvstore: Any, **options: Any) -> Any:
-    """Return a Trainer."""
     return mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kvstore, **options)

@@ -31,7 +31,6 @@ class Arena:
         self._stream = Stream()
 
     def reset(self) -> None:
-        """All arrays are forgotten."""
         self._used = 0
 
     def take(self, nbytes: int) -> int:
@@ -44,17 +43,14 @@ class Arena:
         return address
 
     def write(self, address: int, raw: Any) -> None:
-        """Copy bytes of the host there."""
         self._copy(address, raw.ctypes.data, raw.nbytes)
 
     def read(self, address: int, nbytes: int) -> Any:
-        """The bytes there."""
         raw = np.empty(nbytes, np.uint8)
         self._copy(raw.ctypes.data, address, nbytes)
         return raw
 
     def close(self) -> None:
-        """Give it back."""
         self._stream.close()
         self._memory.close()
 

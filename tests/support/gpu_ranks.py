@@ -68,7 +68,6 @@ class Exchange:
         self._condition = threading.Condition()
 
     def of(self, rank: int) -> Callable[[str], list[str]]:
-        """The function of one rank."""
         number = 0
 
         def share(text: str) -> list[str]:
@@ -102,7 +101,6 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def finish(completion: Completion) -> None:
-    """Ask until it is done."""
     while not completion.done():
         time.sleep(0.0005)
 

@@ -52,11 +52,9 @@ class World:
         self.submitted: list[Array] = []  # must live until their requests are done
 
     def pushpull(self, name: str, inputs: list[Any], outputs: list[Any]) -> None:
-        """Have the adapter sum over both ranks."""
         self.adapter.pushpull(name, repr(name), handles(inputs), handles(outputs))
 
     def broadcast(self, name: str, array: Any, root: int) -> None:
-        """Have the adapter broadcast, in place."""
         self.adapter.broadcast(name, repr(name), mxnet_compat.handle_of(array), root, 0)
 
     def submit(self, name: str, array: Array, root: int = -1) -> native.Work:

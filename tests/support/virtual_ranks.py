@@ -104,7 +104,6 @@ class VirtualRanks:
         self.words[:] = 0
 
     def close(self) -> None:
-        """Give everything back."""
         self.stream.synchronize()
         self.words = None
         owned: list[Any] = [*self._memory, self._words, self._host, self._device, self.stream]

@@ -38,13 +38,8 @@ def test_a_script_finds_itself_its_arguments_and_its_neighbours(tmp_path):
     (tmp_path / "sub" / "neighbour.py").write_text("")
     (tmp_path / "sub" / "train.py").write_text("import neighbour\n" + PROGRAM)
     done = run("sub/train.py", "-v", "--lr", "1", cwd=tmp_path)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "__main__ True ['-v', '--lr', '1'] kept",
-        f"{tmp_path / 'sub'} True",
-        "at exit kept",
-    ]
-    assert done.returncode == 0
+    told = ["__main__ True ['-v', '--lr', '1'] kept", f"{tmp_path / 'sub'} True", "at exit kept"]
+    assert (done.returncode, done.stderr, done.stdout.splitlines()) == (0, "", told)
 
 
 def test_a_module_and_a_folder(tmp_path):
@@ -63,6 +58,10 @@ def test_ends_as_python_would(tmp_path, end):
     assert ours.returncode == pythons.returncode
     # Python names the script by its full path from 3.9 on in some places and as given in others.
     assert ours.stderr.replace(f"{tmp_path}/", "") == pythons.stderr.replace(f"{tmp_path}/", "")
+    if sys.version_info >= (3, 11):
+        (tmp_path / "train.py").write_text("import sys; print(sys.path)")
+        ours, pythons = (python("-P", *how, "train.py", cwd=tmp_path) for how in (("-m", "kvstore_hvd"), ()))
+        assert ours.stdout == pythons.stdout  # a safe path stays safe
 
 
 def test_horovod_is_answered_for(tmp_path):

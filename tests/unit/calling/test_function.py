@@ -90,11 +90,11 @@ def test_reports_arrive_whole_and_in_order():
         with pytest.raises(TypeError):
             reporter.send(Kind.RESULT, sender, threading.Lock())
         reporter.send(Kind.ENDED, Sender(), "why")
-        for report, expected in zip(
-            reports.take(), [(Kind.RESULT, sender, "x" * 1_000_000), (Kind.ENDED, Sender(), "why")]
-        ):
-            assert (report.kind, report.sender, report.value()) == expected
-            report.close()
+        heard = list(reports.take())
+        result, end = [(each.kind, each.sender, each.value()) for each in heard]
+        assert (result, end) == ((Kind.RESULT, sender, "x" * 1_000_000), (Kind.ENDED, Sender(), "why"))
+        for each in heard:
+            each.close()
         assert reports.is_open
         reporter._socket.close()
         assert list(reports.take()) == []

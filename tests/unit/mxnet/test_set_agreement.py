@@ -32,13 +32,10 @@ def part(*named, size=4, **options):
 
 
 def test_all_name_the_same():
-    assert judged(*[ranks(2, 0)] * 4) == [[(0, 2)]]
-    assert judged(*[[*ranks(2, 0), *ranks(3)]] * 4) == [[(0, 2)], [(3,)]]
-
-
-def test_who_is_not_in_the_communicator_names_nobody():
-    assert judged(part(0, 2), part(), part(0, 2), part()) == [[(0, 2)]]
+    """Who is not in the communicator names nobody."""
+    assert judged(*[ranks(2, 0)] * 4) == judged(part(0, 2), part(), part(0, 2), part()) == [[(0, 2)]]
     assert judged(part(0, 2), ranks(0, 2), part(0, 2), ranks()) == [[(0, 2)]]
+    assert judged(*[[*ranks(2, 0), *ranks(3)]] * 4) == [[(0, 2)], [(3,)]]
 
 
 @pytest.mark.parametrize("parts", [[(0, 2), (1, 3)], [(0,), (1,), (2,), (3,)], [(0, 3), (1,), (2,)], [(0, 1, 2, 3)]])

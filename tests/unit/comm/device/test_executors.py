@@ -155,13 +155,14 @@ class Cases(ExecutorCases):
         return HostArray
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return loaded(compiled(tmp_path_factory.mktemp("kernels")))
+
+
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 class TestKernels(Cases):
     kind = KernelRanks
-
-    @pytest.fixture(scope="class")
-    def library(self, tmp_path_factory):
-        return loaded(compiled(tmp_path_factory.mktemp("kernels")))
 
     @pytest.fixture
     def machine(self, library):
