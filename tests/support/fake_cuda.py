@@ -146,7 +146,6 @@ class _Runtime(SimpleNamespace):
             return call
 
         super().__init__(
-            runtimeGetVersion=lambda: 12090,
             getDeviceCount=told("getDeviceCount", lambda: len(cuda.devices)),
             getDevice=lambda: cuda.current,
             setDevice=cuda.set_device,
@@ -263,10 +262,7 @@ def _module(cuda: FakeCuda) -> Any:
         getPTX=lambda program: b"ptx " + " ".join(program).encode(),
         destroyProgram=lambda program: program.clear(),
     )
-    driver = SimpleNamespace(
-        occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2,
-        funcGetAttribute=lambda attribute, pointer: 0,
-    )
+    driver = SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2)
     module.cuda = SimpleNamespace(runtime=_Runtime(cuda), nvrtc=nvrtc, driver=driver)
     return module
 

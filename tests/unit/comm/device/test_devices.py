@@ -1,5 +1,6 @@
-"""The thread of a device, when its executor fails or waits for a worker that does not come."""
+"""The thread of a device, when its executor fails or waits in vain; and how batches are cut into rounds."""
 
+import random
 import threading
 import time
 from unittest.mock import Mock
@@ -8,6 +9,7 @@ import pytest
 
 from kvstore_hvd import errors
 from kvstore_hvd.comm.device.devices import DeviceThread
+from kvstore_hvd.comm.device.rounds import ALIGNMENT, buffer_bytes, rounds
 from kvstore_hvd.errors import TransportError
 from support.patience import patient
 
@@ -76,3 +78,24 @@ def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits):
     assert engine.ended.wait(patient(20))
     thread.stop()
     assert seen == ["enqueued", "device ended", "ended: TransportError('failed on the way')", "closed"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_is_in_one_place(seed):
+    generator = random.Random(seed)
+    item = generator.choice([1, 2, 4, 8])
+    capacity, most = generator.choice([16, 100, 1000]), generator.choice([1, 2, 50])
+    counts = [generator.choice([0, 1, 7, generator.randrange(2000)]) for _ in range(generator.randrange(1, 12))]
+    seen = [0] * len(counts)
+    for pieces in rounds(counts, item, capacity, most):
+        assert 0 < len(pieces) <= most
+        assert buffer_bytes(pieces, item) <= capacity
+        end = 0
+        for piece in pieces:
+            assert piece.start == seen[piece.request]
+            assert piece.length > 0
+            assert piece.offset >= end
+            assert piece.offset % ALIGNMENT == 0
+            seen[piece.request] += piece.length
+            end = piece.offset + piece.length * item
+    assert seen == counts

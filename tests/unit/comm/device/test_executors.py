@@ -1,8 +1,7 @@
-"""Which executor a world gets, told by the workers over the real engine; the way by the host; and rounds of batches."""
+"""Which executor a world gets, told by the workers over the real engine; and what all executors must do."""
 
 import contextlib
 import importlib
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ from kvstore_hvd import log, native
 from kvstore_hvd.comm.device import executors
 from kvstore_hvd.comm.device.executors import create_executor
 from kvstore_hvd.comm.device.ring import RingExecutor
-from kvstore_hvd.comm.device.rounds import ALIGNMENT, buffer_bytes, rounds
 from kvstore_hvd.comm.device.staged import StagedExecutor
 from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.errors import LaunchError
@@ -178,24 +176,3 @@ class TestStaged(Cases):
     def machine(self):
         with fake_cuda() as machine:
             yield machine
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_element_is_in_one_place(seed):
-    generator = random.Random(seed)
-    item = generator.choice([1, 2, 4, 8])
-    capacity, most = generator.choice([16, 100, 1000]), generator.choice([1, 2, 50])
-    counts = [generator.choice([0, 1, 7, generator.randrange(2000)]) for _ in range(generator.randrange(1, 12))]
-    seen = [0] * len(counts)
-    for pieces in rounds(counts, item, capacity, most):
-        assert 0 < len(pieces) <= most
-        assert buffer_bytes(pieces, item) <= capacity
-        end = 0
-        for piece in pieces:
-            assert piece.start == seen[piece.request]
-            assert piece.length > 0
-            assert piece.offset >= end
-            assert piece.offset % ALIGNMENT == 0
-            seen[piece.request] += piece.length
-            end = piece.offset + piece.length * item
-    assert seen == counts
