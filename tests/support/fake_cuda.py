@@ -262,7 +262,10 @@ def _module(cuda: FakeCuda) -> Any:
         getPTX=lambda program: b"ptx " + " ".join(program).encode(),
         destroyProgram=lambda program: program.clear(),
     )
-    driver = SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2)
+    driver = SimpleNamespace(
+        occupancyMaxActiveBlocksPerMultiprocessor=lambda pointer, threads, shared: 2,
+        funcGetAttribute=lambda attribute, pointer: 0,
+    )
     module.cuda = SimpleNamespace(runtime=_Runtime(cuda), nvrtc=nvrtc, driver=driver)
     return module
 
