@@ -48,9 +48,6 @@ def test_message_has_rank_subject_fact_details_and_fix():
 )
 def test_message_leaves_out_what_is_not_known(arguments, text):
     assert errors.message("fact.", **arguments) == text
-
-
-def test_rank_list():
     assert [errors.rank_list(ranks) for ranks in ([3], [7, 0, 1, 2, 5, 5])] == ["rank 3", "ranks 0-2, 5, 7"]
 
 

@@ -28,7 +28,6 @@ class Machine:
         self.mounts += V2.format(root=root, point=point.replace(" ", r"\040"))
 
     def group(self, folder, quota):
-        """Make a group."""
         self._write(f"{folder}/cpu.max", f"{quota} 100000\n")
 
     def place(self, line):

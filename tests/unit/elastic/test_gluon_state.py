@@ -303,3 +303,23 @@ def test_refusals():
         table.initialize()
         with pytest.raises((UnsupportedDtypeError, InvalidRequestError)):
             GluonState({"table": table})
+
+
+def test_what_rank_0_has_must_fit():
+    """Handlers say what differs from rank 0's networks and Trainers; shapes are compared with real workers."""
+    mine = GluonState(make_net(), make_trainer(make_net()))._handlers
+    other_net = network(nn.Dense(6, in_units=8))
+    other_net.cast("float16")
+    other = GluonState(other_net, make_trainer(other_net, "nadam"))._handlers
+    half = make_net()
+    half.cast("float16")
+    half = GluonState(half)._handlers
+    for there, name, text in [
+        (mine, "trainer", ""),
+        (other, "net", "there are 8 parameters here and 2 there"),
+        (half, "net", "dtype float32 instead of float16"),
+        (other, "trainer", "optimizer is SGD here, but Nadam there"),
+    ]:
+        copy = there[name]._saved
+        found = mine[name].fault(copy.details, copy.image.specs)
+        assert (text in found, bool(found)) == (True, bool(text))

@@ -184,18 +184,6 @@ print(output.read().decode())
     assert in_child(program).strip() == "cleaned up"
 
 
-def test_leaders_and_orphans_are_collected():
-    in_child("""
-first, _ = leader('raise SystemExit(3)')
-second, _ = leader('import os; os.kill(os.getpid(), 9)')
-orphan = subprocess.Popen(['true'])
-orphan.returncode = 0
-reaper.add(first), reaper.add(second)
-assert collected(3) == sorted([(first, 3), (second, -9), (orphan.pid, 0)])
-assert reaper.reap() == []
-""")
-
-
 def test_a_thread_that_the_system_refuses(monkeypatch):
     """An error that tells what helps; once there may be threads again, everything is written in order."""
 

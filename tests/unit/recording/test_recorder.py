@@ -14,7 +14,7 @@ from kvstore_hvd.recording.recorder import Recorder
 from kvstore_hvd.recording.trace import _OPEN_ROUNDS, _Rounds, write_trace
 from kvstore_hvd.timeline.__main__ import main
 from kvstore_hvd.worlds.topology import Host, Topology
-from support.timeline import Trace, parts_of
+from support.timeline import Trace
 
 ALONE = Topology.of(0, [Host.here()], source="single")
 
@@ -191,11 +191,13 @@ def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
     recorder = Recorder()
     for _ in range(2):
         recorder.start(target, False, None, ALONE)
+        with pytest.raises(InvalidRequestError, match=r"(?s)recorded already, to '.*t'.*Fix: call stop_timeline"):
+            recorder.start(tmp_path / "second", False, None, ALONE)
         assert recorder.is_recording
         recorder.stop(None, ALONE)
         assert not recorder.is_recording
         assert Trace(target).ranks() == [0]
-        assert parts_of(target) == []
+        assert os.listdir(tmp_path) == ["t"]
 
 
 @pytest.mark.parametrize("bad", [".", "a\0b", None, "x" * 300])
