@@ -38,8 +38,9 @@ def test_naive_engine():
         """
         world = World(naive=True)
         array = mx.nd.ones((4,))
-        world.submit("w", theirs := ramp((4,)))
+        work = world.submit("w", theirs := ramp((4,)))
         world.pushpull("w", [array], [array])
+        world.other.wait(work)
         print(array.asnumpy().tolist(), theirs.tolist())
         world.submit("w", ramp((5,)))
         try:
