@@ -80,7 +80,7 @@ def planted(patch: Path) -> Iterator[None]:
     KEPT.mkdir()
     try:
         must("cp", "-a", "--parents", *kept, KEPT)
-        must("patch", "-p1", "-s", "-F2", "-r-", "--no-backup-if-mismatch", "-i", patch)
+        must("patch", "-p1", "-s", "-F1", "-r-", "--no-backup-if-mismatch", "-i", patch)
         if is_native:
             must(*BUILD)
         yield
