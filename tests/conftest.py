@@ -6,12 +6,9 @@ test early, the others fail in it at the time limit of operations; from then on 
 that needs it fails at once and says so.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from support.launched import launched
 from support.patience import patient
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header():
     """Say which package is tested, by which rank of how many, under which launcher."""
     package = importlib.util.find_spec("kvstore_hvd")
     launcher, rank, size = launched()
@@ -29,7 +26,7 @@ def pytest_report_header() -> list[str]:
     ]
 
 
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Lengthen the time that a test may take, as all limits are."""
     usual = float(config.getini("timeout") or 0)
     for item in items:
@@ -39,7 +36,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
             item.add_marker(pytest.mark.timeout(patient(limit)), append=False)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Say which MPI was loaded: only at the end is it known whether any was, and it must not be loaded for this."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -49,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def _process() -> Any:
+def _process():
     process = importlib.import_module("kvstore_hvd.process.process").current()
     process.init()
     yield process
@@ -57,7 +54,7 @@ def _process() -> Any:
 
 
 @pytest.fixture
-def world(_process: Any) -> Any:
+def world(_process):
     """Return the `Topology` of the initialised world; fails when an earlier test has lost that world."""
     lost = importlib.import_module("kvstore_hvd.errors").HorovodInternalError
     try:
@@ -68,12 +65,12 @@ def world(_process: Any) -> Any:
 
 
 @pytest.fixture
-def rank(world: Any) -> int:
+def rank(world):
     """Return the rank of this process in the world."""
     return int(world.rank)
 
 
 @pytest.fixture
-def size(world: Any) -> int:
+def size(world):
     """Return the number of ranks in the world."""
     return int(world.size)

@@ -18,36 +18,17 @@ Array = Any  # numpy.ndarray of any dtype
 
 @dataclass
 class Arrays:
-    """What an operation is given, and what must come of it.
+    """What an operation is given, and what must come of it."""
 
-    Parameters
-    ----------
-    model : Model
-        Of the program.
-    inputs : list of list of NDArray
-        For each tensor, for each device.
-    outs : list of list of NDArray
-        For each tensor; empty lists where the inputs are overwritten, or a new array is returned.
-    expected : list of (NDArray or object, numpy.ndarray or object or None, str)
-        Array, what it must hold (None: anything), and what it is. `calls` adds to it.
-    results : list of NDArray
-        Those that hold the results.
-    is_replicated : bool
-        Whether the results are the same on all members.
-    differences : list of str
-        What was found wrong already: objects and classes are compared where they are received.
-    errors : list of Exception
-        What calls before the last one raised.
-    """
-
-    model: Any
-    inputs: list[list[Any]] = field(default_factory=list)
-    outs: list[list[Any]] = field(default_factory=list)
+    model: Any  # of the program
+    inputs: list[list[Any]] = field(default_factory=list)  # of each tensor, of each device
+    outs: list[list[Any]] = field(default_factory=list)  # of each tensor; none: in place, or a new array is returned
+    # Array, what it must hold (None: anything), and what it is; `calls` adds to it.
     expected: list[tuple[Any, Any, str]] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
-    is_replicated: bool = False
-    differences: list[str] = field(default_factory=list)
-    errors: list[Exception] = field(default_factory=list)
+    is_replicated: bool = False  # whether the results are the same on all members
+    differences: list[str] = field(default_factory=list)  # of objects, which are compared where they are received
+    errors: list[Exception] = field(default_factory=list)  # what calls before the last one raised
 
     @property
     def first(self) -> Any:

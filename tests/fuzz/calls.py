@@ -32,14 +32,7 @@ def _of_library(kind: str, values: Array, dtype: str) -> Any:
 
 
 class Calls:
-    """The calls of one rank.
-
-    Parameters
-    ----------
-    rank, size : int
-    set_of : callable
-        The process set of given members.
-    """
+    """The calls of one rank; `set_of` gives the process set of members."""
 
     def __init__(self, rank: int, size: int, set_of: Callable[[tuple[int, ...]], Any]) -> None:
         import mxnet as mx

@@ -118,17 +118,9 @@ def replay(seed: int) -> str:
 
 
 def run(seed: int, folder: Path, marker: str) -> str:
-    """Carry a plan out and check what came of it.
+    """Carry a plan out, and check what came of it.
 
-    Returns
-    -------
-    str
-        ``'finished'``, or `LOST`: all workers that had the state were killed, and the job has ended with that reason.
-
-    Raises
-    ------
-    AssertionError
-        Something is wrong; with the seed.
+    Returns ``'finished'``, or `LOST`: all workers that had the state were killed, and the job's end says so.
     """
     plan = plan_of(seed)
     job = ElasticJob(

@@ -43,19 +43,7 @@ class Executor:
         self._calls = Calls(rank, size, self._set_of)
 
     def run(self, program: Program, before_step: Callable[[int], None] = lambda step: None) -> Outcome:
-        """Run a program.
-
-        Parameters
-        ----------
-        program : Program
-        before_step : callable
-            Called before each operation with its number in this rank's order.
-
-        Raises
-        ------
-        HorovodInternalError
-            The world is lost.
-        """
+        """Run a program; `before_step` is called before each operation with its number in this rank's order."""
         self.register(program)
         return _Run(program, self._rank, self._calls, random.Random(f"{program.seed} on {self._rank}")).run(before_step)
 

@@ -68,36 +68,16 @@ class Fault:
 
 @dataclass
 class Operation:
-    """One operation; the meaning of what is optional depends on the kind.
+    """One operation; the meaning of what is optional depends on the kind."""
 
-    Parameters
-    ----------
-    index : int
-        Its place in the program.
-    kind : str
-        A key of `KINDS`.
-    members : tuple of int
-        Ranks that take part, in ascending order.
-    name : str or None
-        None for one that is matched by counting.
-    shapes : list of tuple of int
-        Of its tensors; the first dimension of those that are gathered is in `rows`.
-    rows : list of list of int
-        For each tensor the number of rows of each member.
-    splits : list of list of int
-        Of `alltoall`: how many rows each member sends to each; empty when all get equally many.
-    source : int or None
-        The operation whose result is the input, or that is waited for.
-    """
-
-    index: int
-    kind: str
-    members: tuple[int, ...]
-    name: Optional[str] = None
+    index: int  # its place in the program
+    kind: str  # a key of `KINDS`
+    members: tuple[int, ...]  # ranks that take part, in ascending order
+    name: Optional[str] = None  # None: matched by counting
     dtype: str = "float32"
-    shapes: list[Shape] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    splits: list[list[int]] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)  # of its tensors; gathered ones: but for `rows`
+    rows: list[list[int]] = field(default_factory=list)  # of each tensor the number of rows of each member
+    splits: list[list[int]] = field(default_factory=list)  # rows from each member to each; none: equally many
     op: str = "sum"
     prescale: float = 1.0
     postscale: float = 1.0
@@ -106,7 +86,7 @@ class Operation:
     in_place: bool = False
     recorded: bool = False  # by autograd: the gradient is reduced as the array was
     special: bool = False  # infinities, NaNs and the like among the values
-    source: Optional[int] = None
+    source: Optional[int] = None  # the operation whose result is the input, or that is waited for
     overwritten: bool = False  # by an operation that takes its result, in place
     store: int = 0
     devices: int = 1
@@ -135,27 +115,14 @@ class Operation:
 
 @dataclass
 class Program:
-    """What all ranks do together.
-
-    Parameters
-    ----------
-    seed : int
-    size : int
-        Number of ranks.
-    sets : list of tuple of int
-        Process sets besides that of all ranks.
-    wrong_set : str
-        What is wrong with an attempt to add or remove a set at the beginning; '' for none.
-    leaver : int or None
-        A rank that gives up in the middle and calls `reset`, whereupon all have to.
-    """
+    """What all ranks do together."""
 
     seed: int
     size: int
-    sets: list[tuple[int, ...]]
+    sets: list[tuple[int, ...]]  # process sets besides that of all ranks
     operations: list[Operation]
-    wrong_set: str = ""
-    leaver: Optional[int] = None
+    wrong_set: str = ""  # what is wrong with an attempt to add or remove a set at the beginning
+    leaver: Optional[int] = None  # a rank that gives up in the middle and calls `reset`, whereupon all have to
 
     def __str__(self) -> str:
         lines = [f"program {self.seed} of {self.size} ranks: sets {self.sets}"]
@@ -165,16 +132,7 @@ class Program:
 
 
 def generate(seed: int, size: int, leavers: bool = True) -> Program:
-    """Draw a program.
-
-    Parameters
-    ----------
-    seed : int
-    size : int
-        Number of ranks.
-    leavers : bool
-        Whether a rank may give up in the middle.
-    """
+    """Draw a program; in it a rank may give up in the middle where `leavers` says so."""
     return _Generator(seed, size).program(leavers)
 
 

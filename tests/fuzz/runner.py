@@ -29,18 +29,8 @@ def replay(seed: int, size: int) -> str:
 def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool = True) -> None:
     """Run the programs of the seeds from `first` on, in a world where process sets may be added.
 
-    Parameters
-    ----------
-    first, count : int
-    rank, size : int
-        Of this worker, and the number of workers.
-    leavers : bool
-        Whether a rank may give up in the middle of a program; then the world is lost, and met again.
-
-    Raises
-    ------
-    AssertionError
-        A result is wrong, or a fault was not reported; on every rank, with the seed.
+    With `leavers` a rank may give up in the middle of a program; then the world is lost, and met again. An
+    AssertionError, on every rank and with the seed, tells that a result is wrong, or a fault was not reported.
     """
     executor = Executor(rank, size)
     for seed in range(first, first + count):

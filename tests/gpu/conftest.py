@@ -6,11 +6,7 @@ Ranks are threads of this process, with one GPU for all of them: kernels of one 
 code is loaded at the start, and every stream has a queue of its own.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -27,7 +23,7 @@ from support.host_kernels import compiled, host_kernels, loaded
 IS_FAKE = bool(os.environ.get("KVHVD_TEST_FAKE_GPU"))
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark all that is here."""
     for item in items:
         if "tests/gpu" in item.path.as_posix():
@@ -35,7 +31,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def machine(tmp_path_factory):
     """The machine's GPU; skips where there is none."""
     if IS_FAKE:
         with host_kernels(loaded(compiled(tmp_path_factory.mktemp("kernels")))), fake_cuda():
@@ -49,21 +45,21 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def device(machine: None) -> Device:
+def device(machine):
     """The first GPU, which is the current one."""
     activate(0)
     return Device.of(0, "here")
 
 
 @pytest.fixture(scope="session")
-def _arena(device: Device) -> Iterator[Arena]:
+def _arena(device):
     arena = Arena((64 if IS_FAKE else 1024) << 20)
     yield arena
     arena.close()
 
 
 @pytest.fixture
-def arena(_arena: Arena) -> Arena:
+def arena(_arena):
     """Memory for the arrays of a test."""
     activate(0)
     _arena.reset()
@@ -71,6 +67,6 @@ def arena(_arena: Arena) -> Arena:
 
 
 @pytest.fixture
-def new(arena: Arena) -> Callable[..., DeviceArray]:
+def new(arena):
     """Make arrays: from bytes, and how many bytes after an aligned address they begin."""
     return lambda raw, shift=0: DeviceArray(arena, raw, shift)

@@ -1,23 +1,17 @@
 """Executors on a real GPU: ranks that are threads, each with a stream; NCCL with as many as it allows on one GPU."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore_hvd import errors, native
-from kvstore_hvd.comm.device.executor import Executor
 from kvstore_hvd.comm.device.nccl import NcclExecutor
 from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.nccl_library import library
 from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.gpu_ranks import PATIENCE_S, Exchange, combined, device_operation, finish, on_ranks, samples
@@ -31,11 +25,11 @@ class RingRanks(Ranks):
 
     kind = "kernels"
 
-    def __init__(self, device: Device, size: int, timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, device, size, timeout_s=PATIENCE_S):
         self.size = size
         exchange = Exchange(size)
 
-        def make(rank: int) -> Executor:
+        def make(rank):
             return RingExecutor(rank, [device] * size, 0, STAGING, timeout_s, exchange.of(rank))
 
         self.executors = on_ranks(size, make)
@@ -51,7 +45,7 @@ class NcclRanks(Ranks):
 
     kind = "nccl"
 
-    def __init__(self, device: Device, size: int) -> None:
+    def __init__(self, device, size):
         self.size = size
         if os.environ.get("KVHVD_TEST_FAKE_GPU"):
             pytest.skip("NCCL needs a real GPU")
@@ -65,17 +59,17 @@ class NcclRanks(Ranks):
             )
         unique_id = nccl.unique_id()
 
-        def make(rank: int) -> Executor:
+        def make(rank):
             return NcclExecutor(nccl, unique_id, rank, size, device, 0, STAGING, PATIENCE_S, 20.0)
 
         self.executors = on_ranks(size, make)
 
 
 @pytest.fixture
-def rings(device: Device, arena: Any) -> Iterator[Callable[..., RingRanks]]:
-    made: dict[Any, RingRanks] = {}
+def rings(device, arena):
+    made = {}
 
-    def make(size: int, **options: Any) -> RingRanks:
+    def make(size, **options):
         key = size, *options.items()
         if key not in made:
             made[key] = RingRanks(device, size, **options)
@@ -90,7 +84,7 @@ class TestKernels(ExecutorCases):
     """Our kernels, ranks that share the GPU."""
 
     @pytest.fixture
-    def ranks(self, rings: Callable[..., RingRanks]) -> Callable[..., RingRanks]:
+    def ranks(self, rings):
         """Make them."""
         return rings
 
@@ -99,11 +93,11 @@ class TestNccl(ExecutorCases):
     """NCCL."""
 
     @pytest.fixture
-    def ranks(self, device: Device, arena: Any) -> Iterator[Callable[[int], NcclRanks]]:
+    def ranks(self, device, arena):
         """Make them."""
-        made: list[NcclRanks] = []
+        made = []
 
-        def make(size: int) -> NcclRanks:
+        def make(size):
             made.append(NcclRanks(device, size))
             return made[-1]
 
@@ -117,7 +111,7 @@ class TestNcclAlone:
 
     @pytest.mark.parametrize("op", ["sum", "max"])
     @pytest.mark.parametrize("count", [7, 1 << 20])
-    def test_one_rank(self, device: Device, new: Callable[..., Any], op: str, count: int) -> None:
+    def test_one_rank(self, device, new, op, count):
         ranks = NcclRanks(device, 1)
         given = samples(0, count, "float32")
         array = new(given)
@@ -129,13 +123,13 @@ class TestNcclAlone:
         ranks.close()
 
 
-def test_eight_ranks_many_times(rings: Callable[..., RingRanks], new: Callable[..., Any]) -> None:
+def test_eight_ranks_many_times(rings, new):
     size, counts = 8, (1, 33, 5000, 100_000)
     given = [[samples(rank, count, "float32", n) for n, count in enumerate(counts)] for rank in range(size)]
     world = rings(size)
     arrays = [[(new(raw), new(raw)) for raw in each] for each in given]
 
-    def work(rank: int, executor: Executor) -> None:
+    def work(rank, executor):
         for _ in range(50):
             batch = [device_operation([a.address], [b.address], a.nbytes // 4) for a, b in arrays[rank]]
             for completion in [executor.allreduce(batch), executor.allreduce(batch[:2])]:
@@ -148,7 +142,7 @@ def test_eight_ranks_many_times(rings: Callable[..., RingRanks], new: Callable[.
             np.testing.assert_array_equal(arrays[rank][n][1].content, expected)
 
 
-def test_a_rank_that_does_not_come(rings: Callable[..., RingRanks], new: Callable[..., Any]) -> None:
+def test_a_rank_that_does_not_come(rings, new):
     world = rings(2, timeout_s=0.5)
     array = new(samples(0, 100_000, "float32"))
     start = time.monotonic()
@@ -158,7 +152,7 @@ def test_a_rank_that_does_not_come(rings: Callable[..., RingRanks], new: Callabl
     assert time.monotonic() - start < 5
 
 
-def test_an_abort_is_quick(rings: Callable[..., RingRanks], new: Callable[..., Any]) -> None:
+def test_an_abort_is_quick(rings, new):
     world = rings(2, timeout_s=60.0)
     array = new(samples(0, 100_000, "float32"))
     completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])

@@ -1,10 +1,6 @@
 """The kernels on a GPU: all ranks in one launch, bit by bit against what the CPU engine gives."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +8,6 @@ import pytest
 from kvstore_hvd import native
 from kvstore_hvd.comm.device.rounds import buffer_bytes, rounds
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import cupy
@@ -27,21 +22,21 @@ COUNTS = (0, 1, 3, 257, 4099, 100_003)
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def _ranks(request: Any, device: Device) -> Iterator[VirtualRanks]:
+def _ranks(request, device):
     made = VirtualRanks(request.param, device, STAGING, slot_vectors=64, timeout_s=PATIENCE_S)
     yield made
     made.close()
 
 
 @pytest.fixture
-def ranks(_ranks: VirtualRanks) -> Iterator[VirtualRanks]:
+def ranks(_ranks):
     """Ranks that a test before, which failed, has not left waiting for each other."""
     yield _ranks
     if any(_ranks.statuses()):
         _ranks.reset()
 
 
-def finish(stream: Stream) -> None:
+def finish(stream):
     event = Event().record(stream)
     while not event.done():
         time.sleep(0.0001)
@@ -49,14 +44,14 @@ def finish(stream: Stream) -> None:
 
 
 def reduced(
-    ranks: VirtualRanks,
-    new: Callable[..., Any],
-    way: str,
-    reduction: Reduction,
-    given: list[Any],
-    shift: int = 0,
-    blocks: int = 0,
-) -> list[Any]:
+    ranks,
+    new,
+    way,
+    reduction,
+    given,
+    shift=0,
+    blocks=0,
+):
     """What an allreduce of the kind gives on each rank."""
     if way == "ring" and ranks.size == 1:
         pytest.skip("there is no ring of one")
@@ -79,9 +74,7 @@ def reduced(
 @pytest.mark.parametrize("way", ["oneshot", "twoshot"])
 @pytest.mark.parametrize("dtype", sorted(native.DTYPES))
 @pytest.mark.parametrize("op", ["sum", "max", "product"])
-def test_direct_reductions_have_the_bits_of_the_engine(
-    ranks: VirtualRanks, new: Callable[..., Any], way: str, dtype: str, op: str
-) -> None:
+def test_direct_reductions_have_the_bits_of_the_engine(ranks, new, way, dtype, op):
     for count in COUNTS:
         given = [samples(rank, count, dtype, count) for rank in range(ranks.size)]
         expected = combined(given, dtype, op)
@@ -91,7 +84,7 @@ def test_direct_reductions_have_the_bits_of_the_engine(
 
 @pytest.mark.parametrize("way", ["oneshot", "twoshot"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32"])
-def test_scales(ranks: VirtualRanks, new: Callable[..., Any], way: str, dtype: str) -> None:
+def test_scales(ranks, new, way, dtype):
     given = [samples(rank, 5001, dtype) for rank in range(ranks.size)]
     reduction = Reduction(dtype, "average", 0.5, 1 / 3)
     expected = combined(given, dtype, "average", 0.5, 1 / 3)
@@ -101,7 +94,7 @@ def test_scales(ranks: VirtualRanks, new: Callable[..., Any], way: str, dtype: s
 
 @pytest.mark.parametrize("way", ["oneshot", "twoshot", "ring"])
 @pytest.mark.parametrize("shift", [4, 12])
-def test_arrays_that_begin_anywhere(ranks: VirtualRanks, new: Callable[..., Any], way: str, shift: int) -> None:
+def test_arrays_that_begin_anywhere(ranks, new, way, shift):
     given = [(np.arange(4099, dtype=np.float32) % 64 + rank).view(np.uint8) for rank in range(ranks.size)]
     expected = combined(given, "float32", "sum")
     for result in reduced(ranks, new, way, Reduction("float32", "sum"), given, shift):
@@ -110,7 +103,7 @@ def test_arrays_that_begin_anywhere(ranks: VirtualRanks, new: Callable[..., Any]
 
 @pytest.mark.parametrize("dtype", sorted(native.DTYPES))
 @pytest.mark.parametrize("blocks", [1, 0])
-def test_a_ring_gives_all_ranks_the_same(ranks: VirtualRanks, new: Callable[..., Any], dtype: str, blocks: int) -> None:
+def test_a_ring_gives_all_ranks_the_same(ranks, new, dtype, blocks):
     for count in COUNTS[1:]:
         given = [samples(rank, count, dtype, count) for rank in range(ranks.size)]
         results = reduced(ranks, new, "ring", Reduction(dtype, "sum"), given, blocks=blocks)
@@ -124,7 +117,7 @@ def test_a_ring_gives_all_ranks_the_same(ranks: VirtualRanks, new: Callable[...,
 
 
 @pytest.mark.parametrize("way", ["oneshot", "twoshot"])
-def test_special_values(ranks: VirtualRanks, new: Callable[..., Any], way: str) -> None:
+def test_special_values(ranks, new, way):
     values = np.array([1e-40, -1e-40, 0.0, -0.0, np.inf, -np.inf, np.nan, 3e38], np.float32)
     given = [values.view(np.uint8) for _ in range(ranks.size)]
     with np.errstate(over="ignore"):
@@ -134,7 +127,7 @@ def test_special_values(ranks: VirtualRanks, new: Callable[..., Any], way: str) 
         assert result.view(np.float32)[0] != 0, "denormals are kept"
 
 
-def test_as_half(ranks: VirtualRanks, new: Callable[..., Any]) -> None:
+def test_as_half(ranks, new):
     given = [samples(rank, 777, "float32") for rank in range(ranks.size)]
     halves = [raw.view(np.float32).astype(np.float16).view(np.uint8) for raw in given]
     expected = combined(halves, "float16", "sum").view(np.float16).astype(np.float32)
@@ -142,7 +135,7 @@ def test_as_half(ranks: VirtualRanks, new: Callable[..., Any]) -> None:
         np.testing.assert_array_equal(result.view(np.float32), expected)
 
 
-def test_exchange(ranks: VirtualRanks, new: Callable[..., Any]) -> None:
+def test_exchange(ranks, new):
     given = [samples(rank, 999, "uint8") for rank in range(ranks.size)]
     arrays = [new(raw, 3) for raw in given]
     results = [new(np.zeros(999, np.uint8), 1) for _ in given]
@@ -157,7 +150,7 @@ def test_exchange(ranks: VirtualRanks, new: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8"])
-def test_pack_and_unpack(device: Device, new: Callable[..., Any], dtype: str) -> None:
+def test_pack_and_unpack(device, new, dtype):
     stream = Stream()
     launcher = Launcher(Kernels(device.capability, device.multiprocessors), stream, 20.0)
     counts = [1, 7, 4099, 30_000]
@@ -188,7 +181,7 @@ def test_pack_and_unpack(device: Device, new: Callable[..., Any], dtype: str) ->
     stream.close()
 
 
-def test_kernels_do_not_spill(device: Device) -> None:
+def test_kernels_do_not_spill(device):
     modules = Kernels(device.capability, device.multiprocessors)
     for dtype in native.DTYPES:
         for name in kernels.kernel_names(dtype):

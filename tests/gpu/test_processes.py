@@ -1,7 +1,5 @@
 """Ranks that are processes and share a GPU, over memory mapped by CUDA IPC; and the checker of memory accesses."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -9,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from kvstore_hvd.gpu.devices import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "gpu_process.py"
@@ -22,14 +18,14 @@ REAL = not os.environ.get("KVHVD_TEST_FAKE_GPU")
 pytestmark = pytest.mark.skipif(not REAL, reason="needs a real GPU")
 
 
-def environment() -> dict[str, str]:
+def environment():
     # Packages may have been installed beside the interpreter's own.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "CUDA_MODULE_LOADING": "EAGER"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_processes_that_share_a_gpu(device: Device, tmp_path: Path, size: int) -> None:
+def test_processes_that_share_a_gpu(device, tmp_path, size):
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(size), str(tmp_path)],
@@ -50,7 +46,7 @@ def test_processes_that_share_a_gpu(device: Device, tmp_path: Path, size: int) -
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
 @pytest.mark.timeout(150)
-def test_no_access_beside_arrays(device: Device) -> None:
+def test_no_access_beside_arrays(device):
     command = [str(SANITIZER), "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q"]
     chosen = "test_exchange or test_as_half or test_arrays_that_begin or test_pack"
     ended = subprocess.run(

@@ -4,15 +4,12 @@ By hand: it makes an environment for each Python and MXNet (250 MB each) and nee
 on the path and in pyenv's folder; ``python tests/integration/shim_matrix.py [3.12 ...]`` tries these only.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {
@@ -24,7 +21,7 @@ ROWS = {
 }
 
 
-def workload(folder: str) -> None:
+def workload(folder):
     """What a newer NumPy or Python breaks in MXNet."""
     import kvstore_hvd  # noqa: F401
 
@@ -95,14 +92,14 @@ def workload(folder: str) -> None:
     assert getattr(sys.modules.get("distutils"), "__file__", "") is not None, "a distutils that is not one is left"
 
 
-def call(*words: Any, **more: Any) -> subprocess.CompletedProcess[str]:
+def call(*words, **more):
     """Run a command; its output is in `stdout`."""
     return subprocess.run(
         list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, **more
     )
 
 
-def environment(minor: str, mxnet: str) -> Path:
+def environment(minor, mxnet):
     """The Python of an environment with this MXNet and this checkout; made unless it is there."""
     folder = ROOT / "build" / "shim" / f"{minor}-{mxnet}"
     python = folder / "bin" / "python"
@@ -122,7 +119,7 @@ def environment(minor: str, mxnet: str) -> Path:
     return python
 
 
-def main() -> int:
+def main():
     """Try all; the number of those that fail."""
     failed = 0
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVHVD_"))}

@@ -1,9 +1,6 @@
 """Jobs that may open few files: kvhvdrun says how many suffice, and workers say so when they join."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 
@@ -21,14 +18,14 @@ def allow(more):
 """
 
 
-def test_too_few_are_said_when_a_world_is_joined(run: Any) -> None:
+def test_too_few_are_said_when_a_world_is_joined(run):
     err = run("-np 2", LIMITED + "allow(10)\nkvstore_hvd.init()", code=1).err
     assert "joining the world of 2 workers takes 14 open files, and this process has 10 left." in err
     assert "Fix: `ulimit -n " in err
     assert err.count("did not arrive") == 0
 
 
-def test_too_few_are_said_by_all_when_a_process_set_is_added(run: Any) -> None:
+def test_too_few_are_said_by_all_when_a_process_set_is_added(run):
     program = """
 hvd.init(process_sets='dynamic')
 first = hvd.add_process_set([0, 1])
@@ -45,7 +42,7 @@ hvd.barrier()
     assert len(re.findall(text, out)) >= 2 * 3, out  # of two workers, told to all
 
 
-def test_a_full_table_of_descriptors_kills_nobody(run: Any) -> None:
+def test_a_full_table_of_descriptors_kills_nobody(run):
     program = "kvstore_hvd.init()\nallow(0)\nfor step in range(20): kvstore_hvd.barrier()\nsay('through\\n')"
     assert run("-np 3", LIMITED + program).out.count("through") == 3
 
@@ -54,10 +51,10 @@ def test_a_full_table_of_descriptors_kills_nobody(run: Any) -> None:
     "options",
     ["-np 9", "--min-np 9 -H localhost:9", "--min-np 18 --host-discovery-script 'echo localhost:9 127.0.0.1:9'"],
 )
-def test_as_many_files_as_kvhvdrun_asks_for_suffice(run: Any, options: str) -> None:
-    def attempt(files: int, code: int) -> str:
+def test_as_many_files_as_kvhvdrun_asks_for_suffice(run, options):
+    def attempt(files, code):
         limit = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *kvhvdrun().prefix]
-        more: dict[str, Any] = {"acts": "steps=5"} if "--min-np" in options else {"program": ["true"]}
+        more = {"acts": "steps=5"} if "--min-np" in options else {"program": ["true"]}
         words = options.replace(" 127", "; echo 127")
         return str(run(words, launcher=limit, code=code, KVHVD_ELASTIC_TIMEOUT="60", **more).err)
 

@@ -1,13 +1,10 @@
 """The programs in the pages print what the pages say they print."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ pytestmark = [
 ]
 
 
-def example(page: str) -> tuple[str, str, list[str]]:
+def example(page):
     """The first program of a page, the command that comes after it, and what that prints."""
     text = (ROOT / page).read_text()
     found = re.search(r"^```python\n(.*?)^```$.*?^```\n\$ (.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
@@ -29,7 +26,7 @@ def example(page: str) -> tuple[str, str, list[str]]:
     return found[1], found[2], found[3].splitlines()
 
 
-def plain(line: str) -> str:
+def plain(line):
     """A line without what differs from run to run: hosts, processes, folders, the last digits of a loss."""
     line = re.sub(r"\([\w.-]+, pid \d+\)", "(host, pid)", line)
     line = re.sub(r'File ".*?/?(\w+\.py)"', r'File "\1"', line)
@@ -46,7 +43,7 @@ def plain(line: str) -> str:
         ),
     ],
 )
-def test_a_program_prints_what_the_page_says(page: str, run: Any, tmp_path: Path) -> None:
+def test_a_program_prints_what_the_page_says(page, run, tmp_path):
     program, command, shown = example(page)
     (tmp_path / "train.py").write_text(program)
     words = shlex.split(command)
@@ -62,7 +59,7 @@ def test_a_program_prints_what_the_page_says(page: str, run: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_notebook_prints_what_its_page_says(start: Any) -> None:
+def test_the_notebook_prints_what_its_page_says(start):
     """Read from standard input: like the cells of a notebook, it has no file."""
     text = (ROOT / "docs" / "notebooks.md").read_text()
     program, shown = re.findall(r"^```(?:python)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:2]

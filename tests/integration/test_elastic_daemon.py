@@ -1,7 +1,5 @@
 """The daemon of elastic jobs: what it starts, reports and passes on, and how it ends. The launcher is a fake."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,7 +15,7 @@ from support.jobs import processes
 pytestmark = pytest.mark.alike
 
 
-def daemon_name(pid: int) -> str:
+def daemon_name(pid):
     """The name of the daemon's socket, as a worker with this process id has been told."""
     for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
         if entry.startswith(b"KVHVD_DAEMON="):
@@ -28,7 +26,7 @@ def daemon_name(pid: int) -> str:
 # -- Workers --------------------------------------------------------------------------------------------------------
 
 
-def test_workers_start_and_their_ends_are_reported(marker: str) -> None:
+def test_workers_start_and_their_ends_are_reported(marker):
     with FakeLauncher(marker) as launcher:
         launcher.start(0, "print('out'); print('first', file=sys.stderr); sys.stderr.write('last'); sys.exit(3)")
         launcher.start(7, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -48,7 +46,7 @@ def test_workers_start_and_their_ends_are_reported(marker: str) -> None:
     assert err == b"[0] first\n[0] last"
 
 
-def test_a_worker_has_the_job_its_id_and_its_daemon(marker: str) -> None:
+def test_a_worker_has_the_job_its_id_and_its_daemon(marker):
     program = """
 names = sorted(name for name in os.environ if name.startswith('KVHVD_') and not name.startswith('KVHVD_TEST_'))
 print(json.dumps({name: os.environ[name] for name in names}), os.environ['MINE'], sorted(os.sched_getaffinity(0)))
@@ -67,7 +65,7 @@ print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()))
     assert out.partition(b"}")[2].decode().split("\n") == [f" ä [{core}]", "True ''", ""]
 
 
-def test_what_cannot_be_started_is_reported(marker: str) -> None:
+def test_what_cannot_be_started_is_reported(marker):
     commands = [["/nowhere/program"], [], ["/bin/sh", "a\0b"], ["/etc/hostname"]]
     with FakeLauncher(marker) as launcher:
         for number, (command, text) in enumerate(zip(commands, ("No such file", "", "null", "/etc/hostname"))):
@@ -81,68 +79,7 @@ def test_what_cannot_be_started_is_reported(marker: str) -> None:
         assert launcher.next("exited", 6)["code"] == 0
 
 
-def test_messages_pass_both_ways(marker: str) -> None:
-    program = """
-line = open_line()
-assert line.identity['role'] == 'daemon' and line.identity['host'] == 'localhost', line.identity
-line.send({'t': 'enter', 'host': ['localhost', 'boot']})
-for message in hear(line):
-    line.send({'t': 'ready', 'generation': -1, 'cause': 'reset', 'text': message['text']})
-line.send({'t': 'finished'})
-"""
-    with FakeLauncher(marker) as launcher:
-        for worker in (0, 1):
-            launcher.start(worker, program)
-        for worker in (1, 0):
-            launcher._taken = 0
-            assert launcher.told(worker) == {"t": "enter", "host": ["localhost", "boot"]}
-            launcher.send("to", worker=worker, message={"t": "leave", "text": f"for {worker}"})
-        for worker in (0, 1):
-            launcher._taken = 0
-            launcher.next("exited", worker)
-            said = [m["message"] for m in launcher.heard if m["t"] == "from" and m["worker"] == worker]
-            # All of it, though it ended at once; and all of it before its end was told.
-            assert said[1:] == [
-                {"t": "ready", "generation": -1, "cause": "reset", "text": f"for {worker}"},
-                {"t": "finished"},
-            ]
-            kinds = [m["t"] for m in launcher.heard if m["worker"] == worker]
-            assert kinds == ["started", "from", "from", "from", "exited"]
-        # To workers that are no more, or never were: nothing happens.
-        launcher.send("to", worker=0, message={"t": "leave", "text": ""})
-        launcher.send("to", worker=55, message={"t": "leave", "text": ""})
-        launcher.send("signal", worker=55, signal=9, ended=True)
-        launcher.settle()
-        assert not launcher.ended
-
-
-def test_signals_reach_one_worker_or_all(marker: str) -> None:
-    program = """
-signal.signal(signal.SIGUSR1, lambda *_: print('USR1'))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-line = open_line()
-line.send({'t': 'joined', 'generation': worker})
-while True:
-    time.sleep(0.01)
-"""
-    with FakeLauncher(marker) as launcher:
-        for worker in (0, 1, 2):
-            launcher.start(worker, program)
-        for worker in (0, 1, 2):
-            launcher._taken = 0
-            assert launcher.told(worker) == {"t": "joined", "generation": worker}
-        launcher.send("signal", worker=1, signal=signal.SIGUSR1, ended=False)
-        launcher.settle()
-        launcher.send("signal", worker=2, signal=signal.SIGKILL, ended=True)
-        assert launcher.next("exited")["worker"] == 2
-        launcher.send("signal", worker=None, signal=signal.SIGTERM, ended=True)
-        assert {launcher.next("exited")["worker"] for _ in range(2)} == {0, 1}
-        assert [m["code"] for m in launcher.heard if m["t"] == "exited"] == [-9, 5, 5]
-        code, out, _ = launcher.end()
-    assert (code, out) == (0, b"[1] USR1\n")
-
-
-def test_one_that_is_being_ended_and_does_not_is_killed_after_the_grace(marker: str) -> None:
+def test_one_that_is_being_ended_and_does_not_is_killed_after_the_grace(marker):
     program = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen_line().send({'t': 'finished'})\nforever()"
     with FakeLauncher(marker, kill_grace_s=0.3) as launcher:
         launcher.start(0, program)
@@ -166,13 +103,13 @@ forever()
 """
 
 
-def with_stubborn_workers(launcher: FakeLauncher) -> None:
+def with_stubborn_workers(launcher):
     for worker in (0, 1):
         launcher.start(worker, STUBBORN)
     launcher.wait(lambda: sum(message["t"] == "from" for message in launcher.heard) == 2)
 
 
-def test_end_leaves_nothing_and_reports_everything(marker: str) -> None:
+def test_end_leaves_nothing_and_reports_everything(marker):
     with FakeLauncher(marker, kill_grace_s=0.2) as launcher:
         with_stubborn_workers(launcher)
         assert launcher.end()[0] == 0
@@ -181,7 +118,7 @@ def test_end_leaves_nothing_and_reports_everything(marker: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["daemon", "launcher"])
-def test_the_end_of_daemon_or_launcher_ends_everything(marker: str, who: str) -> None:
+def test_the_end_of_daemon_or_launcher_ends_everything(marker, who):
     with FakeLauncher(marker) as launcher:
         with_stubborn_workers(launcher)
         if who == "daemon":
@@ -196,7 +133,7 @@ def test_the_end_of_daemon_or_launcher_ends_everything(marker: str, who: str) ->
 
 
 @pytest.mark.timing
-def test_a_silent_launcher_counts_as_gone(marker: str) -> None:
+def test_a_silent_launcher_counts_as_gone(marker):
     with FakeLauncher(marker, lease_s=2.0) as launcher:
         with_stubborn_workers(launcher)
         launcher.silent = True
@@ -208,7 +145,7 @@ def test_a_silent_launcher_counts_as_gone(marker: str) -> None:
 # -- Strangers, and workers out of their minds ----------------------------------------------------------------------
 
 
-def test_only_the_worker_itself_and_what_it_starts_get_a_line(marker: str) -> None:
+def test_only_the_worker_itself_and_what_it_starts_get_a_line(marker):
     program = """
 def refused(**more):
     return closed(open_line(**more))
@@ -254,7 +191,7 @@ forever()
     assert out.splitlines() == [b"another id True", b"no id True True True", b"a second True"]
 
 
-def test_nonsense_costs_a_worker_its_line_and_nothing_else(marker: str) -> None:
+def test_nonsense_costs_a_worker_its_line_and_nothing_else(marker):
     program = """
 import random
 def refused(*messages):

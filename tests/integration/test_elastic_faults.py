@@ -4,19 +4,15 @@ After each job that ends with success the workers have equal parameters, those o
 steps, to the last bit; each sample was counted once in each epoch; and nothing is left behind.
 """
 
-from __future__ import annotations
-
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from support.elastic import ElasticJob
 from support.elastic_schedule import assert_all_right
-from support.jobs import Job, stopped
+from support.jobs import stopped
 
 SAMPLES = 240
 pytestmark = pytest.mark.timeout(400)
@@ -24,11 +20,11 @@ Train = Callable[..., ElasticJob]
 
 
 @pytest.fixture
-def train(marker: str, tmp_path: Path) -> Iterator[Train]:
+def train(marker, tmp_path):
     """Start a training, and end it if the test does not."""
-    started: list[ElasticJob] = []
+    started = []
 
-    def start(**settings: Any) -> ElasticJob:
+    def start(**settings):
         started.append(ElasticJob(tmp_path, marker, **settings))
         return started[-1]
 
@@ -37,14 +33,14 @@ def train(marker: str, tmp_path: Path) -> Iterator[Train]:
         job.close()
 
 
-def end_well(job: ElasticJob) -> None:
+def end_well(job):
     """Let the job finish, and check what it has done."""
     job.finish()
     job.end()
     assert_all_right(job, SAMPLES)
 
 
-def test_killed_workers(train: Train) -> None:
+def test_killed_workers(train):
     """All but one, rank 0 among them: that one goes on at once, and a new one joins."""
     job = train(workers=2)
     world = job.until_step(size=2)
@@ -58,7 +54,7 @@ def test_killed_workers(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_workers(train: Train) -> None:
+def test_stopped_workers(train):
     """They are killed as soon as the others have waited for as long as an operation may take."""
     job = train(KVHVD_TIMEOUT="3")
     world = job.until_step(size=3)
@@ -72,7 +68,7 @@ def test_stopped_workers(train: Train) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "begin"), [("DistributedTrainer", 1), ("DistributedOptimizer", 2)])
-def test_slots_come_and_go(train: Train, kind: str, begin: int) -> None:
+def test_slots_come_and_go(train, kind, begin):
     """Newcomers join at a commit; workers whose slots are gone leave at one, rank 0 among them; no step is lost."""
     job = train(slots=[("localhost", begin)], arguments=["--kind", kind])
     world = job.until_step(size=begin)
@@ -90,7 +86,7 @@ def test_slots_come_and_go(train: Train, kind: str, begin: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_newcomer_does_not_go_on_alone(train: Train, number: int) -> None:
+def test_a_newcomer_does_not_go_on_alone(train, number):
     """The last one that has the state is lost before a newcomer has got it: that one must not begin anew."""
     points = [{"worker": 0, "point": "sync", "count": 2, "delay_s": 0.0, "signal": int(number)}]
     job = train(workers=2, points=points, KVHVD_TIMEOUT="3")
@@ -102,7 +98,7 @@ def test_a_newcomer_does_not_go_on_alone(train: Train, number: int) -> None:
 
 
 @pytest.mark.alike
-def test_below_min_np_it_waits_then_ends(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_below_min_np_it_waits_then_ends(start, tmp_path):
     """Too few workers, and no slot for new ones: an end after the time limit, with the reason."""
     (tmp_path / "hosts").write_text("localhost:3\n")
     script = f"--host-discovery-script 'cat {tmp_path}/hosts'"
@@ -118,7 +114,7 @@ def test_below_min_np_it_waits_then_ends(start: Callable[..., Job], tmp_path: Pa
 @pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("longer_s", [-2, 1])
-def test_a_job_is_stopped(train: Train, marker: str, longer_s: int) -> None:
+def test_a_job_is_stopped(train, marker, longer_s):
     """For so much longer than the lease and than an operation may wait for others: that time stands still meanwhile."""
     job = train(KVHVD_TIMEOUT="4", KVHVD_LEASE="4", arguments=["--pause", "0.05"])
     world = job.until_step(size=3)

@@ -1,12 +1,9 @@
 """The launcher of elastic jobs, with its daemons, real processes and real signals; the workers train nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ SOON = " --blacklist-cooldown-range 1 1"
 # -- Start and end ------------------------------------------------------------------------------------------------
 
 
-def test_a_job_without_faults(run: Any) -> None:
+def test_a_job_without_faults(run):
     job = run("--min-np 2 --max-np 3 -H localhost:2,127.0.0.2:1", acts="steps=5")
     assert job.err == ""
     assert sorted(job.out.splitlines()) == sorted(
@@ -40,7 +37,7 @@ def test_a_job_without_faults(run: Any) -> None:
     assert slots == {0: "localhost:0", 1: "localhost:1", 2: "127.0.0.2:0"}
 
 
-def test_what_workers_get(run: Any) -> None:
+def test_what_workers_get(run):
     """The secret is on no command line and not with the daemon; Horovod's variables are those of the first world."""
     program = """
 names = [n for n in sorted(os.environ) if n.startswith(('KVHVD_', 'OMP')) and not n.startswith('KVHVD_TEST')]
@@ -69,7 +66,7 @@ assert os.stat(f'/proc/{os.getpid()}/environ').st_mode & 0o077 == 0
     )
 
 
-def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run: Any, tmp_path: Path) -> None:
+def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run, tmp_path):
     folder = tmp_path / "work"
     folder.mkdir()
     for name in ("json", "signal", "select", "secrets"):
@@ -82,7 +79,7 @@ def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run: Any, t
 # -- Losses -------------------------------------------------------------------------------------------------------
 
 
-def test_killed_workers_are_replaced(start: Any, tmp_path: Path) -> None:
+def test_killed_workers_are_replaced(start, tmp_path):
     """One after the other, rank 0 among them; two at once."""
     job = start("--min-np 1 --max-np 3", acts=f"until={tmp_path}/finish")
     job.until_joined(0, 1, 2)
@@ -99,7 +96,7 @@ def test_killed_workers_are_replaced(start: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "acts", ["1:die_at=world", pytest.param("1:die 1:at=10 2:die_at=ready", marks=pytest.mark.slow)]
 )
-def test_a_worker_dies_on_its_way_into_a_world(run: Any, acts: str) -> None:
+def test_a_worker_dies_on_its_way_into_a_world(run, acts):
     """The first world, or the next one while it is formed."""
     job = run(f"--min-np 2 --max-np 3 {SOON}", acts=f"steps=50 {acts}")
     if "world" in acts:
@@ -108,7 +105,7 @@ def test_a_worker_dies_on_its_way_into_a_world(run: Any, acts: str) -> None:
     assert 1 not in job.members()
 
 
-def test_a_stopped_worker_is_killed_soon_after_the_others_have_timed_out(run: Any) -> None:
+def test_a_stopped_worker_is_killed_soon_after_the_others_have_timed_out(run):
     job = run("--min-np 2 --max-np 3", acts="steps=100 1:stop 1:at=10 0:timeout 0:at=30")
     (killed,) = job.events("worker_killed")
     void = job.events("generation_void")[0]
@@ -117,13 +114,13 @@ def test_a_stopped_worker_is_killed_soon_after_the_others_have_timed_out(run: An
     assert "worker 1 (localhost:1) is killed: it did not answer while the others waited for it." in job.err
 
 
-def test_a_program_that_always_fails(run: Any) -> None:
+def test_a_program_that_always_fails(run):
     job = run("--min-np 2", ["sh", "-c", "exit 7"], code=7)
     assert "exited with code 7. It wrote nothing to stderr." in job.err
     assert len(job.events("worker_started")) == 4
 
 
-def test_a_slot_is_blacklisted_and_comes_back(start: Any, tmp_path: Path) -> None:
+def test_a_slot_is_blacklisted_and_comes_back(start, tmp_path):
     job = start("--min-np 1 --max-np 2" + SOON, acts=f"until={tmp_path}/finish 1:crash=3 1:at=2 2:crash=3")
     job.until_joined(0, 3)
     (tmp_path / "finish").touch()
@@ -140,12 +137,12 @@ def test_a_slot_is_blacklisted_and_comes_back(start: Any, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Path:
+def hosts(tmp_path):
     """A file that the discovery script prints."""
     return tmp_path / "hosts"
 
 
-def test_hosts_come_and_go(start: Any, hosts: Path) -> None:
+def test_hosts_come_and_go(start, hosts):
     """However many workers a change brings, it is one reset; a script that fails in between changes nothing."""
     hosts.write_text("localhost:2\n")
     job = start(f"--min-np 1 --reset-limit 2 --host-discovery-script 'cat {hosts}'", acts=LONG)
@@ -166,7 +163,7 @@ def test_hosts_come_and_go(start: Any, hosts: Path) -> None:
     assert f"fail: {text}" in job.out
 
 
-def test_fewer_slots_than_needed(run: Any) -> None:
+def test_fewer_slots_than_needed(run):
     options = "--min-np 2 --host-discovery-script 'echo localhost:1' --elastic-timeout 1"
     job = run(options, ["true"], code=1)
     assert job.err == "kvhvdrun: there are 1 slots, 2 are needed, and no more came within 1 s.\n"
@@ -180,16 +177,16 @@ def test_fewer_slots_than_needed(run: Any) -> None:
         ("echo a b c", "what the host discovery script printed are no hosts: 'a b c' is not HOST:N"),
     ],
 )
-def test_a_script_that_is_of_no_use_at_first(run: Any, script: str, text: str) -> None:
+def test_a_script_that_is_of_no_use_at_first(run, script, text):
     assert text in run(f"--min-np 1 --host-discovery-script '{script}'", ["true"], code=1).err
 
 
-def test_another_host_is_not_used(run: Any) -> None:
+def test_another_host_is_not_used(run):
     err = run("--min-np 1 --host-discovery-script 'echo localhost; echo elsewhere:4'", ["true"]).err
     assert err == "kvhvdrun: 'elsewhere' is another host, and several hosts are not supported yet; it is not used.\n"
 
 
-def test_a_script_that_hangs_does_not_hold_the_job_up(start: Any, hosts: Path, tmp_path: Path) -> None:
+def test_a_script_that_hangs_does_not_hold_the_job_up(start, hosts, tmp_path):
     """Nor does it outlive a launcher that is killed."""
     script = f"if test -e {hosts}; then setsid sleep 1000; true; fi; touch {hosts}; echo localhost:2"
     job = start(f"--min-np 1 --host-discovery-script '{script}'", acts=LONG)
@@ -205,7 +202,7 @@ def test_a_script_that_hangs_does_not_hold_the_job_up(start: Any, hosts: Path, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.timing)])
-def test_the_only_daemon_is_lost(start: Any, number: int) -> None:
+def test_the_only_daemon_is_lost(start, number):
     job = start("--min-np 2", acts=LONG, KVHVD_LEASE="2")
     job.until_joined(0, 1)
     (daemon,) = job.daemons()
@@ -218,7 +215,7 @@ def test_the_only_daemon_is_lost(start: Any, number: int) -> None:
         assert "its daemon has said nothing for 3 s (KVHVD_LEASE)" in err
 
 
-def test_one_of_two_daemons_is_killed(start: Any, tmp_path: Path) -> None:
+def test_one_of_two_daemons_is_killed(start, tmp_path):
     job = start("--min-np 1 -H localhost:1,127.0.0.2:2", acts=f"until={tmp_path}/finish")
     job.until_joined(0, 1, 2)
     assert len(job.daemons()) == 2
@@ -229,7 +226,7 @@ def test_one_of_two_daemons_is_killed(start: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_daemon", [False, True])
-def test_the_launcher_is_killed(start: Any, with_daemon: bool) -> None:
+def test_the_launcher_is_killed(start, with_daemon):
     """Workers that are deaf to SIGTERM end, too; also when the daemons are killed with it."""
     job = start("--min-np 2 -H localhost:1,127.0.0.2:1", acts=f"{LONG} deaf", KVHVD_KILL_GRACE="0.5")
     job.until_joined(0, 1)
@@ -244,7 +241,7 @@ def test_the_launcher_is_killed(start: Any, with_daemon: bool) -> None:
 # -- Signals to the launcher --------------------------------------------------------------------------------------
 
 
-def test_signals_end_the_job(start: Any) -> None:
+def test_signals_end_the_job(start):
     """The user's own are passed on before; workers that are deaf to the others are killed after the grace."""
     program = """
 signal.signal(signal.SIGUSR1, lambda *_: say('user\\n'))
@@ -261,14 +258,14 @@ while True: signal.pause()
 
 
 @pytest.mark.parametrize("event", ["worker_entered"])
-def test_ctrl_c_while_workers_start(start: Any, event: str) -> None:
+def test_ctrl_c_while_workers_start(start, event):
     job = start("--min-np 2", acts=LONG)
     job.until_event(event)
     job.end(130, signal.SIGINT)
 
 
 @pytest.mark.parametrize(("log", "code"), [("/no/such/folder/log", 2), ("/dev/full", 1)])
-def test_an_event_log_that_cannot_be_written(run: Any, log: str, code: int) -> None:
+def test_an_event_log_that_cannot_be_written(run, log, code):
     # A second --event-log, after the one that all elastic jobs of tests have.
     err = run(f"--min-np 1 --event-log {log}", ["true"], code=code).err
     texts = {

@@ -1,9 +1,5 @@
 """Elastic training in jobs whose workers nobody replaces: what it recovers from, and what it says where it cannot."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from support.launchers import kvhvdrun, mpirun
@@ -38,7 +34,7 @@ report(before=before, rank=topology.rank, size=topology.size, generation=topolog
 
 @pytest.mark.timing
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_workers_that_all_live_meet_again(run: Any, name: str) -> None:
+def test_workers_that_all_live_meet_again(run, name):
     """One sleeps for longer than an operation may wait; the others wait for it in the next world."""
     limits = {"KVHVD_TIMEOUT": "1", "KVHVD_START_TIMEOUT": "60", "KVHVD_LOG_LEVEL": "info"}
     program = PROGRAM.replace("FAULT", "lambda: time.sleep(4)")
@@ -49,7 +45,7 @@ def test_workers_that_all_live_meet_again(run: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_worker_that_dies_is_not_replaced_and_the_job_says_so(run: Any, name: str) -> None:
+def test_a_worker_that_dies_is_not_replaced_and_the_job_says_so(run, name):
     """First in the log, once; under kvhvdrun, which lets the others speak, in the error too."""
     program = PROGRAM.replace("FAULT", "lambda: os.kill(os.getpid(), 9)")
     job = run("-np 3", program, code=137 if name == "kvhvdrun" else None, launcher=LAUNCHERS[name])

@@ -1,13 +1,10 @@
 """The examples that documents refer to run as they stand there."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,11 +16,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_sklearn]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def example(name: str, *arguments: str) -> list[str]:
+def example(name, *arguments):
     return [sys.executable, str(EXAMPLES / name), *arguments]
 
 
-def test_uneven(run: Any) -> None:
+def test_uneven(run):
     """All samples of all workers count, and all workers end with the same parameters."""
     out = run("-np 3", example("uneven.py", "--epochs", "3")).out
     assert "worker 2: 719 images, 45 batches in an epoch" in out
@@ -34,7 +31,7 @@ def test_uneven(run: Any) -> None:
 
 
 @pytest.mark.parametrize("launcher", [kvhvdrun, mpirun])
-def test_digits_cupy(run: Any, launcher: Any) -> None:
+def test_digits_cupy(run, launcher):
     """Two workers come to the parameters of one on the CPU, but for rounding; without a GPU, on arrays of NumPy."""
     way = launcher()
     if way is None:
@@ -47,7 +44,7 @@ def test_digits_cupy(run: Any, launcher: Any) -> None:
     assert float(difference[1]) < 1e-5, out
 
 
-def test_elastic_digits(start: Any) -> None:
+def test_elastic_digits(start):
     """A worker is killed, another takes its place, and all end with the same network."""
     job = start("--min-np 2 --max-np 3", example("elastic_digits.py", "--epochs", "30"), PYTHONUNBUFFERED="1")
     job.until_printed("epoch 10/30")

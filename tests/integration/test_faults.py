@@ -1,15 +1,12 @@
 """Ranks that die, stop, leave or fail while others wait for them: real processes, real signals."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
-from typing import Any
 
 import pytest
 
-from support.jobs import Job, stopped
+from support.jobs import stopped
 
 # Every rank sums until rank 1 suffers the fault. Whoever is told checks that no call hangs, and exits with code 7.
 SUM = """
@@ -34,7 +31,7 @@ sys.exit(7)
 """
 
 
-def caught(job: Job, ranks: int = 3) -> list[str]:
+def caught(job, ranks=3):
     """The errors that the ranks other than rank 1 report, each of them exactly once."""
     errors = []
     for rank in {*range(ranks)} - {1}:
@@ -53,7 +50,7 @@ def caught(job: Job, ranks: int = 3) -> list[str]:
         ("sys.exit(0)", "left before it submitted allreduce 'weight'", 7),
     ],
 )
-def test_a_rank_that_ends_is_named_by_all_others(run: Any, fault: str, how: str, code: int) -> None:
+def test_a_rank_that_ends_is_named_by_all_others(run, fault, how, code):
     """With host and cause; and the job ends with the culprit's exit code, unless that is success."""
     job = run("-np 3", SUM.format(fault=fault), code=code)
     for error in caught(job):
@@ -63,7 +60,7 @@ def test_a_rank_that_ends_is_named_by_all_others(run: Any, fault: str, how: str,
 
 @pytest.mark.alike
 @pytest.mark.parametrize("fault", ["os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)"])
-def test_a_rank_that_stands_still_is_named_at_the_deadline(run: Any, fault: str) -> None:
+def test_a_rank_that_stands_still_is_named_at_the_deadline(run, fault):
     """Who has waited, in what, and for whom."""
     for error in caught(run("-np 3", SUM.format(fault=fault), code=7, KVHVD_TIMEOUT="3")):
         waited = r"waited 3 s (in allreduce .*)?for rank 1 \(.*pid \d+\), which did not submit it\."
@@ -92,7 +89,7 @@ while True:
 """
 
 
-def test_an_error_of_the_program_is_all_that_is_printed(run: Any) -> None:
+def test_an_error_of_the_program_is_all_that_is_printed(run):
     """One traceback on each rank, although what was pending has failed as well; the others name the error."""
     job = run("-np 2", PENDING, code=1)
     assert "ended early: ValueError: the data set is empty" in job.of(0)
@@ -105,7 +102,7 @@ def test_an_error_of_the_program_is_all_that_is_printed(run: Any) -> None:
 
 
 @pytest.mark.alike
-def test_ctrl_c_ends_all_ranks(start: Any) -> None:
+def test_ctrl_c_ends_all_ranks(start):
     """Also one that waits in an operation, and one that does not react."""
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
     job = start("-np 3", SUM.format(fault=deaf), KVHVD_KILL_GRACE="0.5").until_printed("suffers")
@@ -148,7 +145,7 @@ for trial in range(5):
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_stopped_past_the_deadline_changes_nothing_later(start: Any) -> None:
+def test_a_rank_that_was_stopped_past_the_deadline_changes_nothing_later(start):
     """It may be about to write into an array of the other worker, which has had its error by then."""
     job = start("-np 2", SUMS, KVHVD_TIMEOUT="1")
     for trial in range(5):
@@ -177,7 +174,7 @@ except kvstore_hvd.DivergedError as error:
 
 
 @pytest.mark.slow
-def test_a_model_that_drifts_apart_is_named_by_all(run: Any) -> None:
+def test_a_model_that_drifts_apart_is_named_by_all(run):
     """Every rank says which parameter, and on which rank, although each of them ends as soon as it knows."""
     job = run("-np 3", DIVERGES, KVHVD_VERIFY_EVERY="5")
     for rank in range(3):

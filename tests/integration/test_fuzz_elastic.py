@@ -4,11 +4,8 @@
 (default 1000) on.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -21,16 +18,16 @@ SEEDS = int(os.environ.get("KVHVD_TEST_FUZZ_ELASTIC", "200"))
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_disturbed_jobs(tmp_path: Path, marker: str, seed: int) -> None:
+def test_disturbed_jobs(tmp_path, marker, seed):
     """A few."""
     disturbances.run(seed, tmp_path, marker)
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(400 * SEEDS)
-def test_many_disturbed_jobs(tmp_path: Path, marker: str) -> None:
+def test_many_disturbed_jobs(tmp_path, marker):
     """Many; nearly all of them finish."""
-    outcomes: Counter[str] = Counter()
+    outcomes = Counter()
     for seed in range(FIRST, FIRST + SEEDS):
         (tmp_path / str(seed)).mkdir()
         outcomes[disturbances.run(seed, tmp_path / str(seed), marker)] += 1

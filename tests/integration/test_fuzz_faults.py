@@ -4,13 +4,10 @@
 1000) on.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ FIRST = int(os.environ.get("KVHVD_TEST_FUZZ_SEED", "1000"))
 SEEDS = int(os.environ.get("KVHVD_TEST_FUZZ_FAULTS", "100"))
 
 
-def lose(seed: int, number: int, folder: Path, marker: str) -> None:
+def lose(seed, number, folder, marker):
     """Run a job whose victim gets the signal; all others have to be told of it by name."""
     # However slow the machine is, kvhvdrun lets the survivors report what they were told.
     variables = {"KVHVD_TIMEOUT": "4" if number == signal.SIGSTOP else "60", "KVHVD_SURVIVOR_TIME": str(patient(10))}
@@ -56,7 +53,7 @@ def lose(seed: int, number: int, folder: Path, marker: str) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_workers(tmp_path: Path, marker: str, number: int) -> None:
+def test_lost_workers(tmp_path, marker, number):
     """After SIGSTOP and SIGCONT the same processes meet again."""
     lose(1, number, tmp_path, marker)
 
@@ -64,7 +61,7 @@ def test_lost_workers(tmp_path: Path, marker: str, number: int) -> None:
 @pytest.mark.fuzz
 @pytest.mark.timeout(200 * SEEDS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_many_lost_workers(tmp_path: Path, marker: str, number: int) -> None:
+def test_many_lost_workers(tmp_path, marker, number):
     """Many moments."""
     for seed in range(FIRST, FIRST + SEEDS):
         (tmp_path / str(seed)).mkdir()

@@ -1,12 +1,9 @@
 """How jobs of kvhvdrun end: exit codes, who is blamed, and that nothing is left of them, whoever is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +25,7 @@ say('ready\\n')
 """
 
 
-def with_name(marker: str, name: bytes) -> list[int]:
+def with_name(marker, name):
     """The processes that `pkill NAME` or `pkill -f NAME` would hit, of this job only."""
     files = [(pid, Path("/proc", str(pid), file)) for pid in processes(marker) for file in ("comm", "cmdline")]
     return sorted({pid for pid, file in files if file.exists() and name in file.read_bytes()})
@@ -37,7 +34,7 @@ def with_name(marker: str, name: bytes) -> list[int]:
 # -- Ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_exit_code_and_last_words_of_the_first_failure(run: Any) -> None:
+def test_exit_code_and_last_words_of_the_first_failure(run):
     program = "if rank == 1: say('early\\n' 'ValueError: bad', sys.stderr); sys.exit(7)\nforever()"
     err = run("-np 3", program, code=7, KVHVD_SURVIVOR_TIME="0.1").err
     head, _, block = err.partition("kvhvdrun: ")
@@ -46,13 +43,13 @@ def test_exit_code_and_last_words_of_the_first_failure(run: Any) -> None:
     assert block.endswith(") exited with code 7. Its last lines on stderr:\n    early\n    ValueError: bad\n")
 
 
-def test_a_killed_worker_gives_128_and_the_signal(run: Any) -> None:
+def test_a_killed_worker_gives_128_and_the_signal(run):
     """What it has started is ended, too."""
     program = CHILDREN + "if rank == 1: os.kill(os.getpid(), 9)\nforever()"
     assert "was killed by SIGKILL" in run("-np 2", program, code=137, KVHVD_SURVIVOR_TIME="0.1").err
 
 
-def test_survivors_may_report_and_are_not_blamed(run: Any) -> None:
+def test_survivors_may_report_and_are_not_blamed(run):
     """Rank 0 ends first, but because of rank 1; and the cause is its last line, whatever exit handlers raise."""
     program = """
 if rank == 0:
@@ -73,7 +70,7 @@ raise ValueError('the cause')
 
 
 @pytest.mark.timing
-def test_the_time_of_the_survivors_runs_from_the_first_failure(run: Any) -> None:
+def test_the_time_of_the_survivors_runs_from_the_first_failure(run):
     """However many fail after it. A launcher that is late by less than six seconds changes nothing."""
     program = "time.sleep(rank); sys.exit(10 + rank)"
     job = run("-np 9 --verbose", program, code=10, KVHVD_SURVIVOR_TIME="2")
@@ -81,7 +78,7 @@ def test_the_time_of_the_survivors_runs_from_the_first_failure(run: Any) -> None
     assert "rank 8 was killed by SIGTERM" in job.err
 
 
-def test_workers_that_ignore_sigterm_or_are_stopped_are_killed(run: Any) -> None:
+def test_workers_that_ignore_sigterm_or_are_stopped_are_killed(run):
     program = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if rank == 0: wait_for('1'); wait_for('2'); sys.exit(3)
@@ -92,7 +89,7 @@ forever()
     run("-np 3", program, code=3, KVHVD_SURVIVOR_TIME="0.1", KVHVD_KILL_GRACE="0.2")
 
 
-def test_what_is_deaf_to_sigterm_is_killed_when_all_workers_have_ended_well(run: Any) -> None:
+def test_what_is_deaf_to_sigterm_is_killed_when_all_workers_have_ended_well(run):
     program = (
         CHILDREN
         + """
@@ -108,7 +105,7 @@ for own in (False, True):
 # -- Nothing is left ----------------------------------------------------------------------------------------------
 
 
-def test_a_guard_that_is_killed_is_replaced_and_costs_the_job_nothing(start: Any, marker: str) -> None:
+def test_a_guard_that_is_killed_is_replaced_and_costs_the_job_nothing(start, marker):
     """A worker that ends well meanwhile is no reason to end the other one."""
     job = start("-np 2", "say('ready\\n'); wait_for('go' if rank else '/'); say('done\\n')", KVHVD_SURVIVOR_TIME="0.1")
     job.until_printed("[0] done")
@@ -121,7 +118,7 @@ def test_a_guard_that_is_killed_is_replaced_and_costs_the_job_nothing(start: Any
 
 
 @pytest.mark.parametrize("options", ["-np 2", "--min-np 2 --host-discovery-script"])
-def test_whoever_kills_launchers_by_name_ends_all_of_the_job(start: Any, marker: str, options: str) -> None:
+def test_whoever_kills_launchers_by_name_ends_all_of_the_job(start, marker, options):
     """Those of an elastic job together with the daemon, and what a discovery script has started."""
     if "--min" in options:
         options += " \"setsid env -i sh -c 'sleep 1000; :' $KVHVD_TEST_MARK > /dev/null 2>&1 & echo localhost:2\""
@@ -147,7 +144,7 @@ say('ready\\n')
 
 
 @pytest.mark.parametrize("who", ["worker", "launcher"])
-def test_shared_memory_is_removed_by_what_cleans_up_behind_itself(start: Any, who: str) -> None:
+def test_shared_memory_is_removed_by_what_cleans_up_behind_itself(start, who):
     killed = "if rank == 1: os.kill(os.getpid(), 9)\n" if who == "worker" else ""
     job = start("-np 2", SHARED + "wait_for('memory0')\n" + killed + "forever()")
     if who == "launcher":
@@ -158,7 +155,7 @@ def test_shared_memory_is_removed_by_what_cleans_up_behind_itself(start: Any, wh
 
 
 @pytest.mark.parametrize("options", [(), ("--min-np", "1")])
-def test_what_was_started_before_kvhvdrun_goes_on(options: tuple[str, ...]) -> None:
+def test_what_was_started_before_kvhvdrun_goes_on(options):
     """As in the start script of a container: a shell starts a service, and becomes kvhvdrun."""
     script = 'sleep 1000 > /dev/null & echo $!; exec "$@"'
     command = ["sh", "-c", script, "sh", *kvhvdrun().prefix, "-np", "2", *options, "true"]
@@ -166,7 +163,7 @@ def test_what_was_started_before_kvhvdrun_goes_on(options: tuple[str, ...]) -> N
     os.kill(int(done.stdout), signal.SIGTERM)  # raises when it is gone
 
 
-def test_a_launcher_that_is_stopped_and_continued_goes_on(start: Any) -> None:
+def test_a_launcher_that_is_stopped_and_continued_goes_on(start):
     """Ctrl-Z and fg: the workers are stopped with it."""
     job = start("-np 2", "say(f'{os.getpid()}\\n'); wait_for('go')").until_printed("\n", 2)
     pids = [job.process.pid, *(int(line.split()[-1]) for line in job.out.splitlines())]

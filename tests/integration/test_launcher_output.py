@@ -1,13 +1,10 @@
 """The streams of kvhvdrun's workers: prefixes, terminals, readers that leave and disks that are full."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
 import signal
 import subprocess
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ from support.jobs import LIMIT_S
 pytestmark = pytest.mark.alike
 
 
-def test_lines_are_whole_carry_the_rank_and_streams_stay_apart(run: Any) -> None:
+def test_lines_are_whole_carry_the_rank_and_streams_stay_apart(run):
     """Also very long ones, of any bytes; standard input goes to rank 0."""
     program = """
 for i in range(2000): sys.stdout.write(f'{rank} {i} ' + 'x' * (i % 97) + '\\n')
@@ -37,7 +34,7 @@ say(f'err {rank}\\n', sys.stderr)
     assert sorted(job.err.splitlines()) == ["[0] err 0", "[1] err 1", "[2] err 2"]
 
 
-def test_one_worker_has_the_launchers_streams(run: Any) -> None:
+def test_one_worker_has_the_launchers_streams(run):
     read, write = os.pipe()
     os.write(write, b"in\n")
     os.close(write)
@@ -46,7 +43,7 @@ def test_one_worker_has_the_launchers_streams(run: Any) -> None:
 
 
 @pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
-def test_a_reader_that_leaves_ends_the_job_and_is_no_failure_of_a_worker(start: Any, options: str) -> None:
+def test_a_reader_that_leaves_ends_the_job_and_is_no_failure_of_a_worker(start, options):
     program = "signal.signal(signal.SIGTERM, lambda *_: os._exit(5))\nwhile True: say('y\\n')"
     job = start(options, program, stdout=subprocess.PIPE)
     job.process.stdout.readline()
@@ -54,7 +51,7 @@ def test_a_reader_that_leaves_ends_the_job_and_is_no_failure_of_a_worker(start: 
     assert job.end(128 + signal.SIGPIPE).err == ""
 
 
-def test_lost_output_is_said_once_and_ends_no_work(run: Any) -> None:
+def test_lost_output_is_said_once_and_ends_no_work(run):
     """The code of a worker that fails counts more."""
     with open("/dev/full", "wb") as full:
         program = "for _ in range(50): say('x\\n')\nsay('done\\n', sys.stderr)"
@@ -65,7 +62,7 @@ def test_lost_output_is_said_once_and_ends_no_work(run: Any) -> None:
 
 
 @pytest.mark.parametrize(("fd", "name"), [(0, ""), (1, "output"), (2, "error")])
-def test_streams_that_are_closed_from_the_start(run: Any, fd: int, name: str) -> None:
+def test_streams_that_are_closed_from_the_start(run, fd, name):
     """Nothing can be read from the input; the others are refused."""
     program = "say(f'started {sys.stdin.read()!r}\\n')"
     job = run("-np 2", program, code=2 if fd else 0, preexec_fn=lambda: os.close(fd))
@@ -78,7 +75,7 @@ def test_streams_that_are_closed_from_the_start(run: Any, fd: int, name: str) ->
 
 
 @pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
-def test_on_a_terminal_workers_have_one_too(start: Any, options: str) -> None:
+def test_on_a_terminal_workers_have_one_too(start, options):
     """Unfinished lines are shown, since they may be prompts; an elastic job has a status line besides."""
     ours, theirs = pty.openpty()
     program = "say(f'{sys.stdout.isatty()} name? ')\nforever()"

@@ -1,7 +1,5 @@
 """Signals that kvhvdrun gets: while workers start, while they run, and while they end; and what it starts them with."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
@@ -9,8 +7,6 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,7 @@ pytestmark = pytest.mark.alike
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_reach_every_worker_and_give_the_exit_code(start: Any, number: signal.Signals) -> None:
+def test_signals_reach_every_worker_and_give_the_exit_code(start, number):
     """Whatever the workers say; the user's own signals are passed on and end nothing."""
     program = f"""
 signal.signal(signal.SIGUSR1, lambda *_: say('user\\n'))
@@ -38,19 +34,19 @@ while True: signal.pause()
     assert job.err == ""
 
 
-def test_a_signal_after_a_failure_gives_the_exit_code(start: Any) -> None:
+def test_a_signal_after_a_failure_gives_the_exit_code(start):
     job = start("-np 2 -v", "if rank == 1: sys.exit(7)\nforever()", KVHVD_SURVIVOR_TIME="100")
     job.until_printed("rank 1 exited with code 7").end(128 + signal.SIGINT, signal.SIGINT)
 
 
-def test_ctrl_c_of_a_terminal_while_workers_start(start: Any) -> None:
+def test_ctrl_c_of_a_terminal_while_workers_start(start):
     """It reaches the workers, too."""
     job = start("-np 3 -v", "forever()", start_new_session=True).until_printed("kvhvdrun: rank 0 is")
     os.killpg(job.process.pid, signal.SIGINT)
     job.end(128 + signal.SIGINT)
 
 
-def test_ctrl_c_while_the_launcher_is_imported(start: Any, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_launcher_is_imported(start, tmp_path):
     if len(kvhvdrun().prefix) > 1:
         pytest.skip("the package is not installed, and with it the command")
     (tmp_path / "difflib.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
@@ -73,25 +69,25 @@ sys.exit(launch.main(sys.argv[1:]))
 """
 
 
-def test_a_signal_stops_the_starting_of_more_workers(run: Any) -> None:
+def test_a_signal_stops_the_starting_of_more_workers(run):
     job = run("-np 50 -v", ["sleep", "1000"], code=143, launcher=[sys.executable, "-c", INTERRUPTED])
     assert job.err.count(" is process ") == 1
 
 
-def test_a_second_ctrl_c_kills(start: Any) -> None:
+def test_a_second_ctrl_c_kills(start):
     program = "signal.signal(signal.SIGINT, lambda *_: say('no\\n')); say('ready\\n')\nwhile True: signal.pause()"
     job = start("-np 2", program, KVHVD_KILL_GRACE="100").until_printed("ready", 2)
     job.process.send_signal(signal.SIGINT)
     job.until_printed("no", 2).end(128 + signal.SIGINT, signal.SIGINT)
 
 
-def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace(start: Any) -> None:
+def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace(start):
     program = "signal.signal(signal.SIGINT, signal.SIG_IGN); say('ready\\n'); forever()"
     job = start("-np 2", program, KVHVD_KILL_GRACE="0.2").until_printed("ready", 2)
     job.end(128 + signal.SIGINT, signal.SIGINT)
 
 
-def test_an_ignored_hangup_stays_ignored(start: Any) -> None:
+def test_an_ignored_hangup_stays_ignored(start):
     program = "say(f'{signal.getsignal(signal.SIGHUP) == signal.SIG_IGN}\\n'); wait_for('go')"
     job = start("-np 2", program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.until_printed("True", 2).process.send_signal(signal.SIGHUP)
@@ -100,8 +96,8 @@ def test_an_ignored_hangup_stays_ignored(start: Any) -> None:
 
 
 @pytest.mark.parametrize("options", ["-np 2", pytest.param("--min-np 2", marks=pytest.mark.slow)])
-def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_and_blocked(run: Any, options: str) -> None:
-    def inherited() -> None:
+def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_and_blocked(run, options):
+    def inherited():
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
 
@@ -111,15 +107,15 @@ def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_and_
 
 
 @pytest.mark.parametrize("options", ["-np 2", pytest.param("--min-np 2", marks=pytest.mark.slow)])
-def test_a_signal_ends_the_job_although_nobody_reads_its_output(start: Any, options: str) -> None:
+def test_a_signal_ends_the_job_although_nobody_reads_its_output(start, options):
     # The signal's own action: without a handler, Python would end with the write that it is in.
     program = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nwhile True: say('x' * 1000 + '\\n')"
     job = start(options, program, stdout=subprocess.PIPE, KVHVD_KILL_GRACE="1")
     pipe = job.process.stdout.fileno()
 
-    def is_full() -> bool:
+    def is_full():
         (number,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))
-        return bool(number > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 8192)  # type: ignore[attr-defined]
+        return bool(number > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 8192)
 
     job.until(is_full, "a full pipe")
     job.end(128 + signal.SIGTERM, signal.SIGTERM)
@@ -128,7 +124,7 @@ def test_a_signal_ends_the_job_although_nobody_reads_its_output(start: Any, opti
 # -- The start ----------------------------------------------------------------------------------------------------
 
 
-def test_workers_share_memory_and_the_secret_is_on_no_command_line(run: Any) -> None:
+def test_workers_share_memory_and_the_secret_is_on_no_command_line(run):
     program = """
 from kvstore_hvd.worlds.bootstrap import discover
 from kvstore_hvd.worlds.rendezvous import share_segment
@@ -146,7 +142,7 @@ for pid in filter(str.isdigit, os.listdir('/proc')):
     assert {int(pinned) for _, pinned in lines} <= {max(1, cores // 4), (cores + 3) // 4}
 
 
-def test_a_worker_that_never_comes_is_named_by_all_others(run: Any) -> None:
+def test_a_worker_that_never_comes_is_named_by_all_others(run):
     program = """
 if rank == 1: forever()
 from kvstore_hvd.worlds.bootstrap import discover
@@ -158,7 +154,7 @@ share_segment(discover(), lambda told: os.memfd_create('x'))
     assert "[rank 2/3] the start failed" in err
 
 
-def test_a_script_without_an_interpreter_is_named(run: Any, tmp_path: Path) -> None:
+def test_a_script_without_an_interpreter_is_named(run, tmp_path):
     script = tmp_path / "train"
     script.write_text("echo\n")
     script.chmod(0o755)
@@ -168,7 +164,7 @@ def test_a_script_without_an_interpreter_is_named(run: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_who_waits_spins_only_if_there_is_a_core_for_each(run: Any, together: bool) -> None:
+def test_who_waits_spins_only_if_there_is_a_core_for_each(run, together):
     """Those that the workers may use count, not those of the machine; pinned to one each they have one each."""
     cores = sorted(os.sched_getaffinity(0))
     if not together and len(cores) < 2:

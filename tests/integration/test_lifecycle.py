@@ -1,14 +1,10 @@
 """Worlds that are left and met again, processes that are not part of them, and what happens at exit."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 
 @pytest.mark.alike
-def test_workers_meet_again_however_often_some_of_them_failed_to(run: Any) -> None:
+def test_workers_meet_again_however_often_some_of_them_failed_to(run):
     """A reset that timed out on some workers does not keep them from meeting; a forked child cannot take part."""
     program = """
 import numpy as np
@@ -82,7 +78,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
-def test_ctrl_c_ends_the_wait_of_a_worker_that_leaves(run: Any, late: bool) -> None:
+def test_ctrl_c_ends_the_wait_of_a_worker_that_leaves(run, late):
     """It is heard long before the deadline of ten minutes, and the others are told why nobody comes any more."""
     out = run("-np 2", f"LATE = {late}\n" + INTERRUPTED).out
     assert "rank 0 was interrupted" in out
@@ -91,7 +87,7 @@ def test_ctrl_c_ends_the_wait_of_a_worker_that_leaves(run: Any, late: bool) -> N
 
 
 @pytest.mark.parametrize(("own", "code"), [(7, 7), pytest.param(0, 1, marks=pytest.mark.slow)])
-def test_a_worker_whose_last_operation_failed_does_not_end_in_good_order(run: Any, own: int, code: int) -> None:
+def test_a_worker_whose_last_operation_failed_does_not_end_in_good_order(run, own, code):
     """The error that nobody has read is logged at exit, and the exit code tells of it unless the program's own does."""
     program = f"""
 import mxnet as mx
@@ -109,7 +105,7 @@ if rank != 1:
 
 
 @pytest.mark.slow
-def test_what_mxnet_has_not_come_to_is_waited_for(run: Any) -> None:
+def test_what_mxnet_has_not_come_to_is_waited_for(run):
     """A layer that needs the other workers submits what it exchanges as MXNet computes it: there is a world then."""
     program = """
 import mxnet as mx
@@ -136,7 +132,7 @@ train()
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_mxnets_list_of_errors_stays_whole(run: Any) -> None:
+def test_mxnets_list_of_errors_stays_whole(run):
     """Hundreds of operations fail at once, on threads of MXNet that extend that list: native/mxnet/error_list.hpp."""
     program = """
 import mxnet as mx

@@ -1,10 +1,5 @@
 """Start by the mpirun that belongs to this interpreter's mpi4py; communicators; and mpi4py in workers of kvhvdrun."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from kvstore_hvd.horovod.variables import Seat, of_worker
@@ -35,7 +30,7 @@ except KVHvdError as error:
 """
 
 
-def test_topology_and_shared_memory(run: Any) -> None:
+def test_topology_and_shared_memory(run):
     """What kvhvdrun has set does not count, as where a worker of kvhvdrun starts mpirun."""
     program = (
         DISCOVER.format(before="", comm="")
@@ -54,7 +49,7 @@ report(rank=told.pop('rank'), job=world.job, secret=world.secret.hex(), inodes=i
     assert len(set(reports[0]["inodes"])) == 2
 
 
-def test_one_rank_does_not_load_mpi_unless_the_program_has(run: Any) -> None:
+def test_one_rank_does_not_load_mpi_unless_the_program_has(run):
     (report,) = run("-np 1", DISCOVER.format(before="", comm="") + REPORT, launcher=OWN).reports()
     assert (report["rank"], report["size"], report["source"], report["mpi"]) == (0, 1, "single", False)
     # Without an mpirun nobody removes the file that Open MPI makes for other processes; one alone has no use for it.
@@ -82,7 +77,7 @@ def attempt(**more):
 """
 
 
-def test_worlds_of_communicators(run: Any) -> None:
+def test_worlds_of_communicators(run):
     """In the communicator's order, others are not needed; a list names ranks, and who is not named is alone."""
     program = (
         COMMUNICATORS
@@ -106,7 +101,7 @@ report(job=world.rank, half=half, outside=outside, threads=threads,
         assert "processes that are none of the 2 workers" in report["outside"]
 
 
-def test_process_sets_of_communicators(run: Any) -> None:
+def test_process_sets_of_communicators(run):
     """Each worker names its own part; all parts are sets, in the order of their ranks, and some may be in none."""
     program = (
         COMMUNICATORS
@@ -141,7 +136,7 @@ report(job=world.rank, error=error, before=before, some=some.ranks, included=som
 # -- What MPI lacks -----------------------------------------------------------------------------------------------
 
 
-def test_mpi4py_is_missing_or_cannot_load_mpi(run: Any, tmp_path: Path) -> None:
+def test_mpi4py_is_missing_or_cannot_load_mpi(run, tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no such module')")
     missing = f"sys.path.insert(0, {str(tmp_path)!r})\n"
     for before, variables, texts in (
@@ -153,7 +148,7 @@ def test_mpi4py_is_missing_or_cannot_load_mpi(run: Any, tmp_path: Path) -> None:
         assert all(text in reports[0]["text"] for text in texts)
 
 
-def test_the_variables_of_another_mpi(run: Any) -> None:
+def test_the_variables_of_another_mpi(run):
     # As another MPI's mpirun sets them; its processes would abort in MPI_Init or start as worlds of one.
     assert OWN is not None
     if "Open MPI" in OWN.version:
@@ -171,7 +166,7 @@ def test_the_variables_of_another_mpi(run: Any) -> None:
 
 
 @pytest.mark.parametrize("options", ["-np 2", "-np 1", pytest.param("--min-np 2", marks=pytest.mark.slow)])
-def test_mpi4py_that_knows_nothing_of_the_other_workers_is_told_once(run: Any, options: str) -> None:
+def test_mpi4py_that_knows_nothing_of_the_other_workers_is_told_once(run, options):
     """With both sizes and what to do; nothing is said where there is no other worker, or MPI is not used."""
     program = """
 import mpi4py, kvstore_hvd

@@ -4,31 +4,27 @@ Real processes, SIGSTOP and SIGCONT. What a pause must not cost is told by the e
 is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support.jobs import Job, stopped
+from support.jobs import stopped
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.timing, pytest.mark.slow]
 
 
-def pause(seconds: float, *pids: int, marker: str = "") -> None:
+def pause(seconds, *pids, marker=""):
     """Stop these processes, or all that carry the marker, for so long."""
     with stopped(*pids, marker=marker):
         time.sleep(seconds)
 
 
-def assert_nothing_was_lost(job: Job) -> None:
+def assert_nothing_was_lost(job):
     kinds = {entry["event"] for entry in job.events()}
     assert not kinds & {"generation_void", "worker_killed", "slot_blacklisted"}, job.describe()
 
@@ -36,7 +32,7 @@ def assert_nothing_was_lost(job: Job) -> None:
 # -- The whole job ------------------------------------------------------------------------------------------------
 
 
-def test_an_elastic_job_is_stopped_again_and_again(start: Any, marker: str) -> None:
+def test_an_elastic_job_is_stopped_again_and_again(start, marker):
     """While it starts, while workers meet: what takes long then is not held against anybody."""
     limits = {"KVHVD_LEASE": "2", "KVHVD_START_TIMEOUT": "6", "KVHVD_TIMEOUT": "6"}
     job = start("--min-np 3", acts="steps=60", **limits)
@@ -65,7 +61,7 @@ say('done\\n')
 
 
 @pytest.mark.parametrize("limit", ["KVHVD_TIMEOUT", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "KVHVD_START_TIMEOUT"])
-def test_a_static_job_is_stopped(start: Any, marker: str, limit: str) -> None:
+def test_a_static_job_is_stopped(start, marker, limit):
     """A deadline counts the time in which whoever watches it has run."""
     job = start("-np 2", TURNS, **{limit: "6"})
     job.until_printed("here" if "START" in limit else "step 2", 2)
@@ -73,14 +69,14 @@ def test_a_static_job_is_stopped(start: Any, marker: str, limit: str) -> None:
     assert job.end().out.count("done") == 2
 
 
-def test_a_worker_is_stopped_for_less_than_its_deadline(start: Any) -> None:
+def test_a_worker_is_stopped_for_less_than_its_deadline(start):
     job = start("-np 2", TURNS)
     line = job.until(lambda: [line for line in job.out.splitlines() if line.startswith("[1] step 2")])[0]
     pause(4, int(line.split()[-1]))
     assert (job.end().out.count("done"), job.err) == (2, "")
 
 
-def test_who_leaves_is_stopped_for_longer_than_its_deadline(start: Any, marker: str) -> None:
+def test_who_leaves_is_stopped_for_longer_than_its_deadline(start, marker):
     program = """
 import mxnet as mx
 import kvstore_hvd
@@ -100,7 +96,7 @@ assert array.asnumpy().tolist() == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("who", ["launcher", "daemon"])
-def test_launcher_or_daemon_is_stopped(start: Any, who: str) -> None:
+def test_launcher_or_daemon_is_stopped(start, who):
     """A worker that dies meanwhile is replaced afterwards; the others are not taken for late, whom nobody heard."""
     job = start("--min-np 2 --max-np 3", acts="steps=400 2:die 2:at=50", KVHVD_TIMEOUT="3")
     job.until_joined(0, 1, 2)
@@ -128,7 +124,7 @@ elastic_worker.main()
 """
 
 
-def read_all(descriptor: int) -> bytes:
+def read_all(descriptor):
     """All that comes to the end of the other side."""
     text = b""
     with contextlib.suppress(OSError):  # how a terminal says that its other end is closed
@@ -139,7 +135,7 @@ def read_all(descriptor: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
-def test_the_reader_of_the_output_stands_still(start: Any, kind: str) -> None:
+def test_the_reader_of_the_output_stands_still(start, kind):
     """Workers that write wait; leases and the replacement of a dead worker do not, and nothing is missing."""
     ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
     command = [sys.executable, "-c", LOUD, "steps=400"]
@@ -159,7 +155,7 @@ def test_the_reader_of_the_output_stands_still(start: Any, kind: str) -> None:
     assert numbers == list(range(len(numbers)))
 
 
-def test_an_output_file_stands_still(start: Any, tmp_path: Path) -> None:
+def test_an_output_file_stands_still(start, tmp_path):
     """Signals are passed on meanwhile, and nothing is lost."""
     folder = tmp_path / "kept" / "rank.0"
     folder.mkdir(parents=True)

@@ -1,18 +1,13 @@
-"""Whole programs as users of Horovod write them, on real data: they know nothing of this package.
+"""A whole program as users of Horovod write it, on real data: it knows nothing of this package.
 
-Each is started in all the ways that docs/unchanged-scripts.md names, and trains on the same global batches whatever the
+It is started in all the ways that docs/unchanged-scripts.md names, and trains on the same global batches whatever the
 number of workers. So the workers must end with equal bits, and near to one process that computes whole batches: there
 only the rounding of sums differs.
 """
 
-from __future__ import annotations
-
-import functools
-import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,75 +20,47 @@ from support.patience import patient
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, needs_sklearn]
 
-SCRIPTS = Path(__file__).resolve().parent / "scripts"
+SCRIPT = str(Path(__file__).with_name("digits_trainer.py"))
 LIMIT_S = patient(180)
-STARTS = ["mpirun -np 2", "kvhvdrun -np 2", "kvhvdrun -np 4"]
-# The second reduces by itself, beside a plain Trainer.
-ALL = [*itertools.product(STARTS, ["digits_trainer.py"]), *itertools.product(STARTS[::2], ["digits_self_reducing.py"])]
-
 # Of the norm of each parameter. The optimizers are smooth enough not to enlarge a difference in the last bits.
 NEAR = 1e-5
 
 
-def train(command: list[str], folder: Path, env: dict[str, str], ranks: int) -> list[list[np.ndarray]]:
+def train(command, folder, env, ranks):
     """Run a job to its end, check the accuracy that every rank prints, and return every rank's parameters."""
-    done = subprocess.run(
-        [*command, "--save", str(folder / "params")],
-        cwd=folder,
-        env={**env, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    env = {**env, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [*command, SCRIPT, "--save", str(folder / "params")]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     told = re.findall(r"rank (\d+) of (\d+): test accuracy ([\d.]+)", done.stdout)
     assert sorted(told) == [(str(rank), str(ranks), told[0][2]) for rank in range(ranks)], done.stdout
     assert float(told[0][2]) > 0.93, done.stdout
-    parameters = []
-    for rank in range(ranks):
-        with np.load(folder / f"params{rank}.npz") as saved:
-            parameters.append([saved[name] for name in saved.files])
-    return parameters
+    saved = [np.load(folder / f"params{rank}.npz") for rank in range(ranks)]
+    return [[of_rank[name] for name in of_rank.files] for of_rank in saved]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[np.ndarray]]:
-    """Return what gives the parameters of a script that one process has trained."""
-
-    @functools.cache
-    def trained(script: str) -> list[np.ndarray]:
-        command = [sys.executable, "-m", "kvstore_hvd", str(SCRIPTS / script)]
-        (parameters,) = train(command, tmp_path_factory.mktemp("alone"), variables_of(), 1)
-        return parameters
-
-    return trained
+def alone(tmp_path_factory):
+    """The parameters that one process has trained."""
+    command = [sys.executable, "-m", "kvstore_hvd"]
+    return train(command, tmp_path_factory.mktemp("alone"), variables_of(), 1)[0]
 
 
-@pytest.mark.parametrize(("start", "script"), ALL)
-def test_script_written_for_horovod(
-    marker: str, tmp_path: Path, alone: Callable[[str], list[np.ndarray]], start: str, script: str
-) -> None:
+@pytest.mark.parametrize("start", ["mpirun -np 2", "kvhvdrun -np 2", "kvhvdrun -np 4"])
+def test_a_script_written_for_horovod(marker, tmp_path, alone, start):
     """Accuracy, equal parameters on all ranks, and the parameters of one process that computes whole batches."""
-    name, _, count = start.split()
-    ranks, program = int(count), str(SCRIPTS / script)
+    name, _, ranks = start.split()
     if name == "mpirun":
         launcher = mpirun()
         if launcher is None:
             pytest.skip("no mpirun and mpi4py beside this interpreter")
-        command = launcher.command(ranks, [sys.executable, "-m", "kvstore_hvd", program])
+        command = launcher.command(int(ranks), [sys.executable, "-m", "kvstore_hvd"])
         env = {**environment(launcher), "PYTHONPATH": variables_of()["PYTHONPATH"]}
     else:
-        command = [*kvhvdrun().prefix, "-np", count, "--as-horovod", "--no-prefix", sys.executable, program]
+        command = [*kvhvdrun().prefix, "-np", ranks, "--as-horovod", "--no-prefix", sys.executable]
         env = variables_of(marker)
-    check(train(command, tmp_path, env, ranks), alone(script))
-
-
-def check(parameters: list[list[np.ndarray]], alone: list[np.ndarray]) -> None:
-    """Fail unless all ranks have equal parameters, which are near to those of one process."""
-    for others in parameters[1:]:
-        for mine, first in zip(others, parameters[0]):
-            assert mine.tobytes() == first.tobytes()
-    assert len(parameters[0]) == len(alone)
-    for many, one in zip(parameters[0], alone):
+    first, *others = train(command, tmp_path, env, int(ranks))
+    assert all(mine.tobytes() == theirs.tobytes() for each in others for mine, theirs in zip(each, first))
+    assert len(first) == len(alone)
+    for many, one in zip(first, alone):
         assert np.linalg.norm(many - one) < NEAR * np.linalg.norm(one)

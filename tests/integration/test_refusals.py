@@ -1,7 +1,5 @@
 """What the system refuses, or hides, is told as an error of the package that says what helps."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +29,7 @@ except kvstore_hvd.KVHvdError as error:
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
+def shim(tmp_path_factory):
     """A library that refuses calls of the system, to be preloaded."""
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
@@ -42,20 +39,20 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def told(run: Any, program: str, **variables: str) -> list[str]:
+def told(run, program, **variables):
     """What each rank of a job prints; nothing may come on stderr but the launcher's own lines."""
     job = run("-np 2", program, **variables)
     assert "Traceback" not in job.err, job.err
     return [job.of(rank).strip() for rank in range(2)]
 
 
-def test_a_machine_that_does_not_tell_its_memory(run: Any) -> None:
+def test_a_machine_that_does_not_tell_its_memory(run):
     """A call of the system that is refused leaves a number of pages below zero."""
     texts = told(run, "os.sysconf = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': -1 << 60}.get\n" + PROGRAM)
     assert texts == ["sum [2.0, 2.0]"] * 2
 
 
-def told_by_all(texts: list[str], what: str, fix: str) -> None:
+def told_by_all(texts, what, fix):
     """Every rank has a LaunchError with the reason and a fix, each once."""
     for rank, text in enumerate(texts):
         assert re.match(rf"LaunchError: \[rank {rank}/{len(texts)}\] ", text), text
@@ -74,23 +71,23 @@ def told_by_all(texts: list[str], what: str, fix: str) -> None:
         ("dofork", errno.ENOMEM, "keeping the arena for forked children: Cannot allocate memory", "ulimit -v"),
     ],
 )
-def test_a_call_that_is_refused(run: Any, shim: str, name: str, number: int, what: str, fix: str) -> None:
+def test_a_call_that_is_refused(run, shim, name, number, what, fix):
     variables = {"LD_PRELOAD": shim, f"REFUSE_{name}": str(number)}
     told_by_all(told(run, PROGRAM, **variables), what, fix)
 
 
-def test_limits_that_cannot_be_read(run: Any, shim: str) -> None:
+def test_limits_that_cannot_be_read(run, shim):
     """Where a sandbox denies prlimit, launcher and workers do without."""
     texts = told(run, PROGRAM, LD_PRELOAD=shim, REFUSE_getrlimit=str(errno.EPERM))
     assert texts == ["sum [2.0, 2.0]"] * 2
 
 
-def test_a_limit_of_files_that_is_too_small(run: Any) -> None:
+def test_a_limit_of_files_that_is_too_small(run):
     limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + PROGRAM
     told_by_all(told(run, limited), "sizing the shared segment: File too large", "ulimit -f")
 
 
-def unshares(*options: str) -> list[str]:
+def unshares(*options):
     """A command that runs another one in namespaces of its own; skips where that is not allowed."""
     command = ["unshare", "--user", "--map-root-user", *options]
     allowed = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0
@@ -100,7 +97,7 @@ def unshares(*options: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "option"), [("PID", "--pid"), ("time", "--time")])
-def test_workers_in_namespaces_of_their_own(run: Any, kind: str, option: str) -> None:
+def test_workers_in_namespaces_of_their_own(run, kind, option):
     """They cannot see whether the others live: that is said, and none takes a living one for dead."""
     own = [*unshares(option, "--fork", "--kill-child"), sys.executable, "-c", PRELUDE + PROGRAM]
     job = run("-np 2", own)
@@ -113,7 +110,7 @@ def test_workers_in_namespaces_of_their_own(run: Any, kind: str, option: str) ->
         assert len(re.findall(r"^  Fix: start all of them in one container", text, re.MULTILINE)) == 1, text
 
 
-def test_an_elastic_job_without_a_loopback(run: Any) -> None:
+def test_an_elastic_job_without_a_loopback(run):
     err = run("--min-np 2", ["true"], launcher=[*unshares("--net"), *kvhvdrun().prefix], code=126).err
     assert "kvhvdrun: the launcher could not be started: " in err
     assert err.endswith("  Fix: an elastic job needs the network of this host itself: ip link set lo up\n")

@@ -3,14 +3,12 @@
 The programs are read from standard input, so that they have no file: what they define can only travel by value.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,13 +31,13 @@ Notebook = Callable[..., Job]
 
 
 @pytest.fixture
-def notebook(tmp_path: Path, marker: str) -> Iterator[Notebook]:
+def notebook(tmp_path, marker):
     """Start programs without a file; at the end their folder of temporary files is empty."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    started: list[Job] = []
+    started = []
 
-    def start(program: str, **variables: str) -> Job:
+    def start(program, **variables):
         job = Job(
             tmp_path, marker, [sys.executable, "-u", "-"], stdin=subprocess.PIPE, TMPDIR=str(temporary), **variables
         )
@@ -56,7 +54,7 @@ def notebook(tmp_path: Path, marker: str) -> Iterator[Notebook]:
 
 
 @pytest.mark.alike
-def test_functions_arguments_and_results(notebook: Notebook) -> None:
+def test_functions_arguments_and_results(notebook):
     """Closures, lambdas, globals and classes travel by value, modules by name; results stand in the order of ranks."""
     program = """
         import collections, json, numpy
@@ -87,7 +85,7 @@ def test_functions_arguments_and_results(notebook: Notebook) -> None:
 
 
 @pytest.mark.slow
-def test_it_can_be_called_again_and_from_threads_and_keeps_nothing_open(notebook: Notebook) -> None:
+def test_it_can_be_called_again_and_from_threads_and_keeps_nothing_open(notebook):
     """However it ends; an unusable setting is an error before anything starts."""
     program = """
         from kvstore_hvd import ConfigError
@@ -116,7 +114,7 @@ def test_it_can_be_called_again_and_from_threads_and_keeps_nothing_open(notebook
 
 
 @pytest.mark.alike
-def test_another_python_and_a_program_that_ignores_sigchld(notebook: Notebook, tmp_path: Path) -> None:
+def test_another_python_and_a_program_that_ignores_sigchld(notebook, tmp_path):
     """`executable` runs the workers; the launcher's exit code is learned without its parent's help."""
     python = tmp_path / "python-of-mine"
     python.write_text(f'#!/bin/sh\nCHOSEN=yes exec "{sys.executable}" "$@"\n')
@@ -134,7 +132,7 @@ def test_another_python_and_a_program_that_ignores_sigchld(notebook: Notebook, t
     assert out.endswith("True\n")
 
 
-def test_training_equals_that_of_one_worker_also_under_horovods_name(notebook: Notebook) -> None:
+def test_training_equals_that_of_one_worker_also_under_horovods_name(notebook):
     """MXNet has been imported and used by the program; every step has all the data, whatever the number of workers."""
     program = """
         import mxnet as mx, numpy as np
@@ -172,7 +170,7 @@ def test_training_equals_that_of_one_worker_also_under_horovods_name(notebook: N
 
 
 @pytest.mark.alike
-def test_output_goes_to_the_streams_of_a_notebook(notebook: Notebook, tmp_path: Path) -> None:
+def test_output_goes_to_the_streams_of_a_notebook(notebook, tmp_path):
     """As lines with ranks, while the workers run, and to files; an error of the stream ends the job and is raised."""
     program = """
         class Cell:
@@ -211,7 +209,7 @@ def test_output_goes_to_the_streams_of_a_notebook(notebook: Notebook, tmp_path: 
 
 
 @pytest.mark.alike
-def test_an_exception_has_the_traceback_of_its_rank(notebook: Notebook) -> None:
+def test_an_exception_has_the_traceback_of_its_rank(notebook):
     """The cause is the exception itself; the ranks that fail because of it are not taken for it."""
     program = """
         class OfMine(Exception): pass
@@ -237,7 +235,7 @@ def test_an_exception_has_the_traceback_of_its_rank(notebook: Notebook) -> None:
 
 
 @pytest.mark.alike
-def test_workers_without_a_result_are_named(notebook: Notebook) -> None:
+def test_workers_without_a_result_are_named(notebook):
     """Whatever their exit code; so are results, and arguments, that cannot travel."""
     program = """
         import atexit
@@ -263,7 +261,7 @@ def test_workers_without_a_result_are_named(notebook: Notebook) -> None:
 
 
 @pytest.mark.alike
-def test_options_that_cannot_be_are_refused(notebook: Notebook) -> None:
+def test_options_that_cannot_be_are_refused(notebook):
     """Before any worker starts."""
     refused = {
         "np=2, hosts='elsewhere:2'": "'elsewhere' is another host",
@@ -305,7 +303,7 @@ WAITING = """
 
 
 @pytest.mark.alike
-def test_ctrl_c_ends_the_workers_first(notebook: Notebook) -> None:
+def test_ctrl_c_ends_the_workers_first(notebook):
     """Then it is the KeyboardInterrupt that it always is, and the program can go on."""
     job = notebook(WAITING).until_printed("waits", 2).end(0, signal.SIGINT)
     assert job.out.splitlines()[-2:] == ["ended ", "[0, 1]"]
@@ -314,12 +312,12 @@ def test_ctrl_c_ends_the_workers_first(notebook: Notebook) -> None:
 
 @pytest.mark.alike
 @pytest.mark.parametrize(("number", "options"), [(signal.SIGKILL, "np=2"), (signal.SIGTERM, "min_np=2, max_np=2")])
-def test_a_program_that_is_killed_takes_its_workers_along(notebook: Notebook, number: int, options: str) -> None:
+def test_a_program_that_is_killed_takes_its_workers_along(notebook, number, options):
     notebook(WAITING.replace("np=2", options)).until_printed("waits", 2).end(-number, number)
 
 
 @pytest.mark.alike
-def test_a_launcher_that_is_killed_is_an_error(notebook: Notebook, marker: str) -> None:
+def test_a_launcher_that_is_killed_is_an_error(notebook, marker):
     """Its workers end with it, and the program says how it ended."""
     job = notebook(WAITING).until_printed("waits", 2)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(marker)}
@@ -332,7 +330,7 @@ def test_a_launcher_that_is_killed_is_an_error(notebook: Notebook, marker: str) 
 
 
 @pytest.mark.alike
-def test_an_elastic_job_has_the_results_of_its_last_world(notebook: Notebook) -> None:
+def test_an_elastic_job_has_the_results_of_its_last_world(notebook):
     """A worker dies on the way, and another takes its place; one that raises ends a job that cannot go on."""
     program = """
         def work(total):

@@ -1,10 +1,7 @@
 """Settings that a program makes itself, after its imports and before it joins the world."""
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import Any
 
 import pytest
 
@@ -49,7 +46,7 @@ report(worlds=[*worlds, world()], refused=refused)
 @pytest.mark.parametrize(
     "how", ["kvhvdrun --as-horovod", *(pytest.param(how, marks=pytest.mark.slow) for how in ("kvhvdrun", "mpirun -m"))]
 )
-def test_settings_before_init(run: Any, how: str) -> None:
+def test_settings_before_init(run, how):
     """They hold in the world that is joined next; what cannot be used is refused there, and can be corrected."""
     launcher = mpirun() if how.startswith("mpirun") else ()
     if launcher is None:

@@ -1,11 +1,8 @@
 """Ranks that come late: who says so, and what; real processes, real signals."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ for step in range(6):
 """
 
 
-def test_a_late_rank_is_named_and_says_where_it_is(start: Any) -> None:
+def test_a_late_rank_is_named_and_says_where_it_is(start):
     """Rank 0 says who waits for whom, rank 1 shows its stack, the other is silent; of a stopped one, rank 0 says so."""
     job = start("-np 3", TRAIN, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
     job.until(lambda: re.search(WAITS, job.of(0)) and "time.sleep" in job.of(1), "both reports")
@@ -72,7 +69,7 @@ except kvstore_hvd.HorovodInternalError as error:
 
 
 @pytest.mark.alike
-def test_the_shutdown_time_ends_the_world_on_all_ranks(start: Any) -> None:
+def test_the_shutdown_time_ends_the_world_on_all_ranks(start):
     """Every rank gets an error that names the late one, that one too."""
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
     job = start("-np 3", "HOW = 'late'\n" + SUM, **limits).until_printed("caught: ", 2)
@@ -85,7 +82,7 @@ def test_the_shutdown_time_ends_the_world_on_all_ranks(start: Any) -> None:
 
 
 @pytest.mark.alike
-def test_the_check_can_be_switched_off(start: Any) -> None:
+def test_the_check_can_be_switched_off(start):
     """Then nobody looks, although ranks wait: nothing is reported, and nobody ends the world."""
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1"}
     job = start("-np 2", "HOW = 'late'\n" + SUM, HOROVOD_STALL_CHECK_DISABLE="1", **limits)
@@ -95,7 +92,7 @@ def test_the_check_can_be_switched_off(start: Any) -> None:
 
 
 @pytest.mark.alike
-def test_ranks_that_wait_for_each_other_all_say_so(run: Any) -> None:
+def test_ranks_that_wait_for_each_other_all_say_so(run):
     """Each of them waits, and each of them is late."""
     limits = {"KVHVD_STALL_CHECK_TIME_S": "0.5", "KVHVD_STALL_SHUTDOWN_TIME_S": "2"}
     job = run("-np 2", "HOW = 'crossed'\n" + SUM, code=7, **limits)
@@ -108,7 +105,7 @@ def test_ranks_that_wait_for_each_other_all_say_so(run: Any) -> None:
 
 
 @pytest.mark.alike
-def test_the_thread_follows_the_world(run: Any) -> None:
+def test_the_thread_follows_the_world(run):
     """One for each world of several ranks; none in a forked child, nor after leaving; and it delays no exit."""
     program = """
 import kvstore_hvd

@@ -1,14 +1,10 @@
 """A rank that is stopped while it holds a lock of the world: the interpreters of the others run on, and say so."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import signal
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,7 +61,7 @@ say('summed\\n')
 
 
 @pytest.mark.parametrize("case", ["table", "schedule"])
-def test_threads_of_the_others_run_on(start: Any, tmp_path: Path, case: str) -> None:
+def test_threads_of_the_others_run_on(start, tmp_path, case):
     """Also while a small array is submitted, which takes no time as a rule and keeps the interpreter lock."""
     compiled = tmp_path / "offsets"  # where the locks lie in a segment
     command = [str(COMPILER), "-std=c++17", f"-I{TESTS.parent / 'native'}", "-o", str(compiled)]

@@ -1,12 +1,8 @@
 """Timelines of whole jobs, also such that end badly."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,7 +34,7 @@ while True:
 """
 
 
-def test_a_training_leaves_one_file(run: Any, tmp_path: Path) -> None:
+def test_a_training_leaves_one_file(run, tmp_path):
     """Nothing in the program: variables alone. A child that runs the exit handlers of the program changes nothing."""
     (tmp_path / "own").mkdir()
     target = tmp_path / "own" / "timeline.json"
@@ -58,7 +54,7 @@ def test_a_training_leaves_one_file(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.alike
 @pytest.mark.parametrize(("ranks", "variable"), [(1, "HOROVOD_TIMELINE"), (2, "KVHVD_TIMELINE")])
-def test_a_path_that_cannot_be_written_ends_the_job(run: Any, ranks: int, variable: str) -> None:
+def test_a_path_that_cannot_be_written_ends_the_job(run, ranks, variable):
     """Every rank says why, before it trains; nothing is left behind."""
     variables = {variable: "missing/timeline.json", "KVHVD_SURVIVOR_TIME": "30"}
     job = run(f"-np {ranks}", "import kvstore_hvd; kvstore_hvd.init(); say('trained')", code=1, **variables)
@@ -70,7 +66,7 @@ def test_a_path_that_cannot_be_written_ends_the_job(run: Any, ranks: int, variab
 
 @pytest.mark.alike
 @pytest.mark.parametrize(("fault", "code"), [("os.kill(os.getpid(), 9)", 137), ("raise ValueError('test')", 1)])
-def test_a_job_that_ends_badly_leaves_what_it_has_recorded(run: Any, tmp_path: Path, fault: str, code: int) -> None:
+def test_a_job_that_ends_badly_leaves_what_it_has_recorded(run, tmp_path, fault, code):
     """One file if all ranks have ended by themselves, else parts that can be merged, and stay."""
     target = tmp_path / "timeline.json"
     variables = {"KVHVD_TIMELINE": target.name, "KVHVD_SURVIVOR_TIME": "30"}

@@ -1,11 +1,7 @@
 """Scripts written for Horovod, started as they are: by kvhvdrun --as-horovod and by python -m kvstore_hvd."""
 
-from __future__ import annotations
-
 import os
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,7 @@ JOIN = "import kvstore_hvd; kvstore_hvd.init(); "
 
 @pytest.mark.alike
 @pytest.mark.parametrize("how", ["script", pytest.param("module", marks=pytest.mark.slow)])
-def test_a_script_finds_horovod_in_every_worker(run: Any, tmp_path: Path, how: str) -> None:
+def test_a_script_finds_horovod_in_every_worker(run, tmp_path, how):
     """So do other processes of the script, however they are started."""
     (tmp_path / "other.py").write_text("import kvstore_hvd, horovod; print(horovod.__version__)")
     (tmp_path / "train.py").write_text("""
@@ -36,7 +32,7 @@ if __name__ == '__main__':
 
 
 @pytest.mark.alike
-def test_a_script_that_cannot_be_started(run: Any) -> None:
+def test_a_script_that_cannot_be_started(run):
     """By name of Horovod only with the option, and for MXNet only; what every rank says names the reason."""
     err = run("-np 2", "import horovod", code=1).err
     assert "ModuleNotFoundError: No module named 'horovod'" in err
@@ -52,7 +48,7 @@ def test_a_script_that_cannot_be_started(run: Any) -> None:
 
 @pytest.mark.alike
 @pytest.mark.slow
-def test_exit_codes_and_tracebacks_are_those_of_the_script(run: Any) -> None:
+def test_exit_codes_and_tracebacks_are_those_of_the_script(run):
     run("-np 2 --as-horovod", "if rank == 1: sys.exit(7)", code=7)
     err = run("-np 2 --as-horovod", "raise ValueError(rank)", code=1).err
     assert "[1] ValueError: 1\n" in err
@@ -95,7 +91,7 @@ if __name__ == '__main__':
 
 
 @pytest.mark.parametrize("spawn", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_training_with_horovods_interface(run: Any, spawn: bool) -> None:
+def test_training_with_horovods_interface(run, spawn):
     first, second = run("-np 2 --as-horovod --no-prefix", f"SPAWN = {spawn}\n" + TRAIN).out.splitlines()
     assert first == second
     assert first.startswith("2 0.5 ")
@@ -103,7 +99,7 @@ def test_training_with_horovods_interface(run: Any, spawn: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["--as-horovod", f"{sys.executable} -m kvstore_hvd"])
-def test_a_script_that_names_the_store_only(run: Any, how: str) -> None:
+def test_a_script_that_names_the_store_only(run, how):
     program = """
 import mxnet as mx
 ones = mx.nd.ones if mx.__version__ < '2' else mx.np.ones
@@ -124,7 +120,7 @@ for step in range(2):
 
 
 @pytest.mark.alike
-def test_output_is_kept_in_files_too(run: Any, tmp_path: Path) -> None:
+def test_output_is_kept_in_files_too(run, tmp_path):
     """What an earlier job has written goes; options may stand in a file."""
     old = tmp_path / "logs" / "today" / "rank.2"
     old.mkdir(parents=True)
@@ -140,7 +136,7 @@ def test_output_is_kept_in_files_too(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.alike
-def test_a_full_disk_is_said_and_ends_no_work(run: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_ends_no_work(run, tmp_path):
     (tmp_path / "logs" / "rank.0").mkdir(parents=True)
     (tmp_path / "logs" / "rank.0" / "stdout").symlink_to("/dev/full")
     program = "for i in range(50): say(f'{i}\\n')\nsay('done', sys.stderr)"
@@ -155,7 +151,7 @@ def test_a_full_disk_is_said_and_ends_no_work(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.alike
-def test_variables_of_horovod(run: Any) -> None:
+def test_variables_of_horovod(run):
     """Those without effect are said by one rank; communication threads run where one of them says."""
     program = """
 before, allowed = set(os.listdir('/proc/self/task')), os.sched_getaffinity(0)
@@ -175,7 +171,7 @@ say(f'{len(pinned) >= 1} {os.sched_getaffinity(0) == allowed}\\n')
 
 
 @pytest.mark.alike
-def test_settings_that_cannot_be_are_errors(run: Any) -> None:
+def test_settings_that_cannot_be_are_errors(run):
     """Cores that are not there are said by every rank, a misspelt name by the launcher."""
     err = run("-np 2 --as-horovod", JOIN, code=1, HOROVOD_THREAD_AFFINITY="0,1000000").err
     for rank in range(2):

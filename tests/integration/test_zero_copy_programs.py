@@ -1,9 +1,6 @@
 """Whole programs with gradients in shared memory: under which limits they run, and how they end."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 
@@ -51,7 +48,7 @@ kept = [net, trainer, *gradients(net)]  # alive at the end
 """
 
 
-def weights(run: Any, inside: int, *command: str, **variables: str) -> str:
+def weights(run, inside, *command, **variables):
     """The checksum of the weights, which is the same on all ranks."""
     job = run("-np 2", MAKE + TRAIN, launcher=command and (*command, *kvhvdrun().prefix), **variables)
     found = re.findall(rf"weights (\w+) inside {inside}$", job.out, re.MULTILINE)
@@ -62,7 +59,7 @@ def weights(run: Any, inside: int, *command: str, **variables: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["-f 4194304", "-v 8388608", "naive", "arena"])
-def test_same_weights_with_and_without(run: Any, how: str) -> None:
+def test_same_weights_with_and_without(run, how):
     """Under `ulimit` (in KiB) the arena takes a part of what there is; also MXNet's synchronous engine has it."""
     variables = {"naive": {"MXNET_ENGINE_TYPE": "NaiveEngine"}, "arena": {"KVHVD_ARENA_MIB": "1"}}.get(how, {})
     limit = () if variables else ("bash", "-c", f'ulimit {how} && exec "$@"', "bash")
@@ -70,7 +67,7 @@ def test_same_weights_with_and_without(run: Any, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_outlive_a_lost_world(run: Any) -> None:
+def test_gradients_outlive_a_lost_world(run):
     """After a worker's death the others read, write and free their arrays, train another net alone, and end."""
     program = (
         MAKE

@@ -1,17 +1,12 @@
 """Fixtures of the parallel tests."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 pytest.register_assert_rewrite("support.zero_copy")  # it asserts for the tests, and should say as much as they do
 
 
 @pytest.fixture
-def kv(world: Any) -> Any:
+def kv(world):
     """Return a store of its own for this test."""
     import mxnet as mx
 
@@ -19,7 +14,7 @@ def kv(world: Any) -> Any:
 
 
 @pytest.fixture(params=["nd", "np"])
-def kind(request: Any) -> Any:
+def kind(request):
     """Return the module of one of MXNet's two classes of arrays."""
     import mxnet as mx
 
@@ -27,7 +22,7 @@ def kind(request: Any) -> Any:
 
 
 @pytest.fixture
-def no_static_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_static_graphs(monkeypatch):
     """Start as a program of its own would: what earlier tests have compiled is gone."""
     from kvstore_hvd.mxnet_compat import gradients
 
@@ -35,7 +30,7 @@ def no_static_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def dynamic(world: Any) -> Iterator[None]:
+def dynamic(world):
     """Let this test add process sets; they are gone afterwards."""
     from kvstore_hvd.mxnet import process_sets
 

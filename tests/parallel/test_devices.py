@@ -1,7 +1,5 @@
 """Operations on arrays of devices, end to end but for the device: `HostExecutor` takes its place."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

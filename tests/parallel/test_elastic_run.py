@@ -1,7 +1,5 @@
 """The loop of `elastic.run` in a job that is not elastic: a world that is lost while all its workers live."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 

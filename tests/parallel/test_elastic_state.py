@@ -1,7 +1,5 @@
 """States of elastic training among workers: everything is rank 0's after a sync, and updates reach all of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -5,8 +5,6 @@ A short run belongs to the ordinary tests. The long one (``pytest -m fuzz`` unde
 says how to run its program again.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -23,13 +21,13 @@ PROGRAMS = int(os.environ.get("KVHVD_TEST_FUZZ_PROGRAMS", "5000"))
 
 @pytest.mark.timeout(300)
 @pytest.mark.mpi
-def test_random_programs(dynamic: None, rank: int, size: int) -> None:
+def test_random_programs(dynamic, rank, size):
     """No wrong value, every mismatch reported on every rank, and the world works on."""
     run_programs(0, 30 if launched().launcher == "mpirun" else 200 if size == 4 else 60, rank, size)
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(600 + PROGRAMS)
-def test_many_random_programs(dynamic: None, rank: int, size: int) -> None:
+def test_many_random_programs(dynamic, rank, size):
     """The same, for a long time."""
     run_programs(FIRST, PROGRAMS, rank, size)

@@ -1,7 +1,5 @@
 """`kvstore_hvd.allreduce` and `broadcast` of arrays on GPUs; stand-ins take the place of CuPy and the device."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

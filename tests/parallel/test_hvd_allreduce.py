@@ -1,7 +1,5 @@
 """`hvd.allreduce` and `hvd.broadcast` in all their forms."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

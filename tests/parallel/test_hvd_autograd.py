@@ -1,7 +1,5 @@
 """Collectives inside ``autograd.record()``: gradients of the sum of all workers' losses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

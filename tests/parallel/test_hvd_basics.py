@@ -1,7 +1,5 @@
 """Horovod's basics: joining and leaving, ranks and sizes, what this build can do."""
 
-from __future__ import annotations
-
 import json
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Objects, parameters and Trainers' states, sent to other workers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`hvd.allgather`, `hvd.alltoall`, `hvd.reducescatter`: outputs that depend on all workers' arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`hvd.init(process_sets=[...])`, again and again: equal sets are used again, and an error changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvstore_hvd

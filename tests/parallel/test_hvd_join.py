@@ -1,7 +1,5 @@
 """``hvd.join()``: workers that have nothing more to do, table D of the contract."""
 
-from __future__ import annotations
-
 import os
 import signal
 

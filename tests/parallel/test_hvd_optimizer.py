@@ -1,7 +1,5 @@
 """`DistributedTrainer` and `DistributedOptimizer`: training alike on all workers, as one worker with all the data."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 

@@ -1,7 +1,5 @@
 """A `DistributedOptimizer` and a store: gradients are exchanged once, whatever ``kvstore`` says."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 
@@ -222,27 +220,6 @@ def test_module(rank, size, fresh_log, caplog, store, devices):
     assert caplog.text.count(TOLD) == is_ours
     assert_equal_on_all_ranks(ours, f"module/{store}/{devices}")
     np.testing.assert_allclose(ours, expected_regression(size, 0, 3, batch), rtol=1e-3, atol=1e-5)
-
-
-@MXNET_1
-def test_svrg_module(rank, size):
-    """An optimizer that has the `DistributedOptimizer` inside."""
-    kind = importlib.import_module("mxnet.contrib.svrg_optimization.svrg_module").SVRGModule
-    data, labels = (np.concatenate(each) for each in zip(*(samples(BATCH, seed=each) for each in range(size))))
-    results = []
-    for first, number in ((BATCH * rank, BATCH), (0, BATCH * size)):
-        rows = slice(first, first + number)
-        batches = mx.io.NDArrayIter(data[rows], labels[rows], batch_size=number, label_name="label")
-        optimizer = mx.optimizer.SGD(learning_rate=0.1, rescale_grad=1.0 / number)
-        if not results:
-            optimizer = hvd.DistributedOptimizer(optimizer)
-        else:
-            optimizer._kvstore_hvd_synchronised = True
-        module = kind(regression(), label_names=["label"], update_freq=1)
-        results.append(trained(module, batches, first_weights(0), None if results else "horovod", optimizer))
-        assert module._kvstore is None
-    assert_equal_on_all_ranks(results[0], "svrg")
-    np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-5)
 
 
 @MXNET_1

@@ -4,8 +4,6 @@ The first ranks of the job are the workers of each world; the others are alone m
 a replay in this process, to the last bit: it adds the workers' gradients in the order of ranks.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import reduce
 

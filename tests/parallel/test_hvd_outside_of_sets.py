@@ -1,7 +1,5 @@
 """Trainers and optimizers of a process set on workers that are not in it: they train on their own gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

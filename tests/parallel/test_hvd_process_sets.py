@@ -1,7 +1,5 @@
 """Process sets: disjoint and overlapping ones, and the rules for adding and removing them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

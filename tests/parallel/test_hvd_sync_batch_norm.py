@@ -1,7 +1,5 @@
 """`hvd.SyncBatchNorm` against ``nn.BatchNorm`` in one process that has all the data."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Uneven inputs: workers that have none follow the others, with hooks of the program's own."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

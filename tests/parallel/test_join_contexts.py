@@ -1,7 +1,5 @@
 """Trainers in contexts: several, nested, beside other joinables, with errors and long waits."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

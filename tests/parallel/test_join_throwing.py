@@ -1,7 +1,5 @@
 """Contexts that throw as soon as one worker has no more input: nothing of the others' last iteration stays behind."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What Trainers compute in a Join: workers without input make the same updates, table D of the contract."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

@@ -1,7 +1,5 @@
 """`broadcast` and the older interface: table A of the contract."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Wrong calls and disagreeing ranks: who raises what, with which text, and that the store works on afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,7 +1,5 @@
 """`pushpull`: table A of the contract, with every rank contributing other values."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Collectives on NumPy arrays."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Allreduces that are prepared once: the same results and errors as those of a call, again and again."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

@@ -1,10 +1,5 @@
 """Operations that MXNet's engine refuses on one rank: announced once, as failed; the rest of the call is submitted."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -19,12 +14,12 @@ REFUSED = "MXNet refused the operation: the test refuses it"
 
 
 @pytest.fixture(scope="module")
-def refusing(tmp_path_factory: pytest.TempPathFactory) -> RefusingEngine:
+def refusing(tmp_path_factory):
     return RefusingEngine(tmp_path_factory.mktemp("refusing"), mxnet_compat.libmxnet_path())
 
 
 @pytest.fixture
-def refused_pair(refusing: RefusingEngine) -> Iterator[World]:
+def refused_pair(refusing):
     """Return a world of two in this process, whose rank 0 has an engine that can refuse."""
     world = World()
     world.adapter = native.MXNetAdapter(world.engine, refusing.path, False)
@@ -34,7 +29,7 @@ def refused_pair(refusing: RefusingEngine) -> Iterator[World]:
 
 
 @pytest.fixture
-def member(world: Any, size: int, refusing: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def member(world, size, refusing, monkeypatch):
     """Return this rank's part in the world of all; its stores use the engine that can refuse."""
     if size == 1:
         pytest.skip("one rank cannot get out of step")
@@ -46,19 +41,19 @@ def member(world: Any, size: int, refusing: RefusingEngine, monkeypatch: pytest.
     mx.nd.waitall()
 
 
-def pushpull(pair: World, array: Any) -> None:
+def pushpull(pair, array):
     pair.pushpull("w", [array], [array])
 
 
-def pushpull_in_place(pair: World, array: Any) -> None:
+def pushpull_in_place(pair, array):
     assert pair.adapter.pushpull_in_place("w", "'w'", mxnet_compat.handle_of(array), 0, False) == 16
 
 
-def pushpull_step(pair: World, array: Any) -> None:
+def pushpull_step(pair, array):
     pair.adapter.pushpull_step(pair.adapter.prepare([("w", "'w'", mxnet_compat.handle_of(array), 0)]))
 
 
-def broadcast(pair: World, array: Any) -> None:
+def broadcast(pair, array):
     pair.broadcast("w", array, 1)
 
 
@@ -67,9 +62,7 @@ ENTRIES = [pushpull, pushpull_in_place, pushpull_step, broadcast]
 
 @pytest.mark.parametrize("has_taken", [False, True], ids=["at-once", "after-taking-it"])
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
-def test_a_refused_operation_is_announced_once(
-    refused_pair: World, refusing: RefusingEngine, entry: Callable[[World, Any], None], has_taken: bool
-) -> None:
+def test_a_refused_operation_is_announced_once(refused_pair, refusing, entry, has_taken):
     """Both ranks are told of it, and the next operation of the name meets the next one of the other rank."""
     pair, root = refused_pair, 1 if entry is broadcast else -1
     array, theirs = mx.nd.array(ramp((4,))), ramp((4,), start=7)
@@ -91,7 +84,7 @@ def test_a_refused_operation_is_announced_once(
 
 
 @pytest.mark.parametrize("refused", [0, 1, 2, 3])
-def test_what_follows_a_refused_group_is_announced(refused_pair: World, refusing: RefusingEngine, refused: int) -> None:
+def test_what_follows_a_refused_group_is_announced(refused_pair, refusing, refused):
     """Of 20 gradients 8, 8 and 3 share an operation, and a large one has its own: those not refused are summed."""
     pair = refused_pair
     sizes = [4] * 19 + [100_000]
@@ -123,7 +116,7 @@ def test_what_follows_a_refused_group_is_announced(refused_pair: World, refusing
 # -- Stores of several workers -------------------------------------------------------------------------------------
 
 
-def refuse_on(refusing: RefusingEngine, member: Any, after: int = 0) -> bool:
+def refuse_on(refusing, member, after=0):
     """Have the last rank's engine refuse; returns whether this is that rank."""
     topology = member.topology
     if topology.rank != topology.size - 1:
@@ -133,15 +126,13 @@ def refuse_on(refusing: RefusingEngine, member: Any, after: int = 0) -> bool:
 
 
 @pytest.mark.parametrize("operation", ["pushpull", "broadcast"])
-def test_the_other_keys_of_a_call_are_submitted(
-    member: Any, refusing: RefusingEngine, kv: Any, rank: int, size: int, operation: str
-) -> None:
+def test_the_other_keys_of_a_call_are_submitted(member, refusing, kv, rank, size, operation):
     """The second of three is refused: the first and the third have their results, in copies as well."""
     values = [mx.nd.full(4, 10 * (place + 1) + rank) for place in range(3)]
     outs = [mx.nd.full(4, -1, dtype="float64") for _ in values]  # another dtype: through a copy
     refused = refuse_on(refusing, member, 1)
 
-    def call() -> None:
+    def call():
         getattr(kv, operation)(["a", "b", "c"], values, out=outs)
 
     if refused:
@@ -163,7 +154,7 @@ def test_the_other_keys_of_a_call_are_submitted(
         assert out.asnumpy().tolist() == [sum(10 * (place + 1) + each for each in ranks)] * 4
 
 
-def test_a_refused_reduction_of_a_workers_own_arrays_is_an_error_with_a_fix(refusing: RefusingEngine) -> None:
+def test_a_refused_reduction_of_a_workers_own_arrays_is_an_error_with_a_fix(refusing):
     local, array = native.LocalReductions(refusing.path, False), mx.nd.ones(4)
     handle = mxnet_compat.handle_of(array)
     refusing.refuse()

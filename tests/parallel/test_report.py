@@ -1,7 +1,5 @@
 """What `report` says after a training: calls, bytes, algorithms, times, and why something is staged."""
 
-from __future__ import annotations
-
 import logging
 import time
 

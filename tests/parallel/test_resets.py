@@ -1,13 +1,10 @@
 """Worlds that were left hold nothing: no descriptor, no memory, no thread, whoever keeps what of them."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +27,7 @@ DRIFT_KIB = 24 << 10
 
 
 @pytest.fixture
-def no_collector(world) -> Iterator[None]:
+def no_collector(world):
     """Without the garbage collector, and without what earlier tests have left to it."""
     gc.collect()
     mx.nd.waitall()
@@ -39,12 +36,12 @@ def no_collector(world) -> Iterator[None]:
     gc.enable()
 
 
-def mapped() -> int:
+def mapped():
     """How many segments this process has mapped."""
     return len({line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "kvstore_hvd" in line})
 
 
-def links() -> list[str]:
+def links():
     """What this process's descriptors are of."""
     found = []
     for entry in os.listdir("/proc/self/fd"):
@@ -53,7 +50,7 @@ def links() -> list[str]:
     return found
 
 
-def held() -> tuple[int, int, int]:
+def held():
     """Descriptors, segments and threads of this process; without those by which others are watched.
 
     Those are pidfds (`watched`), and entries of other processes, which are read for a moment after each meeting.
@@ -62,12 +59,12 @@ def held() -> tuple[int, int, int]:
     return len(own), mapped(), len(os.listdir("/proc/self/task"))
 
 
-def watched() -> int:
+def watched():
     """How many processes this one watches: of each world all others, once it has seen that they have come."""
     return sum("pidfd" in link for link in links())
 
 
-def assert_held(before: tuple[int, int, int], size: int) -> None:
+def assert_held(before, size):
     """No more is held than before, or will be once threads that have nothing more to do have ended.
 
     It may be less: when `before` was counted, a thread of the world that had just been left may not have ended yet.
@@ -76,7 +73,7 @@ def assert_held(before: tuple[int, int, int], size: int) -> None:
     assert watched() <= before[1] * (size - 1)
 
 
-def wait_until(condition, what: str) -> None:
+def wait_until(condition, what):
     """An operation of MXNet may let go of its arrays a moment after everyone who waits for it has gone on."""
     deadline = time.monotonic() + patient(15)
     while not condition():
@@ -84,18 +81,18 @@ def wait_until(condition, what: str) -> None:
         time.sleep(0.01)
 
 
-def memory_kib() -> int:
+def memory_kib():
     """What this process has in memory, its own and shared."""
     status = Path("/proc/self/status").read_text()
     return sum(int(status.partition(f"{name}:")[2].split()[0]) for name in ("RssAnon", "RssShmem"))
 
 
-def resets(number: int, rank: int, size: int) -> None:
+def resets(number, rank, size):
     """As many, each after some operations; then as much is held as after the first ones."""
     net = built("dense")
     trainer = trainer_of(net)
 
-    def one(seed: int) -> None:
+    def one(seed):
         array = np.full(50_000, rank + 1.0)
         assert (kvstore_hvd.allreduce(array, "array") == size * (size + 1) / 2).all()
         if seed % 10 == 0:

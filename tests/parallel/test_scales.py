@@ -3,12 +3,8 @@
 What is expected comes from one model, in the order of ranks; with one worker it is that of a single array.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +27,14 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @pytest.fixture(autouse=True)
-def no_warnings() -> Iterator[None]:
+def no_warnings():
     """Fail on overflows that NumPy would warn of, as ``python -W error`` does."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         yield
 
 
-def contribution(rank: int, dtype: str) -> Any:
+def contribution(rank, dtype):
     """What a rank brings: the ends of the dtype's range, and others; bfloat16 as float32."""
     generator = np.random.default_rng([rank, *dtype.encode()])
     if dtype not in FLOATS:
@@ -55,7 +51,7 @@ def contribution(rank: int, dtype: str) -> Any:
         return array.astype(dtype)
 
 
-def expected(ranks: Sequence[int], dtype: str, op: str, prescale: float, postscale: float) -> Any:
+def expected(ranks, dtype, op, prescale, postscale):
     parts = [contribution(rank, dtype) for rank in ranks]
     if len(parts) == 1 and prescale == postscale == 1.0:
         return parts[0]
@@ -64,7 +60,7 @@ def expected(ranks: Sequence[int], dtype: str, op: str, prescale: float, postsca
     return fold(dtype, op, parts, prescale, postscale, False)
 
 
-def assert_equal(got: Any, want: Any, what: object) -> None:
+def assert_equal(got, want, what):
     """Fail unless the bits are equal; the NaN of a single array that is copied may be any."""
     assert got.dtype == want.dtype, what
     same = (got.view(f"u{got.itemsize}") == want.view(f"u{want.itemsize}")) | (np.isnan(got) & np.isnan(want))
@@ -72,7 +68,7 @@ def assert_equal(got: Any, want: Any, what: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int64"])
-def test_numpy(rank: int, size: int, dtype: str) -> None:
+def test_numpy(rank, size, dtype):
     """New array, in place, and prepared."""
     for op, factors in itertools.product(OPS, FACTORS):
         mine, want = contribution(rank, dtype), expected(range(size), dtype, op, *factors)
@@ -83,7 +79,7 @@ def test_numpy(rank: int, size: int, dtype: str) -> None:
             assert_equal(each, want, (dtype, op, factors))
 
 
-def array_of(values: Any, dtype: str) -> Any:
+def array_of(values, dtype):
     """An array of MXNet; bfloat16 is given as float32."""
     if dtype != "bfloat16":
         return make(mx.nd, values)
@@ -92,7 +88,7 @@ def array_of(values: Any, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8", "int64"])
-def test_mxnet_arrays(rank: int, size: int, dtype: str, dynamic: None) -> None:
+def test_mxnet_arrays(rank, size, dtype, dynamic):
     """New array and in place; of all workers, and of each one in a process set of its own."""
     alone = [hvd.add_process_set([each]) if size > 1 else hvd.global_process_set for each in range(size)][rank]
     checks = []

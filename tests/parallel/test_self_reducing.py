@@ -1,7 +1,5 @@
 """Scripts that reduce by themselves, beside a Trainer whose store stays in the worker: they run, and train as one."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -3,8 +3,6 @@
 ``KVHVD_TEST_SOAK_S`` says how many seconds the soak lasts (default 600).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -26,14 +24,14 @@ DRIFT_BYTES = 64 << 20
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(SECONDS + 600)]
 
 
-def _compute_until(stop: threading.Event) -> None:
+def _compute_until(stop):
     """Keep a core busy, outside of the GIL for most of the time, as a training does."""
     matrix = np.ones((256, 256), np.float32)
     while not stop.is_set():
         matrix @ matrix
 
 
-def _arrays(seed: int, rank: int, size: int) -> list[tuple[str, np.ndarray, np.ndarray, int]]:
+def _arrays(seed, rank, size):
     """Return name, this rank's contribution, the expected sum and a priority, for each tensor of a round."""
     draw = random.Random(seed)
     arrays = []
@@ -45,7 +43,7 @@ def _arrays(seed: int, rank: int, size: int) -> list[tuple[str, np.ndarray, np.n
     return arrays
 
 
-def test_random_tensors_for_a_long_time(rank: int, size: int) -> None:
+def test_random_tensors_for_a_long_time(rank, size):
     """Random tensors in random orders with random priorities, beside a busy compute thread: no error, no drift."""
     store = mx.kv.create("horovod")
     stop = threading.Event()
@@ -79,7 +77,7 @@ def test_random_tensors_for_a_long_time(rank: int, size: int) -> None:
     assert rounds > 0
 
 
-def test_more_than_two_gigabytes(rank: int, size: int) -> None:
+def test_more_than_two_gigabytes(rank, size):
     """An array whose bytes do not fit into 31 bits; needs memory for two of them on every rank."""
     if size > 2:
         pytest.skip("the memory of this many copies is not there")

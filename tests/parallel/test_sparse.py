@@ -1,7 +1,5 @@
 """row_sparse gradients: in the store, in Trainers and optimizers, and in `hvd.allreduce`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Timelines of real worlds: one file for all ranks, whatever happens to the world meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -20,7 +18,7 @@ STEPS = 4
 
 
 @pytest.fixture
-def target(tmp_path: Path, rank, size) -> Path:
+def target(tmp_path, rank, size):
     """Return a path in a folder of this test that is the same on every rank; nothing else may be left in there."""
     text = np.zeros(1024, np.uint8)
     own = str(tmp_path).encode()
@@ -32,11 +30,11 @@ def target(tmp_path: Path, rank, size) -> Path:
     assert parts_of(folder / "timeline.json") == []
 
 
-def total(size: int, name: str, count: int = 10) -> None:
+def total(size, name, count=10):
     assert kvstore_hvd.allreduce(np.ones(count), name)[0] == size
 
 
-def test_every_operation_of_every_rank(target, rank, size) -> None:
+def test_every_operation_of_every_rank(target, rank, size):
     """Rows, names, sizes and times of what was submitted between start and stop, and of nothing else."""
     total(size, "before")
     kvstore_hvd.start_timeline(target)
@@ -75,7 +73,7 @@ def test_every_operation_of_every_rank(target, rank, size) -> None:
 
 
 @pytest.mark.parametrize("bad", ["missing/timeline.json", ""])
-def test_a_path_that_cannot_be_written_raises_everywhere(target, rank, size, bad) -> None:
+def test_a_path_that_cannot_be_written_raises_everywhere(target, rank, size, bad):
     """The error says so on every rank, nothing is left, and the world goes on; stop without start does nothing."""
     with pytest.raises(InvalidRequestError, match=rf"(?s)\[rank {rank}/{size}\] start_timeline: .*Fix: "):
         kvstore_hvd.start_timeline(target.parent / bad if bad else bad)
@@ -85,7 +83,7 @@ def test_a_path_that_cannot_be_written_raises_everywhere(target, rank, size, bad
     total(size, "on")
 
 
-def test_a_path_that_one_rank_cannot_write_raises_everywhere(target, rank, size) -> None:
+def test_a_path_that_one_rank_cannot_write_raises_everywhere(target, rank, size):
     """The rank is named; the parts that the others have begun are gone."""
     blocked = target.with_name(f"{target.name}.rank-{size - 1}.part")
     if rank == 0:
@@ -100,7 +98,7 @@ def test_a_path_that_one_rank_cannot_write_raises_everywhere(target, rank, size)
         blocked.rmdir()
 
 
-def test_only_rank_0_says_where(target, rank, size) -> None:
+def test_only_rank_0_says_where(target, rank, size):
     """As in Horovod, the others' paths do not count. While one is recorded, start raises, and the recording goes on.
 
     A second recording replaces the file of the first, and has nothing of it.
@@ -119,14 +117,14 @@ def test_only_rank_0_says_where(target, rank, size) -> None:
         kvstore_hvd.barrier()  # nobody starts anew while another one reads
 
 
-def test_a_training(target, rank, size) -> None:
+def test_a_training(target, rank, size):
     """A row for each gradient, under its parameter's name; a mark for each step."""
     mx = pytest.importorskip("mxnet")
     net = mlp()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
     data, label = samples(24)
 
-    def step() -> None:
+    def step():
         backward(net, [(array(data), array(label))])
         trainer.step(24)
         mx.nd.waitall()
@@ -147,7 +145,7 @@ def test_a_training(target, rank, size) -> None:
         assert trace.cycles(r) == sorted(trace.cycles(r))
 
 
-def test_it_goes_on_over_a_reset(target, rank, size) -> None:
+def test_it_goes_on_over_a_reset(target, rank, size):
     """Both worlds are in one file; what ranks disagree about is in it, too."""
     pytest.importorskip("mxnet")
     kvstore_hvd.start_timeline(target, mark_cycles=True)
@@ -166,7 +164,7 @@ def test_it_goes_on_over_a_reset(target, rank, size) -> None:
             assert trace.row(r, "unlike")[1]["args"]["failed"] is True
 
 
-def test_process_sets_are_recorded(target, rank, size) -> None:
+def test_process_sets_are_recorded(target, rank, size):
     """Those that were there before, and those that come; over a reset; until they are removed."""
     mx = pytest.importorskip("mxnet")
     import kvstore_hvd.mxnet as hvd
@@ -179,7 +177,7 @@ def test_process_sets_are_recorded(target, rank, size) -> None:
     kvstore_hvd.start_timeline(target, mark_cycles=True)
     later = hvd.add_process_set([1, 2])
 
-    def once() -> None:
+    def once():
         for each in (before, later):
             if each.included():
                 hvd.allreduce(mx.nd.ones((7,)), name="x", process_set=each).wait_to_read()
@@ -207,7 +205,7 @@ def test_process_sets_are_recorded(target, rank, size) -> None:
             assert spans[1]["name"] == "ALLREDUCE"
 
 
-def test_leaving_the_world_ends_it(target, rank, size) -> None:
+def test_leaving_the_world_ends_it(target, rank, size):
     """The last one to leave makes the file; the next world is recorded when it is started again."""
     kvstore_hvd.start_timeline(target)
     total(size, "first")
@@ -222,7 +220,7 @@ def test_leaving_the_world_ends_it(target, rank, size) -> None:
     kvstore_hvd.barrier()
 
 
-def test_a_forked_child_leaves_it_alone(target, rank, size) -> None:
+def test_a_forked_child_leaves_it_alone(target, rank, size):
     """The child neither ends nor writes the parent's recording."""
     kvstore_hvd.start_timeline(target)
     total(size, "before")
@@ -241,7 +239,7 @@ def test_a_forked_child_leaves_it_alone(target, rank, size) -> None:
         assert all(set(Trace(target).names(r)) == {"before", "after"} for r in range(size))
 
 
-def test_mxnets_profiler_names_operations(target, rank, size) -> None:
+def test_mxnets_profiler_names_operations(target, rank, size):
     """MXNet records our operations from when their arrays are ready until they are over, by the tensor's name."""
     mx = pytest.importorskip("mxnet")
     if size == 1:
@@ -263,7 +261,7 @@ def test_mxnets_profiler_names_operations(target, rank, size) -> None:
     mx.profiler.dump()
     events = json.loads(file.read_text())["traceEvents"]
     file.unlink()
-    times: dict[tuple[str, str], list[int]] = {}
+    times = {}
     for event in events:
         if event.get("cat") == "operator" and event["name"].startswith("allreduce "):
             times.setdefault((event["name"], event["ph"]), []).append(event["ts"])

@@ -1,7 +1,5 @@
 """Gluon's Trainer on the store: table A2 of the contract."""
 
-from __future__ import annotations
-
 import importlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The Module interface (MXNet 1) and Estimators on the store."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -1,7 +1,5 @@
 """A Trainer's step as one call of the store: the same bits, calls and errors as a loop of `pushpull`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

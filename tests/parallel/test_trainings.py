@@ -1,7 +1,5 @@
 """Random trainings against the model of one process with all the data: see `fuzz.trainings`."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whether parameters that differ between workers are found, and named on every one of them."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -16,14 +14,14 @@ mx = pytest.importorskip("mxnet")
 
 
 @pytest.fixture
-def several(size: int) -> int:
+def several(size):
     """Return the number of workers, which have to be two at least."""
     if size == 1:
         pytest.skip("one worker agrees with itself")
     return size
 
 
-def change(param, rank: int, on: int) -> None:
+def change(param, rank, on):
     """Flip the last bit of one element on one worker."""
     if rank == on:
         values = param.data().asnumpy()
@@ -31,7 +29,7 @@ def change(param, rank: int, on: int) -> None:
         param.set_data(array(values))
 
 
-def diverged(call) -> str:
+def diverged(call):
     with pytest.raises(kvstore_hvd.DivergedError) as caught:
         call()
     return str(caught.value)

@@ -1,7 +1,5 @@
 """Horovod's variables in the environment of workers: those of kvhvdrun have them, those of mpirun have none of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Gradients in shared memory and forked children: a child has memory of its own, and the parent trains on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

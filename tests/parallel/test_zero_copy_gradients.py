@@ -1,7 +1,5 @@
 """Gradients in shared memory: when they come there, when they must not, and that what MXNet makes anew comes too."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

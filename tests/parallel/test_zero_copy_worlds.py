@@ -1,7 +1,5 @@
 """The memory of shared gradients: it is given back, it may be full, and worlds that are left keep theirs."""
 
-from __future__ import annotations
-
 import gc
 import time
 

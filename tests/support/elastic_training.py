@@ -37,12 +37,7 @@ Array = Any  # numpy.ndarray
 class Training:
     """A small convolutional network that learns digits, its trainer with momentum and a learning rate that falls.
 
-    Parameters
-    ----------
-    kind : str
-        One of `KINDS`; empty for one process alone.
-    samples : int
-        The number of digits, at most 1797.
+    `kind` is one of `KINDS`, empty for one process alone; `samples` the number of digits, at most 1797.
     """
 
     def __init__(self, kind: str, samples: int) -> None:

@@ -53,11 +53,6 @@ def mpirun() -> Launcher | None:
     """Return the mpirun installed beside this interpreter; None when it has no mpirun or no mpi4py.
 
     Another mpirun on the path is of no use: it would start ranks of an MPI that mpi4py does not load.
-
-    Raises
-    ------
-    RuntimeError
-        The mpirun is of no MPI known here.
     """
     path = Path(sys.executable).with_name("mpirun")
     if not path.exists() or importlib.util.find_spec("mpi4py") is None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mxnet as mx
 import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon import nn, rnn
 
 from support.gluon import array, is_mxnet_2, parameters
 
@@ -21,16 +24,12 @@ MODES: dict[str, dict[str, bool] | None] = {
 
 def sequential(*layers: Any) -> Any:
     """Return a network of these layers, not initialised."""
-    from mxnet.gluon import nn
-
     net = nn.HybridSequential()
     net.add(*layers)
     return net
 
 
 def _conv() -> Any:
-    from mxnet.gluon import nn
-
     return sequential(
         nn.Conv2D(6, 3, padding=1, in_channels=2),
         nn.BatchNorm(in_channels=6),
@@ -42,22 +41,16 @@ def _conv() -> Any:
 
 
 def _norm() -> Any:
-    from mxnet.gluon import nn
-
     return sequential(
         nn.Dense(600, activation="tanh", in_units=8), nn.LayerNorm(in_channels=600), nn.Dense(3, in_units=600)
     )
 
 
 def _lstm() -> Any:
-    from mxnet.gluon import nn, rnn
-
     return sequential(rnn.LSTM(12, num_layers=2, input_size=5), nn.Dense(3, flatten=False, in_units=12))
 
 
 def _tied() -> Any:
-    from mxnet.gluon import nn
-
     first = nn.Dense(8, activation="tanh", in_units=8)
     if is_mxnet_2():
         second = nn.Dense(8, activation="tanh", in_units=8).share_parameters(first.collect_params())
@@ -66,21 +59,8 @@ def _tied() -> Any:
     return sequential(first, second, nn.Dense(3, in_units=8))
 
 
-def _deferred() -> Any:
-    from mxnet.gluon import nn
-
-    return sequential(nn.Dense(16, activation="tanh"), nn.Dense(3))
-
-
-def _dense() -> Any:
-    from mxnet.gluon import nn
-
-    return sequential(nn.Dense(16, activation="tanh", in_units=8), nn.Dense(3, in_units=16))
-
-
 def _elementwise() -> Any:
     """Has operators that MXNet can compute in half precision on a CPU."""
-    from mxnet import gluon
 
     class Scale(gluon.HybridBlock):
         def __init__(self) -> None:
@@ -108,11 +88,19 @@ def _elementwise() -> Any:
 # How to make it, and the shape of a batch.
 NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "conv": (_conv, (BATCH, 2, 8, 8)),
-    "norm": (_norm, (BATCH, 8)),
-    "lstm": (_lstm, (6, BATCH, 5)),
+    "norm": (
+        lambda: sequential(
+            nn.Dense(600, activation="tanh", in_units=8), nn.LayerNorm(in_channels=600), nn.Dense(3, in_units=600)
+        ),
+        (BATCH, 8),
+    ),
+    "lstm": (
+        lambda: sequential(rnn.LSTM(12, num_layers=2, input_size=5), nn.Dense(3, flatten=False, in_units=12)),
+        (6, BATCH, 5),
+    ),
     "tied": (_tied, (BATCH, 8)),
-    "deferred": (_deferred, (BATCH, 8)),
-    "dense": (_dense, (BATCH, 8)),
+    "deferred": (lambda: sequential(nn.Dense(16, activation="tanh"), nn.Dense(3)), (BATCH, 8)),
+    "dense": (lambda: sequential(nn.Dense(16, activation="tanh", in_units=8), nn.Dense(3, in_units=16)), (BATCH, 8)),
     "elementwise": (_elementwise, (BATCH, 8)),
 }
 
@@ -126,8 +114,6 @@ def built(
     contexts: Sequence[Any] = (),
 ) -> Any:
     """Return an initialised network."""
-    import mxnet as mx
-
     make, _ = NETWORKS[name]
     net = make()
     net.cast(dtype)
@@ -152,16 +138,12 @@ def batch(shape: tuple[int, ...], seed: Any, dtype: str = "float32") -> Any:
 
 def trainer_of(net: Any, kvstore: Any = "create") -> Any:
     """Return a Trainer with this store, by default one of its own."""
-    import mxnet as mx
-
     store = mx.kv.create("horovod") if kvstore == "create" else kvstore
     return mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store)
 
 
 def backward(net: Any, data: Any) -> None:
     """Compute gradients of the mean square of what the network makes of `data`."""
-    from mxnet import autograd
-
     with autograd.record():
         loss = (net(data) ** 2).mean()
     loss.backward()

@@ -15,15 +15,7 @@ SOURCE = Path(__file__).with_name("refusing_engine.cpp")
 
 
 class RefusingEngine:
-    """To be given to an adapter as MXNet's library.
-
-    Parameters
-    ----------
-    folder : pathlib.Path
-        Of this process alone.
-    libmxnet : str
-        The library that MXNet has loaded.
-    """
+    """To be given to an adapter as MXNet's library, which `libmxnet` is; `folder` is this process's own."""
 
     def __init__(self, folder: Path, libmxnet: str) -> None:
         self.path = str(folder / "librefusing.so")
