@@ -51,12 +51,13 @@ def found(name: str) -> list[str]:
         unit = [str(ROOT / "tests" / "unit" / name)] if (ROOT / "tests" / "unit" / name).is_dir() else []
         return unit + [test for part in TESTS.get(name, []) for test in found(part)]
     path, _, test = name.partition("::")
-    if (ROOT / path).exists():
-        return [f"{(ROOT / path).resolve()}{'::' + test if test else ''}"]
+    for place in (ROOT / path, ROOT / "tests" / path):
+        if place.exists():
+            return [f"{place.resolve()}{'::' + test if test else ''}"]
     if (ROOT / "tests" / "native" / f"{path}.cpp").exists() or (ROOT / "tests/native/cuda" / f"{path}.cpp").exists():
         return [path]
     folder, _, part = path.rpartition("/")
-    files = sorted((ROOT / "tests").glob(f"{folder or '*'}/**/test_{part}*.py"))
+    files = sorted((ROOT / "tests").glob(f"{folder or '*'}/**/test_{part.removeprefix('test_')}*.py"))
     return [f"{file}{'::' + test if test else ''}" for file in files]
 
 
@@ -110,8 +111,8 @@ def main(venv: Path) -> int:
     options = parser.parse_args(given[:cut])
     names = options.names or changed()
     tests = list(dict.fromkeys(test for name in names for test in found(name)))
-    if not tests:
-        print(f"no tests for {', '.join(names) or 'what has changed: nothing'}")
+    if unknown := [name for name in options.names if not found(name)] or (not tests and ["what has changed"]):
+        print(f"no tests for {', '.join(unknown)}")
         return 1
     print("tests of", ", ".join(names), flush=True)
     compile_jobs = {**os.environ, "KVHVD_BUILD_JOBS": str(os.cpu_count())}
@@ -138,7 +139,5 @@ if __name__ == "__main__":
     if not VENVS:
         sys.exit("no environment yet: make dev")
     if Path(sys.prefix) != VENVS[0].parent:
-        os.execv(
-            VENVS[0].parent / "bin" / "python", [str(VENVS[0].parent / "bin" / "python"), __file__, *sys.argv[1:]]
-        )
+        os.execv(VENVS[0].parent / "bin" / "python", [str(VENVS[0].parent / "bin" / "python"), __file__, *sys.argv[1:]])
     sys.exit(main(VENVS[0].parent))
