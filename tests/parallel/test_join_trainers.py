@@ -163,9 +163,9 @@ def test_disabled(rank, size):
     """Steps are as they are outside."""
     nets = [mlp(), mlp()]
     data, label = samples(BATCH)
-    for net, enable in zip(nets, (False, True)):
+    for net in nets:
         trainer = trainer_of("DistributedTrainer", net)
-        with Join([trainer], enable=enable):
+        with Join([trainer], enable=False) if net is nets[0] else contextlib.nullcontext():
             train(net, trainer, data, label, [range(BATCH)])
     for mine, theirs in zip(*map(weights, nets)):
         np.testing.assert_array_equal(mine, theirs)
