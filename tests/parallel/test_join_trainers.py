@@ -225,7 +225,8 @@ class Product(mx.gluon.Block):
         return x * self.weight.data()
 
 
-def test_small_gradients_of_float16(rank, size):
+@pytest.mark.parametrize("initial", [False, True])
+def test_small_gradients_of_float16(rank, size, initial):
     """They are divided by the optimizer, in float32: as means they would vanish."""
     net = Product()
     net.initialize(mx.init.Zero())
@@ -233,7 +234,7 @@ def test_small_gradients_of_float16(rank, size):
     trainer = trainer_of("DistributedTrainer", net, learning_rate=1.0, multi_precision=True)
     x = array(np.full(4, 1.37e-4, "float16"))
     batch_size = 1024 * (1 + rank)
-    with Join([trainer]):
+    with Join([trainer], divide_by_initial_world_size=initial):
         for _ in range(1 + (rank == size - 1)):
             with mx.autograd.record():
                 loss = net(x).sum()
@@ -241,7 +242,7 @@ def test_small_gradients_of_float16(rank, size):
             trainer.step(batch_size)
     gradient = float(np.float16(1.37e-4))
     first = gradient * size / (1024 * size * (size + 1) / 2)
-    second = gradient / (1024 * size * size)
+    second = gradient / (1024 * size * (size if initial else 1))
     (master,) = (each for each in states(trainer)[:-1] if each.dtype == np.float32)
     np.testing.assert_allclose(-master, np.full(4, first + second), rtol=2e-3)  # sums are rounded to float16
-    assert_same_everywhere(net, trainer, "halves")
+    assert_same_everywhere(net, trainer, f"halves/{initial}")
