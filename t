@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-VENVS = sorted(ROOT.glob(".venv-py*-mx*/.installed"))
+VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not each.parent.name.endswith("-demo"))
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
     "calling": ["integration/run_function"],
@@ -45,20 +45,32 @@ TESTS = {
 }
 
 
+def part_of(path: str) -> str:
+    """The name for `found` of a file or folder of the package, or of native/."""
+    parts = Path(path).parts
+    return "/".join(parts[:2]) if parts[0] == "native" else Path(parts[1]).stem
+
+
 def found(name: str) -> list[str]:
     """The test files, tests and C++ tests that a name stands for."""
+    name = name.rstrip("/")
+    if name.startswith(("kvstore_hvd/", "native/")) and name not in TESTS and (ROOT / name).exists():
+        name = part_of(name)
     if name in TESTS or (ROOT / "tests" / "unit" / name).is_dir():
         unit = [str(ROOT / "tests" / "unit" / name)] if (ROOT / "tests" / "unit" / name).is_dir() else []
         return unit + [test for part in TESTS.get(name, []) for test in found(part)]
     path, _, test = name.partition("::")
     for place in (ROOT / path, ROOT / "tests" / path):
-        if place.exists():
-            return [f"{place.resolve()}{'::' + test if test else ''}"]
-    if (ROOT / "tests" / "native" / f"{path}.cpp").exists() or (ROOT / "tests/native/cuda" / f"{path}.cpp").exists():
-        return [path]
+        if place.exists() and place.parts[len(ROOT.parts) + 1 :][:1] in [("unit",), ("parallel",), ("integration",)]:
+            return [f"{place}{'::' + test if test else ''}"]
     folder, _, part = path.rpartition("/")
-    files = sorted((ROOT / "tests").glob(f"{folder or '*'}/**/test_{part.removeprefix('test_')}*.py"))
-    return [f"{file}{'::' + test if test else ''}" for file in files]
+    part = part.removesuffix(".cpp").removeprefix("test_")
+    if list((ROOT / "tests" / "native").glob(f"**/test_{part}.cpp")) and folder in ("", "tests/native", "native"):
+        return [f"test_{part}"]
+    for pattern in (f"test_{part}*.py", f"test_*{part}*.py"):
+        if files := sorted((ROOT / "tests").glob(f"{folder or '*'}/**/{pattern}")):
+            return [f"{file}{'::' + test if test else ''}" for file in files]
+    return []
 
 
 def changed() -> list[str]:
@@ -69,10 +81,8 @@ def changed() -> list[str]:
         parts = Path(line[3:]).parts
         if parts[0] == "tests" and parts[-1].startswith("test_") and (ROOT / line[3:]).exists():
             names.append(parts[-1][:-4] if parts[-1].endswith(".cpp") else line[3:])
-        elif parts[0] == "native" and len(parts) > 2:
-            names.append("/".join(parts[:2]))
-        elif parts[0] == "kvstore_hvd":
-            names.append(parts[1] if len(parts) > 2 else f"unit/{parts[1][:-3]}")
+        elif parts[0] in ("native", "kvstore_hvd"):
+            names.append(part_of(line[3:]))
     return list(dict.fromkeys(names))
 
 
@@ -84,20 +94,16 @@ def cpp(tests: list[str], venv: Path) -> int:
     tools = {**os.environ, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
     (objects,) = list((ROOT / "build").glob("temp.*"))[:1]
     configure = ["cmake", "-S", str(ROOT / "native"), "-B", str(build), "-G", "Ninja", f"-DKVHVD_OBJECTS={objects}"]
-    for command in ([] if (build / "build.ninja").exists() else [configure]) + [
-        ["cmake", "--build", str(build), "--target", *tests]
-    ]:
+    compile_them = ["cmake", "--build", str(build), "--target", *tests]
+    for command in [compile_them] if (build / "build.ninja").exists() else [configure, compile_them]:
         subprocess.run(command, env=tools, check=True, stdout=subprocess.DEVNULL)
     failed = 0
     for test in tests:
         start = time.monotonic()
         done = subprocess.run([str(build / test)], capture_output=True, text=True)
-        print(
-            f"{test:32}{'passed' if done.returncode == 0 else 'FAILED'}{time.monotonic() - start:27.1f} s", flush=True
-        )
-        if done.returncode:
-            failed += 1
-            print(done.stdout[-3000:] + done.stderr[-3000:])
+        failed += done.returncode != 0
+        told = f"FAILED\n{done.stdout[-3000:]}{done.stderr[-3000:]}" if done.returncode else "passed"
+        print(f"{test:32}{told}{time.monotonic() - start:27.1f} s", flush=True)
     return failed
 
 
@@ -111,10 +117,11 @@ def main(venv: Path) -> int:
     options = parser.parse_args(given[:cut])
     names = options.names or changed()
     tests = list(dict.fromkeys(test for name in names for test in found(name)))
-    if unknown := [name for name in options.names if not found(name)] or (not tests and ["what has changed"]):
-        print(f"no tests for {', '.join(unknown)}")
+    unknown = [name for name in names if not found(name)] or ([] if tests else ["what has changed"])
+    if unknown:
+        print(f"no tests for {', '.join(unknown)}", flush=True)
+    if not tests or (options.names and unknown):
         return 1
-    print("tests of", ", ".join(names), flush=True)
     compile_jobs = {**os.environ, "KVHVD_BUILD_JOBS": str(os.cpu_count())}
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(build, cwd=ROOT, env=compile_jobs, check=True)

@@ -40,4 +40,6 @@ def check_recoverable(error: HorovodInternalError) -> None:
     if process.current().line is not None or not isinstance(error, PeerLostError):
         return  # whoever lives meets again
     fact = "training cannot recover: a worker has died, and this job cannot go on without it."
-    raise PeerLostError(message(fact, details=str(error).splitlines(), fix=REPLACES)) from error
+    raise PeerLostError(
+        message(fact, details=[line for line in str(error).splitlines() if "Fix: " not in line], fix=REPLACES)
+    ) from error

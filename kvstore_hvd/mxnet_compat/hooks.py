@@ -292,8 +292,11 @@ def _patch_gradients(mxnet: Any) -> None:
         is_stock = original.__module__ == mxnet.gluon.Trainer.__module__
 
         def allreduce_grads(self: Any) -> None:
-            if not (_is_ours(self._kvstore) and _exchange(self, is_stock)):
+            if not _is_ours(self._kvstore):
                 original(self)
+            elif not _exchange(self, is_stock):
+                with unsynchronised.uncounted():
+                    original(self)
 
         return allreduce_grads
 

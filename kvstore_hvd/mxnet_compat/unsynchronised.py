@@ -1,16 +1,18 @@
 """Trainers and Modules whose store stays in this worker: refused beside other workers, unless the script exchanges.
 
 A script may reduce by itself: gradients before each update, or parameters every few updates (local SGD). So the
-collectives of this process are counted, whatever they are of. Without any since the Trainer or Module was made, its
-third update is refused; with broadcasts only it warns, and the 100th one is refused. With ``kvstore=None`` it warns at
-most. After a collective that combines data of the workers nothing happens, and nobody looks again.
+collectives that it calls are counted, whatever they are of, but not what other Trainers exchange for themselves.
+Without any since the Trainer or Module was made, its third update is refused; with broadcasts only it warns, and the
+100th one is refused. With ``kvstore=None`` it warns at most. After a collective that combines data of the workers
+nothing happens, and nobody looks again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 from kvstore_hvd import log
@@ -37,6 +39,17 @@ def note_collective(reduces: bool = True) -> None:
         _reductions += 1
     else:
         _broadcasts += 1
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """What a Trainer exchanges for itself says nothing of others."""
+    global _broadcasts, _reductions
+    before = _broadcasts, _reductions
+    try:
+        yield
+    finally:
+        _broadcasts, _reductions = before
 
 
 class _Watch:

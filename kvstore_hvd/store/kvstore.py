@@ -481,7 +481,6 @@ class StoreMethods:
             if prepared is None:
                 return False
         with self._member.submitting():
-            mxnet_compat.note_collective()
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
                 how = self._reduction

@@ -10,8 +10,8 @@ namespace {
 std::string advice(ErrorCode code) {
   switch (code) {
     case ErrorCode::kPeerLost:
-      return "\n  Fix: restart the job from its last checkpoint, or train within kvstore_hvd.elastic.run, which goes "
-             "on by itself; if all workers are alive, call reset() on every one.";
+      return "\n  Fix: restart the job from its last checkpoint, or train within kvstore_hvd.elastic.run under "
+             "`kvhvdrun --min-np`, which replaces workers; if all workers are alive, call reset() on every one.";
     case ErrorCode::kTimeout:
       return "\n  Fix: see what that rank is doing; if such a wait is legitimate, raise KVHVD_TIMEOUT (seconds).";
     default:

@@ -94,6 +94,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults, without .patch [all]")
     patches = [HERE / f"{name}.patch" for name in parser.parse_args().names] or sorted(HERE.glob("*.patch"))
+    if unknown := [patch.stem for patch in patches if not patch.exists()]:
+        sys.exit(f"no such fault: {' '.join(unknown)}")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # jobs in the background ignore some
         signal.signal(number, signal.default_int_handler)
     if KEPT.exists():

@@ -13,7 +13,6 @@ from support.gluon import array, backward, mlp, parameters, samples, weights
 
 mx = pytest.importorskip("mxnet")
 
-BATCH, STEPS = 4, 6
 BATCH, STEPS = 4, 3
 
 
@@ -114,16 +113,27 @@ def test_classes_of_the_users(rank, size, caplog, kvstore, by):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_who_exchanges_nothing_is_refused(rank, size, broadcast):
-    """In the third update; a broadcast before the Trainer was made changes nothing."""
+@pytest.mark.parametrize("before", ["", "broadcast", "Trainer", "Trainer of two devices"])
+def test_who_exchanges_nothing_is_refused(rank, size, before):
+    """In the third update; neither a broadcast before the Trainer was made nor another Trainer changes that."""
     net = mlp(seed=3)
-    if broadcast:
+    contexts = [mx.cpu(d) for d in range(2 if "two" in before else 1)]
+    other = mlp(seed=4, contexts=contexts)
+    beside = trainer_of(other, "horovod") if "Trainer" in before else None
+
+    def step_beside(step):
+        if beside is not None:
+            backward(other, [tuple(each.as_in_context(ctx) for each in batch_of(rank, step)) for ctx in contexts])
+            beside.step(BATCH)
+
+    step_beside(0)
+    if before == "broadcast":
         hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     trainer = trainer_of(net, "device")
     text = f"^Trainer has kvstore 'device', but there are {size} workers"
     refused = pytest.raises(UnsynchronisedTrainerError, match=text) if size > 1 else contextlib.nullcontext()
     for step in range(3):
+        step_beside(step)
         backward(net, [batch_of(rank, step)])
         with refused if step == 2 else contextlib.nullcontext():
             trainer.step(BATCH)
