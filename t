@@ -60,13 +60,14 @@ def found(name: str) -> list[str]:
         unit = [str(ROOT / "tests" / "unit" / name)] if (ROOT / "tests" / "unit" / name).is_dir() else []
         return unit + [test for part in TESTS.get(name, []) for test in found(part)]
     path, _, test = name.partition("::")
-    for place in (ROOT / path, ROOT / "tests" / path):
-        if place.exists() and place.parts[len(ROOT.parts) + 1 :][:1] in [("unit",), ("parallel",), ("integration",)]:
-            return [f"{place}{'::' + test if test else ''}"]
+    path = path.removeprefix("tests/")
+    if path.partition("/")[0] in ("unit", "parallel", "integration") and (ROOT / "tests" / path).exists():
+        return [f"{ROOT / 'tests' / path}{'::' + test if test else ''}"]
     folder, _, part = path.rpartition("/")
-    part = part.removesuffix(".cpp").removeprefix("test_")
-    if list((ROOT / "tests" / "native").glob(f"**/test_{part}.cpp")) and folder in ("", "tests/native", "native"):
-        return [f"test_{part}"]
+    part = part.removesuffix(".cpp")
+    if folder in ("", "native", "native/cuda") and list((ROOT / "tests" / "native").glob(f"**/{part}.cpp")):
+        return [part]
+    part = part.removeprefix("test_")
     for pattern in (f"test_{part}*.py", f"test_*{part}*.py"):
         if files := sorted((ROOT / "tests").glob(f"{folder or '*'}/**/{pattern}")):
             return [f"{file}{'::' + test if test else ''}" for file in files]
@@ -78,11 +79,10 @@ def changed() -> list[str]:
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "-uall", "--no-renames"]
     names: list[str] = []
     for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
-        parts = Path(line[3:]).parts
-        if parts[0] == "tests" and parts[-1].startswith("test_") and (ROOT / line[3:]).exists():
-            names.append(parts[-1][:-4] if parts[-1].endswith(".cpp") else line[3:])
-        elif parts[0] in ("native", "kvstore_hvd"):
+        if line[3:].startswith(("native/", "kvstore_hvd/")):
             names.append(part_of(line[3:]))
+        elif line[3:].startswith("tests/") and (ROOT / line[3:]).exists():
+            names.append(line[3:])
     return list(dict.fromkeys(names))
 
 

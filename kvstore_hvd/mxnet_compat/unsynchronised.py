@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
@@ -30,11 +31,14 @@ _WATCH = "_kvstore_hvd_watch"  # of a Trainer or Module: None once there is noth
 _world_size: WorldSize = lambda: None  # noqa: E731
 _is_ours: IsOurs = lambda kv: False  # noqa: E731
 _broadcasts = _reductions = 0  # of this process
+_own = threading.local()  # whether this thread is in a Trainer's own exchange
 
 
 def note_collective(reduces: bool = True) -> None:
     """Count a collective of the program's; False: a broadcast."""
     global _broadcasts, _reductions
+    if vars(_own):
+        return
     if reduces:
         _reductions += 1
     else:
@@ -43,13 +47,12 @@ def note_collective(reduces: bool = True) -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """What a Trainer exchanges for itself says nothing of others."""
-    global _broadcasts, _reductions
-    before = _broadcasts, _reductions
+    """Count no collective of this thread: what a Trainer exchanges for itself says nothing of others."""
+    _own.exchanges = True
     try:
         yield
     finally:
-        _broadcasts, _reductions = before
+        del _own.exchanges
 
 
 class _Watch:

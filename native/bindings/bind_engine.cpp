@@ -388,6 +388,7 @@ void bind_engine(py::module_& module) {
                  options.watch_peers = watch_peers;
                  options.host = std::move(host);
                  if (rank < 0 || rank >= segment->size()) throw py::value_error("no such rank in the segment");
+                 const py::gil_scoped_release release;  // it waits for the other ranks
                  return std::shared_ptr<Engine>(new Engine(std::move(segment), rank, std::move(options)),
                                                 &delete_without_gil);
                }),

@@ -134,8 +134,8 @@ def main():
                     for shim in "1", "0":
                         program = [python, "-W", "ignore", __file__, "--workload", folder]
                         outcomes.append(call(*program, cwd=folder, env={**variables, "KVHVD_NUMPY_SHIM": shim}))
-                # Without the shim it fails, unless NumPy and Python are as old as MXNet.
-                good = outcomes[0].returncode == 0 and (outcomes[1].returncode != 0) == (numpy != "==1.23.5")
+                # Without the shim it fails: with an old NumPy, at numpy.array(nd).
+                good = outcomes[0].returncode == 0 and outcomes[1].returncode != 0
                 failed += not good
                 told = "passed" if good else f"FAILED\n{outcomes[0].stdout}\nwithout the shim:\n{outcomes[1].stdout}"
                 print(f"Python {minor} NumPy {numpy} MXNet {mxnet}: {told}", flush=True)
