@@ -59,6 +59,8 @@ class Segment:
         size_of_all: int = 0,
         ranks: Sequence[int] = (),
         has_core_for_each: bool | None = None,
+        host: int = 0,
+        hosts: Sequence[Sequence[int]] = (),
     ) -> Segment:
         """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
 
@@ -79,6 +81,8 @@ class Segment:
             The system has no memory left for it.
         ValueError
             As `thresholds`.
+        host, hosts
+            Of a world on several hosts: this one's index, and each one's ranks; `size` counts the ranks of this host.
         """
 
     @staticmethod
@@ -96,6 +100,8 @@ class Segment:
     @property
     def fd(self) -> int:
         """The file descriptor; it belongs to this object."""
+    def introduce(self, rank: int, pid: int, host: str) -> None:
+        """Tells messages who a rank of another host is."""
 
 class Arena:
     """Memory of one worker for arrays that the others sum in place; arrays in it keep it alive."""
@@ -324,3 +330,44 @@ class MXNetAdapter:
 
     def after_fork_in_child(self) -> None:
         """Give up threads in a forked child."""
+
+class Link:
+    """What moves bytes between this host and the others: served by a thread of this process until all have left.
+
+    Parameters
+    ----------
+    functions : dict of str to int
+        Addresses of MPI's functions, and of its byte datatype and ignored status.
+    communicator : int
+        MPI's handle.
+    ranks : sequence of int
+        By host, the rank of its link in the communicator.
+    first_tag : int
+        Of the four that the link uses; no other link of these processes uses them.
+    timeout_s, silence_s : float
+        How long an operation may take, and how long another host may be silent.
+    build : str
+        Equal on all hosts, or the world fails.
+    epoch : int
+        Equal on all hosts, and of no earlier link with these tags.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        functions: Mapping[str, int],
+        communicator: int,
+        ranks: Sequence[int],
+        first_tag: int,
+        timeout_s: float,
+        silence_s: float,
+        build: str,
+        epoch: int,
+    ) -> None: ...
+    def meet(self, limit_s: float) -> list[int]:
+        """Waits for the links of all other hosts; returns the ranks of those that were not heard of."""
+    def remove(self) -> None:
+        """Gives the link up."""
+
+def stop_links(limit_s: float) -> bool:
+    """Waits until all links of this process are over, or the limit; returns whether they were."""

@@ -9,6 +9,7 @@ void bind_errors(pybind11::module_& module);
 void bind_segment(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_reduce(pybind11::module_& module);
+void bind_link(pybind11::module_& module);
 void bind_mxnet(pybind11::module_& module);
 
 }  // namespace kvstore_hvd

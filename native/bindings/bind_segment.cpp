@@ -19,14 +19,18 @@ void bind_segment(py::module_& module) {
       .def_static(
           "create",
           [](int size, std::size_t arena_bytes, const std::string& thresholds, std::uint32_t set_number,
-             int size_of_all, std::vector<int> ranks, std::optional<bool> has_core_for_each) {
+             int size_of_all, std::vector<int> ranks, std::optional<bool> has_core_for_each, int host,
+             std::vector<std::vector<int>> hosts) {
             return Segment::create(size, arena_bytes, parse_thresholds(thresholds),
-                                   Inside{set_number, size_of_all, std::move(ranks)}, has_core_for_each);
+                                   Inside{set_number, size_of_all, std::move(ranks)}, has_core_for_each,
+                                   Hosts{host, std::move(hosts)});
           },
           py::arg("size"), py::arg("arena_bytes") = 0, py::arg("thresholds") = "", py::arg("set_number") = 0,
           py::arg("size_of_all") = 0, py::arg("ranks") = std::vector<int>{},
-          py::arg("has_core_for_each").none(true) = py::none())
+          py::arg("has_core_for_each").none(true) = py::none(), py::arg("host") = 0,
+          py::arg("hosts") = std::vector<std::vector<int>>{})
       .def_static("attach", &Segment::attach, py::arg("fd"))
+      .def("introduce", &Segment::introduce, py::arg("rank"), py::arg("pid"), py::arg("host"))
       .def_property_readonly("fd", &Segment::fd)
       .def_property_readonly("size", &Segment::size)
       .def_property_readonly("has_core_for_each",

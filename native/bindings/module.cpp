@@ -6,5 +6,6 @@ PYBIND11_MODULE(_native, module) {
   kvstore_hvd::bind_segment(module);
   kvstore_hvd::bind_engine(module);
   kvstore_hvd::bind_reduce(module);
+  kvstore_hvd::bind_link(module);
   kvstore_hvd::bind_mxnet(module);
 }

@@ -59,7 +59,7 @@ ChunkPlan plan_link_chunk(Collective collective, std::uint64_t tensor_bytes, std
 // Of the bytes of one rank, so that those of all that lie in one memory fit in.
 std::uint64_t Agenda::largest_chunk(Collective collective) const {
   if (!world_.has_link()) return world_.stage_bytes;
-  int parts = world_.hosts;
+  int parts = 4;  // this host's sum, the result, and what comes from the other hosts; see LinkChunks
   if (collective == Collective::kBroadcast) parts = 1;
   if (collective == Collective::kExchange) parts = world_.size;
   const std::uint64_t share = world_.link_bytes / static_cast<std::uint64_t>(parts) / kAlignment * kAlignment;

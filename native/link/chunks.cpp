@@ -3,17 +3,19 @@
 #include <algorithm>
 #include <cstring>
 
+#include "link/reductions.hpp"
+
 namespace kvstore_hvd {
 namespace {
 
-// Tags of chunks follow those of records. MPI promises 32767 of them.
-constexpr int kFirstTag = 16;
-constexpr std::uint64_t kTags = 16384;
+// Up to here, times the other hosts, a hop less is worth more than the bytes.
+constexpr std::uint64_t kWhole = std::uint64_t{128} << 10;
+constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin at one, so that no element is cut
 
 }  // namespace
 
 LinkChunks::LinkChunks(World& world, Transport& transport)
-    : world_(world), transport_(transport), log_(world), places_(world.hosts) {
+    : world_(world), transport_(transport), log_(world), places_(world.hosts), inputs_(world.hosts) {
   for (int r = 0; r < world.size; ++r) ++places_[world.home(r).host].count;
   for (int host = 1; host < world.hosts; ++host) {
     places_[host].first = places_[host - 1].first + places_[host - 1].count;
@@ -21,11 +23,10 @@ LinkChunks::LinkChunks(World& world, Transport& transport)
 }
 
 void LinkChunks::publish(const Entry& entry) {
-  Chunk chunk;
+  Chunk chunk{};
   chunk.index = published_++;
-  chunk.algorithm = entry.algorithm;
-  chunk.root_host = world_.home(entry.root).host;
-  chunk.bytes = entry.staged_bytes;
+  std::memcpy(&chunk.entry, &entry, sizeof(entry));
+  chunk.is_whole = entry.staged_bytes * static_cast<std::uint64_t>(world_.hosts - 1) <= kWhole;
   // The others cannot send before their ranks have reduced; a message that comes first would be copied.
   receive(chunk);
   chunks_.push_back(std::move(chunk));
@@ -45,36 +46,79 @@ bool LinkChunks::all_ranks(Flag RankState::* flag, std::uint64_t index) {
 }
 
 bool LinkChunks::moves(const Chunk& chunk, int host) const {
-  if (chunk.bytes == 0 || chunk.algorithm == Algorithm::kFail) return false;
-  return chunk.algorithm != Algorithm::kLinkBroadcast || host == chunk.root_host;
+  if (chunk.entry.staged_bytes == 0 || chunk.entry.algorithm == Algorithm::kFail) return false;
+  return chunk.entry.algorithm != Algorithm::kLinkBroadcast || host == world_.home(chunk.entry.root).host;
 }
 
-LinkChunks::Part LinkChunks::part_of(const Chunk& chunk, int host) {
-  if (chunk.algorithm == Algorithm::kLinkBroadcast) return {0, chunk.bytes};
-  if (chunk.algorithm == Algorithm::kLinkSum) return {host * chunk.bytes, chunk.bytes};
-  return {places_[host].first * chunk.bytes, places_[host].count * chunk.bytes};
+LinkChunks::Bytes LinkChunks::slice_of(const Chunk& chunk, int host) const {
+  const std::uint64_t bytes = chunk.entry.staged_bytes;
+  if (chunk.is_whole) return {0, bytes};
+  const std::uint64_t lines = (bytes + kLine - 1) / kLine, hosts = static_cast<std::uint64_t>(world_.hosts);
+  const std::uint64_t h = static_cast<std::uint64_t>(host);
+  const std::uint64_t begin = std::min(lines * h / hosts * kLine, bytes);
+  return {begin, std::min(lines * (h + 1) / hosts * kLine, bytes) - begin};
+}
+
+LinkChunks::Bytes LinkChunks::place_of(const Chunk& chunk, int host) const {
+  const std::uint64_t bytes = chunk.entry.staged_bytes;
+  if (chunk.entry.algorithm == Algorithm::kLinkBroadcast) return {0, bytes};
+  return {places_[host].first * bytes, places_[host].count * bytes};
+}
+
+// Behind the sum of this host's ranks, and the result; see link_sum.cpp.
+char* LinkChunks::partial_of(const Chunk& chunk, int host) {
+  const Bytes own = slice_of(chunk, world_.host);
+  if (host == world_.host) return memory(chunk) + own.begin;
+  const int place = host < world_.host ? host : host - 1;
+  return memory(chunk) + 2 * std::uint64_t{chunk.entry.staged_bytes} + static_cast<std::uint64_t>(place) * own.count;
 }
 
 void LinkChunks::receive(Chunk& chunk) {
-  const int tag = kFirstTag + static_cast<int>(chunk.index % kTags);
-  for (int i = 1; i < world_.hosts; ++i) {
-    const int host = (world_.host + world_.hosts - i) % world_.hosts;
-    if (!moves(chunk, host)) continue;
-    const Part part = part_of(chunk, host);
-    chunk.receives.push_back(transport_.receive(host, tag, world_.link_memory(chunk.index) + part.offset, part.bytes));
-  }
+  to_others([&](int host) {
+    if (!moves(chunk, host)) return;
+    if (!is_sum(chunk)) {
+      const Bytes place = place_of(chunk, host);
+      chunk.partials.push_back(transport_.receive(host, kPartials, memory(chunk) + place.begin, place.count));
+      return;
+    }
+    const Bytes own = slice_of(chunk, world_.host), theirs = slice_of(chunk, host);
+    if (own.count > 0) {
+      chunk.partials.push_back(transport_.receive(host, kPartials, partial_of(chunk, host), own.count));
+    }
+    if (!chunk.is_whole && theirs.count > 0) {
+      char* const result = memory(chunk) + chunk.entry.staged_bytes + theirs.begin;
+      chunk.results.push_back(transport_.receive(host, kResults, result, theirs.count));
+    }
+  });
 }
 
 void LinkChunks::send(Chunk& chunk) {
-  chunk.is_sent = true;
   if (!moves(chunk, world_.host)) return;
-  const int tag = kFirstTag + static_cast<int>(chunk.index % kTags);
-  const Part part = part_of(chunk, world_.host);
-  // In rotation, so that not all hosts send to the same one first.
-  for (int i = 1; i < world_.hosts; ++i) {
-    const int host = (world_.host + i) % world_.hosts;
-    chunk.sends.push_back(transport_.send(host, tag, world_.link_memory(chunk.index) + part.offset, part.bytes));
+  to_others([&](int host) {
+    const Bytes what = is_sum(chunk) ? slice_of(chunk, host) : place_of(chunk, world_.host);
+    if (what.count > 0) {
+      chunk.sends.push_back(transport_.send(host, kPartials, memory(chunk) + what.begin, what.count));
+    }
+  });
+}
+
+void LinkChunks::sum(Chunk& chunk) {
+  const Bytes own = slice_of(chunk, world_.host);
+  const Entry& entry = chunk.entry;
+  char* const result = memory(chunk) + entry.staged_bytes;
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    const Piece& piece = entry.pieces[i];
+    const std::uint64_t begin = std::max<std::uint64_t>(piece.staged, own.begin);
+    const std::uint64_t end = std::min<std::uint64_t>(piece.staged + piece.bytes, own.begin + own.count);
+    if (begin >= end) continue;
+    const Slot& slot = world_.slots[piece.slot];
+    for (int host = 0; host < world_.hosts; ++host) inputs_[host] = partial_of(chunk, host) + (begin - own.begin);
+    void* output = result + begin;
+    reduce(reduction_over_hosts(slot.agreed, slot.weights), inputs_.data(), world_.hosts, &output, 1,
+           (end - begin) / size_of(slot.agreed.dtype));
   }
+  if (chunk.is_whole || own.count == 0) return;
+  to_others([&](int host) { chunk.sends.push_back(transport_.send(host, kResults, result + own.begin, own.count)); });
 }
 
 bool LinkChunks::test(std::vector<Transport::Transfer>& transfers) {
@@ -83,24 +127,32 @@ bool LinkChunks::test(std::vector<Transport::Transfer>& transfers) {
   return transfers.empty();
 }
 
-bool LinkChunks::progress() {
+bool LinkChunks::progress(bool tells) {
   bool moved = false;
   for (Chunk& chunk : chunks_) {
-    if (!chunk.is_sent && all_ranks(&RankState::reduced, chunk.index)) {
+    if (sent_ == chunk.index && all_ranks(&RankState::reduced, chunk.index)) {
       // After the look above: a rank that has read arrays of a world that had failed by then has reduced nothing.
-      if (world_.failure.is_set()) return moved;
-      send(chunk);
-      moved = true;
+      if (!world_.failure.is_set()) {
+        send(chunk);
+        chunk.is_sent = moved = true;
+        ++sent_;
+      }
     }
-    if (!chunk.receives.empty() && test(chunk.receives)) moved = true;
     if (!chunk.sends.empty() && test(chunk.sends)) moved = true;
-    if (!chunk.has_arrived && chunk.is_sent && chunk.receives.empty() && arrived_ == chunk.index) {
-      chunk.has_arrived = true;
-      ++arrived_;
-      bytes_under_way_ -= chunk.bytes;
-      world_.link().filled.post(static_cast<std::uint32_t>(arrived_));
+    if (!chunk.partials.empty() && test(chunk.partials)) moved = true;
+    if (!chunk.results.empty() && test(chunk.results)) moved = true;
+    if (summed_ == chunk.index && chunk.is_sent && chunk.partials.empty()) {
+      if (is_sum(chunk)) sum(chunk);
+      chunk.is_summed = moved = true;
+      ++summed_;
+    }
+    if (tells && told_ == chunk.index && chunk.is_summed && chunk.results.empty()) {
+      chunk.has_arrived = moved = true;
+      ++told_;
+      if (chunk.entry.algorithm != Algorithm::kFail) ++arrived_;
+      bytes_under_way_ -= chunk.entry.staged_bytes;
+      world_.link().filled.post(static_cast<std::uint32_t>(told_));
       for (int r = 0; r < world_.ranks; ++r) world_.rank(r).bell.ring();
-      moved = true;
     }
   }
   while (!chunks_.empty()) {
@@ -112,10 +164,19 @@ bool LinkChunks::progress() {
   return moved;
 }
 
-void LinkChunks::cancel() {
+bool LinkChunks::close() {
+  bool is_idle = true;
   for (Chunk& chunk : chunks_) {
-    for (Transport::Transfer& one : chunk.receives) transport_.cancel(one);
+    for (auto* transfers : {&chunk.partials, &chunk.results}) {
+      if (!is_closed_) {
+        for (const Transport::Transfer one : *transfers) transport_.cancel(one);
+      }
+      is_idle = test(*transfers) && is_idle;
+    }
+    is_idle = test(chunk.sends) && is_idle;
   }
+  is_closed_ = true;
+  return is_idle;
 }
 
 }  // namespace kvstore_hvd

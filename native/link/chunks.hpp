@@ -1,5 +1,9 @@
-// The entries of the schedule that are between publication and the last rank that has collected them: moves this host's
-// bytes to the other hosts, and theirs into the link's memory.
+// The entries of the schedule that are between publication and the last rank that has collected them.
+//
+// A sum: each host's ranks have reduced theirs into the link's memory. Slice h of that goes to host h, whose link sums
+// the slices of all hosts, in the order of the hosts, and returns the result: 2(H-1)/H of the bytes cross each link. A
+// small one is not sliced: every link gets all and sums for itself, which saves a hop. Everything else is sent as it
+// is.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +19,13 @@ namespace kvstore_hvd {
 class LinkChunks {
  public:
   LinkChunks(World& world, Transport& transport);
-  ~LinkChunks() { cancel(); }
   LinkChunks(const LinkChunks&) = delete;
   LinkChunks& operator=(const LinkChunks&) = delete;
 
   // Whether there is memory for one more.
   bool has_room() const { return chunks_.size() < kLinkSlots; }
   bool is_empty() const { return chunks_.empty(); }
-  // How many entries there were for which all has come.
+  // How many entries that move something there were for which all has come.
   std::uint64_t arrived() const { return arrived_; }
   // Bytes of one host's that are published and have not arrived.
   std::uint64_t bytes_under_way() const { return bytes_under_way_; }
@@ -30,44 +33,60 @@ class LinkChunks {
   // Makes it the next entry of this host's schedule.
   void publish(const Entry& entry);
 
-  // Does what can be done without waiting; returns whether anything was. Once the world has failed nothing is sent.
-  bool progress();
+  // Does what can be done without waiting; returns whether anything was. Once the world has failed the ranks' bytes are
+  // not sent, since arrays may be in use again; what was sent before is summed and returned, for the other hosts.
+  // `tells`: whether the ranks of this host hear of what arrives.
+  bool progress(bool tells);
+
+  // Sends and receives nothing more. Returns whether nothing is under way: else to be called again.
+  bool close();
 
  private:
+  struct Bytes {
+    std::uint64_t begin, count;
+  };
   struct Chunk {
-    std::uint64_t index;
-    Algorithm algorithm;
-    int root_host;
-    std::uint64_t bytes;  // of one sum, or of one rank's input
-    bool is_sent = false, has_arrived = false;
-    std::vector<Transport::Transfer> sends, receives;
+    std::uint64_t index;  // of the log
+    Entry entry;
+    bool is_whole;  // a sum that is not sliced
+    bool is_sent = false, is_summed = false, has_arrived = false;
+    std::vector<Transport::Transfer> sends, partials, results;  // the latter two are received
   };
-
-  bool all_ranks(Flag RankState::* flag, std::uint64_t index);
-  // Where the bytes of a host lie in the link's memory of a chunk, and how many.
-  struct Part {
-    std::uint64_t offset, bytes;
-  };
-  Part part_of(const Chunk& chunk, int host);
-  bool moves(const Chunk& chunk, int host) const;
-  void receive(Chunk& chunk);
-  void send(Chunk& chunk);
-  bool test(std::vector<Transport::Transfer>& transfers);
-  void cancel();
-
   // The places of a host's ranks, see World::Home.
   struct Places {
     std::uint64_t first, count;
   };
 
+  bool all_ranks(Flag RankState::* flag, std::uint64_t index);
+  bool is_sum(const Chunk& chunk) const { return chunk.entry.algorithm == Algorithm::kLinkSum; }
+  bool moves(const Chunk& chunk, int host) const;
+  char* memory(const Chunk& chunk) { return world_.link_memory(chunk.index); }
+  // What a host's link sums.
+  Bytes slice_of(const Chunk& chunk, int host) const;
+  // Where the bytes of a host lie that are not summed.
+  Bytes place_of(const Chunk& chunk, int host) const;
+  // Where a host's bytes of this host's slice lie.
+  char* partial_of(const Chunk& chunk, int host);
+  void receive(Chunk& chunk);
+  void send(Chunk& chunk);
+  void sum(Chunk& chunk);
+  bool test(std::vector<Transport::Transfer>& transfers);
+  template <class Call>
+  void to_others(const Call& call) {
+    // In rotation, so that not all hosts send to the same one first.
+    for (int i = 1; i < world_.hosts; ++i) call((world_.host + i) % world_.hosts);
+  }
+
   World& world_;
   Transport& transport_;
   ScheduleLog log_;
-  std::uint64_t published_ = 0;
+  std::uint64_t published_ = 0, sent_ = 0, summed_ = 0, told_ = 0;  // in order, by index
   std::uint64_t arrived_ = 0;
   std::uint64_t bytes_under_way_ = 0;
   std::vector<Places> places_;  // by host
-  std::deque<Chunk> chunks_;    // in order, of consecutive numbers
+  std::vector<const void*> inputs_;
+  std::deque<Chunk> chunks_;  // in order, of consecutive numbers
+  bool is_closed_ = false;
 };
 
 }  // namespace kvstore_hvd

@@ -1,34 +1,25 @@
 #include "link/link.hpp"
 
 #include <algorithm>
-#include <string>
-#include <thread>
+#include <cstring>
 
-#include "base/running_time.hpp"
+#include "link/partly.hpp"
+#include "link/reductions.hpp"
 #include "reduce/reduce.hpp"
 #include "shm/describe.hpp"
 
 namespace kvstore_hvd {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-// How long the link looks on after the last news, and then how often it looks while something is under way, and else.
-constexpr std::chrono::microseconds kSpin{20}, kBusyLook{100};
-constexpr std::chrono::milliseconds kIdleLook{1};
-// For the others to hear that the world has failed.
+// How much is ordered and not yet everywhere: what a tensor of higher priority may have to wait for. Less, and the
+// network would wait for the next order.
+constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
+constexpr int kConductor = 0;
+constexpr std::chrono::milliseconds kBeat{500}, kLook{100};
+// How long an operation waits before other hosts tell their ranks of it, and who is late.
+constexpr std::chrono::milliseconds kPatience{500};
+// For the others to hear that the world has failed, and for what is complete on one host to become so here.
 constexpr std::chrono::seconds kAbort{1};
-
-// What a host's ranks contribute, and then all hosts; as those of Request.
-Reduction within_host(const Signature& agreed) {
-  return {agreed.dtype, agreed.op, agreed.prescale, 1.0, agreed.as_half != 0};
-}
-Reduction over_hosts(const Signature& agreed, double weights) {
-  const bool divides = agreed.op == ReduceOp::kAverage && weights != 0.0;
-  return {agreed.dtype, agreed.op, 1.0, divides ? agreed.postscale / weights : agreed.postscale, agreed.as_half != 0};
-}
-
-std::size_t bytes_of(const Signature& signature) { return signature.count * size_of(signature.dtype); }
 
 WeightSums weights_of(World& world, std::uint32_t slot) {
   WeightSums sums{};
@@ -52,322 +43,493 @@ char* array_of(World& world, std::uint32_t slot, int rank, std::size_t bytes) {
 
 }  // namespace
 
-Link::Link(std::shared_ptr<Segment> segment, Transport& transport, std::chrono::nanoseconds timeout)
+Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transport, const LinkOptions& options)
     : segment_(std::move(segment)),
+      transport_(std::move(transport)),
+      options_(options),
       world_(segment_->world()),
-      hosts_(world_, transport, timeout),
-      conductor_(hosts_),
-      stragglers_(hosts_),
-      chunks_(world_, transport),
-      inlined_(world_.hosts),
-      knows_(world_.hosts),
-      known_(kSlots) {}
-
-void Link::run() {
-  Flag& bell = world_.link().bell;
-  try {
-    auto last_news = Clock::now();
-    for (;;) {
-      const std::uint32_t seen = bell.value();
-      const bool moved = step();
-      if (world_.failure.is_set()) return abort();
-      if (std::all_of(hosts_.has_left.begin(), hosts_.has_left.end(), [](bool left) { return left; }) &&
-          std::all_of(hosts_.mails.begin(), hosts_.mails.end(), [](const auto& m) { return !m || m->is_sent(); })) {
-        return;
-      }
-      const auto now = Clock::now();
-      if (moved) last_news = now;
-      if (now - last_news < kSpin) continue;
-      const bool busy = !chunks_.is_empty() || !hosts_.tensors.empty();
-      bell.wait_change(seen, WaitPolicy{}, busy ? kBusyLook : std::chrono::nanoseconds(kIdleLook), world_.failure);
-    }
-  } catch (const TransportError& error) {
-    hosts_.alarm.raise(ErrorCode::kTransport, std::string("a message between hosts failed: ") + error.what());
-  } catch (const WorldLost&) {
-    abort();
+      alarm_(world_, world_.ranks, options.timeout),
+      table_(world_, alarm_),
+      agenda_(world_),
+      chunks_(world_, *transport_),
+      ids_(kSlots),
+      n_ready_(world_.hosts),
+      ranks_(world_.hosts) {
+  for (int rank = 0; rank < world_.size; ++rank) ranks_[world_.home(rank).host].push_back(rank);
+  for (int host = 0; host < world_.hosts; ++host) {
+    mails_.push_back(host == world_.host ? nullptr : std::make_unique<Mail>(*transport_, host, options.epoch));
+    others_.emplace_back(options.silence);
+    others_.back().left.resize(ranks_[host].size());
   }
 }
 
-bool Link::step() {
-  bool moved = false;
+std::vector<int> Link::missing() const {
+  std::vector<int> ranks;
   for (int host = 0; host < world_.hosts; ++host) {
-    if (hosts_.mails[host] == nullptr) continue;
-    if (hosts_.mails[host]->progress([&](const char* record) { handle(host, record); })) moved = true;
+    if (host != world_.host && !others_[host].is_met)
+      ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
   }
-  while (const auto slot = world_.link().inbox.get(taken_)) {
-    ++taken_;
-    stragglers_.introduce();  // first: whose operation is complete here has been introduced
-    announced_here(*slot);
-    moved = true;
-  }
-  while (chunks_.has_room()) {
-    std::optional<Entry> entry;
-    if (hosts_.is_conductor()) {
-      entry = conductor_.next(chunks_.bytes_under_way());
-    } else if (!orders_.empty()) {
-      entry = orders_.front();
-      orders_.pop_front();
+  return ranks;
+}
+
+bool Link::step(Clock::time_point now) {
+  if (is_over_) return false;
+  bool moved = false;
+  try {
+    for (int host = 0; host < world_.hosts; ++host) {
+      Mail* const mail = mails_[host].get();
+      if (mail != nullptr && mail->progress([&](const char* record) { handle(host, record); })) moved = true;
     }
-    if (!entry) break;
-    chunks_.publish(*entry);
-    moved = true;
+    while (const auto slot = world_.link().inbox.get(taken_)) {
+      ++taken_;
+      announced_here(*slot, now);
+      moved = true;
+    }
+    while (publish_next()) moved = true;
+    if (chunks_.progress(!has_told_failure_)) moved = true;
+    if (abort_) raise_abort();
+    look(now);
+  } catch (const TransportError& error) {
+    const std::string who = error.host < 0 ? "another host" : describe_host(world_, error.host);
+    alarm_.raise(ErrorCode::kTransport,
+                 "a message to or from " + who + " failed (" + error.what() + "): see whether its workers live");
+    is_over_ = after_failure_.has_value();  // another one: there is no way to tell anybody
+    if (!after_failure_) after_failure_.emplace(2 * kAbort);
   }
-  if (chunks_.progress()) moved = true;
-  stragglers_.progress();
-  if (abort_) raise_abort();
-  say_goodbye();
+  is_over_ = is_over_ || may_end();
   return moved;
 }
 
-const TensorId& Link::id_of_slot(std::uint32_t slot) {
-  Known& known = known_[slot];
-  // Relaxed: all ranks have announced, so the slot does not change hands.
-  const auto version = static_cast<std::uint32_t>(world_.slots[slot].state.load(std::memory_order_relaxed) >> 32);
-  if (!known.is_known || known.version != version) known = {version, true, id_of(name_on(world_, slot))};
-  return known.id;
+bool Link::close() {
+  bool is_idle = true;
+  try {
+    for (const auto& mail : mails_) is_idle = (mail == nullptr || mail->close()) && is_idle;
+    return chunks_.close() && is_idle;
+  } catch (const TransportError&) {
+    return false;
+  }
 }
 
-void Link::announced_here(std::uint32_t slot) {
-  const TensorId& id = id_of_slot(slot);
-  HostAnnouncements& tensor = hosts_.tensor(id);
+Link::Tensor& Link::tensor(const TensorId& id, std::string_view name, Clock::time_point now) {
+  const auto [found, is_new] = tensors_.try_emplace(id);
+  Tensor& tensor = found->second;
+  if (is_new) {
+    tensor.name = name;
+    tensor.by_host.resize(static_cast<std::size_t>(world_.hosts));
+    tensor.late.resize(static_cast<std::size_t>(world_.hosts));
+    tensor.since = now;
+  }
+  return tensor;
+}
+
+std::string Link::operation_on(std::uint32_t slot) const {
+  const Announcement& announcement = world_.announcement(slot, 0);
+  return std::string(name_of(announcement.signature.collective)) + " " + announcement.note;
+}
+
+// -- What hosts have announced --------------------------------------------------------------------------------------
+
+void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
+  const std::string_view name(world_.slots[slot].name, world_.slots[slot].name_length);
+  const TensorId id = id_of(name);
+  ids_[slot] = id;
+  Tensor& tensor = this->tensor(id, name, now);
   tensor.slot = slot;
-  tensor.since = Clock::now();
-  tensor.is_waiting = false;
-  const Signature& signature = world_.announcement(slot, 0).signature;
-  HostAnnouncement own;
-  own.disagrees = !hosts_.table.all_announced_the_same(slot);
-  own.digest = world_.mark(slot, 0).digest;
+  tensor.since = now;
+  Ready own;
+  own.announcement = world_.announcement(slot, 0);
   own.weights = weights_of(world_, slot);
-  own.priority = world_.slots[slot].priority;
+  const Signature& signature = own.announcement.signature;
+  if (!table_.all_announced_the_same(slot)) own.told = kvstore_hvd::announced_here(world_, slot);
   const std::size_t bytes = bytes_of(signature);
-  own.is_inline = !own.disagrees && signature.collective == Collective::kAllreduce && signature.on_device == 0 &&
+  own.is_inline = own.told.empty() && signature.collective == Collective::kAllreduce && signature.on_device == 0 &&
                   bytes <= world_.thresholds.inlined;
   if (own.is_inline && bytes > 0) {
     own.sum.resize(bytes);
     std::vector<const void*> inputs;
     for (int r = 0; r < world_.ranks; ++r) inputs.push_back(array_of(world_, slot, r, bytes));
     void* sum = own.sum.data();
-    reduce(within_host(signature), inputs.data(), world_.ranks, &sum, 1, signature.count);
+    reduce(reduction_within_host(signature), inputs.data(), world_.ranks, &sum, 1, signature.count);
   }
-  const auto write = [&](std::vector<char>& outgoing) {
+  to_all([&](std::vector<char>& outgoing) {
     RecordWriter writer(outgoing);
-    writer.put(ReadyRecord{{own.is_inline ? RecordKind::kInline : RecordKind::kReady, 0},
+    writer.put(ReadyRecord{{RecordKind::kReady, 0},
                            id,
-                           own.digest,
                            own.weights,
-                           own.priority,
-                           own.disagrees ? 1U : 0U});
-    if (own.is_inline) {
-      const std::uint64_t length = own.sum.size();
-      writer.put(length);
-      writer.put(own.sum.data(), own.sum.size());
-    }
-    writer.end();
-  };
-  if (own.is_inline) {
-    ++inlined_[world_.host];
-    hosts_.to_all(write);
-  } else if (!hosts_.is_conductor()) {
-    write(hosts_.mails[kConductor]->outgoing());
-    return;  // who else has announced is the conductor's
-  }
-  announced(id, world_.host, std::move(own));
+                           own.announcement,
+                           static_cast<std::uint32_t>(name.size()),
+                           static_cast<std::uint32_t>(own.told.size()),
+                           static_cast<std::uint32_t>(own.sum.size()),
+                           own.is_inline ? 1U : 0U});
+    writer.put(name.data(), name.size());
+    writer.put(own.told.data(), own.told.size() * sizeof(AnnouncedBy));
+    writer.put(own.sum.data(), own.sum.size());
+  });
+  add(id, tensor, world_.host, std::move(own));
 }
 
-void Link::announced(const TensorId& id, int host, HostAnnouncement one) {
-  HostAnnouncements& tensor = hosts_.tensor(id);
-  tensor.add(host, std::move(one));
-  if (!tensor.all_are_here()) {
-    if (hosts_.is_conductor()) conductor_.check_left();
-    return;
-  }
-  if (tensor.is_inline() && tensor.is_the_same()) {
-    carry_out(id);
-  } else if (hosts_.is_conductor()) {
-    conductor_.all_announced(id);
+void Link::add(const TensorId& id, Tensor& tensor, int host, Ready ready) {
+  ++n_ready_[host];
+  tensor.late[host].clear();
+  tensor.by_host[host].push_back(std::move(ready));
+  const auto is_empty = [](const auto& one) { return one.empty(); };
+  if (tensor.by_host[host].size() == 1 && std::none_of(tensor.by_host.begin(), tensor.by_host.end(), is_empty)) {
+    all_announced(id, tensor);
   }
 }
 
-void Link::carry_out(const TensorId& id) {
-  HostAnnouncements& tensor = hosts_.tensor(id);
+void Link::all_announced(const TensorId& id, Tensor& tensor) {
+  const auto is_inline = [](const auto& one) { return one.front().is_inline; };
+  if (!is_the_same(tensor) || tensor.by_host[0].front().announcement.signature.on_device != 0) {
+    fail(tensor);
+    end(id);
+  } else if (std::all_of(tensor.by_host.begin(), tensor.by_host.end(), is_inline)) {
+    const std::uint32_t slot = tensor.slot;
+    carry_out(tensor);
+    end(id);
+    table_.announce_for_others(slot);
+    InlineReduction::tell(world_, slot, world_.ranks);
+  } else {
+    table_.agree_over_hosts(tensor.slot, weights(tensor));
+    tensor.is_agreed = true;
+    if (world_.host == kConductor) agenda_.add(tensor.slot, world_.slots[tensor.slot].priority);
+  }
+}
+
+bool Link::is_the_same(const Tensor& tensor) const {
+  const Signature& first = tensor.by_host[0].front().announcement.signature;
+  return std::all_of(tensor.by_host.begin(), tensor.by_host.end(), [&](const auto& one) {
+    const Signature& signature = one.front().announcement.signature;
+    return one.front().told.empty() && std::memcmp(&signature, &first, sizeof(first)) == 0;
+  });
+}
+
+// As World::weights(), over hosts.
+double Link::weights(const Tensor& tensor) const {
+  double sum = 0.0, present = 0.0, absent = 0.0;
+  for (const auto& one : tensor.by_host) {
+    sum += one.front().weights.sum;
+    present += one.front().weights.present;
+    absent += one.front().weights.absent;
+  }
+  return absent == 0 || present == 0 ? sum : sum * (present + absent) / present;
+}
+
+void Link::carry_out(Tensor& tensor) {
   const std::uint32_t slot = tensor.slot;
   const Signature& agreed = world_.announcement(slot, 0).signature;
   const std::size_t bytes = bytes_of(agreed);
-  if (bytes > 0) {
-    std::vector<const void*> inputs;
-    std::vector<void*> outputs;
-    for (const auto& one : tensor.by_host) inputs.push_back(one.front().sum.data());
-    for (int r = 0; r < world_.ranks; ++r) outputs.push_back(array_of(world_, slot, r, bytes));
-    reduce(over_hosts(agreed, tensor.weights()), inputs.data(), world_.hosts, outputs.data(), world_.ranks,
-           agreed.count);
-  }
   world_.slots[slot].error = 0;
-  for (int host = 0; host < world_.hosts; ++host) tensor.drop(host);
-  tensor.slot = kNoSlot;
-  hosts_.forget_if_idle(id);
-  hosts_.table.announce_for_others(slot);
-  InlineReduction::tell(world_, slot, world_.ranks);
+  if (bytes == 0) return;
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (const auto& one : tensor.by_host) inputs.push_back(one.front().sum.data());
+  for (int r = 0; r < world_.ranks; ++r) outputs.push_back(array_of(world_, slot, r, bytes));
+  reduce(reduction_over_hosts(agreed, weights(tensor)), inputs.data(), world_.hosts, outputs.data(), world_.ranks,
+         agreed.count);
 }
+
+// The text is the same on all hosts: all of them know what all have announced.
+void Link::fail(Tensor& tensor) {
+  std::vector<AnnouncedBy> all;
+  for (int host = 0; host < world_.hosts; ++host) {
+    const Ready& ready = tensor.by_host[host].front();
+    all.insert(all.end(), ready.told.begin(), ready.told.end());
+    if (!ready.told.empty()) continue;
+    for (const int rank : ranks_[host]) all.push_back({world_.rank_of_all(rank), ready.announcement});
+  }
+  std::sort(all.begin(), all.end(), [](const AnnouncedBy& a, const AnnouncedBy& b) { return a.rank < b.rank; });
+  Disagreement why = describe_disagreement(world_, all);
+  if (is_the_same(tensor)) {
+    why = {ErrorCode::kInvalid,
+           "arrays on GPUs cannot be sent between hosts yet.\n  Nothing was changed. Fix: copy them to the CPU."};
+  }
+  table_.agree_over_hosts(tensor.slot, 0.0);
+  table_.disagree(tensor.slot, why.code, why.text);
+  failing_.push_back(tensor.slot);
+}
+
+// The operation that all hosts have announced is published, or over.
+void Link::end(const TensorId& id) {
+  const auto found = tensors_.find(id);
+  Tensor& tensor = found->second;
+  bool is_idle = true;
+  for (auto& one : tensor.by_host) {
+    one.pop_front();
+    is_idle = is_idle && one.empty();
+  }
+  tensor.slot = kNoSlot;
+  tensor.is_agreed = tensor.is_early = false;
+  tensor.since = Clock::now();
+  for (auto& late : tensor.late) late.clear();
+  if (is_idle) tensors_.erase(found);
+}
+
+// -- The schedule ---------------------------------------------------------------------------------------------------
+
+bool Link::publish_next() {
+  if (!chunks_.has_room() || world_.failure.is_set()) return false;
+  Entry entry{};
+  if (!failing_.empty()) {
+    entry.algorithm = Algorithm::kFail;
+    entry.n_pieces = 1;
+    entry.pieces[0].slot = failing_.front();
+    failing_.pop_front();
+  } else if (world_.host == kConductor) {
+    if (chunks_.bytes_under_way() >= kWindow) return false;
+    const auto decision = agenda_.decide(entry, false);
+    if (!decision) return false;
+    Agenda::remove(*decision);
+    tell_order(entry);
+  } else {
+    if (orders_.empty()) return false;
+    entry = orders_.front();
+    for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+      const auto found = tensors_.find(orders_ids_.front()[i]);
+      // Its announcement on a third host may be on its way to this one.
+      if (found == tensors_.end() || !found->second.is_agreed) return false;
+      entry.pieces[i].slot = found->second.slot;
+    }
+    orders_.pop_front();
+    orders_ids_.pop_front();
+  }
+  publish(entry);
+  return true;
+}
+
+void Link::publish(const Entry& entry) {
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    const Piece& piece = entry.pieces[i];
+    const bool is_failed = entry.algorithm == Algorithm::kFail;
+    const bool is_last = piece.offset + piece.bytes == world_.slots[piece.slot].bytes;
+    if (!is_failed && is_last) end(ids_[piece.slot]);
+    // Ranks may announce the next operation as soon as they see this.
+    if (is_failed || piece.offset == 0) table_.announce_for_others(piece.slot);
+  }
+  chunks_.publish(entry);
+}
+
+void Link::tell_order(const Entry& entry) {
+  to_all([&](std::vector<char>& outgoing) {
+    RecordWriter writer(outgoing);
+    writer.put(OrderRecord{{RecordKind::kOrder, 0}, entry.algorithm, entry.root, entry.n_pieces, entry.staged_bytes});
+    for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+      const Piece& piece = entry.pieces[i];
+      writer.put(OrderedPiece{ids_[piece.slot], piece.offset, piece.bytes, piece.staged});
+    }
+  });
+}
+
+// -- What other links tell ------------------------------------------------------------------------------------------
 
 void Link::handle(int host, const char* record) {
   RecordReader reader(record);
   RecordHeader header;
   std::memcpy(&header, record, sizeof(header));
+  others_[host].silence = Patience(options_.silence);
   switch (header.kind) {
-    case RecordKind::kReady:
-    case RecordKind::kInline: {
-      const auto ready = reader.get<ReadyRecord>();
-      HostAnnouncement one;
-      one.digest = ready.digest;
-      one.weights = ready.weights;
-      one.priority = ready.priority;
-      one.disagrees = ready.disagrees != 0;
-      one.is_inline = header.kind == RecordKind::kInline;
-      if (one.is_inline) {
-        ++inlined_[host];
-        const auto length = reader.get<std::uint64_t>();
-        const char* const sum = reader.get(length);
-        one.sum.assign(sum, sum + length);
-      }
-      return announced(ready.id, host, std::move(one));
+    case RecordKind::kReady: {
+      const auto told = reader.get<ReadyRecord>();
+      const std::string name = reader.text(told.name_bytes);
+      Ready ready{told.announcement, told.weights, told.is_inline != 0, {}, {}};
+      for (std::uint32_t i = 0; i < told.n_told; ++i) ready.told.push_back(reader.get<AnnouncedBy>());
+      const char* const sum = reader.get(told.sum_bytes);
+      ready.sum.assign(sum, sum + told.sum_bytes);
+      return add(told.id, tensor(told.id, name, Clock::now()), host, std::move(ready));
     }
     case RecordKind::kOrder: {
       const auto order = reader.get<OrderRecord>();
-      return ordered(reader, order);
-    }
-    case RecordKind::kAsk: {
-      const auto ask = reader.get<AskRecord>();
-      const auto all = kvstore_hvd::announced_here(world_, hosts_.tensor(ask.id).slot);
-      RecordWriter writer(hosts_.mails[host]->outgoing());
-      writer.put(TellRecord{{RecordKind::kTell, 0}, ask.id, all.size()});
-      for (const AnnouncedBy& one : all) writer.put(one);
-      return writer.end();
-    }
-    case RecordKind::kTell: {
-      const auto tell = reader.get<TellRecord>();
-      std::vector<AnnouncedBy> all;
-      for (std::uint64_t i = 0; i < tell.n; ++i) all.push_back(reader.get<AnnouncedBy>());
-      return conductor_.told(tell.id, host, std::move(all));
-    }
-    case RecordKind::kLeft: {
-      const auto left = reader.get<LeftRecord>();
-      const std::uint32_t slot = hosts_.tensor(left.id).slot;
-      if (slot != kNoSlot) raise_left(hosts_, slot, static_cast<int>(left.host));
+      Entry entry{};
+      entry.algorithm = order.algorithm;
+      entry.root = order.root;
+      entry.n_pieces = order.n_pieces;
+      entry.staged_bytes = order.staged_bytes;
+      std::vector<TensorId> ids;
+      for (std::uint32_t i = 0; i < order.n_pieces; ++i) {
+        const auto piece = reader.get<OrderedPiece>();
+        entry.pieces[i] = Piece{kNoSlot, static_cast<std::uint32_t>(piece.staged), piece.offset, piece.bytes};
+        ids.push_back(piece.id);
+      }
+      orders_.push_back(entry);
+      orders_ids_.push_back(std::move(ids));
       return;
     }
-    case RecordKind::kHello:
-      return stragglers_.introduced(reader);
-    case RecordKind::kEager:
-      return stragglers_.has_asked();
-    case RecordKind::kWaiting:
-      return stragglers_.waited_for(reader);
-    case RecordKind::kWanted:
-      return stragglers_.wanted(reader);
-    case RecordKind::kLate:
-      return stragglers_.late(host, reader);
-    case RecordKind::kAbort: {
-      knows_[host] = true;
-      const auto abort = reader.get<AbortRecord>();
-      if (abort_) return;
-      abort_.emplace(Abort{abort.error, reader.text(abort.text_bytes), abort.arrived, {}, Patience(kAbort)});
-      const std::size_t bytes = inlined_.size() * sizeof(std::uint64_t);
-      abort_->inlined.resize(inlined_.size());
-      std::memcpy(abort_->inlined.data(), reader.get(bytes), bytes);
+    case RecordKind::kLate: {
+      const auto told = reader.get<LateRecord>();
+      const auto found = tensors_.find(told.id);
+      if (found == tensors_.end() || !found->second.by_host[host].empty()) return;
+      found->second.late[host].clear();
+      for (std::uint64_t i = 0; i < told.n; ++i) {
+        found->second.late[host].push_back(static_cast<int>(reader.get<std::uint64_t>()));
+      }
       return;
     }
-    case RecordKind::kBye:
-      return has_left(host);
+    case RecordKind::kBeat:
+      return beaten(host, reader);
   }
 }
 
-void Link::ordered(RecordReader reader, const OrderRecord& order) {
-  const bool is_failed = order.algorithm == Algorithm::kFail;
-  Entry entry{};
-  entry.algorithm = order.algorithm;
-  entry.root = order.root;
-  entry.n_pieces = order.n_pieces;
-  entry.staged_bytes = order.staged_bytes;
-  TensorId id{};
-  for (std::uint32_t i = 0; i < order.n_pieces; ++i) {
-    const auto piece = reader.get<OrderedPiece>();
-    id = piece.id;
-    HostAnnouncements& tensor = hosts_.tensor(id);
-    const std::uint32_t slot = tensor.slot;
-    entry.pieces[i] = Piece{slot, static_cast<std::uint32_t>(piece.staged), piece.offset, piece.bytes};
-    if (piece.offset == 0) hosts_.table.agree_over_hosts(slot, piece.weights);
-    if (is_failed) continue;
-    const bool is_last = piece.offset + piece.bytes == world_.slots[slot].bytes;
-    if (is_last) tensor.slot = kNoSlot;
-    if (piece.offset == 0) hosts_.table.announce_for_others(slot);
-    if (is_last) hosts_.forget_if_idle(id);
-  }
-  if (is_failed) {
-    HostAnnouncements& tensor = hosts_.tensor(id);
-    const std::uint32_t slot = tensor.slot;
-    hosts_.table.disagree(slot, order.error, reader.text(order.text_bytes));
-    const char* const is_inline = reader.get(static_cast<std::size_t>(world_.hosts));
-    for (int host = 0; host < world_.hosts; ++host) {
-      if (is_inline[host] != 0) tensor.drop(host);
+void Link::beat() {
+  const bool has_failed = world_.failure.is_set();
+  const std::string fact = has_failed ? world_.failure.fact() : "";
+  std::vector<std::uint64_t> left;
+  for (int r = 0; r < world_.ranks; ++r) {
+    // Acquire: what it did before it left.
+    if (world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft) {
+      left.push_back(static_cast<std::uint64_t>(world_.rank(r).rank_of_world));
     }
-    tensor.slot = kNoSlot;
-    hosts_.forget_if_idle(id);
-    hosts_.table.announce_for_others(slot);
   }
-  orders_.push_back(entry);
-}
-
-void Link::say_goodbye() {
-  if (hosts_.has_left[world_.host] || !chunks_.is_empty() || world_.failure.is_set()) return;
-  // Acquire: what the ranks did before they left.
-  if (world_.left.load(std::memory_order_acquire) != static_cast<std::uint32_t>(world_.ranks)) return;
-  hosts_.to_all([](std::vector<char>& outgoing) {
+  to_all([&](std::vector<char>& outgoing) {
     RecordWriter writer(outgoing);
-    writer.put(RecordHeader{RecordKind::kBye, 0});
-    writer.end();
+    writer.put(BeatRecord{{RecordKind::kBeat, 0},
+                          options_.build,
+                          has_failed ? world_.failure.code() : ErrorCode::kOk,
+                          static_cast<std::uint32_t>(fact.size()),
+                          chunks_.arrived(),
+                          left.size()});
+    writer.put(fact.data(), fact.size());
+    writer.put(n_ready_.data(), n_ready_.size() * sizeof(std::uint64_t));
+    writer.put(left.data(), left.size() * sizeof(std::uint64_t));
   });
-  has_left(world_.host);
+  if (!has_failed) told_left_ = static_cast<std::uint32_t>(left.size());
+  has_told_failure_ = has_failed;
 }
 
-void Link::has_left(int host) {
-  hosts_.has_left[host] = true;
-  if (hosts_.is_conductor()) conductor_.check_left();
+void Link::beaten(int host, RecordReader reader) {
+  const auto told = reader.get<BeatRecord>();
+  Other& other = others_[host];
+  if (!other.is_met) ++n_met_;
+  other.is_met = true;
+  if (told.build != options_.build) {
+    alarm_.raise(ErrorCode::kTransport, describe_host(world_, host) + " and " + describe_host(world_, world_.host) +
+                                            " run different versions of kvstore_hvd");
+  }
+  std::string text = reader.text(told.text_bytes);
+  std::vector<std::uint64_t> n_ready(n_ready_.size());
+  std::memcpy(n_ready.data(), reader.get(n_ready.size() * sizeof(std::uint64_t)),
+              n_ready.size() * sizeof(std::uint64_t));
+  for (std::uint64_t i = 0; i < told.n_left; ++i) {
+    const auto rank = static_cast<int>(reader.get<std::uint64_t>());
+    other.left[static_cast<std::size_t>(world_.home(rank).rank)] = true;
+  }
+  if (told.n_left > 0) anybody_left_ = true;
+  other.has_left = told.n_left == other.left.size();
+  if (told.error == ErrorCode::kOk || other.has_failed) return;
+  other.has_failed = true;
+  if (!abort_) abort_.emplace(Abort{told.error, std::move(text), told.arrived, std::move(n_ready), Patience(kAbort)});
 }
 
 // As soon as all is complete here that is where the world failed.
 void Link::raise_abort() {
-  const auto is_behind = [this](std::size_t host) { return inlined_[host] < abort_->inlined[host]; };
+  if (world_.failure.is_set()) return;
   bool is_late = chunks_.arrived() < abort_->arrived;
-  for (std::size_t host = 0; host < inlined_.size(); ++host) is_late = is_late || is_behind(host);
-  if (!is_late || abort_->patience.is_over()) hosts_.alarm.raise(abort_->error, abort_->text);
+  for (std::size_t host = 0; host < n_ready_.size(); ++host) {
+    is_late = is_late || (static_cast<int>(host) != world_.host && n_ready_[host] < abort_->n_ready[host]);
+  }
+  if (!is_late || abort_->patience.is_over()) alarm_.raise(abort_->error, abort_->text);
 }
 
-void Link::abort() {
-  const std::string fact = world_.failure.fact();
-  hosts_.to_all([&](std::vector<char>& outgoing) {
-    RecordWriter writer(outgoing);
-    writer.put(AbortRecord{
-        {RecordKind::kAbort, 0}, world_.failure.code(), static_cast<std::uint32_t>(fact.size()), chunks_.arrived()});
-    writer.put(fact.data(), fact.size());
-    writer.put(inlined_.data(), inlined_.size() * sizeof(std::uint64_t));
-    writer.end();
-  });
-  Patience patience(kAbort);
-  for (;;) {
-    bool is_told = true;
-    for (int host = 0; host < world_.hosts; ++host) {
-      Mail* const mail = hosts_.mails[host].get();
-      if (mail == nullptr) continue;
-      // Whoever tells us of a failure knows of one.
-      mail->progress([&](const char* record) {
-        RecordHeader header;
-        std::memcpy(&header, record, sizeof(header));
-        if (header.kind == RecordKind::kAbort) knows_[host] = true;
-      });
-      is_told = is_told && (knows_[host] || mail->is_sent());
-    }
-    if (is_told || patience.is_over()) return;
-    std::this_thread::sleep_for(kBusyLook);
+// -- Looking after the others ---------------------------------------------------------------------------------------
+
+void Link::look(Clock::time_point now) {
+  // Acquire, both: what happened before.
+  const bool has_failed = world_.failure.is_set();
+  const bool has_news = has_failed || world_.left.load(std::memory_order_acquire) != told_left_;
+  if (!has_told_failure_ && (has_news || now - beat_ >= kBeat)) {
+    beat_ = now;
+    beat();
   }
+  if (has_failed) return;
+  const bool asks = world_.asks_what_it_missed.load(std::memory_order_relaxed) != 0;  // a hint
+  if (now - looked_ < kLook && !asks) return;
+  const bool is_due = now - looked_ >= kLook;
+  if (is_due) looked_ = now;
+  for (auto& [id, tensor] : tensors_) {
+    const bool is_old = now - tensor.since >= kPatience;
+    if (tensor.slot == kNoSlot && !tensor.is_early && (asks || is_old)) tell_early(tensor);
+    if (tensor.slot != kNoSlot && is_old && is_due) mark_late(tensor);
+  }
+  if (!is_due) return;
+  if (anybody_left_) check_left();
+  for (int host = 0; host < world_.hosts; ++host) {
+    Other& other = others_[host];
+    if (host == world_.host || !other.is_met || other.has_left || !other.silence.is_over()) continue;
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(options_.silence).count();
+    return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " has not been heard of for " +
+                                                  std::to_string(seconds) +
+                                                  " s: the host, its first worker there, or the network is down");
+  }
+  if (now - scanned_ >= kBeat) {
+    scanned_ = now;
+    tell_late();
+  }
+}
+
+// A rank that has left has completed all that it had announced. So if its host has not told of an operation by then, it
+// will never take part in it.
+void Link::check_left() {
+  for (const auto& [id, tensor] : tensors_) {
+    if (tensor.slot == kNoSlot || tensor.is_agreed) continue;
+    for (int host = 0; host < world_.hosts; ++host) {
+      const Other& other = others_[host];
+      if (host == world_.host || !tensor.by_host[host].empty()) continue;
+      for (std::size_t place = 0; place < other.left.size(); ++place) {
+        if (!other.left[place]) continue;
+        const int rank = ranks_[host][place];
+        return alarm_.raise(ErrorCode::kPeerLost,
+                            describe_member(world_, rank) + " left before it submitted " + operation_on(tensor.slot));
+      }
+    }
+  }
+}
+
+// Of an operation that all ranks of this host have announced: who elsewhere has not. All ranks of a host that has told
+// nothing, as far as one knows.
+void Link::mark_late(Tensor& tensor) {
+  std::atomic<std::uint64_t>* const bits = world_.late(tensor.slot);
+  // Relaxed, all: for messages; written by the link only.
+  for (std::uint64_t i = 0; i < world_.late_words; ++i) bits[i].store(0, std::memory_order_relaxed);
+  for (int host = 0; host < world_.hosts; ++host) {
+    if (!tensor.by_host[host].empty()) continue;
+    for (const int rank : tensor.late[host].empty() ? ranks_[host] : tensor.late[host]) {
+      bits[rank / 64].fetch_or(std::uint64_t{1} << (rank % 64), std::memory_order_relaxed);
+    }
+  }
+}
+
+// What some ranks of this host have announced, and some have not.
+void Link::tell_late() {
+  for (const PartlyAnnounced& one : partly_announced(world_, 256)) {
+    to_all([&](std::vector<char>& outgoing) {
+      RecordWriter writer(outgoing);
+      writer.put(LateRecord{{RecordKind::kLate, 0}, id_of(one.name), one.late.size()});
+      for (const int r : one.late) writer.put(static_cast<std::uint64_t>(world_.rank(r).rank_of_world));
+    });
+  }
+}
+
+void Link::tell_early(Tensor& tensor) {
+  for (const auto& one : tensor.by_host) {
+    if (one.empty()) continue;
+    tensor.is_early = table_.announce_early(tensor.name, one.front().announcement).has_value();
+    return;
+  }
+}
+
+// A link may be gone once it knows that this one has failed or that all ranks here have left: no message to it ends
+// then.
+bool Link::may_end() {
+  const bool has_failed = world_.failure.is_set();
+  const bool have_left = told_left_ == static_cast<std::uint32_t>(world_.ranks);
+  bool is_over = has_failed ? has_told_failure_ : have_left && chunks_.is_empty();
+  for (int host = 0; host < world_.hosts && is_over; ++host) {
+    if (host == world_.host) continue;
+    const Other& other = others_[host];
+    is_over =
+        (other.has_left || (has_failed && other.has_failed)) && (mails_[host]->is_sent() || (has_failed && have_left));
+  }
+  if (has_failed && !after_failure_) after_failure_.emplace(2 * kAbort);
+  return is_over || (has_failed && after_failure_->is_over());
 }
 
 }  // namespace kvstore_hvd

@@ -1,70 +1,153 @@
-// The link of one host of a world: one thread, of a rank's process or of a process of its own, that is one more party
-// of the host's segment. It announces an operation to the other hosts when all ranks of this one have, and lays what
-// the others contribute where these ranks find it.
+// The link of one host of a world: one more party of the host's segment, which tells all other links when all ranks of
+// this one have announced an operation, and lays what the others contribute where these ranks find it.
+//
+// All links know what all hosts have announced. So each finds out by itself whether they agree, who is missing, and
+// what small sums amount to; only the order of what is scheduled is the conductor's, the link of rank 0's host.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <vector>
 
 #include "base/running_time.hpp"
+#include "engine/agenda.hpp"
+#include "engine/tensor_table.hpp"
 #include "link/chunks.hpp"
-#include "link/conductor.hpp"
-#include "link/host_table.hpp"
-#include "link/stragglers.hpp"
+#include "link/mail.hpp"
+#include "shm/alarm.hpp"
 #include "shm/segment.hpp"
 
 namespace kvstore_hvd {
 
+struct LinkOptions {
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // as EngineOptions::timeout
+  // How long another host may say nothing.
+  std::chrono::nanoseconds silence = std::chrono::seconds(10);
+  std::uint64_t build = 0;  // see BeatRecord
+  std::uint32_t epoch = 0;  // of no other world of these hosts
+};
+
+// One thread.
 class Link {
  public:
-  // `timeout`: as EngineOptions::timeout.
-  Link(std::shared_ptr<Segment> segment, Transport& transport, std::chrono::nanoseconds timeout);
+  using Clock = std::chrono::steady_clock;
 
-  // Until the ranks of all hosts have left, or the world has failed and the other hosts have been told.
-  void run();
+  Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transport, const LinkOptions& options);
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  // Does what can be done without waiting; returns whether anything has moved.
+  bool step(Clock::time_point now);
+
+  // Whether all hosts have been heard of.
+  bool has_met() const { return n_met_ == world_.hosts; }
+  std::vector<int> missing() const;
+  // Whether the ranks of all hosts have left, or the world has failed and the other hosts know.
+  bool is_over() const { return is_over_; }
+  // Then, until it returns true: nothing is under way any more, and this can be destroyed.
+  bool close();
+  // Whether somebody waits for something that this moves.
+  bool is_busy() const { return !chunks_.is_empty() || !tensors_.empty(); }
+  bool has_failed() const { return world_.failure.is_set(); }
+  Flag& bell() { return world_.link().bell; }
+  const Failure& failure() const { return world_.failure; }
+  const std::shared_ptr<Transport>& transport() const { return transport_; }
 
  private:
-  bool step();
+  // One operation, as all ranks of a host have announced it.
+  struct Ready {
+    Announcement announcement;
+    WeightSums weights;
+    bool is_inline;
+    std::vector<AnnouncedBy> told;  // if not the same, or not all can take part
+    std::vector<char> sum;          // of the host, if it is inline
+  };
+  // What hosts have announced under a name and is not over: the n-th of one host is that of all others.
+  struct Tensor {
+    std::string name;
+    std::uint32_t slot = kNoSlot;  // on this host, while all of its ranks have announced an operation
+    std::vector<std::deque<Ready>> by_host;
+    bool is_agreed = false;  // what comes next is the conductor's
+    bool is_early = false;   // ranks here know that others have announced it
+    Clock::time_point since;
+    std::vector<std::vector<int>> late;  // by host: those that it has told of
+  };
+
   void handle(int host, const char* record);
-  void announced_here(std::uint32_t slot);
-  void announced(const TensorId& id, int host, HostAnnouncement one);
-  void carry_out(const TensorId& id);
-  void ordered(RecordReader reader, const OrderRecord& order);
-  void say_goodbye();
-  void has_left(int host);
+  void announced_here(std::uint32_t slot, Clock::time_point now);
+  Tensor& tensor(const TensorId& id, std::string_view name, Clock::time_point now);
+  void add(const TensorId& id, Tensor& tensor, int host, Ready ready);
+  void all_announced(const TensorId& id, Tensor& tensor);
+  bool is_the_same(const Tensor& tensor) const;
+  double weights(const Tensor& tensor) const;
+  void carry_out(Tensor& tensor);
+  void fail(Tensor& tensor);
+  void end(const TensorId& id);
+  bool publish_next();
+  void publish(const Entry& entry);
+  void tell_order(const Entry& entry);
+  void look(Clock::time_point now);
+  void check_left();
+  void mark_late(Tensor& tensor);
+  void tell_late();
+  void tell_early(Tensor& tensor);
+  void beat();
+  void beaten(int host, RecordReader reader);
   void raise_abort();
-  void abort();
-  const TensorId& id_of_slot(std::uint32_t slot);
+  bool may_end();
+  std::string operation_on(std::uint32_t slot) const;
+  template <class Write>
+  void to_all(const Write& write) {
+    if (has_told_failure_) return;  // the others may have closed their ends
+    for (const auto& mail : mails_) {
+      if (mail != nullptr) write(mail->outgoing());
+    }
+  }
 
   const std::shared_ptr<Segment> segment_;
+  const std::shared_ptr<Transport> transport_;
+  const LinkOptions options_;
   World& world_;
-  HostTable hosts_;
-  Conductor conductor_;
-  Stragglers stragglers_;
+  Alarm alarm_;
+  TensorTable table_;
+  Agenda agenda_;
   LinkChunks chunks_;
-  std::deque<Entry> orders_;            // of another host's conductor, that are not published
+  std::vector<std::unique_ptr<Mail>> mails_;  // by host; none for this one
+  std::unordered_map<TensorId, Tensor, TensorIdHash> tensors_;
+  std::vector<TensorId> ids_;          // by slot, while it is in use
+  std::deque<std::uint32_t> failing_;  // slots about which hosts disagree, to be published
+  std::deque<Entry> orders_;           // of another host's conductor; pieces have no slots yet
+  std::deque<std::vector<TensorId>> orders_ids_;
+  std::vector<std::uint64_t> n_ready_;  // records that came, by host
   std::uint32_t taken_ = 0;             // from the inbox, modulo 2^32
-  std::vector<std::uint64_t> inlined_;  // announcements so far, by host
+  // What is known of the other hosts.
+  struct Other {
+    bool is_met = false, has_left = false, has_failed = false;
+    std::vector<bool> left;  // by place among its ranks
+    Patience silence;
+    explicit Other(std::chrono::nanoseconds limit) : silence(limit) {}
+  };
+  std::vector<Other> others_;
+  int n_met_ = 1;
+  bool anybody_left_ = false;
+  std::vector<std::vector<int>> ranks_;  // by host
+  std::uint32_t told_left_ = 0;
+  bool has_told_failure_ = false, is_over_ = false;
+  Clock::time_point looked_{}, beat_{}, scanned_{};
+  std::optional<Patience> after_failure_;
   // What another host has told of its failure.
   struct Abort {
     ErrorCode error;
     std::string text;
     std::uint64_t arrived;
-    std::vector<std::uint64_t> inlined;
+    std::vector<std::uint64_t> n_ready;
     Patience patience;
   };
   std::optional<Abort> abort_;
-  std::vector<bool> knows_;  // by host: that the world has failed
-  struct Known {
-    std::uint32_t version = 0;
-    bool is_known = false;
-    TensorId id{};
-  };
-  std::vector<Known> known_;  // by slot
 };
 
 }  // namespace kvstore_hvd

@@ -13,8 +13,8 @@ namespace kvstore_hvd {
 
 class Mail {
  public:
-  Mail(Transport& transport, int host);
-  ~Mail();
+  // `epoch`: of both ends; what an earlier world has left behind is none of ours.
+  Mail(Transport& transport, int host, std::uint32_t epoch);
   Mail(const Mail&) = delete;
   Mail& operator=(const Mail&) = delete;
 
@@ -28,19 +28,26 @@ class Mail {
   // Whether all that was written is with the transport, and out of our hands.
   bool is_sent() const { return outgoing_.empty() && sending_ == 0; }
 
+  // Receives and sends nothing more. Returns whether nothing is under way: else to be called again.
+  bool close();
+
  private:
-  // Each message begins with its length, 8 bytes; the rest is of the stream.
+  struct Head {
+    std::uint32_t epoch, bytes;
+  };
+  // Each message begins with its head; the rest is of the stream.
   static constexpr std::size_t kMessage = std::size_t{32} << 10;
-  static constexpr int kTag = 1;
 
   bool send();
   bool receive(const std::function<void(const char*)>& handle);
 
   Transport& transport_;
   const int host_;
+  const std::uint32_t epoch_;
   std::vector<char> outgoing_, incoming_;
   std::vector<char> sent_, received_;
   Transport::Transfer sending_ = 0, receiving_ = 0;
+  bool is_closed_ = false;
 };
 
 }  // namespace kvstore_hvd

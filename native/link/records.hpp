@@ -28,19 +28,10 @@ struct TensorIdHash {
 TensorId id_of(std::string_view name);
 
 enum class RecordKind : std::uint32_t {
-  kReady,   // all ranks of the host have announced an operation
-  kInline,  // the same, to everybody, with what they have reduced
-  kOrder,   // the conductor: the next entry of the schedule
-  kAsk,     // the conductor: what have your ranks announced?
-  kTell,
-  kLeft,     // the conductor, to a host that waits: for an operation that another one left without
-  kHello,    // who the ranks of the host are
-  kEager,    // ranks of the host ask what they have missed: everybody says at once what it waits for
-  kWaiting,  // to the conductor: all ranks of the host wait for an operation
-  kWanted,   // the conductor, to a host that has not announced it
-  kLate,     // such a host: which of its ranks have not
-  kAbort,    // the world has failed
-  kBye,      // all ranks of the host have left
+  kReady,  // to all: all ranks of the host have announced an operation
+  kOrder,  // of the conductor, to all: the next entry of the schedule
+  kLate,   // to all: which ranks of the host have not announced what others of it have
+  kBeat,   // to all: the host is alive; who has left; and whether the world has failed there
 };
 
 // Begins every record. `bytes`: of all of it.
@@ -58,87 +49,56 @@ struct WeightSums {
 struct ReadyRecord {
   RecordHeader header;
   TensorId id;
-  std::uint64_t digest;
   WeightSums weights;
-  std::int32_t priority;
-  std::uint32_t disagrees;  // the ranks of the host among themselves, or one could not take part
-  // kInline: what they have reduced follows.
+  Announcement announcement;  // of local rank 0
+  std::uint32_t name_bytes;
+  std::uint32_t n_told;     // the ranks of the host disagree, or one cannot take part: what each has announced
+  std::uint32_t sum_bytes;  // what they have reduced, if the operation is small
+  std::uint32_t is_inline;
+  // The name, what was told (AnnouncedBy), and the sum follow.
 };
 
+// `n_pieces` OrderedPiece follow.
 struct OrderRecord {
   RecordHeader header;
   Algorithm algorithm;
   std::int32_t root;
   std::uint32_t n_pieces, staged_bytes;
-  // kFail: why; the text follows the one piece, and then, for each host, whether it had sent its announcement inline.
-  ErrorCode error;
-  std::uint32_t text_bytes;
 };
 struct OrderedPiece {
   TensorId id;
-  std::uint64_t offset, bytes;
-  double weights;
-  std::uint64_t staged;
+  std::uint64_t offset, bytes, staged;
 };
 
-struct AskRecord {
-  RecordHeader header;
-  TensorId id;
-};
-// What the ranks of a host have announced follows: `n` AnnouncedBy.
-struct TellRecord {
-  RecordHeader header;
-  TensorId id;
-  std::uint64_t n;
-};
-
-struct LeftRecord {
-  RecordHeader header;
-  TensorId id;
-  std::int64_t host;
-};
-
-// `n` Introduction follow.
-struct HelloRecord {
-  RecordHeader header;
-  std::uint64_t n;
-};
-struct Introduction {
-  std::int32_t rank_of_world, pid;
-  char host[64];
-};
-
-// kWaiting, kWanted. The name follows.
-struct WantedRecord {
-  RecordHeader header;
-  TensorId id;
-  Announcement announcement;  // of one rank that waits
-  std::int32_t host;          // that waits
-  std::uint32_t is_inline;    // it has told everybody
-  std::uint64_t name_bytes;
-};
-
-// To everybody. `n` numbers in the world follow, 8 bytes each.
+// `n` numbers in the world follow, 8 bytes each.
 struct LateRecord {
   RecordHeader header;
   TensorId id;
   std::uint64_t n;
 };
 
-// The text follows, and then, for each host, how many inline announcements of it have come to the host that tells it.
-// What is complete there will be everywhere, before anybody hears of the failure: `arrived` entries, and what those
-// announcements make up.
-struct AbortRecord {
+struct BeatRecord {
   RecordHeader header;
+  std::uint64_t build;  // a hash: hosts that run different versions would not understand each other
+  // kOk, or the failure; its text follows. What is complete there will be everywhere, before anybody hears of it:
+  // `arrived` entries, and what the READY records make up that had come from each host, whose numbers follow.
   ErrorCode error;
   std::uint32_t text_bytes;
   std::uint64_t arrived;
+  std::uint64_t n_left;  // then numbers in the world of ranks that have left follow
 };
 
 // Appends to a stream, in which everything is 8 bytes aligned.
 class RecordWriter {
  public:
   explicit RecordWriter(std::vector<char>& stream) : stream_(stream), begin_(stream.size()) {}
+  // Writes the length into the header that was put first.
+  ~RecordWriter() {
+    const auto bytes = static_cast<std::uint32_t>(stream_.size() - begin_);
+    std::memcpy(stream_.data() + begin_ + offsetof(RecordHeader, bytes), &bytes, sizeof(bytes));
+  }
+  RecordWriter(const RecordWriter&) = delete;
+  RecordWriter& operator=(const RecordWriter&) = delete;
 
   template <class T>
   void put(const T& value) {
@@ -149,11 +109,6 @@ class RecordWriter {
     const std::size_t end = stream_.size();
     stream_.resize(end + (bytes + 7) / 8 * 8);
     if (bytes > 0) std::memcpy(stream_.data() + end, data, bytes);
-  }
-  // Writes the length into the header that was put first.
-  void end() {
-    const auto bytes = static_cast<std::uint32_t>(stream_.size() - begin_);
-    std::memcpy(stream_.data() + begin_ + offsetof(RecordHeader, bytes), &bytes, sizeof(bytes));
   }
 
  private:

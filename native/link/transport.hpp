@@ -5,12 +5,18 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 
 namespace kvstore_hvd {
 
 struct TransportError : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit TransportError(const std::string& what, int its_host = -1) : std::runtime_error(what), host(its_host) {}
+  int host;  // the other one, if it is known
 };
+
+// What a message is: one tag each.
+enum Tag : int { kRecords, kPartials, kResults };
+inline constexpr int kTags = 4;  // of one world
 
 // One thread. Members throw TransportError.
 class Transport {
@@ -24,8 +30,10 @@ class Transport {
   virtual Transfer receive(int host, int tag, void* data, std::size_t bytes) = 0;
   // Whether it is over; the handle is void then.
   virtual bool test(Transfer& transfer) = 0;
-  // Gives a receive up that nobody will answer.
-  virtual void cancel(Transfer& transfer) = 0;
+  // Gives a receive up; it is over when test() says so.
+  virtual void cancel(const Transfer& transfer) = 0;
+  // A message that was handed over may move only while its sender calls.
+  virtual void progress() = 0;
 };
 
 }  // namespace kvstore_hvd

@@ -57,10 +57,17 @@ std::string describe_ranks(const std::vector<int>& ranks) {
 
 std::string describe_host(World& world, int host) {
   std::vector<int> there;
-  for (int rank = 0; rank < world.size; ++rank) {
-    if (world.home(rank).host == host) there.push_back(world.rank_of_all(rank));
+  std::string name = std::to_string(host);
+  for (int rank = world.size - 1; rank >= 0; --rank) {
+    if (world.home(rank).host != host) continue;
+    there.insert(there.begin(), world.rank_of_all(rank));
+    if (host == world.host) {
+      name = world.rank(0).host;
+    } else if (world.remote(rank).is_known.load(std::memory_order_acquire) != 0) {  // Acquire: the name.
+      name = world.remote(rank).host;
+    }
   }
-  return describe_ranks(there) + " (host " + std::to_string(host) + ")";
+  return describe_ranks(there) + " (host " + name + ")";
 }
 
 std::string describe_rank(World& world, int rank) {

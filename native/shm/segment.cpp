@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <system_error>
@@ -174,8 +175,10 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.link_offset = layout.link;
   world.link_bytes = static_cast<std::uint32_t>(layout.link_bytes);
   world.thresholds = thresholds;
-  world.thresholds.inlined =
-      std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(static_cast<std::size_t>(size))));
+  // The same on all hosts.
+  std::size_t most = static_cast<std::size_t>(size);
+  for (const auto& ranks : hosts.ranks) most = std::max(most, ranks.size());
+  world.thresholds.inlined = std::min(thresholds.inlined, static_cast<std::uint32_t>(inline_bytes(most)));
   world.set_number = inside.number;
   world.size_of_all = inside.number == 0 ? static_cast<int>(all) : inside.size;
   world.has_core_for_each = has_core_for_each.value_or(size <= usable_cores()) ? 1 : 0;
@@ -221,6 +224,15 @@ Segment::Segment(int fd, World* world, std::size_t bytes)
 Segment::~Segment() {
   if (process_id() == owner_) munmap(world_, bytes_);
   close(fd_);
+}
+
+void Segment::introduce(int rank, int pid, const std::string& host) {
+  if (rank < 0 || rank >= world_->size) throw std::invalid_argument("no rank " + std::to_string(rank));
+  if (world_->home(rank).host == world_->host) return;
+  RemoteRank& remote = world_->remote(rank);
+  remote.pid = pid;
+  std::strncpy(remote.host, host.c_str(), sizeof(remote.host) - 1);
+  remote.is_known.store(1, std::memory_order_release);  // Release: publishes both.
 }
 
 int Segment::size() const { return world_->ranks; }

@@ -46,6 +46,9 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
+  // Tells messages who a rank of another host is; nothing for one of this host.
+  void introduce(int rank, int pid, const std::string& host);
+
   int fd() const { return fd_; }
   // Of the ranks on this host.
   int size() const;

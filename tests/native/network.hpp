@@ -1,12 +1,12 @@
-// A network in memory, for worlds of several hosts in one process: it delays messages at random and, like MPI, moves
-// them only while a sender or receiver asks.
+// A network in memory, for worlds of several hosts in one process. As MPI's at its worst: it delays messages at random,
+// moves a host's only while that host calls, reads what is sent when it moves and not before, and a receive that is
+// cancelled is over later.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <random>
 #include <tuple>
@@ -26,10 +26,9 @@ class MemoryNetwork {
 
     Transfer send(int host, int tag, const void* data, std::size_t bytes) override {
       const std::lock_guard<std::mutex> lock(network_.mutex_);
-      if (network_.is_cut_) return network_.start();
-      const auto* begin = static_cast<const char*>(data);
       const Transfer transfer = network_.start();
-      network_.queues_[{host_, host, tag}].messages.push_back({transfer, {begin, begin + bytes}, network_.delay()});
+      network_.queues_[{host_, host, tag}].messages.push_back(
+          {transfer, static_cast<const char*>(data), bytes, network_.delay()});
       return transfer;
     }
 
@@ -42,7 +41,7 @@ class MemoryNetwork {
 
     bool test(Transfer& transfer) override {
       const std::lock_guard<std::mutex> lock(network_.mutex_);
-      network_.move();
+      network_.move(host_);
       bool& is_over = network_.is_over_[transfer];
       if (!is_over) return false;
       network_.is_over_.erase(transfer);
@@ -50,13 +49,20 @@ class MemoryNetwork {
       return true;
     }
 
-    void cancel(Transfer& transfer) override {
+    void cancel(const Transfer& transfer) override {
       const std::lock_guard<std::mutex> lock(network_.mutex_);
       for (auto& [key, queue] : network_.queues_) {
         const auto is_it = [&](const Receive& one) { return one.transfer == transfer; };
-        queue.receives.erase(std::remove_if(queue.receives.begin(), queue.receives.end(), is_it), queue.receives.end());
+        const auto end = std::remove_if(queue.receives.begin(), queue.receives.end(), is_it);
+        if (end == queue.receives.end()) continue;
+        queue.receives.erase(end, queue.receives.end());
+        network_.is_over_[transfer] = true;
       }
-      transfer = 0;
+    }
+
+    void progress() override {
+      const std::lock_guard<std::mutex> lock(network_.mutex_);
+      network_.move(host_);
     }
 
    private:
@@ -73,8 +79,9 @@ class MemoryNetwork {
  private:
   struct Message {
     Transport::Transfer transfer;
-    std::vector<char> data;
-    int delay;  // how often something is asked for until it moves
+    const char* data;
+    std::size_t bytes;
+    int delay;  // how often its sender calls until it moves
   };
   struct Receive {
     Transport::Transfer transfer;
@@ -92,14 +99,15 @@ class MemoryNetwork {
   }
   int delay() { return random_() % 4 == 0 ? static_cast<int>(random_() % 20) : 0; }
 
-  void move() {
+  void move(int host) {
     if (is_cut_) return;
     for (auto& [key, queue] : queues_) {
+      if (std::get<0>(key) != host) continue;
       while (!queue.messages.empty() && !queue.receives.empty() && queue.messages.front().delay-- <= 0) {
         const Message& message = queue.messages.front();
         const Receive& receive = queue.receives.front();
-        if (message.data.size() > receive.bytes) std::abort();
-        if (!message.data.empty()) std::memcpy(receive.data, message.data.data(), message.data.size());
+        if (message.bytes > receive.bytes) std::abort();
+        if (message.bytes > 0) std::memcpy(receive.data, message.data, message.bytes);
         is_over_[message.transfer] = is_over_[receive.transfer] = true;
         queue.messages.pop_front();
         queue.receives.pop_front();

@@ -4,7 +4,10 @@
 // KVHVD_TEST_HOSTS in the environment: the ranks are on as many hosts, for the same tests of the same promises.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -58,22 +61,54 @@ inline Placement placement_of(int size) {
   return placement;
 }
 
+// Serves the link as LinkLoop does, until all links are over: what a host has sent moves only while it calls.
+inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_ptr<Transport>& transport,
+                     std::chrono::nanoseconds timeout, std::atomic<std::size_t>& n_over, std::size_t hosts) {
+  Link link(segment, transport, LinkOptions{timeout, std::chrono::seconds(thread_sanitizer() ? 60 : 10), 0, 0});
+  while (!link.is_over()) {
+    const std::uint32_t seen = link.bell().value();
+    if (link.step(std::chrono::steady_clock::now())) continue;
+    if (link.is_busy()) {
+      std::this_thread::yield();
+      continue;
+    }
+    if (link.has_failed()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    } else {
+      link.bell().wait_change(seen, WaitPolicy{}, std::chrono::microseconds(100), link.failure());
+    }
+  }
+  ++n_over;
+  // After a failure what was sent to a link that is gone is never over.
+  while (!link.close() || n_over < hosts) {
+    if (n_over == hosts && link.has_failed()) return;
+    transport->progress();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
 // Runs `body(engine, rank)` on every rank of a fresh world, on these hosts, and `watch` beside them.
 inline void with_hosts(const Placement& placement, const std::function<void(Engine&, int)>& body,
                        std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0,
                        const Thresholds& thresholds = {}, const Inside& inside = {},
                        const std::function<void(MemoryNetwork&)>& watch = nullptr) {
   MemoryNetwork network(static_cast<std::uint32_t>(placement.size()));
+  std::atomic<std::size_t> n_over{0};
   std::vector<std::shared_ptr<Segment>> segments;
-  std::vector<std::unique_ptr<MemoryNetwork::End>> ends;
+  std::vector<std::shared_ptr<MemoryNetwork::End>> ends;
   std::vector<std::thread> threads;
   for (std::size_t host = 0; host < placement.size(); ++host) {
     segments.push_back(Segment::create(static_cast<int>(placement[host].size()), arena_bytes, thresholds, inside,
                                        std::nullopt, Hosts{static_cast<int>(host), placement}));
-    ends.push_back(std::make_unique<MemoryNetwork::End>(network, static_cast<int>(host)));
+    ends.push_back(std::make_shared<MemoryNetwork::End>(network, static_cast<int>(host)));
+    for (const auto& ranks : placement) {
+      for (const int rank : ranks) segments.back()->introduce(rank, static_cast<int>(getpid()), "testhost");
+    }
   }
   for (std::size_t host = 0; host < placement.size(); ++host) {
-    if (placement.size() > 1) threads.emplace_back([&, host] { Link(segments[host], *ends[host], timeout).run(); });
+    if (placement.size() > 1) {
+      threads.emplace_back([&, host] { run_link(segments[host], ends[host], timeout, n_over, placement.size()); });
+    }
     for (std::size_t local = 0; local < placement[host].size(); ++local) {
       threads.emplace_back([&, host, local] {
         Engine engine(segments[host], static_cast<int>(local), thread_options(timeout));

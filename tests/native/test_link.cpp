@@ -82,6 +82,91 @@ const bool together = testing::add("bits do not depend on what travels with what
   });
 });
 
+// A program that all ranks derive from the seed: operations of all kinds, submitted by each rank in an order of its
+// own.
+void run_program(Engine& engine, int rank, const Placement& placement, std::uint32_t seed) {
+  struct Step {
+    Collective collective;
+    std::string name;
+    std::size_t count;
+    int root;
+    int odd_one;  // the rank that submits another number of elements, or -1
+    std::vector<float> input, output;
+  };
+  const int size = engine.size();
+  std::mt19937 all(seed), own(seed * 31 + static_cast<std::uint32_t>(rank));
+  std::vector<Step> steps(1 + all() % 12);
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    Step& one = steps[i];
+    constexpr Collective kKinds[]{Collective::kAllreduce, Collective::kAllreduce, Collective::kBroadcast,
+                                  Collective::kExchange, Collective::kReduceScatter};
+    one.collective = kKinds[all() % 5];
+    one.name = "t" + std::to_string(i);
+    one.count = all() % 3 == 0 ? all() % 4 : std::size_t{1} << (all() % 17);
+    one.root = static_cast<int>(all() % static_cast<unsigned>(size));
+    one.odd_one = all() % 10 == 0 ? static_cast<int>(all() % static_cast<unsigned>(size)) : -1;
+    if (rank == one.odd_one) ++one.count;
+    one.input = values_of(rank, one.count, static_cast<std::uint32_t>(i));
+    one.output.resize(one.count * (one.collective == Collective::kExchange ? static_cast<std::size_t>(size) : 1),
+                      -1.0F);
+  }
+  std::vector<std::size_t> order(steps.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), own);
+  std::vector<std::shared_ptr<Work>> works(steps.size());
+  for (const std::size_t i : order) {
+    Step& one = steps[i];
+    Request request = allreduce(one.name, one.output, static_cast<int>(own() % 3));
+    const std::size_t bytes = one.count * sizeof(float);
+    request.collective = one.collective;
+    request.inputs = {one.input.data()};
+    request.count = one.count;
+    request.contributed = one.count;
+    request.shape = {static_cast<std::int64_t>(one.count)};
+    if (one.collective == Collective::kBroadcast) request.root = one.root;
+    if (one.collective == Collective::kReduceScatter) request.parts = {Part{rank, 0, bytes, 0}};
+    for (int r = 0; one.collective == Collective::kExchange && r < size; ++r) {
+      request.parts.push_back(Part{r, 0, bytes, bytes * static_cast<std::size_t>(r)});
+    }
+    if (own() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
+    works[i] = engine.submit(std::move(request));
+  }
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const Status status = engine.wait(*works[i]);
+    const Step& one = steps[i];
+    const std::string what = "program " + std::to_string(seed) + ", " + one.name + ": " + status.text();
+    if (one.odd_one >= 0 && size > 1) {
+      check(status.code() == ErrorCode::kMismatch, what);
+      check(same_bits(one.output, [](std::size_t) { return -1.0F; }), what + " changed the output");
+      continue;
+    }
+    const auto tensor = static_cast<std::uint32_t>(i);
+    const auto expected = [&](std::size_t e) {
+      if (one.collective == Collective::kBroadcast) return value_of(one.root, e, tensor);
+      if (one.collective == Collective::kExchange) {
+        return value_of(static_cast<int>(e / one.count), e % one.count, tensor);
+      }
+      return sum_over(placement, [&](int r) { return value_of(r, e, tensor); });
+    };
+    check(status.ok(), what);
+    check(same_bits(one.output, expected), what);
+  }
+}
+
+// KVHVD_TEST_PROGRAMS: how many.
+const bool programs = testing::add("random programs have the same results on every rank", [] {
+  const char* const text = std::getenv("KVHVD_TEST_PROGRAMS");
+  const int n = text != nullptr ? std::atoi(text) : thread_sanitizer() ? 40 : 200;
+  const std::vector<Placement> placements{{{0, 1}, {2, 3}}, {{0, 1}, {2}}, {{0}, {1}, {2}}, {{0, 2}, {1}, {3}}};
+  for (std::size_t p = 0; p < placements.size(); ++p) {
+    with_hosts(placements[p], [&](Engine& engine, int rank) {
+      for (int i = 0; i < n / 4; ++i) {
+        run_program(engine, rank, placements[p], static_cast<std::uint32_t>(i * 4 + static_cast<int>(p)));
+      }
+    });
+  }
+});
+
 // Small ones travel with their announcements, large ones are ordered first.
 const bool cut = testing::add("hosts that are cut off from each other hear of it at the deadline, and end", [] {
   for (const std::size_t count : {std::size_t{3}, std::size_t{300000}}) {

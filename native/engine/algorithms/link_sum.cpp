@@ -1,16 +1,15 @@
-// Over hosts: the ranks of a host reduce one slice each of all their arrays into the link's memory; the link sends this
-// sum to the other hosts and receives theirs; every rank reduces the sums of all hosts, in the order of the hosts, into
-// its own array.
+// Over hosts: the ranks of a host reduce one slice each of all their arrays into the link's memory; the links sum those
+// of all hosts (see LinkChunks); every rank copies the result.
 //
-// The link's memory of an entry has room for one sum of each host, one behind another.
+// The link's memory of an entry begins with the sum of this host's ranks, then the result.
+#include <cstring>
+
 #include "engine/algorithms/algorithm.hpp"
 
 namespace kvstore_hvd {
 namespace {
 
-char* sum_of(const Chunk& chunk, int host) {
-  return chunk.world().link_memory(chunk.index()) + static_cast<std::size_t>(host) * chunk.entry().staged_bytes;
-}
+char* sum_of(const Chunk& chunk) { return chunk.world().link_memory(chunk.index()); }
 
 bool is_direct(const Chunk& chunk, const Piece& piece) { return chunk.world().slots[piece.slot].direct != 0; }
 
@@ -25,7 +24,7 @@ void fill(Chunk& chunk) {
 bool reduce_slice(Chunk& chunk) {
   if (!chunk.all_filled()) return false;
   World& world = chunk.world();
-  char* const sum = sum_of(chunk, world.host);
+  char* const sum = sum_of(chunk);
   chunk.for_each_in(chunk.own_slice(), [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     const bool direct = is_direct(chunk, piece);
     const auto input = [&](int r) -> const char* {
@@ -47,12 +46,12 @@ Chunk::Overlap taken_of(const Chunk& chunk, const Piece& piece) {
 
 bool collect(Chunk& chunk) {
   if (!chunk.has_arrived()) return false;
+  const char* const result = sum_of(chunk) + chunk.entry().staged_bytes;
   for (std::uint32_t i = 0; i < chunk.entry().n_pieces; ++i) {
     const Piece& piece = chunk.entry().pieces[i];
     const Chunk::Overlap taken = taken_of(chunk, piece);
     if (taken.bytes == 0) continue;
-    const auto input = [&](int host) { return sum_of(chunk, host) + piece.staged + taken.offset; };
-    chunk.reduce_over_hosts(piece, input, taken.output, taken.bytes);
+    std::memcpy(taken.output, result + piece.staged + taken.offset, taken.bytes);
   }
   return true;
 }

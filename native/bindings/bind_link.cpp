@@ -1,0 +1,53 @@
+#include <pybind11/stl.h>
+
+#include <functional>
+
+#include "bindings/bind.hpp"
+#include "link/loop.hpp"
+#include "link/mpi_transport.hpp"
+
+namespace py = pybind11;
+
+namespace kvstore_hvd {
+namespace {
+
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+}
+
+MpiFunctions functions_of(const py::dict& values) {
+  const auto get = [&](const char* name) { return values[name].cast<std::uintptr_t>(); };
+  return {get("MPI_Isend"),  get("MPI_Irecv"), get("MPI_Test"),      get("MPI_Cancel"),
+          get("MPI_Iprobe"), get("byte"),      get("ignored_status")};
+}
+
+}  // namespace
+
+void bind_link(py::module_& module) {
+  py::class_<Link, std::shared_ptr<Link>>(module, "Link", "Moves bytes between this host and the others.")
+      .def(py::init([](std::shared_ptr<Segment> segment, const py::dict& functions, std::uintptr_t communicator,
+                       std::vector<int> ranks, int first_tag, double timeout_s, double silence_s,
+                       const std::string& build, std::uint32_t epoch) {
+             auto transport =
+                 std::make_shared<MpiTransport>(functions_of(functions), communicator, std::move(ranks), first_tag);
+             const LinkOptions options{nanoseconds(timeout_s), nanoseconds(silence_s), std::hash<std::string>()(build),
+                                       epoch};
+             auto link = std::make_shared<Link>(std::move(segment), std::move(transport), options);
+             LinkLoop::of_this_process().add(link);
+             return link;
+           }),
+           py::arg("segment"), py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"),
+           py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"), py::arg("epoch"))
+      .def(
+          "meet",
+          [](const std::shared_ptr<Link>& link, double limit_s) {
+            return LinkLoop::of_this_process().meet(link, nanoseconds(limit_s));
+          },
+          py::arg("limit_s"), py::call_guard<py::gil_scoped_release>())
+      .def("remove", [](const std::shared_ptr<Link>& link) { LinkLoop::of_this_process().remove(link); });
+  module.def(
+      "stop_links", [](double limit_s) { return LinkLoop::of_this_process().stop(nanoseconds(limit_s)); },
+      py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace kvstore_hvd
