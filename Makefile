@@ -146,7 +146,7 @@ endef
 
 # NATIVE=-DKVHVD_ALL=ON: also over several hosts, and mutations of the kernels for GPUs.
 native-test: dev $(VENV)/.native
-	$(call native,native,none,-DKVHVD_OBJECTS=$(firstword $(abspath $(wildcard build/temp.*))) $(NATIVE))
+	$(call native,native,none,-DKVHVD_OBJECTS=$(firstword $(abspath $(wildcard build/temp.*-$(PYVER) build/temp.*-cpython-$(subst .,,$(PYVER))))) $(NATIVE))
 
 tsan: $(VENV)/.native
 	$(call native,native-tsan,thread,$(NATIVE))
