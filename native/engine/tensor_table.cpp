@@ -281,17 +281,6 @@ std::optional<std::uint32_t> TensorTable::announce_early(std::string_view name, 
   }
 }
 
-std::vector<int> TensorTable::late_here(std::uint32_t slot) const {
-  // Relaxed: as in announced_by().
-  const std::uint32_t early = world_.mark(slot, world_.ranks).announced.load(std::memory_order_relaxed);
-  std::vector<int> late;
-  for (int r = 0; r < world_.ranks; ++r) {
-    const std::uint32_t announced = world_.mark(slot, r).announced.load(std::memory_order_relaxed);
-    if (static_cast<std::int32_t>(announced - early) < 0) late.push_back(r);
-  }
-  return late;
-}
-
 void TensorTable::complete(std::uint32_t slot) {
   Mark& own = world_.mark(slot, rank_);
   // Release: what this rank read of the slot is read before a new name takes it.

@@ -56,8 +56,6 @@ class TensorTable {
   // Ranks of another host have announced an operation under this name, and not all of this host have: so that missed()
   // tells those. `announcement` is one of theirs. Returns the slot, unless there is none or all here have announced.
   std::optional<std::uint32_t> announce_early(std::string_view name, const Announcement& announcement);
-  // The ranks of this host that have not announced it then.
-  std::vector<int> late_here(std::uint32_t slot) const;
 
   // This rank has completed the operation it announced last.
   void complete(std::uint32_t slot);

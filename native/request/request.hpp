@@ -79,14 +79,10 @@ inline Reduction reduction_of(const Request& request, double weights) {
   return reduction;
 }
 
-// Over hosts: how those of the ranks of one host are, and then the hosts' sums. Both round to the dtype.
+// Over hosts: how the contributions of one host's ranks are reduced; link/reductions.hpp: how the hosts' sums are.
+// Both round to the dtype.
 inline Reduction reduction_within_host_of(const Request& request) {
   return Reduction{request.dtype, request.op, request.prescale, 1.0, request.as_half};
-}
-inline Reduction reduction_over_hosts_of(const Request& request, double weights) {
-  Reduction reduction = reduction_of(request, weights);
-  reduction.prescale = 1.0;
-  return reduction;
 }
 
 // How those of the devices of one rank are, before they meet the others'.

@@ -96,20 +96,12 @@ class Chunk {
            elements(piece, bytes));
   }
 
-  // Over hosts: what this host's ranks contribute to a part of a piece, into `output`; and what all hosts have, of
-  // which `input(host)` is where each one's lies.
+  // Over hosts: the sum of this host's ranks for a part of a piece, into `output`.
   template <class Input>
   void reduce_within_host(const Piece& piece, const Input& input, char* output, std::uint64_t bytes) {
     for (int r = 0; r < world_.ranks; ++r) inputs_[r] = input(r);
     void* own = output;
     reduce(reduction_within_host_of(request(piece)), inputs_.data(), world_.ranks, &own, 1, elements(piece, bytes));
-  }
-  template <class Input>
-  void reduce_over_hosts(const Piece& piece, const Input& input, char* output, std::uint64_t bytes) {
-    for (int host = 0; host < world_.hosts; ++host) inputs_[host] = input(host);
-    void* own = output;
-    reduce(reduction_over_hosts_of(request(piece), weights(piece)), inputs_.data(), world_.hosts, &own, 1,
-           elements(piece, bytes));
   }
 
   // Whether all has come from the other hosts. Does not wait: the link rings the bell.
