@@ -113,6 +113,7 @@ def main(venv: Path) -> int:
     cut = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="workers of parallel tests (default: %(default)d)")
+    parser.add_argument("--hosts", default="", help="virtual hosts of parallel tests, under mpirun: 2, or 2,1 (ranks each)")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args(given[:cut])
     names = options.names or changed()
@@ -132,7 +133,8 @@ def main(venv: Path) -> int:
     steps = []
     for kind in ("unit", "parallel", "integration"):
         if mine := [test for test in tests if test.startswith(str(ROOT / "tests" / kind))]:
-            ranks = {"launcher": "kvhvdrun", "ranks": options.ranks} if kind == "parallel" else {}
+            launcher = "mpirun" if options.hosts else "kvhvdrun"
+            ranks = {"launcher": launcher, "ranks": options.ranks, "hosts": options.hosts} if kind == "parallel" else {}
             steps.append(run.Step(kind, "" if options.names else "not slow", tests=tuple(mine), **ranks))
     chosen = argparse.Namespace(out=ROOT / "build" / "t", pytest=given[cut + 1 :], isa=None, timeout=1800)
     failed = run.run_all([steps[:1], steps[1:]], chosen) if steps else 0

@@ -348,8 +348,6 @@ class Link:
         How long an operation may take, and how long another host may be silent.
     build : str
         Equal on all hosts, or the world fails.
-    epoch : int
-        Equal on all hosts, and of no earlier link with these tags.
     """
 
     def __init__(
@@ -362,10 +360,15 @@ class Link:
         timeout_s: float,
         silence_s: float,
         build: str,
-        epoch: int,
     ) -> None: ...
     def meet(self, limit_s: float) -> list[int]:
-        """Waits for the links of all other hosts; returns the ranks of those that were not heard of."""
+        """Waits for the links of all other hosts; returns the ranks of those that were not heard of.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world has failed.
+        """
     def remove(self) -> None:
         """Gives the link up."""
 

@@ -239,6 +239,9 @@ class Config:
         "HOROVOD_START_TIMEOUT",
         doc="Seconds that workers may take to find each other at the start.",
     )
+    link_timeout_s: float = _knob(
+        _seconds, 10.0, "KVHVD_LINK_TIMEOUT", doc="Seconds after which a host that says nothing counts as lost."
+    )
     exit_timeout_s: float = _knob(
         _seconds, 30.0, "KVHVD_EXIT_TIMEOUT", doc="Seconds that a worker waits at exit for its own pending operations."
     )
@@ -382,6 +385,9 @@ class Config:
     job: str = _knob(_text, "", "KVHVD_JOB", doc="Set by kvhvdrun: random name of the job.")
     secret: bytes = _knob(
         _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
+    )
+    test_hosts: str = _knob(
+        _text, "", "KVHVD_TEST_HOSTS", doc="For tests: splits mpirun's workers into virtual hosts.", hidden=True
     )
     generation: int = _knob(_count, 0, "KVHVD_GENERATION", doc="Set by kvhvdrun: number of the world, counted from 0.")
     worker: int | None = _knob(

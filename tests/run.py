@@ -48,13 +48,15 @@ class Step:
     launcher: str = ""
     ranks: int = 1
     lanes: int = 1
+    hosts: str = ""  # KVHVD_TEST_HOSTS: the ranks are split into virtual hosts
     tests: tuple[str, ...] = ()  # those of the folder that are chosen; empty: all
 
     @property
     def name(self) -> str:
         """The name of the step, also that of its folder of logs."""
         chosen = "" if "not" in self.marks or not self.marks else f"-{self.marks.split()[0]}"
-        return f"{self.folder}-{self.launcher}-{self.ranks}{chosen}" if self.launcher else self.folder
+        hosts = f"-hosts-{self.hosts}" if self.hosts else ""
+        return f"{self.folder}-{self.launcher}-{self.ranks}{hosts}{chosen}" if self.launcher else self.folder
 
 
 # Both chains of steps run at the same time.
@@ -107,6 +109,7 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     if launcher:
         program = launcher.command(step.ranks, program)
         variables |= {"KVHVD_TIMEOUT": str(OPERATION_TIMEOUT_S), "PYTHONUNBUFFERED": "1"}
+        variables |= {"KVHVD_TEST_HOSTS": step.hosts}
     start = time.monotonic()
     with (folder / "launcher.log").open("wb") as log:
         process = subprocess.Popen(

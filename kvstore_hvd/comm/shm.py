@@ -1,4 +1,4 @@
-"""The world of one host: workers that share memory."""
+"""The workers' world: they share memory on each host, and links exchange between hosts what each has reduced."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvstore_hvd.comm import affinity
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.device.devices import DeviceThread
 from kvstore_hvd.comm.device.executors import create_executor
+from kvstore_hvd.comm.link import start_link
 from kvstore_hvd.comm.refusals import refusals_explained
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
@@ -48,9 +49,9 @@ class ShmCommunicator(Communicator):
             # Not kept: the engine holds the segment until this worker leaves, the arena as long as arrays lie in it.
             try:
                 with affinity.threads_on(core):
-                    self._engine = native.Engine(segment, topology.rank, config().timeout_s, True, topology.host)
+                    self._engine = native.Engine(segment, topology.local_rank, config().timeout_s, True, topology.host)
                 try:
-                    self._arena = native.Arena(segment, topology.rank)
+                    self._arena = native.Arena(segment, topology.local_rank)
                     self._engine.protect(self._arena)
                 except BaseException:
                     self._engine.shutdown("it has no room for its arena")
@@ -161,21 +162,25 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
     """The segment of this world, which one of its workers creates."""
     topology = world.topology
     created: list[native.Segment] = []
+    hosts = list(topology.ranks_by_host.values())
 
     def create(told: Sequence[str]) -> int:
         inside = topology.inside or Inside(0, (), 0)
         with refusals_explained(topology):  # the others are told the same
             created.append(
                 native.Segment.create(
-                    topology.size,
+                    topology.local_size,
                     _arena_bytes(topology),
                     changes,
                     inside.number,
                     inside.size,
                     inside.ranks,
                     cores.suffice(told),
+                    hosts.index(topology.local_ranks),
+                    hosts if len(hosts) > 1 else (),
                 )
             )
+            start_link(world, created[0])
         return created[0].fd
 
     fd = share_segment(world, create, version=native.abi(), tell=cores.describe())
@@ -212,7 +217,7 @@ def _arena_bytes(topology: Topology) -> int:
             available = min(available, limit // 4)
     if topology.inside is not None:
         available >>= _SHIFT_INSIDE
-    available //= topology.size
+    available //= topology.local_size
     # Address space, not memory: what nobody writes to does not exist.
     wanted = config().arena_mib << 20 or _memory_bytes() or available
     if wanted > available:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore_hvd._native import (
         Arena,
         Engine,
+        Link,
         LocalReductions,
         MXNetAdapter,
         Request,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         scale,
         set_simd_target,
         simd_target,
+        stop_links,
         thresholds,
     )
 
@@ -38,6 +40,7 @@ __all__ = [
     "OPS",
     "Arena",
     "Engine",
+    "Link",
     "LocalReductions",
     "MXNetAdapter",
     "Request",
@@ -50,6 +53,7 @@ __all__ = [
     "scale",
     "set_simd_target",
     "simd_target",
+    "stop_links",
     "thresholds",
 ]
 

@@ -31,8 +31,8 @@ class InnerMember(Member):
         """See `Member.reaches_gpus`. No: two worlds' operations on one GPU could wait for each other for ever."""
         return False
 
-    def join_inside(self, outer: World) -> None:
-        """Join this world inside `outer`. Raises as `join`."""
+    def join_inside(self, outer: World, index: int) -> None:
+        """Join this world inside `outer`, whose members have joined `index - 1` before it. Raises as `join`."""
         topology = outer.topology
         is_outside = topology.rank not in self._ranks
         ranks = (topology.rank,) if is_outside else self._ranks
@@ -40,15 +40,18 @@ class InnerMember(Member):
             World(
                 Topology.of(
                     ranks.index(topology.rank),
-                    [Host.here()] * len(ranks),  # one host; see bootstrap
+                    [Host(topology.hosts[rank], topology.hosts[rank]) for rank in ranks],
                     generation=topology.generation,
                     source=topology.source,
                     inside=Inside(self._number, ranks, topology.size, is_outside),
+                    pids=[topology.pids[rank] for rank in ranks] if topology.pids else (),
                 ),
                 f"{outer.job}.set{self._number}",
                 outer.secret,
                 lost=outer.lost,
                 meeting=outer.meeting,
+                communicator=outer.communicator,
+                index=index,
             )
         )
 
@@ -58,13 +61,18 @@ class InnerWorlds:
 
     def __init__(self) -> None:
         self._members: list[InnerMember] = []
+        self._joins = 0  # in the present outer world, by all of its workers alike
 
     def add(self, outer: World, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
         """Join one more; every worker of the outer world calls it, in the same order."""
         member = former or InnerMember(ranks, number)
-        member.join_inside(outer)
+        self._join(member, outer)
         self._members.append(member)
         return member
+
+    def _join(self, member: InnerMember, outer: World) -> None:
+        self._joins += 1
+        member.join_inside(outer, self._joins)
 
     def __iter__(self) -> Iterator[InnerMember]:
         return iter(tuple(self._members))
@@ -80,8 +88,9 @@ class InnerWorlds:
 
     def join(self, outer: World) -> None:
         """Join all of them again, in a fresh outer world. Raises as `add`."""
+        self._joins = 0
         for member in self._members:
-            member.join_inside(outer)
+            self._join(member, outer)
 
     def leave(self, reason: str) -> Exception | None:
         """Leave every one of them; returns as `Member.leave`, also that one was lost. Of several errors, the first."""

@@ -325,10 +325,11 @@ class StoreMethods:
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
               what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
-              'one-shot', 'two-shot', 'direct', 'broadcast', 'device' for arrays on a GPU, 'failed', or '' when it
-              knows nothing); ``'staged'``: why arrays are copied through staging memory ('' when they are not);
-              ``'submitted'``: when the last operation was submitted, in seconds of ``time.monotonic()``; ``'ms'``: of
-              each of the three times ``'mean'`` and ``'last'``. Keys after the first 10,000 are counted together.
+              'one-shot', 'two-shot', 'direct', 'broadcast'; 'link-sum' and 'link-broadcast' over hosts; 'device' for
+              arrays on a GPU, 'failed', or '' when it knows nothing); ``'staged'``: why arrays are copied through
+              staging memory ('' when they are not); ``'submitted'``: when the last operation was submitted, in seconds
+              of ``time.monotonic()``; ``'ms'``: of each of the three times ``'mean'`` and ``'last'``. Keys after the
+              first 10,000 are counted together.
 
             *queued*: from when the array is ready until all workers have theirs ready and the first chunk is scheduled.
             *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation of this
@@ -405,9 +406,9 @@ class StoreMethods:
         statistics = measured.get(wire_name(self._namespace, key))
         if statistics is None:
             return None
-        staged = ""
-        if statistics.algorithm in ("inline", "one-shot", "two-shot"):
-            own = self._staged_reasons.get(key)
+        staged, own = "", self._staged_reasons.get(key)
+        always = ("inline", "one-shot", "two-shot")  # over hosts arrays in arenas are read where they lie
+        if statistics.algorithm in always or (statistics.algorithm == "link-sum" and own != ""):
             if not config().zero_copy:
                 staged = "KVHVD_ZERO_COPY=0"
             elif own is None:

@@ -29,7 +29,7 @@ def check_room(topology: Topology) -> None:
     limit = limit_of(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
-    needed = topology.size + _OWN + _SPARE
+    needed = topology.local_size + _OWN + _SPARE
     used = open_below(limit)
     if limit - used >= needed:
         return

@@ -7,11 +7,11 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from kvstore_hvd import errors
 
-__all__ = ["Host", "Inside", "Speaker", "Topology", "World", "watching_namespaces"]
+__all__ = ["Host", "Inside", "Speaker", "Topology", "World", "virtual_hosts", "watching_namespaces"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,25 @@ class Host:
         except OSError:
             boot = name
         return cls(name, " ".join((boot, _namespace("net") or name, *watching_namespaces())))
+
+
+def virtual_hosts(hosts: Sequence[Host], placement: str) -> list[Host]:
+    """The hosts of all ranks where tests split those of one machine; they have segments of their own, nothing else.
+
+    `placement` (``KVHVD_TEST_HOSTS``): ``'2'``, two hosts with equally many ranks; ``'2,1,1'``, so many ranks each, in
+    order; ``'0/1/0'``, the host of each rank. Worlds of other sizes stay on one host.
+    """
+    size = len(hosts)
+    if "/" in placement:
+        numbers = [int(part) for part in placement.split("/")]
+    elif "," in placement:
+        numbers = [host for host, part in enumerate(placement.split(",")) for _ in range(int(part))]
+    else:
+        count = min(int(placement or 1), size)
+        numbers = [rank * count // size for rank in range(size)]
+    if len(numbers) != size:
+        return list(hosts)
+    return [dataclasses.replace(host, identity=f"{host.identity} {number}") for host, number in zip(hosts, numbers)]
 
 
 def watching_namespaces() -> tuple[str, str]:
@@ -79,7 +98,8 @@ class Topology:
     `cross_rank` and `cross_size` are the rank and number among the workers that have this local rank on their host.
     `hosts` names each rank's host, and names are equal exactly where memory can be shared. `generation` is the world's
     number: the number of worlds that this process was in before. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``.
-    `inside` is set for a process set's world. `places` are the local ranks of all ranks, where they were given.
+    `inside` is set for a process set's world. `places` are the local ranks of all ranks, where they were given; `pids`
+    their processes, where the world is on several hosts.
     """
 
     rank: int
@@ -93,6 +113,7 @@ class Topology:
     source: str = "single"
     inside: Inside | None = None
     places: tuple[int, ...] = ()
+    pids: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -104,6 +125,7 @@ class Topology:
         source: str,
         inside: Inside | None = None,
         places: Sequence[int] = (),
+        pids: Sequence[int] = (),
     ) -> Topology:
         """Derive everything from the hosts of all ranks, given in rank order, and their local ranks if these differ."""
         names = _unique_names(hosts)
@@ -126,6 +148,7 @@ class Topology:
             source=source,
             inside=inside,
             places=tuple(places),
+            pids=tuple(pids),
         )
 
     def rank_of_all(self, rank: int) -> int:
@@ -176,8 +199,17 @@ class Topology:
     @property
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks on this host, in the order of their local ranks; entry `local_rank` is this one."""
-        ranks = [r for r, host in enumerate(self.hosts) if host == self.host]
-        return tuple(sorted(ranks, key=self.places.__getitem__) if self.places else ranks)
+        return self.ranks_by_host[self.host]
+
+    @property
+    def ranks_by_host(self) -> dict[str, tuple[int, ...]]:
+        """The same of each host; hosts are in the order of their lowest ranks, in which links add what they have."""
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            ranks.setdefault(host, []).append(rank)
+        if self.places:
+            return {host: tuple(sorted(each, key=self.places.__getitem__)) for host, each in ranks.items()}
+        return {host: tuple(each) for host, each in ranks.items()}
 
     @property
     def host_count(self) -> int:
@@ -202,7 +234,9 @@ class World:
 
     `job` and `secret` are equal on all ranks of the world and on no others. `lost` tells, before the ranks have met and
     afterwards, why they need not any more; empty as long as they need. `meeting` tells the meetings of a job from each
-    other: it is equal on all ranks, whatever other worlds each of them was in.
+    other: it is equal on all ranks, whatever other worlds each of them was in. Of a world on several hosts,
+    `communicator` is mpi4py's, with the ranks of the world of all, and `index` tells the joins of process sets within
+    that world from each other, and from it (0).
     """
 
     topology: Topology
@@ -210,6 +244,8 @@ class World:
     secret: bytes = field(repr=False)
     lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
     meeting: int = 0
+    communicator: Any = field(default=None, repr=False, compare=False)
+    index: int = 0
 
     def next_generation(self) -> World:
         """The same ranks one generation, and one meeting, later."""

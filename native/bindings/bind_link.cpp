@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "bindings/bind.hpp"
+#include "bindings/errors.hpp"
 #include "link/loop.hpp"
 #include "link/mpi_transport.hpp"
 
@@ -27,21 +28,22 @@ void bind_link(py::module_& module) {
   py::class_<Link, std::shared_ptr<Link>>(module, "Link", "Moves bytes between this host and the others.")
       .def(py::init([](std::shared_ptr<Segment> segment, const py::dict& functions, std::uintptr_t communicator,
                        std::vector<int> ranks, int first_tag, double timeout_s, double silence_s,
-                       const std::string& build, std::uint32_t epoch) {
+                       const std::string& build) {
              auto transport =
                  std::make_shared<MpiTransport>(functions_of(functions), communicator, std::move(ranks), first_tag);
-             const LinkOptions options{nanoseconds(timeout_s), nanoseconds(silence_s), std::hash<std::string>()(build),
-                                       epoch};
+             const LinkOptions options{nanoseconds(timeout_s), nanoseconds(silence_s), std::hash<std::string>()(build)};
              auto link = std::make_shared<Link>(std::move(segment), std::move(transport), options);
              LinkLoop::of_this_process().add(link);
              return link;
            }),
            py::arg("segment"), py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"),
-           py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"), py::arg("epoch"))
+           py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"))
       .def(
           "meet",
           [](const std::shared_ptr<Link>& link, double limit_s) {
-            return LinkLoop::of_this_process().meet(link, nanoseconds(limit_s));
+            const std::vector<int> missing = LinkLoop::of_this_process().meet(link, nanoseconds(limit_s));
+            if (link->has_failed()) raise(Status(link->failure().code(), link->failure().fact()));
+            return missing;
           },
           py::arg("limit_s"), py::call_guard<py::gil_scoped_release>())
       .def("remove", [](const std::shared_ptr<Link>& link) { LinkLoop::of_this_process().remove(link); });

@@ -149,11 +149,12 @@ bool Pipeline::collect(std::uint64_t index) {
   if (steps.memory == Steps::Memory::kDevice) return true;  // the devices say when
   if (steps.collect != nullptr && !steps.collect(chunk_)) return false;
   const Entry& entry = chunk_.entry();
-  if (steps.memory == Steps::Memory::kArrays) {
-    std::uint64_t bytes = 0;
-    for (std::uint32_t i = 0; i < entry.n_pieces; ++i) bytes += entry.pieces[i].bytes;
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    const Piece& piece = entry.pieces[i];
+    const bool is_in_place = entry.algorithm == Algorithm::kDirect ||
+                             (entry.algorithm == Algorithm::kLinkSum && world_.slots[piece.slot].direct != 0);
     // Before the caller learns that its operation is done, and may look.
-    bytes_in_place_.fetch_add(bytes, std::memory_order_relaxed);
+    if (is_in_place) bytes_in_place_.fetch_add(piece.bytes, std::memory_order_relaxed);
   }
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];

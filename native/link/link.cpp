@@ -57,7 +57,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
       ranks_(world_.hosts) {
   for (int rank = 0; rank < world_.size; ++rank) ranks_[world_.home(rank).host].push_back(rank);
   for (int host = 0; host < world_.hosts; ++host) {
-    mails_.push_back(host == world_.host ? nullptr : std::make_unique<Mail>(*transport_, host, options.epoch));
+    mails_.push_back(host == world_.host ? nullptr : std::make_unique<Mail>(*transport_, host, options.build));
     others_.emplace_back(options.silence);
     others_.back().left.resize(ranks_[host].size());
   }
@@ -66,7 +66,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
 std::vector<int> Link::missing() const {
   std::vector<int> ranks;
   for (int host = 0; host < world_.hosts; ++host) {
-    if (host != world_.host && !others_[host].is_met)
+    if (host != world_.host && mails_[host]->peer() == Mail::Peer::kUnknown)
       ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
   }
   return ranks;
@@ -382,7 +382,6 @@ void Link::beat() {
   to_all([&](std::vector<char>& outgoing) {
     RecordWriter writer(outgoing);
     writer.put(BeatRecord{{RecordKind::kBeat, 0},
-                          options_.build,
                           has_failed ? world_.failure.code() : ErrorCode::kOk,
                           static_cast<std::uint32_t>(fact.size()),
                           chunks_.arrived(),
@@ -391,6 +390,11 @@ void Link::beat() {
     writer.put(n_ready_.data(), n_ready_.size() * sizeof(std::uint64_t));
     writer.put(left.data(), left.size() * sizeof(std::uint64_t));
   });
+  for (const auto& mail : mails_) {
+    if (mail == nullptr) continue;
+    mail->greet();
+    if (has_failed || left.size() == static_cast<std::size_t>(world_.ranks)) mail->end();
+  }
   if (!has_failed) told_left_ = static_cast<std::uint32_t>(left.size());
   has_told_failure_ = has_failed;
 }
@@ -398,12 +402,6 @@ void Link::beat() {
 void Link::beaten(int host, RecordReader reader) {
   const auto told = reader.get<BeatRecord>();
   Other& other = others_[host];
-  if (!other.is_met) ++n_met_;
-  other.is_met = true;
-  if (told.build != options_.build) {
-    alarm_.raise(ErrorCode::kTransport, describe_host(world_, host) + " and " + describe_host(world_, world_.host) +
-                                            " run different versions of kvstore_hvd");
-  }
   std::string text = reader.text(told.text_bytes);
   std::vector<std::uint64_t> n_ready(n_ready_.size());
   std::memcpy(n_ready.data(), reader.get(n_ready.size() * sizeof(std::uint64_t)),
@@ -451,17 +449,32 @@ void Link::look(Clock::time_point now) {
   }
   if (!is_due) return;
   if (anybody_left_) check_left();
-  for (int host = 0; host < world_.hosts; ++host) {
-    Other& other = others_[host];
-    if (host == world_.host || !other.is_met || other.has_left || !other.silence.is_over()) continue;
-    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(options_.silence).count();
-    return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " has not been heard of for " +
-                                                  std::to_string(seconds) +
-                                                  " s: the host, its first worker there, or the network is down");
-  }
+  check_peers();
   if (now - scanned_ >= kBeat) {
     scanned_ = now;
     tell_late();
+  }
+}
+
+void Link::check_peers() {
+  for (int host = 0; host < world_.hosts; ++host) {
+    Other& other = others_[host];
+    if (host == world_.host || other.has_left) continue;
+    const Mail::Peer peer = mails_[host]->peer();
+    if (peer == Mail::Peer::kOtherBuild) {
+      return alarm_.raise(ErrorCode::kTransport,
+                          describe_host(world_, host) + " and " + describe_host(world_, world_.host) +
+                              " run different versions of kvstore_hvd\n  Fix: install the same version on every host.");
+    }
+    if (peer == Mail::Peer::kStartedOver) {
+      return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " could not join, and started over");
+    }
+    if (peer == Mail::Peer::kMet && other.silence.is_over()) {
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(options_.silence).count();
+      return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " has not been heard of for " +
+                                                    std::to_string(seconds) +
+                                                    " s: the host, its first worker there, or the network is down");
+    }
   }
 }
 
@@ -516,8 +529,8 @@ void Link::tell_early(Tensor& tensor) {
   }
 }
 
-// A link may be gone once it knows that this one has failed or that all ranks here have left: no message to it ends
-// then.
+// Another link needs no more of this one, and may be gone, once it knows that all ranks here have left or that the
+// world has failed here.
 bool Link::may_end() {
   const bool has_failed = world_.failure.is_set();
   const bool have_left = told_left_ == static_cast<std::uint32_t>(world_.ranks);
@@ -525,8 +538,7 @@ bool Link::may_end() {
   for (int host = 0; host < world_.hosts && is_over; ++host) {
     if (host == world_.host) continue;
     const Other& other = others_[host];
-    is_over =
-        (other.has_left || (has_failed && other.has_failed)) && (mails_[host]->is_sent() || (has_failed && have_left));
+    is_over = (other.has_left || (has_failed && other.has_failed)) && mails_[host]->has_ended();
   }
   if (has_failed && !after_failure_) after_failure_.emplace(2 * kAbort);
   return is_over || (has_failed && after_failure_->is_over());

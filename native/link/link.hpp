@@ -27,8 +27,7 @@ struct LinkOptions {
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // as EngineOptions::timeout
   // How long another host may say nothing.
   std::chrono::nanoseconds silence = std::chrono::seconds(10);
-  std::uint64_t build = 0;  // see BeatRecord
-  std::uint32_t epoch = 0;  // of no other world of these hosts
+  std::uint64_t build = 0;  // see Mail
 };
 
 // One thread.
@@ -43,15 +42,14 @@ class Link {
   // Does what can be done without waiting; returns whether anything has moved.
   bool step(Clock::time_point now);
 
-  // Whether all hosts have been heard of.
-  bool has_met() const { return n_met_ == world_.hosts; }
+  // The ranks of hosts whose links have not been met yet.
   std::vector<int> missing() const;
   // Whether the ranks of all hosts have left, or the world has failed and the other hosts know.
   bool is_over() const { return is_over_; }
   // Then, until it returns true: nothing is under way any more, and this can be destroyed.
   bool close();
-  // Whether somebody waits for something that this moves.
-  bool is_busy() const { return !chunks_.is_empty() || !tensors_.empty(); }
+  // Whether something is under way that the next step may move.
+  bool is_busy() const { return !chunks_.is_empty() || !tensors_.empty() || !missing().empty(); }
   bool has_failed() const { return world_.failure.is_set(); }
   Flag& bell() { return world_.link().bell; }
   const Failure& failure() const { return world_.failure; }
@@ -91,6 +89,7 @@ class Link {
   void publish(const Entry& entry);
   void tell_order(const Entry& entry);
   void look(Clock::time_point now);
+  void check_peers();
   void check_left();
   void mark_late(Tensor& tensor);
   void tell_late();
@@ -126,13 +125,12 @@ class Link {
   std::uint32_t taken_ = 0;             // from the inbox, modulo 2^32
   // What is known of the other hosts.
   struct Other {
-    bool is_met = false, has_left = false, has_failed = false;
+    bool has_left = false, has_failed = false;
     std::vector<bool> left;  // by place among its ranks
     Patience silence;
     explicit Other(std::chrono::nanoseconds limit) : silence(limit) {}
   };
   std::vector<Other> others_;
-  int n_met_ = 1;
   bool anybody_left_ = false;
   std::vector<std::vector<int>> ranks_;  // by host
   std::uint32_t told_left_ = 0;

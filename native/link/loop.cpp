@@ -46,7 +46,8 @@ std::vector<int> LinkLoop::meet(const std::shared_ptr<Link>& link, std::chrono::
   for (;;) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (link->has_met() || link->has_failed() || patience.is_over()) return link->missing();
+      const std::vector<int> missing = link->missing();
+      if (missing.empty() || link->has_failed() || patience.is_over()) return missing;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -135,7 +136,7 @@ bool LinkLoop::serve(const std::vector<std::shared_ptr<Link>>& links) {
   bool moved = false;
   const auto now = Clock::now();
   for (const auto& link : links) {
-    const std::lock_guard<std::mutex> lock(mutex_);  // has_met() and missing() of another thread
+    const std::lock_guard<std::mutex> lock(mutex_);  // missing() of another thread
     if (link->step(now)) moved = true;
   }
   return moved;

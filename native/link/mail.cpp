@@ -2,11 +2,20 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 
 namespace kvstore_hvd {
+namespace {
 
-Mail::Mail(Transport& transport, int host, std::uint32_t epoch)
-    : transport_(transport), host_(host), epoch_(epoch), sent_(kMessage), received_(kMessage) {
+std::uint64_t random_number() {
+  std::random_device device;
+  return (std::uint64_t{device()} << 32 | device()) | 1;  // never 0
+}
+
+}  // namespace
+
+Mail::Mail(Transport& transport, int host, std::uint64_t build)
+    : transport_(transport), host_(host), build_(build), own_(random_number()), sent_(kMessage), received_(kMessage) {
   receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
 }
 
@@ -19,13 +28,18 @@ bool Mail::send() {
   if (sending_ != 0) {
     if (!transport_.test(sending_)) return false;
     sending_ = 0;
+    n_sent_ += n_sending_;
+    n_sending_ = 0;
   }
-  if (outgoing_.empty()) return false;
-  const Head head{epoch_, static_cast<std::uint32_t>(std::min(outgoing_.size(), kMessage - sizeof(Head)))};
+  const bool is_met = peer_ == Peer::kMet;
+  if (!greets_ && (!is_met || outgoing_.empty())) return false;
+  const Head head{build_, own_, other_, is_met ? std::min(outgoing_.size(), kMessage - sizeof(Head)) : 0};
   std::memcpy(sent_.data(), &head, sizeof(head));
   std::memcpy(sent_.data() + sizeof(head), outgoing_.data(), head.bytes);
   outgoing_.erase(outgoing_.begin(), outgoing_.begin() + static_cast<std::ptrdiff_t>(head.bytes));
   sending_ = transport_.send(host_, kRecords, sent_.data(), sizeof(head) + head.bytes);
+  n_sending_ = head.bytes;
+  greets_ = false;
   return true;
 }
 
@@ -33,7 +47,7 @@ bool Mail::receive(const std::function<void(const char*)>& handle) {
   if (!transport_.test(receiving_)) return false;
   Head head;
   std::memcpy(&head, received_.data(), sizeof(head));
-  if (head.epoch == epoch_) {
+  if (is_for_us(head)) {
     const char* const begin = received_.data() + sizeof(head);
     incoming_.insert(incoming_.end(), begin, begin + head.bytes);
   }
@@ -48,6 +62,21 @@ bool Mail::receive(const std::function<void(const char*)>& handle) {
   }
   incoming_.erase(incoming_.begin(), incoming_.begin() + static_cast<std::ptrdiff_t>(at));
   return true;
+}
+
+// The other end's messages come in the order in which they were sent: those of an earlier attempt before those of the
+// present one, so another number after both have met is that of a later attempt.
+bool Mail::is_for_us(const Head& head) {
+  if (head.build != build_) {
+    peer_ = Peer::kOtherBuild;
+  } else if (peer_ == Peer::kUnknown) {
+    if (head.to == own_) peer_ = Peer::kMet;
+    greets_ = greets_ || head.from != other_;
+    other_ = head.from;
+  } else if (head.from != other_) {
+    peer_ = Peer::kStartedOver;
+  }
+  return peer_ == Peer::kMet && head.to == own_;
 }
 
 bool Mail::close() {

@@ -79,7 +79,6 @@ struct LateRecord {
 
 struct BeatRecord {
   RecordHeader header;
-  std::uint64_t build;  // a hash: hosts that run different versions would not understand each other
   // kOk, or the failure; its text follows. What is complete there will be everywhere, before anybody hears of it:
   // `arrived` entries, and what the READY records make up that had come from each host, whose numbers follow.
   ErrorCode error;

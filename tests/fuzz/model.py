@@ -1,9 +1,9 @@
 """What the operations must give, in NumPy and by the words of the documentation; knows neither MXNet nor the engine.
 
-Reductions are formed in the order of ranks: float32 and float64 in their own precision, halves in float32 and rounded
-once. Floats scale in that precision too; integers in float64, truncated and, where they do not fit, clamped. An average
-is a sum whose postscale is divided by the number of members. So nothing is left to rounding, and results are compared
-bit by bit.
+Reductions are formed in the order of ranks, on several hosts in that of each host's and then in that of the hosts:
+float32 and float64 in their own precision, halves in float32 and rounded once (once for each host, too). Floats scale
+in that precision too; integers in float64, truncated and, where they do not fit, clamped. An average is a sum whose
+postscale is divided by the number of members. So nothing is left to rounding, and results are compared bit by bit.
 
 Arrays of bfloat16 are arrays of float32 here, with values that bfloat16 has.
 """
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from fuzz.programs import FLOATS, Operation, Program, Shape
+from support.arrays import by_host
 
-__all__ = ["Model", "checksum", "fold", "object_of", "rounded_to_bfloat16", "share", "values"]
+__all__ = ["Model", "checksum", "fold_of_ranks", "object_of", "rounded_to_bfloat16", "share", "values"]
 
 Array = Any  # numpy.ndarray of any dtype
 
@@ -151,7 +152,17 @@ def _reduce(operation: Operation, arrays: Sequence[Array], as_half: bool) -> Arr
         op, postscale = "sum", postscale / len(arrays)
     if len(arrays) == 1 and prescale == 1.0 and postscale == 1.0:
         return arrays[0]
-    return fold(operation.dtype, op, arrays, prescale, postscale, as_half)
+    return fold_of_ranks(operation.dtype, op, by_host(list(arrays), operation.members), prescale, postscale, as_half)
+
+
+def fold_of_ranks(
+    dtype: str, op: str, of_hosts: list[list[Array]], prescale: float, postscale: float, as_half: bool = False
+) -> Array:
+    """As `fold`: of the ranks of each host, and of what comes of it."""
+    if len(of_hosts) == 1:
+        return fold(dtype, op, of_hosts[0], prescale, postscale, as_half)
+    folded = [fold(dtype, op, of_host, prescale, 1.0, as_half) for of_host in of_hosts]
+    return fold(dtype, op, folded, 1.0, postscale, as_half)
 
 
 def fold(dtype: str, op: str, arrays: Sequence[Array], prescale: float, postscale: float, as_half: bool) -> Array:

@@ -19,7 +19,7 @@ import numpy as np
 
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.join import Join
-from support.arrays import assert_equal_on_all_ranks, assert_same_bits, ordered_sum
+from support.arrays import assert_equal_on_all_ranks, assert_same_bits, ordered_sum, sum_of_ranks
 from support.gluon import array, gradients, parameters, weights
 from support.networks import BATCH, MODES, NETWORKS, built
 from support.rounding import apart, sgd_roundings
@@ -205,7 +205,7 @@ class _Run:
                 devices.append([values.copy() for values in gradients(self.model)])
                 self._zero(self.model)
             parts.append([ordered_sum(list(of_devices)) for of_devices in zip(*devices)])
-        sums = [ordered_sum(list(of_ranks)) for of_ranks in zip(*parts)]
+        sums = [sum_of_ranks(list(of_ranks), present) for of_ranks in zip(*parts)]
         trained = [param for param in parameters(self.model) if param.grad_req != "null"]
         factor = 0.5 if clips and self.of.kind in ("store", "name") else 1
         for param, values in zip(trained, sums):

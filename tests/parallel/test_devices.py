@@ -13,7 +13,7 @@ from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
 from kvstore_hvd.mxnet import gathers
 from kvstore_hvd.process import process
-from support.arrays import assert_same_bits, contribution, ordered_sum
+from support.arrays import assert_same_bits, contribution, sum_of_ranks
 from support.host_executor import HostExecutor
 
 mx = pytest.importorskip("mxnet")
@@ -99,7 +99,7 @@ def test_gathers_of_mxnets_arrays(executors, rank, size, monkeypatch):
     assert counts.asnumpy().tolist() == [splits[rank]] * size
     share = hvd.reducescatter(mx.nd.array(whole[rank]), op=hvd.Sum).asnumpy()
     first = rank + min(rank, 1)
-    assert_same_bits(share, ordered_sum(whole)[first : first + 1 + (rank == 0)])
+    assert_same_bits(share, sum_of_ranks(whole)[first : first + 1 + (rank == 0)])
     assert executors[0].kinds == ["exchange", "exchange", "reducescatter"]
 
 

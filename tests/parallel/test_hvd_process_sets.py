@@ -15,7 +15,7 @@ from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.process import process
 from kvstore_hvd.process.inner_worlds import InnerMember
 from kvstore_hvd.store import divergence
-from support.arrays import assert_same_bits, contribution, ordered_sum
+from support.arrays import assert_same_bits, contribution, sum_of_ranks
 from support.gluon import array, backward, mlp, samples, weights
 from support.joinables import Counter
 from support.patience import patient
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.sizes
 
 def sum_of(members, shape=(7, 3), dtype="float32"):
     """The sum of the members' contributions."""
-    return ordered_sum([contribution(rank, shape, dtype) for rank in members])
+    return sum_of_ranks([contribution(rank, shape, dtype) for rank in members], members)
 
 
 def test_registered_sets(world, rank, size, dynamic):
@@ -155,8 +155,8 @@ def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monke
         pytest.skip("needs two workers")
     join = InnerMember.join_inside
 
-    def join_and_fail(member, outer):
-        join(member, outer)
+    def join_and_fail(member, *arguments):
+        join(member, *arguments)
         if rank == 1:
             raise OSError(12, "no memory is left")
 

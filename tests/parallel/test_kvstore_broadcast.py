@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from support.arrays import assert_same_bits, contribution, make
+from support.arrays import assert_same_bits, by_host, contribution, make, sum_of_ranks
 
 mx = pytest.importorskip("mxnet")
 
@@ -61,8 +61,8 @@ def test_sum_as_half(kv, kind, rank, size):
     """`set_gradient_compression({'type': 'fp16'})`: the bits of a sum of float16, in place and elsewhere."""
     kv.set_gradient_compression({"type": "fp16"})
     mine, first = (contribution(r, (1000,), "float32") for r in (rank, 0))
-    halves = [contribution(r, (1000,), "float32").astype("float16").astype("float32") for r in range(size)]
-    total = sum(halves[1:], halves[0]).astype("float16").astype("float32")
+    halves = [contribution(r, (1000,), "float32").astype("float16") for r in range(size)]
+    total = sum_of_ranks(halves).astype("float32")
     x, out = make(kind, mine), make(kind, np.zeros(1000, "float32"))
     for call in (lambda: kv.pushpull("to out", x, out=out), lambda: (kv.push("x", x), kv.pull("x", out=out))):
         call()
@@ -80,8 +80,12 @@ def test_sum_as_half(kv, kind, rank, size):
 def test_who_takes_part(kv, world):
     """rank, local_rank, local_size, cross_rank, cross_size, num_workers, type."""
     assert (kv.rank, kv.num_workers) == (world.rank, world.size)
-    assert (kv.local_rank, kv.local_size) == (world.rank, world.size)
-    assert (kv.cross_rank, kv.cross_size) == (0, 1)
+    hosts = by_host(list(range(world.size)))
+    (here,) = (ranks for ranks in hosts if world.rank in ranks)
+    place = here.index(world.rank)
+    assert (kv.local_rank, kv.local_size) == (place, len(here))
+    across = [ranks[place] for ranks in hosts if place < len(ranks)]
+    assert (kv.cross_rank, kv.cross_size) == (across.index(world.rank), len(across))
     assert kv.type == "horovod"
     x = mx.nd.ones(2, ctx=mx.cpu(kv.local_rank))
     kv.pushpull("x", x)

@@ -12,10 +12,10 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from fuzz.arrays import read
-from fuzz.model import fold, rounded_to_bfloat16
+from fuzz.model import fold_of_ranks, rounded_to_bfloat16
 from kvstore_hvd.mxnet_compat import bfloat16
 from kvstore_hvd.native import OPS
-from support.arrays import make
+from support.arrays import by_host, make
 
 mx = pytest.importorskip("mxnet")
 
@@ -57,7 +57,7 @@ def expected(ranks, dtype, op, prescale, postscale):
         return parts[0]
     if op == "average":
         op, postscale = "sum", postscale / len(parts)
-    return fold(dtype, op, parts, prescale, postscale, False)
+    return fold_of_ranks(dtype, op, by_host(parts, ranks), prescale, postscale)
 
 
 def assert_equal(got, want, what):

@@ -6,7 +6,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, UnsupportedDtypeError
 from kvstore_hvd.join import Join
-from support.arrays import assert_equal_on_all_ranks, assert_same_bits
+from support.arrays import assert_equal_on_all_ranks, assert_same_bits, sum_of_ranks
 from support.gluon import is_mxnet_2
 
 mx = pytest.importorskip("mxnet")
@@ -46,15 +46,12 @@ def contribution(rank, case, dtype="float32"):
 
 
 def assert_sum(got, size, case, dtype):
-    """Compare with a sum in the order of ranks, and the rows with those that there are."""
-    wide = np.zeros((ROWS, WIDTH), "float32" if dtype == "float16" else dtype)
-    for rank in range(size):
-        ids = CASES[case](rank)
-        wide[ids] += values_of(rank, ids, dtype)
+    """Compare with the sum of all ranks' dense arrays, and the rows with those that there are."""
+    dense = sum_of_ranks([contribution(rank, case, dtype).asnumpy() for rank in range(size)])
     assert got.stype == "row_sparse"
     assert np.dtype(got.dtype) == dtype
     assert got.indices.asnumpy().tolist() == sorted({row for rank in range(size) for row in CASES[case](rank)})
-    assert_same_bits(got.asnumpy(), wide.astype(dtype))
+    assert_same_bits(got.asnumpy(), dense)
 
 
 @pytest.mark.parametrize(("dtype", "case"), [(FLOATS[place % len(FLOATS)], case) for place, case in enumerate(CASES)])

@@ -7,7 +7,7 @@ from kvstore_hvd.errors import MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.process import process
 from kvstore_hvd.store.kvstore import StoreMethods
-from support.arrays import assert_same_bits, contribution, expected_sum, ordered_sum
+from support.arrays import assert_same_bits, contribution, expected_sum, sum_of_ranks
 from support.gluon import array, is_mxnet_2
 from support.steps import SHAPES, assert_summed, check_step, fill, make_parameters, make_trainer
 from support.zero_copy import meet_again, zero_copy
@@ -115,7 +115,7 @@ def test_compression_from_one_step_to_the_next(rank, size):
             continue
         for number, param in enumerate(trainer._params):
             parts = [contribution(r, param.shape, "float32", (step, number)).astype("float16") for r in range(size)]
-            assert_same_bits(param.grad().asnumpy(), ordered_sum(parts).astype("float32"))
+            assert_same_bits(param.grad().asnumpy(), sum_of_ranks(parts).astype("float32"))
 
 
 @pytest.mark.parametrize("same_store", [False, True])
@@ -146,7 +146,7 @@ def test_one_gradient_of_several_parameters(rank, size):
             trainer.allreduce_grads()
             expected = expected_sum(size, (6,), "float32", step)
             for _ in (same, view):
-                expected = ordered_sum([expected] * size)
+                expected = sum_of_ranks([expected] * size)
             assert_same_bits(shared.asnumpy(), expected)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
 import kvstore_hvd
+from kvstore_hvd.process import process
 
 DTYPES = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
 
@@ -40,9 +42,26 @@ def ordered_sum(parts: list[Array]) -> Array:
     return reduce(lambda a, b: (a + b).astype(dtype), parts)
 
 
+def by_host(parts: list[Array], ranks: Sequence[int] | None = None) -> list[list[Array]]:
+    """Return what these ranks of the present world (all, if not given) contribute, in a list for each host."""
+    place = process.current().last_place
+    ranks = range(len(parts)) if ranks is None else ranks
+    if place is None or place.size <= max(ranks):  # the parts are of no world of this process
+        return [parts]
+    hosts: dict[str, list[Array]] = {}
+    for part, rank in zip(parts, ranks):
+        hosts.setdefault(place.hosts[rank], []).append(part)
+    return list(hosts.values())
+
+
+def sum_of_ranks(parts: list[Array], ranks: Sequence[int] | None = None) -> Array:
+    """Return the sum of what ranks contribute, see `by_host`: each host's ranks are summed first, then the hosts."""
+    return ordered_sum([ordered_sum(of_host) for of_host in by_host(parts, ranks)])
+
+
 def expected_sum(size: int, shape: tuple[int, ...], dtype: str, seed: object = 0) -> Array:
-    """Return the sum of all ranks' contributions, in rank order."""
-    return ordered_sum([contribution(rank, shape, dtype, seed) for rank in range(size)])
+    """Return the sum of all ranks' contributions, as `sum_of_ranks`."""
+    return sum_of_ranks([contribution(rank, shape, dtype, seed) for rank in range(size)])
 
 
 def assert_same_bits(actual: Array, expected: Array) -> None:

@@ -1,4 +1,4 @@
-"""The world as MPI knows it. The only module that imports mpi4py, and only inside functions.
+"""The world as MPI knows it. Only this module and `comm.link` import mpi4py, inside functions.
 
 MPI is loaded but not initialised until its vendor has been compared with the launcher's: an MPI that was started by
 the launcher of another one may abort the process inside MPI_Init, or start as a world of one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.config import MPILaunch
+from kvstore_hvd.config import MPILaunch, config
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
-from kvstore_hvd.worlds.topology import Host, Topology, World
+from kvstore_hvd.worlds.topology import Host, Topology, World, virtual_hosts
 
 __all__ = ["Introduction", "check_ranks", "initialised_mpi", "library", "mpi_world", "warn_beside"]
 
@@ -66,9 +67,13 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         # Our own messages must not meet the application's on its communicator.
         private = chosen.Dup()
         private.Set_errhandler(mpi.ERRORS_RETURN)
-        ranks = list(private.allgather(Introduction(Host.here(), secrets.token_hex(8), secrets.token_bytes(32))))
+        own = Introduction(Host.here(), os.getpid(), secrets.token_hex(8), secrets.token_bytes(32))
+        ranks = list(private.allgather(own))
+        hosts = virtual_hosts([each.host for each in ranks], config().test_hosts)
+        topology = Topology.of(chosen.rank, hosts, source="mpi", pids=[each.pid for each in ranks])
+        if topology.host_count > 1:
+            return World(topology, ranks[0].job, ranks[0].secret, communicator=private)
         private.Free()
-        topology = Topology.of(chosen.rank, [each.host for each in ranks], source="mpi")
         return World(topology, ranks[0].job, ranks[0].secret)
     except mpi.Exception as error:
         fix = "look at what the first worker that failed has printed."
@@ -81,6 +86,7 @@ class Introduction:
     """What a rank tells the others of a communicator of itself."""
 
     host: Host
+    pid: int
     job: str  # offered, as the secret: rank 0's count
     secret: bytes = field(repr=False)
 

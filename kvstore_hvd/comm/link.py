@@ -1,0 +1,104 @@
+"""The start and end of links: native threads that exchange by MPI what the workers of each host have reduced.
+
+A link calls MPI by the addresses of a few functions of the library that mpi4py has loaded. Messages that Python itself
+sent would wait for the interpreter lock, for milliseconds beside a busy program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+from typing import Any
+
+from kvstore_hvd import log, native
+from kvstore_hvd.base.clocks import LOOK_S, Deadline
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
+from kvstore_hvd.worlds.topology import World
+
+__all__ = ["start_link"]
+
+_FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe")
+# Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
+# after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).
+_TAGS, _WORLDS = 4, 512
+
+_ends_with_mpi = False
+
+
+def start_link(world: World, segment: native.Segment) -> None:
+    """On local rank 0 of each host of a world on several: start the host's link, and wait for those of the others."""
+    topology = world.topology
+    if topology.host_count == 1:
+        return
+    for rank, (host, pid) in enumerate(zip(topology.hosts, topology.pids)):
+        segment.introduce(rank, pid, host)
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        fact = "MPI was initialised without MPI_THREAD_MULTIPLE, which several hosts need."
+        fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
+        raise LaunchError(message(fact, **topology.speaker, fix=fix))
+    _end_with_mpi(MPI)
+    most_tags = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) // _TAGS
+    link = native.Link(
+        segment,
+        _functions(MPI),
+        _handle(MPI, world.communicator),
+        [topology.rank_of_all(ranks[0]) for ranks in topology.ranks_by_host.values()],
+        (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
+        config().timeout_s,
+        config().link_timeout_s,
+        native.abi(),
+    )
+    try:
+        _meet(world, link)
+    except BaseException:
+        link.remove()
+        raise
+
+
+def _meet(world: World, link: native.Link) -> None:
+    topology, limit_s = world.topology, config().start_timeout_s
+    deadline = Deadline(limit_s)
+    try:
+        while missing := link.meet(deadline.wait_s(LOOK_S)):
+            why = world.lost()
+            if not why and deadline.left() <= 0:
+                why = f"{topology.rank_list(missing)} did not arrive within {limit_s:g} s."
+            if why:
+                fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
+                hosts = dict.fromkeys(topology.hosts[rank] for rank in missing)
+                details = [f"{host}: {topology.rank_list(topology.ranks_by_host[host])}" for host in hosts]
+                raise LaunchError(message(why, **topology.speaker, details=details, fix=fix))
+    except HorovodInternalError as error:
+        fact, _, fix = str(error).partition("\n  Fix: ")
+        raise LaunchError(message(f"{fact}.", **topology.speaker, fix=fix)) from error
+
+
+def _functions(mpi: Any) -> dict[str, int]:
+    library = ctypes.CDLL(mpi.__file__)
+    found = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS}
+    # MPI_STATUS_IGNORE is 1 in MPICH, whose handles are ints, and 0 in Open MPI and in the ABI of MPI 5.
+    is_mpich = mpi._sizeof(mpi.Comm) == ctypes.sizeof(ctypes.c_int)
+    return {**found, "byte": _handle(mpi, mpi.BYTE), "ignored_status": 1 if is_mpich else 0}
+
+
+def _handle(mpi: Any, value: Any) -> int:
+    return int(mpi._handleof(value)) & 0xFFFFFFFFFFFFFFFF
+
+
+def _end_with_mpi(mpi: Any) -> None:
+    """Have links end with the process, or with MPI before: MPI_Finalize begins with the attributes of COMM_SELF."""
+    global _ends_with_mpi
+    if _ends_with_mpi:
+        return
+    _ends_with_mpi = True
+    atexit.register(_end)
+    key = mpi.Comm.Create_keyval(delete_fn=lambda *_: _end())
+    mpi.COMM_SELF.Set_attr(key, 0)
+
+
+def _end() -> None:
+    if not native.stop_links(config().exit_timeout_s):
+        log.logger.warning("workers of other hosts have not left within %g s", config().exit_timeout_s)
