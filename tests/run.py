@@ -1,8 +1,8 @@
 """The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
 
-Steps: unit (pytest), parallel (4 workers; those marked `sizes` also 3 and 2, those marked `mpi` also under mpirun) and
-integration (pytest; the tests start jobs of their own). Integration tests mostly wait, and so run beside the others.
-The last line is the total, ``N passed, N failed``. A parallel test counts once for each number of workers, and has
+Steps: unit (pytest), parallel (4 workers; those marked `sizes` also 3 and 2, those marked `mpi` also under mpirun; on
+virtual hosts all of them, 2x2, with the other MPI 2+1) and integration (pytest; the tests start jobs of their own).
+Integration tests mostly wait, and so run beside the others. The last line is the total, ``N passed, N failed``. A parallel test counts once for each number of workers, and has
 passed when it passed on all of them. What every rank printed stays in the folder given by ``--out``.
 """
 
@@ -67,6 +67,7 @@ SUITE = [
         Step("parallel", UNIT.marks, "kvhvdrun", 4),
         *(Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", ranks) for ranks in (3, 2)),
         Step("parallel", f"mpi and {UNIT.marks}", "mpirun", 3),
+        Step("parallel", UNIT.marks, "mpirun", 4, hosts="2"),
     ],
     [INTEGRATION],
 ]
@@ -77,6 +78,7 @@ QUICK = [
         Step("unit", QUICK_MARKS, lanes=2),
         Step("parallel", QUICK_MARKS, "kvhvdrun", 2),
         Step("parallel", f"(sizes or mpi) and {QUICK_MARKS}", "mpirun", 3),
+        Step("parallel", UNIT.marks, "mpirun", 3, hosts="2,1"),
     ],
     [Step("integration", QUICK_MARKS, lanes=3)],
 ]

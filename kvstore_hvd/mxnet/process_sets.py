@@ -371,7 +371,7 @@ def rejoin() -> None:
         wanted = [each for each in registry.wanted if each.ranks == ranks]
         known = before.get(number) or _Registered(wanted, InnerMember(ranks, number))
         registry.sets[number] = known
-        if ranks[-1] < world.topology.size:
+        if ranks[-1] < world.topology.size and not process.current().has_inner(known.member):
             process.current().join_inner(ranks, number, known.member)
     foreign = [each for each in registry.wanted if registry.number_of(each) is None]
     registry.wanted.clear()

@@ -316,6 +316,10 @@ class Process:
             self._record(inner)
             return inner
 
+    def has_inner(self, inner: InnerMember) -> bool:
+        """Whether this worker has joined that world inside the present one; the same on all workers."""
+        return inner in tuple(self._inner)
+
     def _join_fault(self, number: int, faults: list[str]) -> str:
         details = [
             line if place else f"rank {rank}: {line}"

@@ -30,6 +30,9 @@ class LinkChunks {
   // Bytes of one host's that are published and have not arrived.
   std::uint64_t bytes_under_way() const { return bytes_under_way_; }
 
+  // As ScheduleLog::devices_have_room(), of this host's ranks.
+  bool devices_have_room() const { return log_.devices_have_room(); }
+
   // Makes it the next entry of this host's schedule.
   void publish(const Entry& entry);
 

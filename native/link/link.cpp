@@ -180,7 +180,7 @@ void Link::add(const TensorId& id, Tensor& tensor, int host, Ready ready) {
 
 void Link::all_announced(const TensorId& id, Tensor& tensor) {
   const auto is_inline = [](const auto& one) { return one.front().is_inline; };
-  if (!is_the_same(tensor) || tensor.by_host[0].front().announcement.signature.on_device != 0) {
+  if (!is_the_same(tensor)) {
     fail(tensor);
     end(id);
   } else if (std::all_of(tensor.by_host.begin(), tensor.by_host.end(), is_inline)) {
@@ -239,11 +239,7 @@ void Link::fail(Tensor& tensor) {
     for (const int rank : ranks_[host]) all.push_back({world_.rank_of_all(rank), ready.announcement});
   }
   std::sort(all.begin(), all.end(), [](const AnnouncedBy& a, const AnnouncedBy& b) { return a.rank < b.rank; });
-  Disagreement why = describe_disagreement(world_, all);
-  if (is_the_same(tensor)) {
-    why = {ErrorCode::kInvalid,
-           "arrays on GPUs cannot be sent between hosts yet.\n  Nothing was changed. Fix: copy them to the CPU."};
-  }
+  const Disagreement why = describe_disagreement(world_, all);
   table_.agree_over_hosts(tensor.slot, 0.0);
   table_.disagree(tensor.slot, why.code, why.text);
   failing_.push_back(tensor.slot);
@@ -277,7 +273,7 @@ bool Link::publish_next() {
     failing_.pop_front();
   } else if (world_.host == kConductor) {
     if (chunks_.bytes_under_way() >= kWindow) return false;
-    const auto decision = agenda_.decide(entry, false);
+    const auto decision = agenda_.decide(entry, agenda_.has_device_tensors() && chunks_.devices_have_room());
     if (!decision) return false;
     Agenda::remove(*decision);
     tell_order(entry);
