@@ -45,6 +45,7 @@ def start_link(world: World, segment: native.Segment) -> None:
         segment,
         _functions(MPI),
         _handle(MPI, world.communicator),
+        # Under MPI the lowest rank of a host has its local rank 0.
         [topology.rank_of_all(ranks[0]) for ranks in topology.ranks_by_host.values()],
         (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
         config().timeout_s,

@@ -40,6 +40,7 @@ class ShmCommunicator(Communicator):
         topology = world.topology
         check_room(topology)
         changes = _thresholds()
+        place = topology.ranks_by_host[topology.host].index(topology.rank)
         core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
         with refusals_explained(topology):
             segment = _shared_segment(world, changes)
@@ -49,9 +50,9 @@ class ShmCommunicator(Communicator):
             # Not kept: the engine holds the segment until this worker leaves, the arena as long as arrays lie in it.
             try:
                 with affinity.threads_on(core):
-                    self._engine = native.Engine(segment, topology.local_rank, config().timeout_s, True, topology.host)
+                    self._engine = native.Engine(segment, place, config().timeout_s, True, topology.host)
                 try:
-                    self._arena = native.Arena(segment, topology.local_rank)
+                    self._arena = native.Arena(segment, place)
                     self._engine.protect(self._arena)
                 except BaseException:
                     self._engine.shutdown("it has no room for its arena")
@@ -162,7 +163,7 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
     """The segment of this world, which one of its workers creates."""
     topology = world.topology
     created: list[native.Segment] = []
-    hosts = list(topology.ranks_by_host.values())
+    hosts = topology.ranks_by_host
 
     def create(told: Sequence[str]) -> int:
         inside = topology.inside or Inside(0, (), 0)
@@ -176,8 +177,8 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                     inside.size,
                     inside.ranks,
                     cores.suffice(told),
-                    hosts.index(topology.local_ranks),
-                    hosts if len(hosts) > 1 else (),
+                    list(hosts).index(topology.host),
+                    list(hosts.values()) if len(hosts) > 1 else (),
                 )
             )
             start_link(world, created[0])

@@ -199,17 +199,16 @@ class Topology:
     @property
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks on this host, in the order of their local ranks; entry `local_rank` is this one."""
-        return self.ranks_by_host[self.host]
+        ranks = self.ranks_by_host[self.host]
+        return tuple(sorted(ranks, key=self.places.__getitem__) if self.places else ranks)
 
     @property
-    def ranks_by_host(self) -> dict[str, tuple[int, ...]]:
-        """The same of each host; hosts are in the order of their lowest ranks, in which links add what they have."""
+    def ranks_by_host(self) -> dict[str, list[int]]:
+        """The ranks on each host, ascending; hosts are in the order of their lowest ranks, as links add them."""
         ranks: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             ranks.setdefault(host, []).append(rank)
-        if self.places:
-            return {host: tuple(sorted(each, key=self.places.__getitem__)) for host, each in ranks.items()}
-        return {host: tuple(each) for host, each in ranks.items()}
+        return ranks
 
     @property
     def host_count(self) -> int:
