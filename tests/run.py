@@ -1,8 +1,8 @@
 """The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
 
 Steps: unit (pytest), parallel (4 workers; those marked `sizes` also 3 and 2, those marked `mpi` also under mpirun; all
-also on virtual hosts, 2x2, with the other MPI 2+1), integration (pytest; the tests start jobs of their own). Those mostly
-wait, and so run beside the others. The last line is the total, ``N passed, N failed``. A parallel test counts once for
+also on virtual hosts, 2x2, with the other MPI 2+1), integration (pytest; the tests start jobs of their own, and mostly
+wait, so they run beside the others). The last line is the total, ``N passed, N failed``. A parallel test counts once for
 each number of workers, and has passed when it passed on all of them. What every rank printed stays in the folder given
 by ``--out``.
 """
