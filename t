@@ -31,7 +31,7 @@ TESTS = {
     "process": ["parallel/resets", "parallel/hvd_basics"],
     "recording": ["parallel/timeline", "parallel/report"],
     "store": ["parallel/kvstore", "parallel/scales", "parallel/sparse"],
-    "worlds": ["parallel/hvd_basics", "integration/lifecycle"],
+    "worlds": ["parallel/hvd_basics", "integration/lifecycle", "hosts"],
     "native/base": ["parallel/fuzz", "test_running_time"],
     "native/bindings": ["parallel/fuzz", "unit/adapter", "parallel/persistent"],
     "native/engine": ["parallel/fuzz", "test_engine"],
@@ -61,7 +61,7 @@ def found(name: str) -> list[str]:
         return unit + [test for part in TESTS.get(name, []) for test in found(part)]
     path, _, test = name.partition("::")
     path = path.removeprefix("tests/")
-    if path.partition("/")[0] in ("unit", "parallel", "integration") and (ROOT / "tests" / path).exists():
+    if path.partition("/")[0] in ("unit", "parallel", "integration", "hosts") and (ROOT / "tests" / path).exists():
         return [f"{ROOT / 'tests' / path}{'::' + test if test else ''}"]
     folder, _, part = path.rpartition("/")
     part = part.removesuffix(".cpp")
@@ -131,7 +131,7 @@ def main(venv: Path) -> int:
     import run
 
     steps = []
-    for kind in ("unit", "parallel", "integration"):
+    for kind in ("unit", "parallel", "integration", "hosts"):
         if mine := [test for test in tests if test.startswith(str(ROOT / "tests" / kind))]:
             launcher = "mpirun" if options.hosts else "kvhvdrun"
             ranks = {"launcher": launcher, "ranks": options.ranks, "hosts": options.hosts} if kind == "parallel" else {}

@@ -374,3 +374,6 @@ class Link:
 
 def stop_links(limit_s: float) -> bool:
     """Waits until all links of this process are over, or the limit; returns whether they were."""
+
+def end_within(limit_s: float, text: str) -> None:
+    """Ends this process with code 1, and the text on stderr, unless it ends sooner; also while no Python runs."""

@@ -1,10 +1,10 @@
 """The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
 
 Steps: unit (pytest), parallel (4 workers; those marked `sizes` also 3 and 2, those marked `mpi` also under mpirun; all
-also on virtual hosts, 2x2, with the other MPI 2+1), integration (pytest; the tests start jobs of their own, and mostly
-wait, so they run beside the others). The last line is the total, ``N passed, N failed``. A parallel test counts once for
-each number of workers, and has passed when it passed on all of them. What every rank printed stays in the folder given
-by ``--out``.
+also on virtual hosts, 2x2, with the other MPI 2+1), integration and hosts (pytest; the tests start jobs of their own,
+and mostly wait, so they run beside the others). The last line is the total, ``N passed, N failed``. A parallel test
+counts once for each number of workers, and has passed when it passed on all. What every rank printed stays in the
+folder given by ``--out``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Step:
 
 
 # Both chains of steps run at the same time.
-UNIT, INTEGRATION = Step("unit", lanes=2), Step("integration", lanes=3)
+UNIT, INTEGRATION, HOSTS = Step("unit", lanes=2), Step("integration", lanes=3), Step("hosts")
 SUITE = [
     [
         UNIT,
@@ -70,7 +70,7 @@ SUITE = [
         Step("parallel", f"mpi and {UNIT.marks}", "mpirun", 3),
         Step("parallel", UNIT.marks, "mpirun", 4, hosts="2"),
     ],
-    [INTEGRATION],
+    [INTEGRATION, HOSTS],
 ]
 # In the environment of the other MXNet and the other MPI.
 QUICK_MARKS = f"not alike and {UNIT.marks}"
@@ -81,7 +81,7 @@ QUICK = [
         Step("parallel", f"(sizes or mpi) and {QUICK_MARKS}", "mpirun", 3),
         Step("parallel", UNIT.marks, "mpirun", 3, hosts="2,1"),
     ],
-    [Step("integration", QUICK_MARKS, lanes=3)],
+    [Step("integration", QUICK_MARKS, lanes=3), HOSTS],
 ]
 ALL = [
     [
@@ -90,6 +90,7 @@ ALL = [
         Step("parallel", "not timing", "mpirun", 3),
         Step("integration", "not timing", lanes=2),
         Step("integration", "timing"),
+        HOSTS,
     ]
 ]
 TIMING = [[Step("integration", "timing and not slow")]]
@@ -198,7 +199,7 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; what follows ``--`` goes to pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", metavar="STEP", help="unit, parallel or integration (default: all)")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="unit, parallel, integration or hosts (default: all)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--quick",
@@ -215,7 +216,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:cut])
-    if unknown := set(options.steps) - {"unit", "parallel", "integration"}:
+    if unknown := set(options.steps) - {"unit", "parallel", "integration", "hosts"}:
         parser.error(f"no such step: {', '.join(unknown)}")
     options.pytest, options.out = arguments[cut + 1 :], options.out.resolve()
     return options

@@ -16,14 +16,17 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
 from kvstore_hvd.worlds.topology import World
 
-__all__ = ["start_link"]
+__all__ = ["end_with_mpi", "start_link", "world_was_lost"]
 
 _FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe")
 # Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
 # after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).
 _TAGS, _WORLDS = 4, 512
 
-_ends_with_mpi = False
+# How long MPI may take to end after a world was lost.
+_MPI_END_S = 5.0
+
+_ends_with_mpi = _was_lost = False
 
 
 def start_link(world: World, segment: native.Segment) -> None:
@@ -39,7 +42,6 @@ def start_link(world: World, segment: native.Segment) -> None:
         fact = "MPI was initialised without MPI_THREAD_MULTIPLE, which several hosts need."
         fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
         raise LaunchError(message(fact, **topology.speaker, fix=fix))
-    _end_with_mpi(MPI)
     most_tags = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) // _TAGS
     link = native.Link(
         segment,
@@ -89,17 +91,29 @@ def _handle(mpi: Any, value: Any) -> int:
     return int(mpi._handleof(value)) & 0xFFFFFFFFFFFFFFFF
 
 
-def _end_with_mpi(mpi: Any) -> None:
+def end_with_mpi() -> None:
     """Have links end with the process, or with MPI before: MPI_Finalize begins with the attributes of COMM_SELF."""
     global _ends_with_mpi
     if _ends_with_mpi:
         return
+    from mpi4py import MPI
+
     _ends_with_mpi = True
     atexit.register(_end)
-    key = mpi.Comm.Create_keyval(delete_fn=lambda *_: _end())
-    mpi.COMM_SELF.Set_attr(key, 0)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: _end()), 0)
+
+
+def world_was_lost() -> None:
+    """Have this process not wait for MPI to end, which may wait for processes that are lost."""
+    global _was_lost
+    _was_lost = True
 
 
 def _end() -> None:
-    if not native.stop_links(config().exit_timeout_s):
-        log.logger.warning("workers of other hosts have not left within %g s", config().exit_timeout_s)
+    limit_s = config().exit_timeout_s
+    are_over = native.stop_links(limit_s)
+    if not are_over:
+        log.logger.warning("workers of other hosts have not left within %g s", limit_s)
+    if _was_lost or not are_over:
+        text = f"MPI has not ended within {_MPI_END_S:g} s of a lost world; this process ends by force.\n"
+        native.end_within(_MPI_END_S, f"kvstore_hvd error: {text}")

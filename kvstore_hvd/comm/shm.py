@@ -14,7 +14,7 @@ from kvstore_hvd.comm import affinity
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.device.devices import DeviceThread
 from kvstore_hvd.comm.device.executors import create_executor
-from kvstore_hvd.comm.link import start_link
+from kvstore_hvd.comm.link import end_with_mpi, start_link, world_was_lost
 from kvstore_hvd.comm.refusals import refusals_explained
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
@@ -39,6 +39,9 @@ class ShmCommunicator(Communicator):
     def __init__(self, world: World) -> None:
         topology = world.topology
         check_room(topology)
+        self._is_over_hosts = topology.host_count > 1
+        if self._is_over_hosts:
+            end_with_mpi()
         changes = _thresholds()
         place = topology.ranks_by_host[topology.host].index(topology.rank)
         core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
@@ -105,6 +108,8 @@ class ShmCommunicator(Communicator):
 
     def shutdown(self, reason: str = "") -> None:
         """See `Communicator.shutdown`."""
+        if self._is_over_hosts and self._engine.health() is not None:
+            world_was_lost()
         try:
             if not self._engine.shutdown(reason):
                 text = "another worker's GPU has not finished the last operations: its results may be wrong"

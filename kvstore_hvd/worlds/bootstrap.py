@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstore_hvd import log
 from kvstore_hvd.config import Config, config, tell_unused
-from kvstore_hvd.errors import InvalidRequestError, LaunchError, message, rank_list
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.worlds.mpi.world import check_ranks, initialised_mpi, mpi_world
 from kvstore_hvd.worlds.topology import Host, Topology, World
 
@@ -45,7 +45,6 @@ def discover(comm: Any = None) -> World:
             check_ranks(ranks, 1)
         world = None
     world = world or single_world()
-    _refuse_several_hosts(world)
     topology = world.topology
     log.set_rank(topology.rank, topology.size)
     if topology.rank == 0:
@@ -135,22 +134,3 @@ def _refuse_horovodrun(cfg: Config) -> None:
                 fix="start with `mpirun -np N python train.py` or `kvhvdrun -np N python train.py`.",
             )
         )
-
-
-def _refuse_several_hosts(world: World) -> None:
-    topology = world.topology
-    if topology.host_count == 1 or config().test_hosts:
-        return
-    raise LaunchError(
-        message(
-            f"the workers are on {topology.host_count} hosts, and several hosts are not supported yet.",
-            rank=topology.rank,
-            size=topology.size,
-            details=[
-                f"{host}: {rank_list(r for r, other in enumerate(topology.hosts) if other == host)}"
-                for host in dict.fromkeys(topology.hosts)
-            ],
-            fix="start all workers on one host. Containers count as one host when they share network, PID and time "
-            "namespaces.",
-        )
-    )

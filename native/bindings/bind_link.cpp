@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <functional>
+#include <thread>
 
 #include "bindings/bind.hpp"
 #include "bindings/errors.hpp"
@@ -50,6 +52,16 @@ void bind_link(py::module_& module) {
   module.def(
       "stop_links", [](double limit_s) { return LinkLoop::of_this_process().stop(nanoseconds(limit_s)); },
       py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "end_within",
+      [](double limit_s, const std::string& text) {
+        std::thread([limit = nanoseconds(limit_s), text] {
+          std::this_thread::sleep_for(limit);
+          [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
+          _exit(1);
+        }).detach();
+      },
+      py::arg("limit_s"), py::arg("text"));
 }
 
 }  // namespace kvstore_hvd

@@ -28,12 +28,30 @@ void Watcher::watch() {
       dead_[static_cast<std::size_t>(death->rank)].store(true, std::memory_order_relaxed);
       state_.alarm.raise(ErrorCode::kPeerLost, describe_rank(state_.world, death->rank) + " " + death->how);
     }
+    if (state_.world.has_link()) look_after_link();
     state_.standstills.look();
     if (busy && !state_.world.failure.is_set()) look_after_pending();
     if (state_.world.failure.is_set()) {
       progress_.progress_until([this] { return progress_.is_idle(); }, kBusyTick, state_.policy);
     }
   }
+}
+
+// The link may stand still in MPI, which need not return once a peer of its own is gone.
+void Watcher::look_after_link() {
+  World& world = state_.world;
+  // Relaxed, both: looked at again and again.
+  const std::uint32_t steps = world.link_steps.load(std::memory_order_relaxed);
+  const std::chrono::nanoseconds silence(world.link_silence_ns.load(std::memory_order_relaxed));
+  if (!link_patience_ || steps != link_steps_) link_patience_.emplace(silence);
+  link_steps_ = steps;
+  if (!link_patience_->is_over()) return;
+  std::string fact = "the link of this host, a thread of " + describe_rank(world, 0) + ", has stood still for " +
+                     std::to_string(std::chrono::duration_cast<std::chrono::seconds>(silence).count()) + " s";
+  for (const int r : liveness_.stopped()) {
+    if (r == 0) fact += ": that process is stopped";
+  }
+  state_.alarm.raise(ErrorCode::kPeerLost, fact);
 }
 
 void Watcher::look_after_pending() {

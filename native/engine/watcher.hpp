@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
 #include <thread>
 #include <vector>
 
+#include "base/running_time.hpp"
 #include "engine/engine_state.hpp"
 #include "engine/progress.hpp"
 #include "shm/liveness.hpp"
@@ -26,12 +28,15 @@ class Watcher {
 
  private:
   void watch();
+  void look_after_link();
   void look_after_pending();
 
   EngineState& state_;
   Progress& progress_;
   Liveness liveness_;
   std::vector<std::atomic<bool>> dead_;  // by rank; written by the thread
+  std::uint32_t link_steps_ = 0;
+  std::optional<Patience> link_patience_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

@@ -61,6 +61,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
     others_.emplace_back(options.silence);
     others_.back().left.resize(ranks_[host].size());
   }
+  world_.link_silence_ns.store(options.silence.count(), std::memory_order_relaxed);
 }
 
 std::vector<int> Link::missing() const {
@@ -73,6 +74,7 @@ std::vector<int> Link::missing() const {
 }
 
 bool Link::step(Clock::time_point now) {
+  world_.link_steps.fetch_add(1, std::memory_order_relaxed);  // for Watcher, which looks again
   if (is_over_) return false;
   bool moved = false;
   try {
@@ -91,8 +93,8 @@ bool Link::step(Clock::time_point now) {
     look(now);
   } catch (const TransportError& error) {
     const std::string who = error.host < 0 ? "another host" : describe_host(world_, error.host);
-    alarm_.raise(ErrorCode::kTransport,
-                 "a message to or from " + who + " failed (" + error.what() + "): see whether its workers live");
+    alarm_.raise(ErrorCode::kTransport, "a message to or from " + who + " failed (" + error.what() +
+                                            ")\n  Fix: see whether its workers live, and what they have printed.");
     is_over_ = after_failure_.has_value();  // another one: there is no way to tell anybody
     if (!after_failure_) after_failure_.emplace(2 * kAbort);
   }
@@ -467,9 +469,10 @@ void Link::check_peers() {
     }
     if (peer == Mail::Peer::kMet && other.silence.is_over()) {
       const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(options_.silence).count();
-      return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " has not been heard of for " +
-                                                    std::to_string(seconds) +
-                                                    " s: the host, its first worker there, or the network is down");
+      return alarm_.raise(ErrorCode::kPeerLost,
+                          describe_host(world_, host) + " has not been heard of for " + std::to_string(seconds) +
+                              " s\n  Fix: see whether that host, its first rank and the network are up; "
+                              "KVHVD_LINK_TIMEOUT (seconds) allows longer silences.");
     }
   }
 }

@@ -42,7 +42,7 @@ class Link {
   // Does what can be done without waiting; returns whether anything has moved.
   bool step(Clock::time_point now);
 
-  // The ranks of hosts whose links have not been met yet.
+  // The ranks of hosts whose links have not been met yet. From any thread.
   std::vector<int> missing() const;
   // Whether the ranks of all hosts have left, or the world has failed and the other hosts know.
   bool is_over() const { return is_over_; }

@@ -1,6 +1,7 @@
 #include "link/loop.hpp"
 
 #include <algorithm>
+#include <thread>
 
 #include "base/process.hpp"
 #include "base/running_time.hpp"
@@ -14,9 +15,16 @@ using Clock = std::chrono::steady_clock;
 // How long the thread looks on after the last news, and then how often it looks while something is under way, and else.
 constexpr std::chrono::microseconds kSpin{20}, kBusyLook{100};
 constexpr std::chrono::milliseconds kIdleLook{1};
-// What this process has handed over may move only while it calls, also when the last link is over.
+// Messages of links that are over may move only while this process calls MPI.
 constexpr std::chrono::milliseconds kAfterwards{20};
 constexpr int kCallsAfterwards = 50;
+
+void progress(Transport& transport) {
+  try {
+    transport.progress();
+  } catch (const TransportError&) {  // every link over it is over
+  }
+}
 
 }  // namespace
 
@@ -33,10 +41,10 @@ LinkLoop::LinkLoop() : owner_(process_id()) {}
 void LinkLoop::add(const std::shared_ptr<Link>& link) {
   const std::lock_guard<std::mutex> lock(mutex_);
   links_.push_back(link);
-  if (stopped_) {
-    if (thread_.joinable()) thread_.join();
-    stopping_ = stopped_ = false;
-    thread_ = std::thread([this] { run(); });
+  if (!is_running_) {
+    stops_ = false;
+    std::thread([this] { run(); }).detach();
+    is_running_ = true;
   }
   changed_.notify_all();
 }
@@ -44,102 +52,71 @@ void LinkLoop::add(const std::shared_ptr<Link>& link) {
 std::vector<int> LinkLoop::meet(const std::shared_ptr<Link>& link, std::chrono::nanoseconds limit) {
   Patience patience(limit);
   for (;;) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const std::vector<int> missing = link->missing();
-      if (missing.empty() || link->has_failed() || patience.is_over()) return missing;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::vector<int> missing = link->missing();
+    if (missing.empty() || link->has_failed() || patience.is_over()) return missing;
+    std::this_thread::sleep_for(kIdleLook);
   }
 }
 
 void LinkLoop::remove(const std::shared_ptr<Link>& link) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  removed_.push_back(link);
+  links_.erase(std::remove(links_.begin(), links_.end(), link), links_.end());
 }
 
 bool LinkLoop::stop(std::chrono::nanoseconds limit) {
   if (owner_ != process_id()) return true;
-  Patience patience(limit);
-  for (;;) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (stopped_) return true;
-      if (links_.empty() || patience.is_over()) {
-        stopping_ = true;
-        break;
-      }
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool are_over = changed_.wait_for(lock, limit, [this] { return links_.empty() || !is_running_; });
+  stops_ = true;
   changed_.notify_all();
-  thread_.join();
-  return links_.empty();
+  return changed_.wait_for(lock, kAfterwards * kCallsAfterwards, [this] { return !is_running_; }) && are_over;
 }
 
 void LinkLoop::run() {
   request_short_slice();
   std::vector<std::shared_ptr<Link>> links;
-  auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: what MPI has in its hands stays
+  auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: MPI may use their memory
   std::shared_ptr<Transport> last;
   int calls = 0;
   auto last_news = Clock::now();
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (stopping_) {
-        stopped_ = true;
-        return;
+      if (links_.empty() && closing.empty() && calls == 0) {
+        changed_.wait(lock, [this] { return stops_ || !links_.empty(); });
       }
       for (const auto& link : links) {
-        if (link->is_over() || std::find(removed_.begin(), removed_.end(), link) != removed_.end()) {
-          closing.push_back(link);
-          links_.erase(std::remove(links_.begin(), links_.end(), link), links_.end());
-        }
+        if (link->is_over()) links_.erase(std::remove(links_.begin(), links_.end(), link), links_.end());
+        if (std::find(links_.begin(), links_.end(), link) == links_.end()) closing.push_back(link);
       }
-      removed_.clear();
       links = links_;
+      if (stops_) is_running_ = false;
+      changed_.notify_all();
+      if (stops_) return;
     }
+    bool moved = false, is_busy = false;
     const std::uint32_t seen = links.empty() ? 0 : links.front()->bell().value();
-    const bool moved = serve(links);
+    const auto now = Clock::now();
+    for (const auto& link : links) moved = link->step(now) || moved;
+    for (const auto& link : links) is_busy = is_busy || link->is_busy();
     const auto is_closed = [](const auto& link) { return link->close(); };
+    closing.erase(std::remove_if(closing.begin(), closing.end(), is_closed), closing.end());
+    if (moved) last_news = now;
     if (!links.empty()) {
       last = links.front()->transport();
       calls = kCallsAfterwards;
-    } else if (last != nullptr && calls-- > 0) {
-      last->progress();
-    } else {
-      last.reset();
+    } else if (calls > 0) {
+      --calls;
+      progress(*last);
     }
-    if (links.empty() && closing.empty()) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait_for(lock, kAfterwards, [&] { return stopping_ || !links_.empty(); });
-      continue;
-    }
-    closing.erase(std::remove_if(closing.begin(), closing.end(), is_closed), closing.end());
-    const auto now = Clock::now();
-    if (moved) last_news = now;
     if (now - last_news < kSpin) continue;
-    bool is_busy = false;
-    for (const auto& link : links) is_busy = is_busy || link->is_busy();
-    const auto idle_look = links.empty() ? kAfterwards : kIdleLook;
-    const auto longest = is_busy ? std::chrono::nanoseconds(kBusyLook) : std::chrono::nanoseconds(idle_look);
+    const std::chrono::nanoseconds longest = is_busy ? std::chrono::nanoseconds(kBusyLook) : kIdleLook;
     if (links.empty() || links.front()->has_failed()) {  // a bell would not let it sleep
-      std::this_thread::sleep_for(longest);
+      std::this_thread::sleep_for(links.empty() ? std::chrono::nanoseconds(kAfterwards) : longest);
     } else {
       links.front()->bell().wait_change(seen, WaitPolicy{}, longest, links.front()->failure());
     }
   }
-}
-
-bool LinkLoop::serve(const std::vector<std::shared_ptr<Link>>& links) {
-  bool moved = false;
-  const auto now = Clock::now();
-  for (const auto& link : links) {
-    const std::lock_guard<std::mutex> lock(mutex_);  // missing() of another thread
-    if (link->step(now)) moved = true;
-  }
-  return moved;
 }
 
 }  // namespace kvstore_hvd

@@ -8,8 +8,6 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <string>
-#include <thread>
 #include <vector>
 
 #include "link/link.hpp"
@@ -18,30 +16,29 @@ namespace kvstore_hvd {
 
 class LinkLoop {
  public:
-  // That of this process, which is never destroyed: whatever MPI still has in its hands stays where it is.
+  // That of this process, which is never destroyed: MPI may still use memory of its links when the process ends.
   static LinkLoop& of_this_process();
 
-  // Serves the link until it is over and nothing of it is under way.
+  // Serves the link until it is over and none of its messages is under way.
   void add(const std::shared_ptr<Link>& link);
-  // Waits until all other hosts have been heard of on the link, or `limit` has passed; returns the ranks that are
+  // Waits until all other hosts are met, the world has failed, or `limit` has passed; returns the ranks that are
   // missing.
   std::vector<int> meet(const std::shared_ptr<Link>& link, std::chrono::nanoseconds limit);
-  // Gives it up.
+  // Serves it no longer.
   void remove(const std::shared_ptr<Link>& link);
-  // No link is served any more: once all are over, or `limit` has passed. Returns whether they were.
+  // Serves no link any longer: once all are over, or `limit` has passed. Returns whether they were over, and the thread
+  // has ended: it may stand still in MPI.
   bool stop(std::chrono::nanoseconds limit);
 
  private:
   LinkLoop();
   void run();
-  bool serve(const std::vector<std::shared_ptr<Link>>& links);
 
   const pid_t owner_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::shared_ptr<Link>> links_, removed_;
-  bool stopping_ = false, stopped_ = true;
-  std::thread thread_;
+  std::condition_variable changed_;  // what follows
+  std::vector<std::shared_ptr<Link>> links_;
+  bool is_running_ = false, stops_ = false;
 };
 
 }  // namespace kvstore_hvd

@@ -31,7 +31,7 @@ bool Mail::send() {
     n_sent_ += n_sending_;
     n_sending_ = 0;
   }
-  const bool is_met = peer_ == Peer::kMet;
+  const bool is_met = peer() == Peer::kMet;
   if (!greets_ && (!is_met || outgoing_.empty())) return false;
   const Head head{build_, own_, other_, is_met ? std::min(outgoing_.size(), kMessage - sizeof(Head)) : 0};
   std::memcpy(sent_.data(), &head, sizeof(head));
@@ -67,16 +67,17 @@ bool Mail::receive(const std::function<void(const char*)>& handle) {
 // The other end's messages come in the order in which they were sent: those of an earlier attempt before those of the
 // present one, so another number after both have met is that of a later attempt.
 bool Mail::is_for_us(const Head& head) {
+  const auto turn_into = [this](Peer peer) { peer_.store(peer, std::memory_order_relaxed); };
   if (head.build != build_) {
-    peer_ = Peer::kOtherBuild;
-  } else if (peer_ == Peer::kUnknown) {
-    if (head.to == own_) peer_ = Peer::kMet;
+    turn_into(Peer::kOtherBuild);
+  } else if (peer() == Peer::kUnknown) {
+    if (head.to == own_) turn_into(Peer::kMet);
     greets_ = greets_ || head.from != other_;
     other_ = head.from;
   } else if (head.from != other_) {
-    peer_ = Peer::kStartedOver;
+    turn_into(Peer::kStartedOver);
   }
-  return peer_ == Peer::kMet && head.to == own_;
+  return peer() == Peer::kMet && head.to == own_;
 }
 
 bool Mail::close() {

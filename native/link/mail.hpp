@@ -5,6 +5,7 @@
 // attempt of the other end has left behind, or that were sent to an earlier one of this end, are dropped.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -23,12 +24,13 @@ class Mail {
   Mail& operator=(const Mail&) = delete;
 
   enum class Peer { kUnknown, kMet, kOtherBuild, kStartedOver };
-  Peer peer() const { return peer_; }
+  // From any thread. Relaxed, everywhere: nothing else depends on it.
+  Peer peer() const { return peer_.load(std::memory_order_relaxed); }
 
   // What is appended here is sent once the other end is met. Records, see RecordWriter.
   std::vector<char>& outgoing() { return outgoing_; }
   // Sends this end's number, until both ends have met.
-  void greet() { greets_ = greets_ || peer_ == Peer::kUnknown; }
+  void greet() { greets_ = greets_ || peer() == Peer::kUnknown; }
 
   // Sends and receives what it can without waiting; calls `handle` with each record that is complete. Returns whether
   // anything has moved.
@@ -38,7 +40,7 @@ class Mail {
   void end() {
     if (!end_) end_ = n_sent_ + n_sending_ + outgoing_.size();
   }
-  bool has_ended() const { return peer_ != Peer::kMet || (end_ && n_sent_ >= *end_); }
+  bool has_ended() const { return peer() != Peer::kMet || (end_ && n_sent_ >= *end_); }
 
   // Receives and sends nothing more. Returns whether nothing is under way: else to be called again.
   bool close();
@@ -58,7 +60,7 @@ class Mail {
   const int host_;
   const std::uint64_t build_, own_;
   std::uint64_t other_ = 0;
-  Peer peer_ = Peer::kUnknown;
+  std::atomic<Peer> peer_{Peer::kUnknown};
   bool greets_ = true;
   std::vector<char> outgoing_, incoming_;
   std::vector<char> sent_, received_;

@@ -67,7 +67,7 @@ std::string describe_host(World& world, int host) {
       name = world.remote(rank).host;
     }
   }
-  return describe_ranks(there) + " (host " + name + ")";
+  return "host " + name + " (" + describe_ranks(there) + ")";
 }
 
 std::string describe_rank(World& world, int rank) {

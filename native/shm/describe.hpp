@@ -29,7 +29,7 @@ std::string describe_member(World& world, int rank_of_world);
 // "rank 2 (node1, pid 8123) and rank 5 (node1, pid 8126)"; the first eight, and "and ranks 9-12".
 std::string describe_members(World& world, const std::vector<int>& ranks_of_world);
 
-// Of another host: "ranks 4-7 (host 1)".
+// "host node1 (ranks 4-7)"; its number where its name is not known.
 std::string describe_host(World& world, int host);
 
 // "rank 2 (node1, pid 8123)".

@@ -205,6 +205,9 @@ struct World {
   std::atomic<std::uint32_t> left;  // ranks that left in good order
   // Over hosts: whether ranks here ask for what others have announced, which the link then has to know at once.
   std::atomic<std::uint32_t> asks_what_it_missed;
+  // The link's steps, modulo 2^32, and how long it may stand still in between; 0: there is none yet.
+  std::atomic<std::uint32_t> link_steps;
+  std::atomic<std::int64_t> link_silence_ns;
 
   // The table of tensors, see tensor_table.hpp.
   SharedLock table_lock;

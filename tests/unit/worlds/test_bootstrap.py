@@ -201,14 +201,6 @@ def test_another_mpi_is_refused_before_it_is_started(monkeypatch, environ, vendo
     assert module.calls == []
 
 
-def test_several_hosts_are_refused_on_every_rank(monkeypatch):
-    install(monkeypatch, fake_mpi(4, on=["a", "b", "a", "b"]))
-    with pytest.raises(LaunchError) as caught:
-        discover(monkeypatch, OPEN_MPI)
-    assert "on 2 hosts, and several hosts are not supported yet" in str(caught.value)
-    assert "a: ranks 0, 2\n  b: ranks 1, 3" in str(caught.value)
-
-
 def test_an_mpirun_that_survives_deaths_is_refused(monkeypatch):
     """MPI would wait for the dead for ever."""
     variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_mpi_ft_enable": "1"}

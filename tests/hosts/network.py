@@ -1,0 +1,184 @@
+"""Hosts on one machine, for tests: each has a network, a hostname, processes, shared memory and mounts of its own.
+
+They are namespaces, joined by a bridge in one more, where mpirun runs. Needs root, and `ip` of iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.launchers import Launcher, environment, with_tests
+
+_NET = "10.231.0"
+# What mpirun calls instead of ssh: enters the host's namespaces.
+_AGENT = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+host=$1; shift
+exec nsenter -t $(cat {folder}/$host.pid) -n -u -m -i -p --wd="$PWD" -- /bin/sh -c "$*"
+"""
+
+
+def unavailable() -> str:
+    """Why there can be no hosts here; empty where there can."""
+    if os.geteuid() != 0:
+        return "namespaces need root"
+    missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"there is no {' or '.join(missing)}"
+    done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return "" if done.returncode == 0 else f"no namespaces here: {done.stderr.decode().strip()}"
+
+
+class Network:
+    """Hosts `node0`, `node1`, ...; a context manager, which leaves nothing behind."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder = folder
+        self.names = [f"node{number}" for number in range(count)]
+        self._prefix = f"kvhvd{os.getpid()}"
+        self._bridge = f"{self._prefix}-bridge"
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Network:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._holders):
+            self.crash(name)
+        for space in (*(self._space(name) for name in self.names), self._bridge):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+    @property
+    def running(self) -> list[str]:
+        """The hosts that have not crashed."""
+        return list(self._holders)
+
+    def _space(self, name: str) -> str:
+        return f"{self._prefix}-{name}"
+
+    def _make(self) -> None:
+        lines = ["127.0.0.1 localhost", f"{_NET}.1 {os.uname().nodename}"]
+        lines += [f"{_NET}.{10 + number} {name}" for number, name in enumerate(self.names)]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        agent = self.folder / "agent"
+        agent.write_text(_AGENT.format(folder=self.folder))
+        agent.chmod(0o755)
+        _ip("netns", "add", self._bridge)
+        _ip("-n", self._bridge, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self._bridge, "addr", "add", f"{_NET}.1/24", "dev", "br0")
+        for device in ("br0", "lo"):
+            _ip("-n", self._bridge, "link", "set", device, "up")
+        for number, name in enumerate(self.names):
+            self._boot(name, f"{_NET}.{10 + number}/24")
+
+    def _boot(self, name: str, address: str) -> None:
+        space, bridge = self._space(name), self._bridge
+        _ip("netns", "add", space)
+        _ip("link", "add", name, "netns", bridge, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _ip("-n", bridge, "link", "set", name, "master", "br0", "up")
+        _ip("-n", space, "addr", "add", address, "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _ip("-n", space, "link", "set", device, "up")
+        begin = f"hostname {name}; mount -t tmpfs tmpfs /dev/shm; mount --bind {self.folder}/hosts /etc/hosts"
+        words = ["unshare", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        begin += f"; touch {self.folder}/{name}.up; exec sleep infinity"
+        command = ["ip", "netns", "exec", space, *words, "bash", "-c", begin]
+        holder = self._holders[name] = subprocess.Popen(command, start_new_session=True)
+        limit = time.monotonic() + 10
+        while not (self.folder / f"{name}.up").exists():
+            assert holder.poll() is None and time.monotonic() < limit, f"host {name} does not come up"
+            time.sleep(0.01)
+        (self.folder / f"{name}.up").unlink()
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+        (self.folder / f"{name}.pid").write_text(children[0])
+
+    # -- Processes --------------------------------------------------------------------------------------------------
+
+    def mpirun(self, mpi: Launcher, ranks: Sequence[int], *program: Any, **more: str) -> subprocess.Popen[bytes]:
+        """Start a program of Python with so many ranks on each host; it prints to the files `out` and `err`."""
+        hosts = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks))
+        agent, size = f"{self.folder}/agent", str(sum(ranks))
+        if "Open MPI" in mpi.version:
+            options = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "prte_if_include", f"{_NET}.0/24"]
+            options += ["--host", hosts, "-np", size, "--bind-to", "none", "--mca", "pml", "ob1"]
+            options += ["--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"]
+        else:
+            options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", hosts, "-np", size]
+        words = [*mpi.prefix, *options, sys.executable, *map(str, program)]
+        mount = f'mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
+        command = ["ip", "netns", "exec", self._bridge, "unshare", "--mount", "bash", "-c", mount, "mpirun", *words]
+        variables = {**with_tests(environment(mpi)), "FI_TCP_IFACE": "eth0", "PYTHONUNBUFFERED": "1", **more}
+        with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
+            return subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def processes(self, name: str) -> list[int]:
+        """The running processes of a host, by their numbers on this machine, without its first one."""
+        first = (self.folder / f"{name}.pid").read_text()
+        with contextlib.suppress(OSError):
+            space = os.readlink(f"/proc/{first}/ns/pid")
+            found = [path for path in Path("/proc").iterdir() if path.name.isdigit() and path.name != first]
+            found = [path for path in found if _link(path / "ns/pid") == space]
+            return [int(path.name) for path in found if (path / "cmdline").read_bytes()]
+        return []
+
+    def shared_files(self, name: str) -> list[str]:
+        """What lies in the shared memory of a host."""
+        first = (self.folder / f"{name}.pid").read_text()
+        return os.listdir(f"/proc/{first}/root/dev/shm")
+
+    # -- Faults -----------------------------------------------------------------------------------------------------
+
+    def crash(self, name: str) -> None:
+        """End a host with everything on it, and its end of the network."""
+        self.cut(name)
+        holder = self._holders.pop(name)
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+
+    def cut(self, name: str) -> None:
+        """Cut a host off from the others."""
+        subprocess.run(["ip", "-n", self._bridge, "link", "set", name, "down"], capture_output=True, check=False)
+
+    def heal(self, name: str) -> None:
+        """Undo `cut`."""
+        _ip("-n", self._bridge, "link", "set", name, "up")
+
+    def shape(self, rate: str) -> None:
+        """Limit what each host sends and receives, as ``'1gbit'``."""
+        for name in self.names:
+            for space, device in ((self._bridge, name), (self._space(name), "eth0")):
+                words = ["tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate]
+                subprocess.run([*words, "burst", "128kb", "latency", "50ms"], check=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
