@@ -38,6 +38,8 @@ class Header:
     mark_cycles: bool
     monotonic_ns: int = field(default_factory=time.monotonic_ns)
     unix_ns: int = field(default_factory=time.time_ns)
+    ahead_ns: int = 0  # by so much this host's monotonic clock is ahead of that of rank 0's host
+    error_ns: int = 0  # of that
     format: int = _FORMAT
 
 

@@ -15,11 +15,14 @@ import os
 import secrets
 import stat
 import threading
+import time
 from typing import Any
+
+import numpy as np
 
 from kvstore_hvd import log
 from kvstore_hvd.comm.agreement import exchange
-from kvstore_hvd.comm.base import Communicator
+from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, message
 from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path
 from kvstore_hvd.recording.trace import write_trace
@@ -32,6 +35,7 @@ _PERIOD_S = 0.25
 # Operations between two writings; 8 MiB, of which only what is used exists.
 _CAPACITY = 1 << 16
 _LONGEST_PATH = 4096
+_CLOCK_ROUNDS = 20
 
 
 class Recorder:
@@ -61,6 +65,7 @@ class Recorder:
         wish = {"target": target, "fault": fault, "mark": bool(mark_cycles), "session": secrets.token_hex(8)}
         agreed = json.loads(exchange(communicator, topology, "timeline/start", json.dumps(wish, ensure_ascii=False))[0])
         target = agreed["target"]
+        clock = _clock_of_host(communicator, topology)
         before, made = self._own(), None
         if before is not None:
             fault = f"a timeline is being recorded already, to '{before.target}'."
@@ -69,7 +74,7 @@ class Recorder:
         try:
             if not fault:
                 header = Header(
-                    agreed["session"], topology.rank, topology.size, topology.host, os.getpid(), agreed["mark"]
+                    agreed["session"], topology.rank, topology.size, topology.host, os.getpid(), agreed["mark"], **clock
                 )
                 try:
                     made = _Recording(target, header)
@@ -226,6 +231,28 @@ class _Recording:
             self._fault = f"{failure}."
         if self._fault:
             log.once("timeline-fault", logging.ERROR, "the timeline cannot be written: %s", self._fault)
+
+
+def _clock_of_host(communicator: Communicator | None, topology: Topology) -> dict[str, int]:
+    """By how many ns this host's monotonic clock is ahead of rank 0's, and the error of that; collective."""
+    # F. Cristian, Probabilistic clock synchronization (1989). A sum is complete nowhere before all have submitted it, so
+    # it bounds the difference from both sides. All ranks of a host take the times of its lowest rank.
+    first = topology.ranks_by_host[topology.host][0]
+    if communicator is None or topology.host_count == 1:
+        return {}
+    low, high, completed = -(1 << 62), 1 << 62, 0
+    submitted_before: list[int] = []
+    for _ in range(_CLOCK_ROUNDS):
+        table = np.zeros((topology.size, 2), np.int64)
+        table[topology.rank] = time.monotonic_ns(), completed
+        place = [table.ctypes.data]
+        communicator.run(Request("allreduce", "timeline/clock", "clocks", place, place, table.shape, "int64"))
+        completed = time.monotonic_ns()
+        if submitted_before:
+            low = max(low, submitted_before[first] - int(table[0, 1]))
+            high = min(high, int(table[first, 1]) - submitted_before[0])
+        submitted_before = table[:, 0].tolist()
+    return {"ahead_ns": (low + high) // 2, "error_ns": (high - low + 1) // 2} if first else {}
 
 
 def _set_of(topology: Topology) -> int:

@@ -42,7 +42,7 @@ def write_trace(target: str, parts: Sequence[str]) -> Summary:
     if not headers or len(headers) < len(parts):
         strange = [path for path in parts if path not in dict(headers)]
         raise ValueError(f"not a part of a timeline: {', '.join(strange) or 'nothing was given'}")
-    trace = _Trace(min((header for _, header in headers), key=lambda header: header.monotonic_ns))
+    trace = _Trace(min((header for _, header in headers), key=lambda header: header.monotonic_ns - header.ahead_ns))
     temporary = f"{target}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -98,6 +98,7 @@ class _Rank:
 class _Trace:
     def __init__(self, first: Header) -> None:
         self._first = first  # its clock is 0
+        self._ahead_ns = 0  # of the part that is being read
         self._rows = 0
         self.summary = Summary()
 
@@ -113,6 +114,7 @@ class _Trace:
             "recorder": "kvstore_hvd",
             "ranks": len(parts),
             "clock": "CLOCK_MONOTONIC",
+            "clock_error_ns": max(header.error_ns for _, header in parts),
             "ts_0_monotonic_ns": self._first.monotonic_ns,
             "ts_0_unix_ns": self._first.unix_ns,
             "lost_operations": self.summary.lost,
@@ -122,6 +124,7 @@ class _Trace:
 
     def _part(self, path: str, header: Header) -> Iterator[dict[str, Any]]:
         self.summary.ranks.append(header.rank)
+        self._ahead_ns = header.ahead_ns
         yield self._about(header.rank, 0, "process_name", name=f"rank {header.rank} ({header.host}, pid {header.pid})")
         yield self._about(header.rank, 0, "process_sort_index", sort_index=header.rank)
         rank = _Rank(header.rank)
@@ -195,7 +198,8 @@ class _Trace:
 
     def _us(self, monotonic_ns: int) -> float:
         # What was under way when the recording began, begins with it.
-        return max(0, monotonic_ns - self._first.monotonic_ns) / 1000
+        own_ns, first = monotonic_ns - self._ahead_ns, self._first
+        return max(0, own_ns - first.monotonic_ns + first.ahead_ns) / 1000
 
     def _new_row(self) -> int:
         # Of one trace, not of one rank: viewers take rows of an equal number for one.

@@ -121,7 +121,8 @@ class Network:
         words = [*mpi.prefix, *options, sys.executable, *map(str, program)]
         mount = f'mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
         command = ["ip", "netns", "exec", self._bridge, "unshare", "--mount", "bash", "-c", mount, "mpirun", *words]
-        variables = {**with_tests(environment(mpi)), "FI_TCP_IFACE": "eth0", "PYTHONUNBUFFERED": "1", **more}
+        variables = {**with_tests(environment(mpi)), "PYTHONUNBUFFERED": "1", **more}
+        variables |= {"FI_TCP_IFACE": "eth0", "TMPDIR": str(self.folder)}
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
             return subprocess.Popen(
                 command,

@@ -10,6 +10,8 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.process import process
+from kvstore_hvd.recording import recorder
 from support.gluon import array, backward, mlp, parameters, samples
 from support.timeline import Trace, parts_of
 from support.zero_copy import meet_again
@@ -271,3 +273,16 @@ def test_mxnets_profiler_names_operations(target, rank, size):
     for name in names:
         assert len(times[name, "B"]) == len(times[name, "E"])
         assert all(begin <= end for begin, end in zip(sorted(times[name, "B"]), sorted(times[name, "E"])))
+
+
+def test_clocks_of_other_hosts(world, rank, size, monkeypatch):
+    """Rank 0's clock is that of all; by how much another host's is ahead is known within the error that is told."""
+    place = process.current().topology
+    if place.host_count == 1:
+        pytest.skip("needs several hosts")
+    ahead_ns, clock = (0 if place.host == place.hosts[0] else 5_000_000_000), time.monotonic_ns
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic_ns", lambda: clock() + ahead_ns)
+        found = recorder._clock_of_host(process.current().member.communicator(), place)
+    assert (found == {}) == (ahead_ns == 0)
+    assert not found or abs(found["ahead_ns"] - ahead_ns) <= found["error_ns"] < 1_000_000_000

@@ -1,0 +1,157 @@
+"""Time allreduces over hosts beside flat MPI_Allreduce of the same ranks, in turns; hosts are namespaces (needs root).
+
+    python benchmarks/hosts.py [--ranks 2,2] [--rate 1gbit] [--repetitions 12] [SIZE ...]
+
+A size is in bytes, or `resnet`: the gradients of ResNet-50, all submitted in priority by us, one after the other by
+MPI. Ours are in shared memory, as gradients of Gluon are. A repetition counts as its slowest rank. With fewer cores
+than ranks an MPI that spins while it waits (MPICH, Open MPI) takes cores from the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from common import ROOT, describe, median_ratio, ratio_text, size_text, table, time_text, write
+
+SIZES = [4, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+
+
+# -- As a rank ----------------------------------------------------------------------------------------------------
+
+
+def be_a_rank(name: str, repetitions: int) -> None:
+    """Time one size; rank 0 prints the slowest rank's seconds of each repetition."""
+    import numpy as np
+    from gradients import shapes_of_resnet50
+
+    import kvstore_hvd
+    from kvstore_hvd.comm.base import Request
+    from kvstore_hvd.process import process
+
+    kvstore_hvd.init()
+    from mpi4py import MPI
+
+    world, communicator = MPI.COMM_WORLD, process.current().member.communicator()
+    arena = communicator.arena
+    assert arena is not None
+    if name == "resnet":
+        counts = [int(np.prod(shape)) for shape in shapes_of_resnet50(with_biases=False)]
+    else:
+        counts = [max(1, int(name) // 4)]
+    arrays, requests = [], []
+    for place, count in enumerate(counts):
+        address = arena.allocate(4 * count)
+        arrays.append(np.frombuffer((ctypes.c_char * (4 * count)).from_address(address), np.float32))
+        array = [address]
+        requests.append(
+            Request("allreduce", f"{place}", f"{place}", array, array, [count], "float32", priority=-place)
+        )
+    prepared = communicator.prepare(requests[0], None, None)
+
+    def ours() -> None:
+        if len(requests) == 1:
+            prepared()
+            return
+        for work in [communicator.submit(request) for request in requests]:
+            communicator.wait(work)
+
+    def flat() -> None:
+        for array in arrays:
+            world.Allreduce(MPI.IN_PLACE, array)
+
+    inner = max(1, min(20, (1 << 20) // (4 * sum(counts))))
+    methods: list[tuple[str, Callable[[], None]]] = [("ours", ours), ("flat", flat)]
+    samples: dict[str, list[float]] = {method: [] for method, _ in methods}
+    for repetition in range(repetitions + 1):
+        for method, call in methods[:: 1 if repetition % 2 else -1]:
+            for array in arrays:
+                array[:] = world.rank if repetition == 0 else 0
+            world.Barrier()
+            start = perf_counter()
+            for _ in range(inner):
+                call()
+            seconds = world.allreduce((perf_counter() - start) / inner, MPI.MAX)
+            if repetition == 0 and inner == 1:
+                assert all((array == sum(range(world.size))).all() for array in arrays), method
+            elif repetition > 0:
+                samples[method].append(seconds)
+    if world.rank == 0:
+        sys.stdout.write(repr(samples) + "\n")
+    world.Barrier()
+
+
+# -- As the parent ------------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """The samples of each size."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from hosts.network import Network
+
+    from support.launchers import mpirun
+
+    mpi = mpirun()
+    assert mpi is not None, "no mpirun beside this Python"
+    ranks = [int(count) for count in options.ranks.split(",")]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, Network(Path(folder), len(ranks)) as network:
+        if options.rate:
+            network.shape(options.rate)
+        for size in options.sizes:
+            few = options.repetitions if size != "resnet" and int(size) <= 1 << 20 else options.repetitions // 2
+            job = network.mpirun(mpi, ranks, Path(__file__).resolve(), "--rank", size, "--repetitions", few)
+            try:
+                code = job.wait(300)
+            except BaseException:
+                job.kill()
+                raise
+            assert code == 0, (network.folder / "err").read_text()
+            (line,) = (line for line in (network.folder / "out").read_text().splitlines() if line.startswith("{"))
+            found[size] = eval(line)
+    return found
+
+
+def mpi_version() -> str:
+    """Name and version of the MPI whose mpirun is beside this Python."""
+    from support.launchers import mpirun
+
+    mpi = mpirun()
+    return mpi.version if mpi is not None else ""
+
+
+def main() -> None:
+    """Measure, print and write a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,2", help="on each host (default: %(default)s)")
+    parser.add_argument("--rate", default="", help="of each host's network, as 1gbit (default: as it is)")
+    parser.add_argument("--repetitions", type=int, default=12)
+    parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
+    results = ROOT / "build" / "hosts.json"
+    parser.add_argument("--json", type=Path, default=results, help="results (default: %(default)s)")
+    parser.add_argument("sizes", nargs="*", default=[*map(str, SIZES), "resnet"])
+    options = parser.parse_args()
+    if options.rank:
+        be_a_rank(options.rank, options.repetitions)
+        return
+    run, rows = describe(), []
+    samples: dict[str, Any] = measure(options)
+    for size, of in samples.items():
+        ours, flat = of["ours"], of["flat"]
+        times = [f"{time_text(statistics.median(each))} ({time_text(min(each))})" for each in (ours, flat)]
+        ratios = [ratio_text(median_ratio(ours, flat)), ratio_text(min(ours) / min(flat))]
+        rows.append([size if size == "resnet" else size_text(int(size)), *times, *ratios])
+    head = ["size", "ours, us: median (min)", "flat MPI_Allreduce", "ratio", "of minima"]
+    about = f"ranks on each host: {options.ranks}; network: {options.rate or 'unshaped'}; {mpi_version()}"
+    write(options.json, run, samples, f"{about}\n\n{table(head, rows)}")
+
+
+if __name__ == "__main__":
+    main()
