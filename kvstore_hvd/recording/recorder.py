@@ -235,7 +235,7 @@ class _Recording:
 
 def _clock_of_host(communicator: Communicator | None, topology: Topology) -> dict[str, int]:
     """By how many ns this host's monotonic clock is ahead of rank 0's, and the error of that; collective."""
-    # F. Cristian, Probabilistic clock synchronization (1989). A sum is complete nowhere before all have submitted it, so
+    # F. Cristian, Probabilistic clock synchronization (1989). A sum is complete nowhere before all have submitted it:
     # it bounds the difference from both sides. All ranks of a host take the times of its lowest rank.
     first = topology.ranks_by_host[topology.host][0]
     if communicator is None or topology.host_count == 1:
