@@ -51,9 +51,7 @@ def be_a_rank(name: str, repetitions: int) -> None:
         address = arena.allocate(4 * count)
         arrays.append(np.frombuffer((ctypes.c_char * (4 * count)).from_address(address), np.float32))
         array = [address]
-        requests.append(
-            Request("allreduce", f"{place}", f"{place}", array, array, [count], "float32", priority=-place)
-        )
+        requests.append(Request("allreduce", f"{place}", f"{place}", array, array, [count], "float32", priority=-place))
     prepared = communicator.prepare(requests[0], None, None)
 
     def ours() -> None:

@@ -348,6 +348,8 @@ class Link:
         How long an operation may take, and how long another host may be silent.
     build : str
         Equal on all hosts, or the world fails.
+    dtype : int
+        A code of `DTYPES`: what sums of float32 are rounded to on their way to other hosts.
     """
 
     def __init__(
@@ -360,6 +362,7 @@ class Link:
         timeout_s: float,
         silence_s: float,
         build: str,
+        dtype: int,
     ) -> None: ...
     def meet(self, limit_s: float) -> list[int]:
         """Waits for the links of all other hosts; returns the ranks of those that were not heard of.

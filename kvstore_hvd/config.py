@@ -242,6 +242,12 @@ class Config:
     link_timeout_s: float = _knob(
         _seconds, 10.0, "KVHVD_LINK_TIMEOUT", doc="Seconds after which a host that says nothing counts as lost."
     )
+    link_compression: str = _knob(
+        _choice("none", "fp16", "bf16"),
+        "none",
+        "KVHVD_LINK_COMPRESSION",
+        doc="What sums of float32 are rounded to on their way between hosts: none, fp16, bf16. Alike on all hosts.",
+    )
     exit_timeout_s: float = _knob(
         _seconds, 30.0, "KVHVD_EXIT_TIMEOUT", doc="Seconds that a worker waits at exit for its own pending operations."
     )

@@ -52,7 +52,8 @@ def start_link(world: World, segment: native.Segment) -> None:
         (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
         config().timeout_s,
         config().link_timeout_s,
-        native.abi(),
+        f"{native.abi()} {config().link_compression} {config().thresholds}",
+        native.DTYPES[{"none": "float32", "fp16": "float16", "bf16": "bfloat16"}[config().link_compression]],
     )
     try:
         _meet(world, link)

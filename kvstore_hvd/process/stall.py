@@ -153,9 +153,10 @@ class StallInspector:
         """Who they are, and why they do not go on: `hint` where their processes do not tell."""
         lines = []
         for rank in sorted(ranks)[:_SHOWN_RANKS]:
-            pid, text = self._communicator.process(rank)
+            pid, text = self._communicator.process(rank)  # no process of another host, or of a rank that never joined
             why = _STATES.get(self._state(rank), "" if rank == self._rank else hint)
-            lines.append(f"{text}{': ' if why and pid else ''}{why.format(pid=pid) if pid else ''}")
+            is_known = pid or self._topology.hosts[rank] != self._topology.host
+            lines.append(f"{text}: {why.format(pid=pid)}" if why and is_known else text)
         if len(ranks) > _SHOWN_RANKS:
             lines.append(f"... and {len(ranks) - _SHOWN_RANKS} more")
         return lines

@@ -30,16 +30,17 @@ void bind_link(py::module_& module) {
   py::class_<Link, std::shared_ptr<Link>>(module, "Link", "Moves bytes between this host and the others.")
       .def(py::init([](std::shared_ptr<Segment> segment, const py::dict& functions, std::uintptr_t communicator,
                        std::vector<int> ranks, int first_tag, double timeout_s, double silence_s,
-                       const std::string& build) {
+                       const std::string& build, int dtype) {
              auto transport =
                  std::make_shared<MpiTransport>(functions_of(functions), communicator, std::move(ranks), first_tag);
-             const LinkOptions options{nanoseconds(timeout_s), nanoseconds(silence_s), std::hash<std::string>()(build)};
+             const LinkOptions options{nanoseconds(timeout_s), nanoseconds(silence_s), std::hash<std::string>()(build),
+                                       static_cast<DType>(dtype)};
              auto link = std::make_shared<Link>(std::move(segment), std::move(transport), options);
              LinkLoop::of_this_process().add(link);
              return link;
            }),
            py::arg("segment"), py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"),
-           py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"))
+           py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"), py::arg("dtype"))
       .def(
           "meet",
           [](const std::shared_ptr<Link>& link, double limit_s) {

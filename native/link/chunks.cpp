@@ -26,6 +26,8 @@ void LinkChunks::publish(const Entry& entry) {
   Chunk chunk{};
   chunk.index = published_++;
   std::memcpy(&chunk.entry, &entry, sizeof(entry));
+  const Signature& first = world_.slots[entry.pieces[0].slot].agreed;
+  chunk.is_narrow = is_sum(chunk) && world_.dtype_on_link(first) != first.dtype;  // as those that travel with it
   chunk.is_whole = entry.staged_bytes * static_cast<std::uint64_t>(world_.hosts - 1) <= kWhole;
   // The others cannot send before their ranks have reduced; a message that comes first would be copied.
   receive(chunk);
@@ -50,8 +52,12 @@ bool LinkChunks::moves(const Chunk& chunk, int host) const {
   return chunk.entry.algorithm != Algorithm::kLinkBroadcast || host == world_.home(chunk.entry.root).host;
 }
 
+char* LinkChunks::sum_of(const Chunk& chunk) {
+  return memory(chunk) + (chunk.is_narrow ? std::uint64_t{chunk.entry.staged_bytes} / 2 * 3 : 0);
+}
+
 LinkChunks::Bytes LinkChunks::slice_of(const Chunk& chunk, int host) const {
-  const std::uint64_t bytes = chunk.entry.staged_bytes;
+  const std::uint64_t bytes = chunk.entry.staged_bytes / (chunk.is_narrow ? 2 : 1);
   if (chunk.is_whole) return {0, bytes};
   const std::uint64_t lines = (bytes + kLine - 1) / kLine, hosts = static_cast<std::uint64_t>(world_.hosts);
   const std::uint64_t h = static_cast<std::uint64_t>(host);
@@ -68,7 +74,7 @@ LinkChunks::Bytes LinkChunks::place_of(const Chunk& chunk, int host) const {
 // Behind the sum of this host's ranks, and the result; see link_sum.cpp.
 char* LinkChunks::partial_of(const Chunk& chunk, int host) {
   const Bytes own = slice_of(chunk, world_.host);
-  if (host == world_.host) return memory(chunk) + own.begin;
+  if (host == world_.host) return sum_of(chunk) + own.begin;
   const int place = host < world_.host ? host : host - 1;
   return memory(chunk) + 2 * std::uint64_t{chunk.entry.staged_bytes} + static_cast<std::uint64_t>(place) * own.count;
 }
@@ -86,8 +92,7 @@ void LinkChunks::receive(Chunk& chunk) {
       chunk.partials.push_back(transport_.receive(host, kPartials, partial_of(chunk, host), own.count));
     }
     if (!chunk.is_whole && theirs.count > 0) {
-      char* const result = memory(chunk) + chunk.entry.staged_bytes + theirs.begin;
-      chunk.results.push_back(transport_.receive(host, kResults, result, theirs.count));
+      chunk.results.push_back(transport_.receive(host, kResults, result_of(chunk) + theirs.begin, theirs.count));
     }
   });
 }
@@ -96,26 +101,28 @@ void LinkChunks::send(Chunk& chunk) {
   if (!moves(chunk, world_.host)) return;
   to_others([&](int host) {
     const Bytes what = is_sum(chunk) ? slice_of(chunk, host) : place_of(chunk, world_.host);
-    if (what.count > 0) {
-      chunk.sends.push_back(transport_.send(host, kPartials, memory(chunk) + what.begin, what.count));
-    }
+    char* const begin = is_sum(chunk) ? sum_of(chunk) : memory(chunk);
+    if (what.count > 0) chunk.sends.push_back(transport_.send(host, kPartials, begin + what.begin, what.count));
   });
 }
 
 void LinkChunks::sum(Chunk& chunk) {
   const Bytes own = slice_of(chunk, world_.host);
   const Entry& entry = chunk.entry;
-  char* const result = memory(chunk) + entry.staged_bytes;
+  char* const result = result_of(chunk);
+  const std::uint64_t parts = chunk.is_narrow ? 2 : 1;
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
-    const std::uint64_t begin = std::max<std::uint64_t>(piece.staged, own.begin);
-    const std::uint64_t end = std::min<std::uint64_t>(piece.staged + piece.bytes, own.begin + own.count);
+    const std::uint64_t first = piece.staged / parts;
+    const std::uint64_t begin = std::max<std::uint64_t>(first, own.begin);
+    const std::uint64_t end = std::min<std::uint64_t>(first + piece.bytes / parts, own.begin + own.count);
     if (begin >= end) continue;
     const Slot& slot = world_.slots[piece.slot];
+    Reduction reduction = reduction_over_hosts(slot.agreed, slot.weights);
+    if (chunk.is_narrow) reduction = {world_.dtype_on_link(slot.agreed), reduction.op, 1.0, reduction.postscale, false};
     for (int host = 0; host < world_.hosts; ++host) inputs_[host] = partial_of(chunk, host) + (begin - own.begin);
     void* output = result + begin;
-    reduce(reduction_over_hosts(slot.agreed, slot.weights), inputs_.data(), world_.hosts, &output, 1,
-           (end - begin) / size_of(slot.agreed.dtype));
+    reduce(reduction, inputs_.data(), world_.hosts, &output, 1, (end - begin) / size_of(reduction.dtype));
   }
   if (chunk.is_whole || own.count == 0) return;
   to_others([&](int host) { chunk.sends.push_back(transport_.send(host, kResults, result + own.begin, own.count)); });

@@ -51,7 +51,8 @@ class LinkChunks {
   struct Chunk {
     std::uint64_t index;  // of the log
     Entry entry;
-    bool is_whole;  // a sum that is not sliced
+    bool is_whole;   // a sum that is not sliced
+    bool is_narrow;  // see link_sum.cpp
     bool is_sent = false, is_summed = false, has_arrived = false;
     std::vector<Transport::Transfer> sends, partials, results;  // the latter two are received
   };
@@ -64,7 +65,10 @@ class LinkChunks {
   bool is_sum(const Chunk& chunk) const { return chunk.entry.algorithm == Algorithm::kLinkSum; }
   bool moves(const Chunk& chunk, int host) const;
   char* memory(const Chunk& chunk) { return world_.link_memory(chunk.index); }
-  // What a host's link sums.
+  // What this host's ranks contribute to a sum, and what comes of it.
+  char* sum_of(const Chunk& chunk);
+  char* result_of(const Chunk& chunk) { return memory(chunk) + chunk.entry.staged_bytes; }
+  // What a host's link sums, in either of them.
   Bytes slice_of(const Chunk& chunk, int host) const;
   // Where the bytes of a host lie that are not summed.
   Bytes place_of(const Chunk& chunk, int host) const;

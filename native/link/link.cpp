@@ -61,13 +61,14 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
     others_.emplace_back(options.silence);
     others_.back().left.resize(ranks_[host].size());
   }
+  world_.link_dtype = options.dtype;
   world_.link_silence_ns.store(options.silence.count(), std::memory_order_relaxed);
 }
 
 std::vector<int> Link::missing() const {
   std::vector<int> ranks;
   for (int host = 0; host < world_.hosts; ++host) {
-    if (host != world_.host && mails_[host]->peer() == Mail::Peer::kUnknown)
+    if (host != world_.host && mails_[host]->peer() != Mail::Peer::kMet)
       ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
   }
   return ranks;
@@ -462,7 +463,8 @@ void Link::check_peers() {
     if (peer == Mail::Peer::kOtherBuild) {
       return alarm_.raise(ErrorCode::kTransport,
                           describe_host(world_, host) + " and " + describe_host(world_, world_.host) +
-                              " run different versions of kvstore_hvd\n  Fix: install the same version on every host.");
+                              " run different versions of kvstore_hvd, or with other settings\n  Fix: install the same "
+                              "version on every host, and set KVHVD_LINK_COMPRESSION and KVHVD_THRESHOLDS alike.");
     }
     if (peer == Mail::Peer::kStartedOver) {
       return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " could not join, and started over");

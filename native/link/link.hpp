@@ -27,7 +27,8 @@ struct LinkOptions {
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // as EngineOptions::timeout
   // How long another host may say nothing.
   std::chrono::nanoseconds silence = std::chrono::seconds(10);
-  std::uint64_t build = 0;  // see Mail
+  std::uint64_t build = 0;        // see Mail
+  DType dtype = DType::kFloat32;  // World::link_dtype
 };
 
 // One thread.
@@ -42,7 +43,7 @@ class Link {
   // Does what can be done without waiting; returns whether anything has moved.
   bool step(Clock::time_point now);
 
-  // The ranks of hosts whose links have not been met yet. From any thread.
+  // The ranks of hosts whose links are not met. From any thread.
   std::vector<int> missing() const;
   // Whether the ranks of all hosts have left, or the world has failed and the other hosts know.
   bool is_over() const { return is_over_; }

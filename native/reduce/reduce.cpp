@@ -15,7 +15,7 @@ namespace {
 
 struct Target {
   const char* name;
-  detail::ReduceKernel (*kernel)();
+  detail::Kernels (*kernels)();
   bool (*cpu_has_it)();
 };
 
@@ -40,12 +40,12 @@ bool cpu_has_avx512() { return false; }
 
 // Best first.
 constexpr Target kTargets[] = {
-    {"avx512", &detail::avx512_kernel, &cpu_has_avx512},
-    {"avx2", &detail::avx2_kernel, &cpu_has_avx2},
-    {"scalar", &detail::scalar_kernel, +[] { return true; }},
+    {"avx512", &detail::avx512_kernels, &cpu_has_avx512},
+    {"avx2", &detail::avx2_kernels, &cpu_has_avx2},
+    {"scalar", &detail::scalar_kernels, +[] { return true; }},
 };
 
-bool usable(const Target& target) { return target.cpu_has_it() && target.kernel() != nullptr; }
+bool usable(const Target& target) { return target.cpu_has_it() && target.kernels().reduce != nullptr; }
 
 const Target& best_target() {
   for (const Target& target : kTargets) {
@@ -121,7 +121,17 @@ void reduce(const Reduction& reduction, const void* const* inputs, int n_inputs,
     return;
   }
   const DefaultFloatEnvironment environment;
-  target_in_use().kernel()(reduction, inputs, n_inputs, outputs, n_outputs, count);
+  target_in_use().kernels().reduce(reduction, inputs, n_inputs, outputs, n_outputs, count);
+}
+
+void narrow(DType to, const void* input, void* output, std::size_t count) {
+  const DefaultFloatEnvironment environment;
+  target_in_use().kernels().convert(to, true, static_cast<const char*>(input), static_cast<char*>(output), count);
+}
+
+void widen(DType from, const void* input, void* output, std::size_t count) {
+  const DefaultFloatEnvironment environment;
+  target_in_use().kernels().convert(from, false, static_cast<const char*>(input), static_cast<char*>(output), count);
 }
 
 const char* simd_target() { return target_in_use().name; }

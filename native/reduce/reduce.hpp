@@ -37,6 +37,11 @@ struct Reduction {
 void reduce(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs, int n_outputs,
             std::size_t count);
 
+// From float32 to float16 or bfloat16 (to nearest, ties to even, too large to infinity; NaNs become the canonical one),
+// and back. The arrays must not overlap.
+void narrow(DType to, const void* input, void* output, std::size_t count);
+void widen(DType from, const void* input, void* output, std::size_t count);
+
 // The instruction set in use: "scalar", "avx2" or "avx512".
 const char* simd_target();
 

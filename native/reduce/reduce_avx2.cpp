@@ -32,7 +32,7 @@ struct Avx2 : CopiedTails {
 
 }  // namespace
 
-ReduceKernel avx2_kernel() { return &reduce_with<Avx2>; }
+Kernels avx2_kernels() { return {&reduce_with<Avx2>, &convert_with<Avx2>}; }
 
 }  // namespace kvstore_hvd::detail
 
@@ -40,7 +40,7 @@ ReduceKernel avx2_kernel() { return &reduce_with<Avx2>; }
 
 namespace kvstore_hvd::detail {
 
-ReduceKernel avx2_kernel() { return nullptr; }
+Kernels avx2_kernels() { return {}; }
 
 }  // namespace kvstore_hvd::detail
 

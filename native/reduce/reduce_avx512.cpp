@@ -51,7 +51,7 @@ struct Avx512 {
 
 }  // namespace
 
-ReduceKernel avx512_kernel() { return &reduce_with<Avx512>; }
+Kernels avx512_kernels() { return {&reduce_with<Avx512>, &convert_with<Avx512>}; }
 
 }  // namespace kvstore_hvd::detail
 
@@ -59,7 +59,7 @@ ReduceKernel avx512_kernel() { return &reduce_with<Avx512>; }
 
 namespace kvstore_hvd::detail {
 
-ReduceKernel avx512_kernel() { return nullptr; }
+Kernels avx512_kernels() { return {}; }
 
 }  // namespace kvstore_hvd::detail
 

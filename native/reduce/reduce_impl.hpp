@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 
 #include "reduce/reduce_elements.hpp"
 #include "reduce/reduce_kernels.hpp"
@@ -207,6 +208,31 @@ bool sum_as_half(const Reduction& reduction, const void* const* inputs, int n_in
     reduce_arrays<Isa, Type, Sum, true>(reduction, arrays, count);
   }
   return true;
+}
+
+template <class From, class To, class Convert>
+void convert_arrays(const char* input, char* output, std::size_t count, std::size_t vector, std::size_t from_bytes,
+                    std::size_t to_bytes, const Convert& convert) {
+  for (std::size_t done = 0; done < count; done += vector) {
+    const std::size_t n = count - done < vector ? count - done : vector;
+    From from{};
+    std::memcpy(&from, input + done * from_bytes, n * from_bytes);
+    const To to = convert(from);
+    std::memcpy(output + done * to_bytes, &to, n * to_bytes);
+  }
+}
+
+template <class Isa>
+void convert_with(DType half, bool narrows, const char* input, char* output, std::size_t count) {
+  const auto as = [&](auto type) {
+    using Type = decltype(type);
+    using Reg = typename Type::Reg;
+    using Raw = typename Type::Raw;
+    constexpr std::size_t kVector = sizeof(Raw) / sizeof(typename Type::Element);
+    if (narrows) return convert_arrays<Reg, Raw>(input, output, count, kVector, 4, 2, &Type::narrow);
+    return convert_arrays<Raw, Reg>(input, output, count, kVector, 2, 4, &Type::widen);
+  };
+  return half == DType::kFloat16 ? as(Float16<Isa>()) : as(BFloat16<Isa>());
 }
 
 template <class Isa>

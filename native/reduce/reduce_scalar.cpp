@@ -50,6 +50,6 @@ struct Baseline : CopiedTails {
 
 }  // namespace
 
-ReduceKernel scalar_kernel() { return &reduce_with<Baseline>; }
+Kernels scalar_kernels() { return {&reduce_with<Baseline>, &convert_with<Baseline>}; }
 
 }  // namespace kvstore_hvd::detail

@@ -208,6 +208,7 @@ struct World {
   // The link's steps, modulo 2^32, and how long it may stand still in between; 0: there is none yet.
   std::atomic<std::uint32_t> link_steps;
   std::atomic<std::int64_t> link_silence_ns;
+  DType link_dtype;  // see dtype_on_link(); set before other ranks have the segment
 
   // The table of tensors, see tensor_table.hpp.
   SharedLock table_lock;
@@ -240,6 +241,12 @@ struct World {
       }
     }
     return absent == 0 || present == 0 ? sum : sum * (present + absent) / present;
+  }
+  // The type in which a result travels between hosts: that of the arrays, or half of float32. Its sum is rounded to it
+  // on each host, and again when it is complete.
+  DType dtype_on_link(const Signature& agreed) const {
+    if (agreed.dtype != DType::kFloat32 || !can_be_half(agreed.dtype, agreed.op)) return agreed.dtype;
+    return agreed.as_half != 0 ? DType::kFloat16 : link_dtype;
   }
   char* base() { return reinterpret_cast<char*>(this); }
   // Whether the world has ranks on other hosts, with whom the link exchanges what this host's have reduced.

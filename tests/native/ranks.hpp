@@ -64,7 +64,7 @@ inline Placement placement_of(int size) {
 // Serves the link as LinkLoop does, until all links are over: what a host has sent moves only while it calls.
 inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_ptr<Transport>& transport,
                      std::chrono::nanoseconds timeout, std::atomic<std::size_t>& n_over, std::size_t hosts) {
-  Link link(segment, transport, LinkOptions{timeout, std::chrono::seconds(thread_sanitizer() ? 60 : 10), 0});
+  Link link(segment, transport, LinkOptions{timeout, std::chrono::seconds(thread_sanitizer() ? 60 : 10)});
   while (!link.is_over()) {
     const std::uint32_t seen = link.bell().value();
     if (link.step(std::chrono::steady_clock::now())) continue;

@@ -85,6 +85,47 @@ const bool roundings_registered = testing::add("as half: every rounding", [] {
   check_roundings<double>(DType::kFloat64);
 });
 
+// As widen() and narrow() of the reference: every pattern, what lies half-way, and lengths that fill no vector.
+template <typename Half>
+void check_conversions(DType dtype) {
+  std::vector<std::uint16_t> halves, narrowed;
+  std::vector<float> floats, widened;
+  for (unsigned bits = 0; bits < 65536; ++bits) {
+    const float value = widen(Half{static_cast<std::uint16_t>(bits)});
+    const float next = widen(Half{static_cast<std::uint16_t>(bits + 1)});
+    halves.push_back(static_cast<std::uint16_t>(bits));
+    for (const float each : {value, (value + next) / 2, std::nextafter(value, 1e9F)}) floats.push_back(each);
+  }
+  for (const std::string& target : targets()) {
+    set_simd_target(target);
+    for (const std::size_t count : {floats.size(), std::size_t{1}, std::size_t{37}}) {
+      narrowed.assign(count + 1, 7);
+      kvstore_hvd::narrow(dtype, floats.data(), narrowed.data(), count);
+      bool is_right = narrowed[count] == 7;
+      for (std::size_t i = 0; i < count; ++i) {
+        Half half;
+        narrow(floats[i], &half);
+        is_right = is_right && half.bits == narrowed[i];
+      }
+      check(is_right, "narrow by " + target);
+    }
+    widened.assign(halves.size(), 0);
+    kvstore_hvd::widen(dtype, halves.data(), widened.data(), halves.size());
+    bool is_right = true;
+    for (std::size_t i = 0; i < halves.size(); ++i) {
+      const float value = widen(Half{halves[i]});
+      is_right = is_right && (std::isnan(value) ? std::isnan(widened[i]) : value == widened[i]);
+    }
+    check(is_right, "widen by " + target);
+  }
+  set_simd_target("auto");
+}
+
+const bool conversions_registered = testing::add("conversions to 16 bits and back", [] {
+  check_conversions<Half>(DType::kFloat16);
+  check_conversions<Brain>(DType::kBFloat16);
+});
+
 template <typename T>
 Bytes bytes_of(std::initializer_list<T> values) {
   Bytes bytes(values.size() * sizeof(T));

@@ -1,10 +1,13 @@
 // Over hosts: the ranks of a host reduce one slice each of all their arrays into the link's memory; the links sum those
 // of all hosts (see LinkChunks); every rank copies the result.
 //
-// The link's memory of an entry begins with the sum of this host's ranks, then the result.
+// The link's memory of an entry begins with the sum of this host's ranks, then the result. What travels in 16 bits, see
+// World::dtype_on_link(), has both in the memory of the result: first that, then the sum, and half as far in as it is
+// in the entry.
 #include <cstring>
 
 #include "engine/algorithms/algorithm.hpp"
+#include "reduce/reduce.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -33,6 +36,11 @@ bool reduce_slice(Chunk& chunk) {
       return chunk.staging(r) + piece.staged + offset;
     };
     chunk.reduce_within_host(piece, input, sum + piece.staged + offset, bytes);
+    const Signature& agreed = world.slots[piece.slot].agreed;
+    const DType on_link = world.dtype_on_link(agreed);
+    if (on_link == agreed.dtype) return;
+    char* const there = sum + chunk.entry().staged_bytes / 2 * 3 + (piece.staged + offset) / 2;
+    narrow(on_link, sum + piece.staged + offset, there, bytes / sizeof(float));
   });
   return true;
 }
@@ -51,7 +59,13 @@ bool collect(Chunk& chunk) {
     const Piece& piece = chunk.entry().pieces[i];
     const Chunk::Overlap taken = taken_of(chunk, piece);
     if (taken.bytes == 0) continue;
-    std::memcpy(taken.output, result + piece.staged + taken.offset, taken.bytes);
+    const Signature& agreed = chunk.world().slots[piece.slot].agreed;
+    const DType on_link = chunk.world().dtype_on_link(agreed);
+    if (on_link == agreed.dtype) {
+      std::memcpy(taken.output, result + piece.staged + taken.offset, taken.bytes);
+    } else {
+      widen(on_link, result + (piece.staged + taken.offset) / 2, taken.output, taken.bytes / sizeof(float));
+    }
   }
   return true;
 }

@@ -1,0 +1,61 @@
+"""`KVHVD_LINK_COMPRESSION`: sums of float32 are rounded to 16 bits on their way to other hosts, here virtual ones."""
+
+import numpy as np
+import pytest
+
+import kvstore_hvd
+from fuzz.model import rounded_to_bfloat16
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.process import process
+from support.arrays import assert_same_bits, by_host, contribution, ordered_sum, sum_of_ranks
+
+COUNTS = (300_001, 5000, 70_000, 3)
+ROUND = {
+    "none": lambda array: array,
+    "fp16": lambda array: array.astype(np.float16).astype(np.float32),
+    "bf16": rounded_to_bfloat16,
+}
+
+
+@pytest.fixture
+def compressed(world, monkeypatch):
+    """Join the world anew with a way of compression; fails where it cannot be joined."""
+    if process.current().topology.host_count == 1:
+        pytest.skip("needs several hosts")
+
+    def join(how):
+        kvstore_hvd.shutdown()
+        monkeypatch.setenv("KVHVD_LINK_COMPRESSION", how)
+        kvstore_hvd.init()
+
+    yield join
+    kvstore_hvd.shutdown()
+    monkeypatch.delenv("KVHVD_LINK_COMPRESSION")
+    kvstore_hvd.init()
+
+
+@pytest.mark.parametrize("how", ROUND)
+def test_sums(compressed, rank, size, how):
+    """Each host's sum is rounded, and that of all hosts; what is small, or no sum of float32, travels as it is."""
+    compressed(how)
+    for dtype in ("float32", "float64", "int32"):
+        mine = [contribution(rank, (count,), dtype) for count in COUNTS]
+        got = [kvstore_hvd.allreduce(array, f"{dtype}/{place}") for place, array in enumerate(mine)]
+        for count, result in zip(COUNTS, got):
+            parts = [contribution(r, (count,), dtype) for r in range(size)]
+            expected = sum_of_ranks(parts)
+            if dtype == "float32" and count > 3:
+                of_hosts = [ROUND[how](ordered_sum(of_host)) for of_host in by_host(parts)]
+                expected = ROUND[how](ordered_sum(of_hosts))
+            assert_same_bits(result, expected)
+    largest = kvstore_hvd.allreduce(contribution(rank, (90_000,), "float32"), "max", "max")
+    assert_same_bits(largest, np.max([contribution(r, (90_000,), "float32") for r in range(size)], axis=0))
+
+
+def test_another_way_on_one_host(compressed, rank, size):
+    """All workers are told, and can join afterwards."""
+    place = process.current().topology
+    with pytest.raises(LaunchError, match=r"KVHVD_LINK_COMPRESSION.* alike"):
+        compressed("fp16" if place.host == place.hosts[0] else "none")
+    compressed("bf16")
+    assert kvstore_hvd.allreduce(np.ones(3), "again")[0] == size
