@@ -78,9 +78,11 @@ Signature signature_of(const Request& request) {
   return signature;
 }
 
-std::optional<SlotHandle> TensorTable::find(std::string_view name) {
+std::optional<SlotHandle> TensorTable::find(std::string_view name, bool waits) {
   const std::uint64_t hash = hash_bytes(name.data(), name.size());
-  const SharedLockGuard guard(world_.table_lock, alarm_);
+  const SharedLockGuard guard =
+      waits ? SharedLockGuard(world_.table_lock, alarm_) : SharedLockGuard(world_.table_lock, rank_, std::try_to_lock);
+  if (!guard.owns_lock()) return std::nullopt;
   std::uint32_t& bucket = world_.buckets[hash % kSlots];
   for (std::uint32_t link = bucket; link != 0; link = world_.slots[link - 1].next_in_bucket) {
     const Slot& slot = world_.slots[link - 1];
@@ -264,7 +266,7 @@ void TensorTable::announce_for_others(std::uint32_t slot) {
 
 std::optional<std::uint32_t> TensorTable::announce_early(std::string_view name, const Announcement& announcement) {
   for (;;) {
-    const auto found = find(name);
+    const auto found = find(name, false);  // a stopped rank may have the lock
     if (!found) return std::nullopt;
     Mark& own = world_.mark(found->slot, world_.ranks);
     std::atomic<std::uint64_t>& shared = world_.slots[found->slot].state;

@@ -30,9 +30,9 @@ class TensorTable {
   TensorTable(World& world, Alarm& alarm)
       : world_(world), alarm_(alarm), rank_(alarm.rank()), inline_(world, alarm.rank()) {}
 
-  // The slot of `name`, made if there is none; nothing when every slot is busy (try again after a completion). Throws
-  // WorldLost.
-  std::optional<SlotHandle> find(std::string_view name);
+  // The slot of `name`, made if there is none; nothing when every slot is busy (try again after a completion), or
+  // unless it `waits` while another rank has the table's lock. Throws WorldLost.
+  std::optional<SlotHandle> find(std::string_view name, bool waits = true);
 
   // Whether the handle is still that of its name.
   bool is_current(const SlotHandle& handle) const;
