@@ -77,7 +77,7 @@ def _meet(world: World, link: native.Link) -> None:
                 raise LaunchError(message(why, **topology.speaker, details=details, fix=fix))
     except HorovodInternalError as error:
         fact, _, fix = str(error).partition("\n  Fix: ")
-        raise LaunchError(message(f"{fact}.", **topology.speaker, fix=fix)) from error
+        raise LaunchError(message(f"{fact}.", **topology.speaker, fix=f"{fix}." if fix else fix)) from error
 
 
 def _functions(mpi: Any) -> dict[str, int]:

@@ -235,7 +235,7 @@ class ElasticDriver:
         for host in hosts.keys() - self._strange_hosts:
             if not is_here(host):
                 self._strange_hosts.add(host)
-                self._say(f"'{host}' is another host, and several hosts are not supported yet; it is not used.")
+                self._say(f"'{host}' is another host, and kvhvdrun uses this one only.")
         self._job.hosts(
             {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_clock.now
         )

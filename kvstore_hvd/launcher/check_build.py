@@ -19,12 +19,13 @@ __all__ = ["build_report"]
 
 def build_report() -> str:
     """What was found: one line each, with the reason where something cannot be used. Imports MXNet, MPI and CuPy."""
+    mpi = _mpi()
     rows = [
         ("MXNet", _mxnet()),
         ("native engine", _engine()),
         ("one host", "yes: workers meet in shared memory; needs no MPI"),
-        ("several hosts", "no: not supported yet"),
-        ("MPI", _mpi()),
+        ("several hosts", "yes: under mpirun" if mpi.startswith("yes") else "no: needs mpirun, and its MPI in mpi4py"),
+        ("MPI", mpi),
         ("GPUs", _gpus()),
         ("NCCL", _nccl()),
         ("horovod", _horovod()),

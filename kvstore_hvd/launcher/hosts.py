@@ -60,8 +60,8 @@ def refuse_others(hosts: Iterable[str]) -> None:
         if not is_here(host):
             raise LaunchError(
                 message(
-                    f"'{host}' is another host, and several hosts are not supported yet.",
-                    fix=f"start on this host: -H localhost:N, or omit -H; this host is '{socket.gethostname()}'.",
+                    f"'{host}' is another host; kvhvdrun starts workers on this one only.",
+                    fix=f"start on this host, '{socket.gethostname()}': -H localhost:N, or omit -H; several: mpirun.",
                 )
             )
 

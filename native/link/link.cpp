@@ -95,7 +95,7 @@ bool Link::step(Clock::time_point now) {
   } catch (const TransportError& error) {
     const std::string who = error.host < 0 ? "another host" : describe_host(world_, error.host);
     alarm_.raise(ErrorCode::kTransport, "a message to or from " + who + " failed (" + error.what() +
-                                            ")\n  Fix: see whether its workers live, and what they have printed.");
+                                            ")\n  Fix: see whether its workers live, and what they have printed");
     is_over_ = after_failure_.has_value();  // another one: there is no way to tell anybody
     if (!after_failure_) after_failure_.emplace(2 * kAbort);
   }
@@ -464,7 +464,7 @@ void Link::check_peers() {
       return alarm_.raise(ErrorCode::kTransport,
                           describe_host(world_, host) + " and " + describe_host(world_, world_.host) +
                               " run different versions of kvstore_hvd, or with other settings\n  Fix: install the same "
-                              "version on every host, and set KVHVD_LINK_COMPRESSION and KVHVD_THRESHOLDS alike.");
+                              "version on every host, and set KVHVD_LINK_COMPRESSION and KVHVD_THRESHOLDS alike");
     }
     if (peer == Mail::Peer::kStartedOver) {
       return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " could not join, and started over");
@@ -474,7 +474,7 @@ void Link::check_peers() {
       return alarm_.raise(ErrorCode::kPeerLost,
                           describe_host(world_, host) + " has not been heard of for " + std::to_string(seconds) +
                               " s\n  Fix: see whether that host, its first rank and the network are up; "
-                              "KVHVD_LINK_TIMEOUT (seconds) allows longer silences.");
+                              "KVHVD_LINK_TIMEOUT (seconds) allows longer silences");
     }
   }
 }

@@ -183,7 +183,7 @@ def test_a_script_that_is_of_no_use_at_first(run, script, text):
 
 def test_another_host_is_not_used(run):
     err = run("--min-np 1 --host-discovery-script 'echo localhost; echo elsewhere:4'", ["true"]).err
-    assert err == "kvhvdrun: 'elsewhere' is another host, and several hosts are not supported yet; it is not used.\n"
+    assert err == "kvhvdrun: 'elsewhere' is another host, and kvhvdrun uses this one only.\n"
 
 
 def test_a_script_that_hangs_does_not_hold_the_job_up(start, hosts, tmp_path):

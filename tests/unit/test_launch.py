@@ -255,6 +255,7 @@ def test_check_build(capfd, monkeypatch):
     assert found["MXNet"] == f"yes: {mxnet.__version__}"
     assert re.fullmatch("yes: sums with (scalar|avx2|avx512)", found["native engine"])
     assert all(found[name].startswith(("yes: ", "no: ")) for name in ("MPI", "GPUs", "NCCL"))
+    assert found["several hosts"][:4] == found["MPI"][:4]
     assert found["horovod"].startswith("not installed")
     assert found["--config-file"].startswith("yes: PyYAML ")
     for name in ("mxnet", "mpi4py", "kvstore_hvd._native", "yaml"):
@@ -264,6 +265,7 @@ def test_check_build(capfd, monkeypatch):
     assert missing["MXNet"].startswith("no: ")
     assert missing["native engine"].startswith("no: ")
     assert missing["MPI"].startswith("no: mpi4py is not installed")
+    assert missing["several hosts"].startswith("no: needs mpirun")
     assert missing["--config-file"] == "no: PyYAML is not installed"
 
 
