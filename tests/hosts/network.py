@@ -19,10 +19,13 @@ from typing import Any
 from support.launchers import Launcher, environment, with_tests
 
 _NET = "10.231.0"
-# What mpirun calls instead of ssh: enters the host's namespaces.
+# What mpirun calls instead of ssh: enters the host's namespaces. Open MPI names its files by processes, whose numbers
+# are those of other hosts, too: each host has a folder for them.
 _AGENT = """#!/bin/bash
 while [[ $1 == -* ]]; do shift; done
 host=$1; shift
+export TMPDIR={folder}/$host.files
+mkdir -p $TMPDIR
 exec nsenter -t $(cat {folder}/$host.pid) -n -u -m -i -p --wd="$PWD" -- /bin/sh -c "$*"
 """
 
