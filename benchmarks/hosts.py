@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from common import ROOT, describe, median_ratio, ratio_text, size_text, table, time_text, write
 
@@ -82,15 +82,15 @@ def be_a_rank(name: str, repetitions: int) -> None:
             elif repetition > 0:
                 samples[method].append(seconds)
     if world.rank == 0:
-        sys.stdout.write(repr(samples) + "\n")
+        sys.stdout.write(json.dumps(samples) + "\n")
     world.Barrier()
 
 
 # -- As the parent ------------------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """The samples of each size."""
+def measure(options: argparse.Namespace) -> tuple[str, dict[str, dict[str, list[float]]]]:
+    """The version of the MPI, and the samples of each size."""
     sys.path.insert(0, str(ROOT / "tests"))
     from hosts.network import Network
 
@@ -113,16 +113,8 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 raise
             assert code == 0, (network.folder / "err").read_text()
             (line,) = (line for line in (network.folder / "out").read_text().splitlines() if line.startswith("{"))
-            found[size] = eval(line)
-    return found
-
-
-def mpi_version() -> str:
-    """Name and version of the MPI whose mpirun is beside this Python."""
-    from support.launchers import mpirun
-
-    mpi = mpirun()
-    return mpi.version if mpi is not None else ""
+            found[size] = json.loads(line)
+    return mpi.version, found
 
 
 def main() -> None:
@@ -140,14 +132,14 @@ def main() -> None:
         be_a_rank(options.rank, options.repetitions)
         return
     run, rows = describe(), []
-    samples: dict[str, Any] = measure(options)
+    version, samples = measure(options)
     for size, of in samples.items():
         ours, flat = of["ours"], of["flat"]
         times = [f"{time_text(statistics.median(each))} ({time_text(min(each))})" for each in (ours, flat)]
         ratios = [ratio_text(median_ratio(ours, flat)), ratio_text(min(ours) / min(flat))]
         rows.append([size if size == "resnet" else size_text(int(size)), *times, *ratios])
     head = ["size", "ours, us: median (min)", "flat MPI_Allreduce", "ratio", "of minima"]
-    about = f"ranks on each host: {options.ranks}; network: {options.rate or 'unshaped'}; {mpi_version()}"
+    about = f"ranks on each host: {options.ranks}; network: {options.rate or 'unshaped'}; {version}"
     write(options.json, run, samples, f"{about}\n\n{table(head, rows)}")
 
 

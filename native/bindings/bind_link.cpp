@@ -4,6 +4,7 @@
 #include <functional>
 #include <thread>
 
+#include "base/running_time.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/errors.hpp"
 #include "link/loop.hpp"
@@ -13,6 +14,8 @@ namespace py = pybind11;
 
 namespace kvstore_hvd {
 namespace {
+
+constexpr std::chrono::milliseconds kLook{100};  // at a clock, see Patience
 
 std::chrono::nanoseconds nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
@@ -57,7 +60,7 @@ void bind_link(py::module_& module) {
       "end_within",
       [](double limit_s, const std::string& text) {
         std::thread([limit = nanoseconds(limit_s), text] {
-          std::this_thread::sleep_for(limit);
+          for (Patience patience(limit); !patience.is_over();) std::this_thread::sleep_for(kLook);
           [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
           _exit(1);
         }).detach();

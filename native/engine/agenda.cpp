@@ -114,9 +114,6 @@ void Agenda::take_chunk(Entry& entry, ReadyHeap& heap, std::uint32_t& count) {
     entry.staged_bytes += static_cast<std::uint32_t>(round_up(bytes, kAlignment));
     if (slot.scheduled == slot.bytes) pop(heap, count);
   };
-  const auto is_narrow = [&](const Slot& one) {
-    return world_.has_link() && world_.dtype_on_link(one.agreed) != one.agreed.dtype;
-  };
   const std::uint32_t first = heap.tensors[0].slot;
   const Slot& slot = world_.slots[first];
   const Signature& agreed = slot.agreed;
@@ -134,7 +131,7 @@ void Agenda::take_chunk(Entry& entry, ReadyHeap& heap, std::uint32_t& count) {
     const Slot& other = world_.slots[next];
     const std::uint64_t rest = other.bytes - other.scheduled;
     if (other.error != 0 || other.agreed.collective != agreed.collective || other.agreed.root != agreed.root ||
-        other.direct != slot.direct || is_narrow(other) != is_narrow(slot) ||
+        other.direct != slot.direct || world_.is_narrow_on_link(other.agreed) != world_.is_narrow_on_link(agreed) ||
         entry.staged_bytes + round_up(rest, kAlignment) > largest / 2) {
       break;
     }

@@ -43,6 +43,7 @@ void Watcher::look_after_link() {
   // Relaxed, both: looked at again and again.
   const std::uint32_t steps = world.link_steps.load(std::memory_order_relaxed);
   const std::chrono::nanoseconds silence(world.link_silence_ns.load(std::memory_order_relaxed));
+  if (silence.count() == 0) return;  // there is no link yet
   if (!link_patience_ || steps != link_steps_) link_patience_.emplace(silence);
   link_steps_ = steps;
   if (!link_patience_->is_over()) return;

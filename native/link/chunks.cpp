@@ -26,8 +26,8 @@ void LinkChunks::publish(const Entry& entry) {
   Chunk chunk{};
   chunk.index = published_++;
   std::memcpy(&chunk.entry, &entry, sizeof(entry));
-  const Signature& first = world_.slots[entry.pieces[0].slot].agreed;
-  chunk.is_narrow = is_sum(chunk) && world_.dtype_on_link(first) != first.dtype;  // as those that travel with it
+  // As all pieces of an entry.
+  chunk.is_narrow = is_sum(chunk) && world_.is_narrow_on_link(world_.slots[entry.pieces[0].slot].agreed);
   chunk.is_whole = entry.staged_bytes * static_cast<std::uint64_t>(world_.hosts - 1) <= kWhole;
   // The others cannot send before their ranks have reduced; a message that comes first would be copied.
   receive(chunk);

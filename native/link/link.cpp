@@ -62,6 +62,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
     others_.back().left.resize(ranks_[host].size());
   }
   world_.link_dtype = options.dtype;
+  // Relaxed: ranks look again and again, see Watcher.
   world_.link_silence_ns.store(options.silence.count(), std::memory_order_relaxed);
 }
 

@@ -66,10 +66,17 @@ void LinkLoop::remove(const std::shared_ptr<Link>& link) {
 bool LinkLoop::stop(std::chrono::nanoseconds limit) {
   if (owner_ != process_id()) return true;
   std::unique_lock<std::mutex> lock(mutex_);
-  const bool are_over = changed_.wait_for(lock, limit, [this] { return links_.empty() || !is_running_; });
+  const auto until = [&](std::chrono::nanoseconds longest, const auto& condition) {
+    for (Patience patience(longest); !condition();) {
+      if (patience.is_over()) return false;
+      changed_.wait_for(lock, kAfterwards);
+    }
+    return true;
+  };
+  const bool are_over = until(limit, [this] { return links_.empty() || !is_running_; });
   stops_ = true;
   changed_.notify_all();
-  return changed_.wait_for(lock, kAfterwards * kCallsAfterwards, [this] { return !is_running_; }) && are_over;
+  return until(kAfterwards * kCallsAfterwards, [this] { return !is_running_; }) && are_over;
 }
 
 void LinkLoop::run() {

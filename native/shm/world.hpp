@@ -245,9 +245,10 @@ struct World {
   // The type in which a result travels between hosts: that of the arrays, or half of float32. Its sum is rounded to it
   // on each host, and again when it is complete.
   DType dtype_on_link(const Signature& agreed) const {
-    if (agreed.dtype != DType::kFloat32 || !can_be_half(agreed.dtype, agreed.op)) return agreed.dtype;
+    if (!has_link() || agreed.dtype != DType::kFloat32 || !can_be_half(agreed.dtype, agreed.op)) return agreed.dtype;
     return agreed.as_half != 0 ? DType::kFloat16 : link_dtype;
   }
+  bool is_narrow_on_link(const Signature& agreed) const { return dtype_on_link(agreed) != agreed.dtype; }
   char* base() { return reinterpret_cast<char*>(this); }
   // Whether the world has ranks on other hosts, with whom the link exchanges what this host's have reduced.
   bool has_link() const { return parties != ranks; }

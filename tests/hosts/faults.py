@@ -22,7 +22,8 @@ from support.launchers import Launcher, mpirun
 
 #: How long a host, and a rank that is stopped, may say nothing here.
 SILENCE_S, TIMEOUT_S = 3, 6
-_END_S = 20  # of the job, after the event
+# How long the job may take to end after the event, and what it leaves may take to go.
+_END_S, _LEAVE_S = 20, 5
 
 EVENTS: dict[str, Callable[[Network, list[int]], None]] = {
     "a rank is killed": lambda _, pids: os.kill(pids[3], signal.SIGKILL),
@@ -64,14 +65,20 @@ def cause(network: Network, mpi: Launcher, event: str) -> Outcome:
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(_END_S)
             ended_s = time.time() - at
-        time.sleep(0.5)
-        left = [f"{name}: process {_command(pid)}" for name in network.running for pid in network.processes(name)]
-        left += [f"{name}: {file}" for name in network.running for file in network.shared_files(name)]
+        limit = time.monotonic() + _LEAVE_S
+        while (left := _left(network)) and time.monotonic() < limit:
+            time.sleep(0.02)
         return Outcome(network.folder, at, ended_s, left)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+def _left(network: Network) -> list[str]:
+    """What there still is on the hosts that run."""
+    left = [f"{name}: process {_command(pid)}" for name in network.running for pid in network.processes(name)]
+    return left + [f"{name}: {file}" for name in network.running for file in network.shared_files(name)]
 
 
 def _running(network: Network, job: subprocess.Popen[bytes]) -> list[int]:

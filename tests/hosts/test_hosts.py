@@ -90,3 +90,24 @@ def test_lost(network, event, texts):
             assert outcome.seconds[rank] < SILENCE_S + 10
     of_workers = [each for each in outcome.left if "program.py" in each]
     assert not of_workers
+
+
+STAYS = """
+import time
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+kvstore_hvd.allreduce(np.ones(3), 'x')
+if kvstore_hvd.topology().rank == 0:
+    time.sleep(9)
+    print('evaluated')
+"""
+
+
+def test_one_rank_has_more_to_do(network):
+    """The others end in good order long before it, and are not counted as lost: the job ends with code 0."""
+    (network.folder / "stays.py").write_text(STAYS)
+    job = network.mpirun(mpi, [2, 2], "stays.py", KVHVD_EXIT_TIMEOUT="1", KVHVD_LINK_TIMEOUT="2")
+    code, said = job.wait(60), (network.folder / "err").read_text()
+    assert (code, "evaluated" in (network.folder / "out").read_text()) == (0, True), said
+    assert "warning" not in said

@@ -37,10 +37,9 @@ bool reduce_slice(Chunk& chunk) {
     };
     chunk.reduce_within_host(piece, input, sum + piece.staged + offset, bytes);
     const Signature& agreed = world.slots[piece.slot].agreed;
-    const DType on_link = world.dtype_on_link(agreed);
-    if (on_link == agreed.dtype) return;
+    if (!world.is_narrow_on_link(agreed)) return;
     char* const there = sum + chunk.entry().staged_bytes / 2 * 3 + (piece.staged + offset) / 2;
-    narrow(on_link, sum + piece.staged + offset, there, bytes / sizeof(float));
+    narrow(world.dtype_on_link(agreed), sum + piece.staged + offset, there, bytes / sizeof(float));
   });
   return true;
 }
@@ -59,12 +58,13 @@ bool collect(Chunk& chunk) {
     const Piece& piece = chunk.entry().pieces[i];
     const Chunk::Overlap taken = taken_of(chunk, piece);
     if (taken.bytes == 0) continue;
-    const Signature& agreed = chunk.world().slots[piece.slot].agreed;
-    const DType on_link = chunk.world().dtype_on_link(agreed);
-    if (on_link == agreed.dtype) {
-      std::memcpy(taken.output, result + piece.staged + taken.offset, taken.bytes);
+    World& world = chunk.world();
+    const Signature& agreed = world.slots[piece.slot].agreed;
+    const std::uint64_t begin = piece.staged + taken.offset;
+    if (world.is_narrow_on_link(agreed)) {
+      widen(world.dtype_on_link(agreed), result + begin / 2, taken.output, taken.bytes / sizeof(float));
     } else {
-      widen(on_link, result + (piece.staged + taken.offset) / 2, taken.output, taken.bytes / sizeof(float));
+      std::memcpy(taken.output, result + begin, taken.bytes);
     }
   }
   return true;
