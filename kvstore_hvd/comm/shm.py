@@ -181,7 +181,7 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                     inside.number,
                     inside.size,
                     inside.ranks,
-                    cores.suffice(told),
+                    cores.suffice([*told, *told[:1]] if len(hosts) > 1 else told),  # the link's thread is one more
                     list(hosts).index(topology.host),
                     list(hosts.values()) if len(hosts) > 1 else (),
                 )

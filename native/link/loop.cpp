@@ -1,5 +1,7 @@
 #include "link/loop.hpp"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <thread>
 
@@ -81,6 +83,7 @@ bool LinkLoop::stop(std::chrono::nanoseconds limit) {
 
 void LinkLoop::run() {
   request_short_slice();
+  prctl(PR_SET_TIMERSLACK, 1UL);
   std::vector<std::shared_ptr<Link>> links;
   auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: MPI may use their memory
   std::shared_ptr<Transport> last;
