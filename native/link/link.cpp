@@ -15,6 +15,7 @@ namespace {
 // network would wait for the next order.
 constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
 constexpr int kConductor = 0;
+constexpr std::uint64_t kAlong = std::uint64_t{64} << 10;  // see rides_along()
 constexpr std::chrono::milliseconds kBeat{500}, kLook{100};
 // How long an operation waits before other hosts tell their ranks of it, and who is late.
 constexpr std::chrono::milliseconds kPatience{500};
@@ -39,6 +40,22 @@ WeightSums weights_of(World& world, std::uint32_t slot) {
 char* array_of(World& world, std::uint32_t slot, int rank, std::size_t bytes) {
   const std::uint64_t place = world.mark(slot, rank).place;
   return place == kNoPlace ? world.payload(slot, rank, bytes) : world.arena(rank) + place;
+}
+
+// Whether the host's sum goes with the announcement: always if the ranks' announcements carry it, else if all arrays lie
+// in arenas, and a hop less is worth more than the bytes.
+bool rides_along(World& world, std::uint32_t slot, const Signature& signature) {
+  if (signature.collective != Collective::kAllreduce || signature.on_device != 0) return false;
+  const std::uint64_t bytes = bytes_of(signature);
+  if (bytes <= world.thresholds.inlined) return true;
+  if (bytes * static_cast<std::uint64_t>(world.hosts - 1) > kAlong || world.is_narrow_on_link(signature) ||
+      bytes * static_cast<std::uint64_t>(world.ranks) > world.thresholds.inlined_direct) {
+    return false;
+  }
+  for (int r = 0; r < world.ranks; ++r) {
+    if (world.mark(slot, r).place == kNoPlace) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -146,8 +163,7 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
   const Signature& signature = own.announcement.signature;
   if (!table_.all_announced_the_same(slot)) own.told = kvstore_hvd::announced_here(world_, slot);
   const std::size_t bytes = bytes_of(signature);
-  own.is_inline = own.told.empty() && signature.collective == Collective::kAllreduce && signature.on_device == 0 &&
-                  bytes <= world_.thresholds.inlined;
+  own.is_inline = own.told.empty() && rides_along(world_, slot, signature);
   if (own.is_inline && bytes > 0) {
     own.sum.resize(bytes);
     std::vector<const void*> inputs;

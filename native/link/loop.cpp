@@ -7,15 +7,15 @@
 
 #include "base/process.hpp"
 #include "base/running_time.hpp"
-#include "shm/wait.hpp"
+#include "shm/poll.hpp"
 
 namespace kvstore_hvd {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long the thread looks on after the last news, and then how often it looks while something is under way, and else.
-constexpr std::chrono::microseconds kSpin{20}, kBusyLook{100};
+// How often the thread looks at the latest while something is under way, and else.
+constexpr std::chrono::microseconds kBusyLook{50};
 constexpr std::chrono::milliseconds kIdleLook{1};
 // Messages of links that are over may move only while this process calls MPI.
 constexpr std::chrono::milliseconds kAfterwards{20};
@@ -87,8 +87,7 @@ void LinkLoop::run() {
   std::vector<std::shared_ptr<Link>> links;
   auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: MPI may use their memory
   std::shared_ptr<Transport> last;
-  int calls = 0;
-  auto last_news = Clock::now();
+  int calls = 0, yields = 0;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -111,7 +110,7 @@ void LinkLoop::run() {
     for (const auto& link : links) is_busy = is_busy || link->is_busy();
     const auto is_closed = [](const auto& link) { return link->close(); };
     closing.erase(std::remove_if(closing.begin(), closing.end(), is_closed), closing.end());
-    if (moved) last_news = now;
+    if (moved) yields = yields_of(WaitPolicy::for_callers(false));
     if (!links.empty()) {
       last = links.front()->transport();
       calls = kCallsAfterwards;
@@ -119,7 +118,10 @@ void LinkLoop::run() {
       --calls;
       progress(*last);
     }
-    if (now - last_news < kSpin) continue;
+    if (yields > 0) {
+      yields = yield_once() ? yields - 1 : 0;
+      continue;
+    }
     const std::chrono::nanoseconds longest = is_busy ? std::chrono::nanoseconds(kBusyLook) : kIdleLook;
     if (links.empty() || links.front()->has_failed()) {  // a bell would not let it sleep
       std::this_thread::sleep_for(links.empty() ? std::chrono::nanoseconds(kAfterwards) : longest);

@@ -50,7 +50,7 @@ class Mail {
   struct Head {
     std::uint64_t build, from, to, bytes;  // `to`: 0 before the sender knows the number
   };
-  static constexpr std::size_t kMessage = std::size_t{32} << 10;
+  static constexpr std::size_t kMessage = std::size_t{68} << 10;
 
   bool send();
   bool receive(const std::function<void(const char*)>& handle);
