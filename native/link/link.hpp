@@ -51,6 +51,7 @@ class Link {
   bool close();
   // Whether something is under way that the next step may move.
   bool is_busy() const { return !chunks_.is_empty() || !tensors_.empty() || !missing().empty(); }
+  bool has_chunks() const { return !chunks_.is_empty(); }
   bool has_failed() const { return world_.failure.is_set(); }
   Flag& bell() { return world_.link().bell; }
   const Failure& failure() const { return world_.failure; }

@@ -17,6 +17,9 @@ using Clock = std::chrono::steady_clock;
 // How often the thread looks at the latest while something is under way, and else.
 constexpr std::chrono::microseconds kBusyLook{50};
 constexpr std::chrono::milliseconds kIdleLook{1};
+// How often the thread yields after the last news before it sleeps: a small operation costs less than waking it, while
+// the ranks have work to do for a chunk.
+constexpr int kYields = 60, kYieldsForChunks = 10;
 // Messages of links that are over may move only while this process calls MPI.
 constexpr std::chrono::milliseconds kAfterwards{20};
 constexpr int kCallsAfterwards = 50;
@@ -103,14 +106,17 @@ void LinkLoop::run() {
       changed_.notify_all();
       if (stops_) return;
     }
-    bool moved = false, is_busy = false;
+    bool moved = false, is_busy = false, has_chunks = false;
     const std::uint32_t seen = links.empty() ? 0 : links.front()->bell().value();
     const auto now = Clock::now();
     for (const auto& link : links) moved = link->step(now) || moved;
-    for (const auto& link : links) is_busy = is_busy || link->is_busy();
+    for (const auto& link : links) {
+      is_busy = is_busy || link->is_busy();
+      has_chunks = has_chunks || link->has_chunks();
+    }
     const auto is_closed = [](const auto& link) { return link->close(); };
     closing.erase(std::remove_if(closing.begin(), closing.end(), is_closed), closing.end());
-    if (moved) yields = yields_of(WaitPolicy::for_callers(false));
+    if (moved) yields = yields_of(WaitPolicy{std::chrono::nanoseconds(0), has_chunks ? kYieldsForChunks : kYields});
     if (!links.empty()) {
       last = links.front()->transport();
       calls = kCallsAfterwards;
