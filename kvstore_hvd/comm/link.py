@@ -1,4 +1,4 @@
-"""The start and end of links: native threads that exchange by MPI what the workers of each host have reduced.
+"""The start of links: native threads that exchange by MPI what the workers of each host have reduced.
 
 A link calls MPI by the addresses of a few functions of the library that mpi4py has loaded. Messages that Python itself
 sent would wait for the interpreter lock, for milliseconds beside a busy program.
@@ -6,27 +6,21 @@ sent would wait for the interpreter lock, for milliseconds beside a busy program
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 from typing import Any
 
-from kvstore_hvd import log, native
+from kvstore_hvd import native
 from kvstore_hvd.base.clocks import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
 from kvstore_hvd.worlds.topology import World
 
-__all__ = ["end_with_mpi", "start_link", "world_was_lost"]
+__all__ = ["start_link"]
 
 _FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe")
 # Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
 # after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).
 _TAGS, _WORLDS = 4, 512
-
-# How long MPI may take to end after a world was lost.
-_MPI_END_S = 5.0
-
-_ends_with_mpi = _was_lost = False
 
 
 def start_link(world: World, segment: native.Segment) -> None:
@@ -90,30 +84,3 @@ def _functions(mpi: Any) -> dict[str, int]:
 
 def _handle(mpi: Any, value: Any) -> int:
     return int(mpi._handleof(value)) & 0xFFFFFFFFFFFFFFFF
-
-
-def end_with_mpi() -> None:
-    """Have links end with the process, or with MPI before: MPI_Finalize begins with the attributes of COMM_SELF."""
-    global _ends_with_mpi
-    if _ends_with_mpi:
-        return
-    from mpi4py import MPI
-
-    _ends_with_mpi = True
-    atexit.register(_end)
-    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: _end()), 0)
-
-
-def world_was_lost() -> None:
-    """Have this process not wait for MPI to end, which may wait for processes that are lost."""
-    global _was_lost
-    _was_lost = True
-
-
-def _end() -> None:
-    limit_s = config().exit_timeout_s
-    if not native.stop_links(limit_s):  # MPI waits for them: they may have more to do, and need no link for it
-        log.logger.info("workers of other hosts have not left within %g s", limit_s)
-    if _was_lost:
-        text = f"MPI has not ended within {_MPI_END_S:g} s of a lost world; this process ends by force.\n"
-        native.end_within(_MPI_END_S, f"kvstore_hvd error: {text}")

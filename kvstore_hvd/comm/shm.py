@@ -14,12 +14,13 @@ from kvstore_hvd.comm import affinity
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.device.devices import DeviceThread
 from kvstore_hvd.comm.device.executors import create_executor
-from kvstore_hvd.comm.link import end_with_mpi, start_link, world_was_lost
+from kvstore_hvd.comm.link import start_link
 from kvstore_hvd.comm.refusals import refusals_explained
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
 from kvstore_hvd.native.records import EngineStatistics, Missed, TimelineEvent, Waiting
 from kvstore_hvd.worlds.descriptors import check_room, limit_of
+from kvstore_hvd.worlds.mpi.world import end_with_mpi, world_was_lost
 from kvstore_hvd.worlds.rendezvous import share_segment
 from kvstore_hvd.worlds.topology import Inside, Topology, World
 

@@ -42,8 +42,8 @@ char* array_of(World& world, std::uint32_t slot, int rank, std::size_t bytes) {
   return place == kNoPlace ? world.payload(slot, rank, bytes) : world.arena(rank) + place;
 }
 
-// Whether the host's sum goes with the announcement: always if the ranks' announcements carry it, else if all arrays lie
-// in arenas, and a hop less is worth more than the bytes.
+// Whether the host's sum goes with the announcement: always if the ranks' announcements carry it, else if all arrays
+// lie in arenas, and a hop less is worth more than the bytes.
 bool rides_along(World& world, std::uint32_t slot, const Signature& signature) {
   if (signature.collective != Collective::kAllreduce || signature.on_device != 0) return false;
   const std::uint64_t bytes = bytes_of(signature);

@@ -6,21 +6,42 @@ the launcher of another one may abort the process inside MPI_Init, or start as a
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore_hvd import log
+from kvstore_hvd import log, native
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import MPILaunch, config
-from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, message, rank_list
 from kvstore_hvd.worlds.topology import Host, Topology, World, virtual_hosts
 
-__all__ = ["Introduction", "check_ranks", "initialised_mpi", "library", "mpi_world", "warn_beside"]
+__all__ = [
+    "Introduction",
+    "check_ranks",
+    "end_with_mpi",
+    "initialised_mpi",
+    "library",
+    "mpi_world",
+    "warn_beside",
+    "world_was_lost",
+]
+
+# How long MPI may take to end after a world was lost.
+_MPI_END_S = 5.0
+
+
+# Tag of the messages of ranks that wait no longer; how long they wait for answers; how often ranks look.
+_HERE, _ANSWER_S, _LOOK_S = 32_000, 2.0, 0.0005
+
+_ends_with_mpi = _was_lost = False
 
 
 def initialised_mpi() -> Any | None:
@@ -64,6 +85,7 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
             group = mpi.COMM_WORLD.group.Incl(list(comm))
             chosen = mpi.COMM_WORLD.Create_group(group)
             group.Free()
+        _await_all(mpi, chosen)
         # Our own messages must not meet the application's on its communicator.
         private = chosen.Dup()
         private.Set_errhandler(mpi.ERRORS_RETURN)
@@ -81,6 +103,40 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         raise LaunchError(text) from error
 
 
+def _await_all(mpi: Any, communicator: Any) -> None:
+    """Return when all ranks have come here; after the time for that, raise and name those that have not."""
+    # A barrier that does not return cannot say who is missing: ranks that no longer wait ask all others, who answer.
+    barrier, deadline, status = communicator.Ibarrier(), Deadline(config().start_timeout_s), mpi.Status()
+    rank, size = communicator.rank, communicator.size
+    arrived, sent, last = {rank}, dict[int, Any](), None
+
+    def tell(others: Iterable[int]) -> None:
+        sent.update({other: communicator.isend(None, other, _HERE) for other in others if other not in sent})
+
+    while not barrier.Test():
+        while communicator.Iprobe(tag=_HERE, status=status):
+            communicator.recv(source=status.source, tag=_HERE)
+            arrived.add(status.source)
+            tell([status.source])
+        if last is None and deadline.left() <= 0:
+            tell(set(range(size)) - {rank})
+            last = Deadline(_ANSWER_S)
+        if last is not None and last.left() <= 0:
+            end_with_mpi()
+            world_was_lost()
+            missing = [other for other in range(size) if other not in arrived]
+            raise LaunchError(
+                message(
+                    f"{rank_list(missing)} did not arrive within {config().start_timeout_s:g} s.",
+                    rank=rank,
+                    size=size,
+                    fix="see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more "
+                    "time.",
+                )
+            )
+        time.sleep(_LOOK_S)
+
+
 @dataclass(frozen=True)
 class Introduction:
     """What a rank tells the others of a communicator of itself."""
@@ -89,6 +145,33 @@ class Introduction:
     pid: int
     job: str  # offered, as the secret: rank 0's count
     secret: bytes = field(repr=False)
+
+
+def end_with_mpi() -> None:
+    """Have links end with the process, or with MPI before: MPI_Finalize begins with the attributes of COMM_SELF."""
+    global _ends_with_mpi
+    if _ends_with_mpi:
+        return
+    from mpi4py import MPI
+
+    _ends_with_mpi = True
+    atexit.register(_end)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: _end()), 0)
+
+
+def world_was_lost() -> None:
+    """Have this process not wait for MPI to end, which may wait for processes that are lost."""
+    global _was_lost
+    _was_lost = True
+
+
+def _end() -> None:
+    limit_s = config().exit_timeout_s
+    if not native.stop_links(limit_s):  # MPI waits for them: they may have more to do, and need no link for it
+        log.logger.info("workers of other hosts have not left within %g s", limit_s)
+    if _was_lost:
+        text = f"MPI has not ended within {_MPI_END_S:g} s of a lost world; this process ends by force.\n"
+        native.end_within(_MPI_END_S, f"kvstore_hvd error: {text}")
 
 
 def warn_beside(topology: Topology) -> None:

@@ -135,6 +135,9 @@ class FakeComm:
     def Dup(self):
         return self
 
+    def Ibarrier(self):
+        return types.SimpleNamespace(Test=lambda: True)
+
     Is_inter = Free = Set_errhandler = lambda self, *arguments: False
 
     def allgather(self, item):
@@ -150,6 +153,7 @@ def fake_mpi(size, vendor="Open MPI", version=(5, 0, 11), **more):
         COMM_WORLD=FakeComm(0, size, more.get("on")),
         COMM_NULL=object(),
         Comm=FakeComm,
+        Status=object,
         THREAD_MULTIPLE=3,
         ERRORS_RETURN="return",
         Exception=type("Exception", (RuntimeError,), {}),
