@@ -76,6 +76,7 @@ class TimelineEvent(NamedTuple):
     since: int
     scheduled: int
     completed: int
+    on_link: int  # from the first bytes that went to other hosts until the last that came; 0 on one host
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ class _Trace:
         args = {"bytes": event.bytes, "dtype": event.dtype, "algorithm": event.algorithm, "name": event.name}
         if event.collective in ("allreduce", "reducescatter"):
             args["op"] = event.op
+        if event.on_link:
+            args["on_link_us"] = event.on_link / 1000
         if process_set:
             args["process_set"] = process_set
         if event.failed:

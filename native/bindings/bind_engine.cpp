@@ -291,7 +291,7 @@ py::tuple take_timeline(Engine& engine) {
     events[i] = event(one.name, one.label, kvstore_hvd::name_of(one.collective), name_of(one.algorithm),
                       kvstore_hvd::name_of(one.dtype), kvstore_hvd::name_of(one.op), one.failed, one.round, one.bytes,
                       nanoseconds(one.submitted), nanoseconds(one.since), nanoseconds(one.scheduled),
-                      nanoseconds(one.completed));
+                      nanoseconds(one.completed), one.on_link.arrived - one.on_link.sent);
   }
   return py::make_tuple(events, taken.lost);
 }

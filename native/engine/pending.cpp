@@ -122,6 +122,14 @@ void Pending::scheduled(const Entry& entry) const {
   }
 }
 
+void Pending::arrived(const Entry& entry, const World::OnLink& times) const {
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    World::OnLink& on_link = in_flight_[entry.pieces[i].slot].work->on_link;
+    if (on_link.sent == 0) on_link.sent = times.sent;
+    on_link.arrived = times.arrived;
+  }
+}
+
 Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) {
   Name& name = *in_flight_[slot].name;
   in_flight_[slot] = InFlight{};

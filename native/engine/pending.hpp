@@ -56,6 +56,8 @@ class Pending {
 
   // The entry is part of the schedule, and nothing of it is done yet. As request_on().
   void scheduled(const Entry& entry) const;
+  // Other hosts' part in it is done.
+  void arrived(const Entry& entry, const World::OnLink& times) const;
 
   // The operation on `slot` is over on this rank: hands out its work and how it ended, and goes on with the next of its
   // name.

@@ -9,13 +9,15 @@
 namespace kvstore_hvd {
 
 Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-                   std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished,
-                   DeviceQueue& devices)
+                   std::function<void(const Entry&)> scheduled,
+                   std::function<void(const Entry&, const World::OnLink&)> arrived,
+                   std::function<void(std::uint32_t)> finished, DeviceQueue& devices)
     : world_(world),
       rank_(alarm.rank()),
       schedule_(world, alarm),
       request_of_(std::move(request_of)),
       scheduled_(std::move(scheduled)),
+      arrived_(std::move(arrived)),
       finished_(std::move(finished)),
       devices_(devices),
       depth_(world.has_link() ? kLinkSlots : kStages),
@@ -149,6 +151,7 @@ bool Pipeline::collect(std::uint64_t index) {
   if (steps.memory == Steps::Memory::kDevice) return true;  // the devices say when
   if (steps.collect != nullptr && !steps.collect(chunk_)) return false;
   const Entry& entry = chunk_.entry();
+  if (steps.memory == Steps::Memory::kLink) arrived_(entry, world_.on_link[index % kLinkSlots]);
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
     const bool is_in_place = entry.algorithm == Algorithm::kDirect ||

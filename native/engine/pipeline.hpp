@@ -29,10 +29,10 @@ class Pipeline {
  public:
   // `request_of` finds this rank's request for a slot that it announced; `finished` is told when all bytes of a slot's
   // operation are done on this rank (or when it failed: ask the slot); `scheduled` is told of every entry, before
-  // anything of it is done.
+  // anything of it is done, and `arrived` of those that other hosts took part in, before `finished`.
   Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-           std::function<void(const Entry&)> scheduled, std::function<void(std::uint32_t)> finished,
-           DeviceQueue& devices);
+           std::function<void(const Entry&)> scheduled, std::function<void(const Entry&, const World::OnLink&)> arrived,
+           std::function<void(std::uint32_t)> finished, DeviceQueue& devices);
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
@@ -83,6 +83,7 @@ class Pipeline {
   WaitPolicy policy_;  // of the thread that makes progress at the moment
   std::function<const Request&(std::uint32_t)> request_of_;
   std::function<void(const Entry&)> scheduled_;
+  std::function<void(const Entry&, const World::OnLink&)> arrived_;
   std::function<void(std::uint32_t)> finished_;
   DeviceQueue& devices_;
 

@@ -23,6 +23,7 @@ Progress::Progress(EngineState& state)
           state.world, state.alarm,
           [this](std::uint32_t slot) -> const Request& { return state_.pending.request_on(slot); },
           [this](const Entry& entry) { state_.pending.scheduled(entry); },
+          [this](const Entry& entry, const World::OnLink& times) { state_.pending.arrived(entry, times); },
           [this](std::uint32_t slot) { complete(slot); }, state.devices) {
   communication_ = std::thread([this] { communicate(); });
 }

@@ -1,6 +1,7 @@
 #include "link/chunks.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "link/reductions.hpp"
@@ -10,6 +11,10 @@ namespace {
 
 // Up to here, times the other hosts, a hop less is worth more than the bytes.
 constexpr std::uint64_t kWhole = std::uint64_t{128} << 10;
+std::int64_t monotonic_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin at one, so that no element is cut
 
 }  // namespace
@@ -98,6 +103,7 @@ void LinkChunks::receive(Chunk& chunk) {
 }
 
 void LinkChunks::send(Chunk& chunk) {
+  world_.on_link[chunk.index % kLinkSlots].sent = monotonic_ns();
   if (!moves(chunk, world_.host)) return;
   to_others([&](int host) {
     const Bytes what = is_sum(chunk) ? slice_of(chunk, host) : place_of(chunk, world_.host);
@@ -158,6 +164,7 @@ bool LinkChunks::progress(bool tells) {
       ++told_;
       if (chunk.entry.algorithm != Algorithm::kFail) ++arrived_;
       bytes_under_way_ -= chunk.entry.staged_bytes;
+      world_.on_link[chunk.index % kLinkSlots].arrived = monotonic_ns();
       world_.link().filled.post(static_cast<std::uint32_t>(told_));
       for (int r = 0; r < world_.ranks; ++r) world_.rank(r).bell.ring();
     }

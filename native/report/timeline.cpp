@@ -31,7 +31,7 @@ void Timeline::add(const Work& work, Clock::time_point completed, bool failed) {
   if (work.scheduled == Clock::time_point()) scheduled = completed;
   kept_.events.push_back(TimelineEvent{request.name, request.label, request.collective, work.algorithm, request.dtype,
                                        request.op, failed, work.round, bytes_of(request), work.submitted, work.since,
-                                       scheduled, std::max(completed, scheduled)});
+                                       scheduled, std::max(completed, scheduled), work.on_link});
 }
 
 }  // namespace kvstore_hvd

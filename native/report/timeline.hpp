@@ -27,6 +27,7 @@ struct TimelineEvent {
   std::chrono::steady_clock::time_point since;      // and those before it under its name are over on this rank
   std::chrono::steady_clock::time_point scheduled;  // as Times::queued ends; `completed` if it never was
   std::chrono::steady_clock::time_point completed;
+  World::OnLink on_link;  // 0: it never was
 };
 
 struct TimelineEvents {

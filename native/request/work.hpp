@@ -39,6 +39,7 @@ class Work {
     watched_slot = kNoSlot;
     scheduled = {};
     algorithm = Algorithm::kInline;
+    on_link = {};
   }
 
   // The engine's.
@@ -50,6 +51,7 @@ class Work {
   // Written by the thread that carries out the schedule, which also completes the work.
   std::chrono::steady_clock::time_point scheduled;  // its first chunk
   Algorithm algorithm = Algorithm::kInline;         // that of what is never scheduled
+  World::OnLink on_link{};                          // from its first chunk to its last
 
  private:
   const std::shared_ptr<const Request> request_;

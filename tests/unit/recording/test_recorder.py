@@ -39,6 +39,7 @@ def event(name="s0/1", begin=2000, **changes):
         since=begin,
         scheduled=begin + 1000,
         completed=begin + 3000,
+        on_link=0,
     )
     return made._replace(**changes)
 
