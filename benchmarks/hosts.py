@@ -14,12 +14,12 @@ import ctypes
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
 from common import ROOT, describe, median_ratio, ratio_text, size_text, table, time_text, write
+from ranks import start_over_hosts
 
 SIZES = [4, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 
@@ -91,34 +91,6 @@ def be_a_rank(name: str, repetitions: int) -> None:
 # -- As the parent ------------------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace) -> tuple[str, dict[str, dict[str, list[float]]]]:
-    """The version of the MPI, and the samples of each size."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from hosts.network import Network
-
-    from support.launchers import mpirun
-
-    mpi = mpirun()
-    assert mpi is not None, "no mpirun beside this Python"
-    ranks = [int(count) for count in options.ranks.split(",")]
-    found = {}
-    with tempfile.TemporaryDirectory() as folder, Network(Path(folder), len(ranks)) as network:
-        if options.rate:
-            network.shape(options.rate)
-        for size in options.sizes:
-            few = options.repetitions if size != "resnet" and int(size) <= 1 << 20 else options.repetitions // 2
-            job = network.mpirun(mpi, ranks, Path(__file__).resolve(), "--rank", size, "--repetitions", few)
-            try:
-                code = job.wait(300)
-            except BaseException:
-                job.kill()
-                raise
-            assert code == 0, (network.folder / "err").read_text()
-            (line,) = (line for line in (network.folder / "out").read_text().splitlines() if line.startswith("{"))
-            found[size] = json.loads(line)
-    return mpi.version, found
-
-
 def main() -> None:
     """Measure, print and write a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,7 +106,10 @@ def main() -> None:
         be_a_rank(options.rank, options.repetitions)
         return
     run, rows = describe(), []
-    version, samples = measure(options)
+    few = {size: options.repetitions // (1 if size != "resnet" and int(size) <= 1 << 20 else 2) for size in options.sizes}
+    jobs = [("--rank", size, "--repetitions", few[size]) for size in options.sizes]
+    version, told = start_over_hosts(__file__, list(map(int, options.ranks.split(","))), options.rate, jobs)
+    samples = dict(zip(options.sizes, told))
     for size, of in samples.items():
         ours, flat = of["ours"], of["flat"]
         times = [f"{time_text(statistics.median(each))} ({time_text(min(each))})" for each in (ours, flat)]

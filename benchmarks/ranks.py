@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import ROOT
+
 __all__ = [
     "TIMEOUT_S",
     "Gate",
@@ -30,6 +32,7 @@ __all__ = [
     "save_samples",
     "start_launches",
     "start_or_be_a_rank",
+    "start_over_hosts",
     "this_python",
     "versions",
 ]
@@ -119,6 +122,37 @@ def start_launches(script: Path, options: argparse.Namespace, arguments: Sequenc
                     _start_ranks(launcher, options.ranks, [str(script), *arguments, *mpi], Path(folder))
                 )
     return saved
+
+
+def start_over_hosts(
+    script: str, ranks: Sequence[int], rate: str, jobs: Sequence[Sequence[object]]
+) -> tuple[str, list[Any]]:
+    """Run a script on so many ranks of each host, once for each list of arguments: the MPI, and what each job printed.
+
+    Hosts are namespaces (needs root). `rate` is that of each host's network, as 1gbit; '' leaves it as it is. A job
+    prints one line of JSON.
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from hosts.network import Network
+
+    from support.launchers import mpirun
+
+    mpi, found = mpirun(), []
+    assert mpi is not None, "no mpirun beside this Python"
+    with tempfile.TemporaryDirectory() as folder, Network(Path(folder), len(ranks)) as network:
+        if rate:
+            network.shape(rate)
+        for arguments in jobs:
+            job = network.mpirun(mpi, ranks, Path(script).resolve(), *arguments)
+            try:
+                code = job.wait(TIMEOUT_S)
+            except BaseException:
+                job.kill()
+                raise
+            assert code == 0, (network.folder / "err").read_text()
+            (line,) = (line for line in (network.folder / "out").read_text().splitlines() if line.startswith("{"))
+            found.append(json.loads(line))
+    return mpi.version, found
 
 
 def _find_launcher(python: Path) -> _Launcher:
