@@ -106,8 +106,9 @@ def main() -> None:
         be_a_rank(options.rank, options.repetitions)
         return
     run, rows = describe(), []
-    few = {size: options.repetitions // (1 if size != "resnet" and int(size) <= 1 << 20 else 2) for size in options.sizes}
-    jobs = [("--rank", size, "--repetitions", few[size]) for size in options.sizes]
+    large = {size for size in options.sizes if size == "resnet" or int(size) > 1 << 20}
+    times = {size: options.repetitions // (2 if size in large else 1) for size in options.sizes}
+    jobs = [("--rank", size, "--repetitions", times[size]) for size in options.sizes]
     version, told = start_over_hosts(__file__, list(map(int, options.ranks.split(","))), options.rate, jobs)
     samples = dict(zip(options.sizes, told))
     for size, of in samples.items():

@@ -209,8 +209,8 @@ struct World {
   std::atomic<std::uint32_t> link_steps;
   std::atomic<std::int64_t> link_silence_ns;
   DType link_dtype;  // see dtype_on_link(); set before other ranks have the segment
-  // By entry modulo kLinkSlots: when the link has sent what its ranks have reduced, and when all of the result was here;
-  // nanoseconds of the monotonic clock. Published with the link's `filled`.
+  // By entry modulo kLinkSlots: when the link has sent what its ranks have reduced, and when all of the result was
+  // here; nanoseconds of the monotonic clock. Published with the link's `filled`.
   struct OnLink {
     std::int64_t sent, arrived;
   };
