@@ -1,6 +1,7 @@
 """Time the training of a small CNN, an MLP and an LSTM, with 1 and 2 workers: no store, ours, and MXNet's 'dist_sync'.
 
     python benchmarks/train.py
+    python benchmarks/train.py --hosts --workers 4 --networks CNN       # also over two namespaces (needs root)
 
 All groups of workers are started at once and sleep; in every round each in turn trains for about a second, so that they
 share good and bad moments of the machine. Each worker is pinned to its share of the cores (the same share for one
@@ -17,6 +18,7 @@ Batches are random and stay where they are: no data is loaded. The batch size is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -29,10 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import describe, median_ratio, ratio_text, summary, table, write
+from common import ROOT, describe, median_ratio, ratio_text, summary, table, write
 from ranks import kvhvdrun, start_or_be_a_rank, this_python, versions
 
 MODES = ("no store", "ours", "dist_sync")
+OVER_HOSTS = "ours over 2 hosts"
 ELASTIC = "elastic"  # ours, in a job that may lose workers: for benchmarks/elastic.py
 NETWORKS = ("CNN", "MLP", "LSTM")
 WAITS = ("exposed_ms", "reducing_ms")
@@ -78,7 +81,8 @@ class Channel:
 
 def be_a_worker(options: argparse.Namespace) -> None:
     """Connect, and train whenever told to."""
-    index = int(os.environ.get("KVHVD_RANK", os.environ.get("KVHVD_WORKER", options.index)))
+    variables = ("KVHVD_RANK", "KVHVD_WORKER", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    index = next((int(os.environ[name]) for name in variables if name in os.environ), options.index)
     # Before anything starts threads: they inherit it.
     os.sched_setaffinity(0, options.cores[index * options.share : (index + 1) * options.share])
     import kvstore_hvd
@@ -130,7 +134,7 @@ def make_store(mode: str) -> Any:
     """Return the store of a mode, or None."""
     import mxnet as mx
 
-    return None if mode == "no store" else mx.kv.create({"ours": "horovod", ELASTIC: "horovod"}.get(mode, mode))
+    return None if mode == "no store" else mx.kv.create({"ours": "horovod", OVER_HOSTS: "horovod", ELASTIC: "horovod"}.get(mode, mode))
 
 
 def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:
@@ -200,6 +204,7 @@ class Group:
     # Parts of the time, means of the workers, one for each round.
     exposed: list[float] = field(default_factory=list)
     reducing: list[float] = field(default_factory=list)
+    hosts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def name(self) -> str:
@@ -209,13 +214,28 @@ class Group:
     @property
     def is_measured_by_our_store(self) -> bool:
         """Whether `exposed` says anything."""
-        return self.mode == "ours" and self.workers > 1
+        return self.mode in ("ours", OVER_HOSTS) and self.workers > 1
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the processes; they connect by themselves."""
         command = [*command, "--group", self.name, "--mode", self.mode]
         if self.mode == "ours":
             self._start([*kvhvdrun(this_python()), "-np", str(self.workers), *command], environment)
+            return
+        if self.mode == OVER_HOSTS:
+            sys.path.insert(0, str(ROOT / "tests"))
+            from hosts.network import Network
+
+            from support.launchers import mpirun
+
+            mpi = mpirun()
+            assert mpi is not None, "no mpirun beside this Python"
+            network = self.hosts.enter_context(
+                Network(Path(self.hosts.enter_context(tempfile.TemporaryDirectory())), min(2, self.workers))
+            )
+            counts = [len(range(host, self.workers, 2)) for host in range(len(network.names))]
+            more = {"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}
+            self.processes.append(network.mpirun(mpi, counts, *command[1:], **more))
             return
         if self.mode == ELASTIC:
             count = str(self.workers)
@@ -265,6 +285,7 @@ class Group:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+        self.hosts.close()
 
 
 def free_port() -> int:
@@ -353,7 +374,8 @@ def start(options: argparse.Namespace) -> None:
     results: dict[str, Any] = {"batch_size": options.batch_size, "networks": {}}
     text = [f"batches of {options.batch_size} for each worker, {options.rounds} rounds\n"]
     for network in options.networks:
-        groups = [Group(mode, workers) for workers in options.workers for mode in options.modes]
+        modes = [*options.modes, *([OVER_HOSTS] if options.hosts else [])]
+        groups = [Group(mode, workers) for workers in options.workers for mode in modes]
         run["versions"] = {"all": measure(network, options, groups)}
         results["networks"][network] = {
             group.name: {
@@ -381,6 +403,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="of each worker [32]")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--hosts", action="store_true", help=f"also {OVER_HOSTS}: namespaces, by mpirun; needs root")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     results = Path(__file__).resolve().parent / "results" / "train.json"
     parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
