@@ -86,6 +86,7 @@ bool LinkLoop::stop(std::chrono::nanoseconds limit) {
 
 void LinkLoop::run() {
   request_short_slice();
+  prctl(PR_SET_NAME, "kvhvd-link");  // for top -H
   prctl(PR_SET_TIMERSLACK, 1UL);
   std::vector<std::shared_ptr<Link>> links;
   auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: MPI may use their memory
