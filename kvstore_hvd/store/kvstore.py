@@ -23,7 +23,7 @@ from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
-from kvstore_hvd.store.compression import parse_compression
+from kvstore_hvd.store.compression import append_residuals, arrays_from, parse_compression, read_residuals, values_of
 from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
 from kvstore_hvd.store.operations import SUM, Operations, Reduction
 from kvstore_hvd.store.steps import Step, is_plain
@@ -301,7 +301,10 @@ class StoreMethods:
         InvalidTypeError, InvalidRequestError
             The parameters are wrong.
         """
-        self._reduction = dataclasses.replace(self._reduction, as_half=parse_compression(compression_params))
+        as_half, threshold = parse_compression(compression_params)
+        if threshold != self._reduction.threshold:
+            self._operations.residuals.clear()
+        self._reduction = dataclasses.replace(self._reduction, as_half=as_half, threshold=threshold)
 
     # -- State ------------------------------------------------------------------------------------------------------
 
@@ -369,6 +372,24 @@ class StoreMethods:
     def _set_staged_reasons(self, reasons: Mapping[Any, str]) -> None:
         """Say why keys go through staging memory ('': they do not). Called by the Trainer hook."""
         self._staged_reasons.update((str(key), why) for key, why in reasons.items())
+
+    def _residuals(self) -> dict[str, Any]:
+        """Copies of the residuals of 2bit compression, as NumPy arrays; waits for them. For elastic states."""
+        return values_of(self._operations.residuals)
+
+    def _set_residuals(self, values: Mapping[str, Any]) -> None:
+        """Take back what `_residuals` returned."""
+        self._operations.residuals = arrays_from(values)
+
+    def _save_residuals(self, path: str) -> None:
+        """Append this worker's residuals to a file of states. Called by the Trainer hook."""
+        if self._operations.residuals:
+            append_residuals(path, (self.rank, self.num_workers), self._operations.residuals)
+
+    def _load_residuals(self, path: str) -> None:
+        """Take this worker's residuals from a file of states; none if another worker wrote it. For the Trainer hook."""
+        if self._reduction.threshold:
+            self._operations.residuals = read_residuals(path, (self.rank, self.num_workers))
 
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
         """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
@@ -473,7 +494,7 @@ class StoreMethods:
         """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook."""
         # Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there
         # is anything unusual about an array or this world.
-        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled:
+        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled or self._reduction.threshold:
             return False
         adapter, prepared = self._member.used_adapter, None
         if not self._member.is_alone:
