@@ -16,7 +16,6 @@ from kvstore_hvd.store.arrays import buffer_like, copy, for_shape, local_sum, sc
 from kvstore_hvd.store.keys import Call, Group
 
 __all__ = [
-    "append_residuals",
     "arrays_from",
     "check_compressible",
     "expand",
@@ -24,13 +23,14 @@ __all__ = [
     "read_residuals",
     "signs_of",
     "values_of",
+    "write_residuals",
 ]
 
 _MOST_INT8 = 127  # workers whose signs add up within int8
 
 
 def parse_compression(params: Any) -> tuple[bool, float]:
-    """Read the parameters of ``set_gradient_compression``: whether to sum as float16, and the threshold of 2bit or 0."""
+    """Read the parameters of ``set_gradient_compression``: whether to sum as float16; the threshold of 2bit, or 0."""
     fix = "use {'type': 'fp16'}, {'type': '2bit', 'threshold': 0.5} or {'type': 'none'}."
     operation = "set_gradient_compression"
     if not isinstance(params, Mapping):
@@ -43,27 +43,28 @@ def parse_compression(params: Any) -> tuple[bool, float]:
         raise InvalidRequestError(message("the parameters have no 'type'.", operation=operation, fix=fix))
     if kind not in ("none", "fp16", "2bit"):
         raise InvalidRequestError(message(f"compression {kind!r} is not supported.", operation=operation, fix=fix))
-    threshold = given.pop("threshold", 0.5) if kind == "2bit" else 0.0
+    threshold = _checked_threshold(given.pop("threshold", 0.5)) if kind == "2bit" else 0.0
     if given:
         takes = "no parameter but 'threshold'" if kind == "2bit" else "no parameters"
         fact = f"compression {kind!r} takes {takes}, but got {sorted(map(str, given))}."
         raise InvalidRequestError(message(fact, operation=operation, fix=fix))
-    return kind == "fp16", _checked_threshold(threshold) if kind == "2bit" else 0.0
+    return kind == "fp16", threshold
 
 
 def _checked_threshold(threshold: Any) -> float:
     """The threshold as float32 has it."""
     operation, fix = "set_gradient_compression", "pass a positive number that float32 can hold."
+    text = message(f"the threshold is {threshold!r}.", operation=operation, fix=fix)
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
-        raise InvalidTypeError(message(f"the threshold is {threshold!r}.", operation=operation, fix=fix))
+        raise InvalidTypeError(text)
     with np.errstate(over="ignore"):
         rounded = float(np.float32(threshold))
     if not 0.0 < rounded < math.inf:
-        raise InvalidRequestError(message(f"the threshold is {threshold!r}.", operation=operation, fix=fix))
+        raise InvalidRequestError(text)
     return rounded
 
 
-# -- 2bit: of each value one of -1, 0 and 1 is summed; the rest stays with the worker, and is added to the next one -----
+# -- 2bit: of each value one of -1, 0 and 1 is summed; the rest stays with the worker, and is added to the next --------
 
 
 def check_compressible(call: Call, group: Group) -> None:
@@ -120,36 +121,32 @@ def expand(signs: Any, threshold: float, outs: Sequence[Any]) -> None:
 
 def values_of(residuals: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of residuals; waits for them."""
-    found = {}
-    for key, residual in residuals.items():
-        with for_shape(residual.shape):
-            found[key] = residual.asnumpy()
-    return found
+    import mxnet as mx
+
+    with mx.util.np_shape(True):
+        return {key: residual.asnumpy() for key, residual in residuals.items()}
 
 
 def arrays_from(values: Mapping[str, Any]) -> dict[str, Any]:
     """What `values_of` was given; on the CPU, from where the next operation fetches it."""
     import mxnet as mx
 
-    found = {}
-    for key, value in values.items():
-        with for_shape(value.shape):
-            found[key] = mx.nd.array(value, mx.cpu(), value.dtype)
-    return found
+    with mx.util.np_shape(True):
+        return {key: mx.nd.array(value, mx.cpu(), value.dtype) for key, value in values.items()}
 
 
-def append_residuals(path: str, place: tuple[int, int], residuals: Mapping[str, Any]) -> None:
-    """Append residuals to a file with a pickle, whose readers do not look further; the place is a rank of how many."""
+def write_residuals(path: str, place: tuple[int, int], values: Mapping[str, Any]) -> None:
+    """Append to a file that is a pickle, and whose other readers stop at its end; the place is a rank of how many."""
     with open(path, "ab") as file:
-        pickle.dump((place, values_of(residuals)), file)
+        pickle.dump((place, values), file)
 
 
 def read_residuals(path: str, place: tuple[int, int]) -> dict[str, Any]:
-    """The residuals that the worker at this place has appended to a file; none if it was another one."""
+    """What the worker at this place has written; nothing if that was another one."""
     with open(path, "rb") as file:
         pickle.load(file)
         try:
             written, values = pickle.load(file)
         except EOFError:
             return {}
-    return arrays_from(values) if written == place else {}
+    return values if written == place else {}

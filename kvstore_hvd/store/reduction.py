@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
+
+import numpy as np
 
 __all__ = ["SUM", "Reduction"]
 
@@ -37,8 +38,7 @@ class Reduction:
     @property
     def of_signs(self) -> Reduction:
         """How the signs of 2bit compression are summed: the workers compare their thresholds as a group."""
-        (bits,) = struct.unpack("<I", struct.pack("<f", self.threshold))
-        return Reduction(group=_TWO_BIT << 32 | bits)
+        return Reduction(group=_TWO_BIT << 32 | int(np.float32(self.threshold).view(np.uint32)))
 
 
 SUM = Reduction()

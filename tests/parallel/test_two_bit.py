@@ -24,10 +24,10 @@ class Model:
 
     def step(self, gradients):
         count = np.zeros(SHAPE, "int64")
-        for residual, gradient in zip(self.residuals, gradients):
-            residual += gradient
+        for rank, gradient in enumerate(gradients):
+            residual = self.residuals[rank] + gradient
             sign = (residual >= self.threshold).astype("int64") - (residual <= -self.threshold)
-            residual -= sign.astype("float32") * self.threshold
+            self.residuals[rank] = residual - sign.astype("float32") * self.threshold
             count += sign
         return count.astype("float32") * self.threshold
 
@@ -97,9 +97,9 @@ def test_other_arrays_are_refused(kv, rank, size):
     kv.set_gradient_compression({"type": "2bit"})
     x = mx.nd.ones(3)
     for wrong in (mx.nd.ones(3, dtype="float16"), mx.nd.ones(3, dtype="int32"), x.tostype("row_sparse")):
-        with pytest.raises(UnsupportedDtypeError, match="Fix: .*'none'"):
+        with pytest.raises(UnsupportedDtypeError, match=r"Fix: .*'none'"):
             kv.pushpull(["x", "wrong"], [x, wrong])
-        with pytest.raises(UnsupportedDtypeError, match="Fix: .*'none'"):
+        with pytest.raises(UnsupportedDtypeError, match=r"Fix: .*'none'"):
             kv.push("wrong", wrong)
     kv.pushpull("x", x)
     assert x.asnumpy().tolist() == [0.5 * size] * 3
@@ -110,9 +110,7 @@ def test_residuals_are_saved(rank, size, tmp_path):
 
     def make_trainer(net):
         compression = {"type": "2bit", "threshold": 0.8}
-        return mx.gluon.Trainer(
-            net.collect_params(), "adam", {}, kvstore="horovod", compression_params=compression
-        )
+        return mx.gluon.Trainer(net.collect_params(), "adam", {}, kvstore="horovod", compression_params=compression)
 
     def train(net, trainer, first):
         for step in range(first, first + 3):
