@@ -16,7 +16,7 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError
 from kvstore_hvd.store.keys import Call, Group
 
-__all__ = ["buffer_like", "bytes_of", "check_group", "copy", "for_shape", "local_sum", "new_array", "scaled", "unique"]
+__all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_array", "scaled", "unique"]
 
 _VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
 
@@ -96,7 +96,7 @@ def new_array(shape: tuple[int, ...], dtype: Any, context: Any, *, is_np: bool) 
     """A fresh uninitialised array of ``mx.np`` or ``mx.nd``; on the CPU if the context is None."""
     import mxnet as mx
 
-    with for_shape(shape):
+    with _for_shape(shape):
         array = mx.nd.empty(shape, context or mx.cpu(), mxnet_compat.bfloat16() if dtype == "bfloat16" else dtype)
         return array.as_np_ndarray() if is_np else array
 
@@ -181,10 +181,10 @@ def _local_reductions(libmxnet: str, naive: bool) -> native.LocalReductions:
 
 
 def _shapes_of(array: Any) -> contextlib.AbstractContextManager[Any]:
-    return for_shape(array.shape)
+    return _for_shape(array.shape)
 
 
-def for_shape(shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
+def _for_shape(shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
     """Makes the older interface take shapes that it would read as unknown: () and those with a zero."""
     if shape and 0 not in shape:
         return contextlib.nullcontext()

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError, message
-from kvstore_hvd.store.arrays import buffer_like, copy, for_shape, local_sum, scaled
+from kvstore_hvd.store.arrays import buffer_like, copy, local_sum, scaled
 from kvstore_hvd.store.keys import Call, Group
 
 __all__ = [
@@ -85,7 +85,7 @@ def signs_of(group: Group, residuals: MutableMapping[str, Any], threshold: float
     context = mxnet_compat.context_of(total)
     signs = buffer_like(total, "int8" if size <= _MOST_INT8 else "int32", context=context)
     if 0 not in total.shape:  # the operators refuse these
-        with for_shape(total.shape), mx.autograd.pause():
+        with mx.util.np_shape(True), mx.autograd.pause():
             residual, operators = residuals.get(str(group.key)), mx.nd._internal
             if residual is None or residual.shape != total.shape:
                 residual = mx.nd.zeros(total.shape, context)
@@ -109,7 +109,7 @@ def expand(signs: Any, threshold: float, outs: Sequence[Any]) -> None:
     copy(signs, first)
     if 0 not in signs.shape:
         plain = first.as_nd_ndarray()
-        with for_shape(plain.shape), mx.autograd.pause():
+        with mx.util.np_shape(True), mx.autograd.pause():
             mx.nd._internal._mul_scalar(plain, scalar=threshold, out=plain)
     for out in outs:
         if out is not first:
