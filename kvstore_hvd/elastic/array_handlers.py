@@ -31,6 +31,8 @@ class _Copy:
     def __init__(self) -> None:
         self.details: Details = {}
         self.image = Image()
+        #: Copies of arrays that belong to this worker: a sync does not replace them by rank 0's.
+        self.own: dict[str, Any] = {}
 
 
 class ArraysHandler(StagedHandler):
@@ -57,7 +59,14 @@ class ArraysHandler(StagedHandler):
         details, arrays = self.describe()
         self._spare.image.fit(self._specs.of(arrays))
         self._spare.image.read(array for _, array in arrays)
-        self._spare.details = details
+        self._spare.details, self._spare.own = details, self.own()
+
+    def own(self) -> dict[str, Any]:
+        """Copies of what belongs to this worker alone, as NumPy arrays; waits for them."""
+        return {}
+
+    def restore_own(self, saved: dict[str, Any]) -> None:
+        """Take back what `own` returned."""
 
     def receive(self) -> None:
         """See `StagedHandler.receive`."""
@@ -66,6 +75,8 @@ class ArraysHandler(StagedHandler):
         spare = self._spare
         if is_root:
             self.stage()
+        else:
+            spare.own = self.own()
         if world.is_alone:
             return
         details, specs = broadcast_object((spare.details, spare.image.specs))
@@ -94,6 +105,7 @@ class ArraysHandler(StagedHandler):
         drain()
         saved = self._saved
         saved.image.write(self.conform(deep_copy(saved.details), saved.image.specs))
+        self.restore_own(saved.own)
 
 
 def drain() -> None:

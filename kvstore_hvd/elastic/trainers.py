@@ -84,6 +84,17 @@ class TrainerHandler(ArraysHandler):
             deferred = set(self._spare.details["deferred"])
             self.value._params_to_init = [each for at, each in enumerate(self.value._params) if at in deferred]
 
+    def own(self) -> dict[str, Any]:
+        """See `ArraysHandler.own`: the residuals of 2bit gradient compression."""
+        store = self.value._kvstore
+        return store._residuals() if isinstance(store, StoreMethods) else {}
+
+    def restore_own(self, saved: dict[str, Any]) -> None:
+        """See `ArraysHandler.restore_own`."""
+        store = self.value._kvstore
+        if isinstance(store, StoreMethods):
+            store._set_residuals(saved)
+
     def conform(self, details: Details, specs: Sequence[Spec]) -> Sequence[tuple[Any, int]]:
         """See `ArraysHandler.conform`."""
         trainer = self.value

@@ -98,8 +98,8 @@ class _TrainerJoinable(Joinable):
         if ignore_stale_grad:
             self._check_fresh()
         self._join_config.context.notify_join_context(self)
+        self._start()  # sets the gradient compression of the store
         if self._has_halves:
-            self._start()
             self._trainer._allreduce_grads()
             self._divisor = self._agreed_divisor(weight)
             self._update()
@@ -159,7 +159,7 @@ class _TrainerJoinable(Joinable):
     @property
     def _has_halves(self) -> bool:
         halves = any(mxnet_compat.dtype_name(each) == "float16" for one in self._trained() for each in one.list_grad())
-        return halves or self.store._reduction.as_half
+        return halves or self.store._reduction.as_half or self.store._reduction.threshold > 0
 
     def _start(self) -> None:
         """What a Trainer's first step begins with."""

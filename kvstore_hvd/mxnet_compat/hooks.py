@@ -12,6 +12,7 @@
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Graphs with our operators are compiled so that these work, and inferred and exported without them (see graphs.py).
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
+- The states that a Trainer saves to a file and loads contain the residuals of 2bit gradient compression.
 - Every KVHVD_VERIFY_EVERY updates of a Trainer its parameters are compared with the other workers' (0: never).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
 
@@ -231,6 +232,24 @@ def _patch_trainer(mxnet: Any) -> None:
 
         return update
 
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_states(self: Any, fname: str) -> None:
+            original(self, fname)
+            if _is_ours(self._kvstore) and hasattr(self._kvstore, "_save_residuals"):
+                self._kvstore._save_residuals(fname)
+
+        return save_states
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_states(self: Any, fname: str) -> None:
+            original(self, fname)
+            if _is_ours(self._kvstore) and hasattr(self._kvstore, "_load_residuals"):
+                self._kvstore._load_residuals(fname)
+
+        return load_states
+
+    wrap(mxnet.gluon.Trainer, "save_states", saving)
+    wrap(mxnet.gluon.Trainer, "load_states", loading)
     wrap(mxnet.gluon.Trainer, "step", stepping)
     wrap(mxnet.gluon.Trainer, "update", updating)
     wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)

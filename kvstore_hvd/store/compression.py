@@ -1,18 +1,37 @@
-"""Gradient compression: as which dtype gradients are summed."""
+"""Gradient compression: how gradients are rounded before they are summed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import numbers
+import pickle
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
+import numpy as np
 
-__all__ = ["parse_compression"]
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError, message
+from kvstore_hvd.store.arrays import buffer_like, copy, local_sum, scaled
+from kvstore_hvd.store.keys import Call, Group
+
+__all__ = [
+    "arrays_from",
+    "check_compressible",
+    "expand",
+    "parse_compression",
+    "read_residuals",
+    "signs_of",
+    "values_of",
+    "write_residuals",
+]
+
+_MOST_INT8 = 127  # workers whose signs add up within int8
 
 
-def parse_compression(params: Any) -> bool:
-    """Read the parameters of ``set_gradient_compression``: whether to sum float32 and float64 as float16."""
-    fix = "use {'type': 'fp16'}, which rounds float32 to float16, or {'type': 'none'}."
+def parse_compression(params: Any) -> tuple[bool, float]:
+    """Read the parameters of ``set_gradient_compression``: whether to sum as float16; the threshold of 2bit, or 0."""
+    fix = "use {'type': 'fp16'}, {'type': '2bit', 'threshold': 0.5} or {'type': 'none'}."
     operation = "set_gradient_compression"
     if not isinstance(params, Mapping):
         raise InvalidTypeError(
@@ -22,10 +41,112 @@ def parse_compression(params: Any) -> bool:
     kind = given.pop("type", None)
     if kind is None:
         raise InvalidRequestError(message("the parameters have no 'type'.", operation=operation, fix=fix))
-    if kind not in ("none", "fp16"):
+    if kind not in ("none", "fp16", "2bit"):
         raise InvalidRequestError(message(f"compression {kind!r} is not supported.", operation=operation, fix=fix))
+    threshold = _checked_threshold(given.pop("threshold", 0.5)) if kind == "2bit" else 0.0
     if given:
-        raise InvalidRequestError(
-            message(f"compression {kind!r} takes no parameters, but got {sorted(given)}.", operation=operation, fix=fix)
-        )
-    return bool(kind == "fp16")
+        takes = "no parameter but 'threshold'" if kind == "2bit" else "no parameters"
+        fact = f"compression {kind!r} takes {takes}, but got {sorted(map(str, given))}."
+        raise InvalidRequestError(message(fact, operation=operation, fix=fix))
+    return kind == "fp16", threshold
+
+
+def _checked_threshold(threshold: Any) -> float:
+    """The threshold as float32 has it."""
+    operation, fix = "set_gradient_compression", "pass a positive number that float32 can hold."
+    text = message(f"the threshold is {threshold!r}.", operation=operation, fix=fix)
+    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
+        raise InvalidTypeError(text)
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(threshold))
+    if not 0.0 < rounded < math.inf:
+        raise InvalidRequestError(text)
+    return rounded
+
+
+# -- 2bit: of each value one of -1, 0 and 1 is summed; the rest stays with the worker, and is added to the next --------
+
+
+def check_compressible(call: Call, group: Group) -> None:
+    """Raise UnsupportedDtypeError for what 2bit compression cannot take, as MXNet's own stores do."""
+    dtype = "row_sparse" if group.is_row_sparse else mxnet_compat.dtype_name(group.values[0])
+    if dtype != "float32":
+        fact = f"2bit compression is for dense float32 gradients, not for {dtype}."
+        fix = "cast it, use a store of its own, or set_gradient_compression({'type': 'none'})."
+        raise UnsupportedDtypeError(call.message(group.key, fact, fix))
+
+
+def signs_of(group: Group, residuals: MutableMapping[str, Any], threshold: float, prescale: float, size: int) -> Group:
+    """What `size` workers sum in place of a group: a new array of -1, 0 and 1; asynchronous. Updates the residual."""
+    import mxnet as mx
+
+    total = local_sum(group.values) if len(group.values) > 1 else group.values[0]
+    total = (total if prescale == 1.0 else scaled(total, prescale, 1.0)).as_nd_ndarray()
+    context = mxnet_compat.context_of(total)
+    signs = buffer_like(total, "int8" if size <= _MOST_INT8 else "int32", context=context)
+    if 0 not in total.shape:  # the operators refuse these
+        with mx.util.np_shape(True), mx.autograd.pause():
+            residual, operators = residuals.get(str(group.key)), mx.nd._internal
+            if residual is None or residual.shape != total.shape:
+                residual = mx.nd.zeros(total.shape, context)
+            residuals[str(group.key)] = residual = residual.as_in_context(context)
+            mx.nd.elemwise_add(residual, total, out=residual)
+            sent = operators._greater_equal_scalar(residual, scalar=threshold)
+            mx.nd.elemwise_sub(sent, operators._lesser_equal_scalar(residual, scalar=-threshold), out=sent)
+            copy(sent, signs)
+            operators._mul_scalar(sent, scalar=threshold, out=sent)
+            mx.nd.elemwise_sub(residual, sent, out=residual)
+    return Group(group.key, [signs], [signs])
+
+
+def expand(signs: Any, threshold: float, outs: Sequence[Any]) -> None:
+    """Write the sum of signs, times the threshold, to every out; asynchronous."""
+    import mxnet as mx
+
+    first = next((out for out in outs if mxnet_compat.dtype_name(out) == "float32"), None)
+    if first is None:
+        first = buffer_like(signs, "float32", context=mxnet_compat.context_of(signs))
+    copy(signs, first)
+    if 0 not in signs.shape:
+        plain = first.as_nd_ndarray()
+        with mx.util.np_shape(True), mx.autograd.pause():
+            mx.nd._internal._mul_scalar(plain, scalar=threshold, out=plain)
+    for out in outs:
+        if out is not first:
+            copy(first, out)
+
+
+# -- Residuals as NumPy arrays: in states and files --------------------------------------------------------------------
+
+
+def values_of(residuals: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of residuals; waits for them."""
+    import mxnet as mx
+
+    with mx.util.np_shape(True):
+        return {key: residual.asnumpy() for key, residual in residuals.items()}
+
+
+def arrays_from(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `values_of` was given; on the CPU, from where the next operation fetches it."""
+    import mxnet as mx
+
+    with mx.util.np_shape(True):
+        return {key: mx.nd.array(value, mx.cpu(), value.dtype) for key, value in values.items()}
+
+
+def write_residuals(path: str, place: tuple[int, int], values: Mapping[str, Any]) -> None:
+    """Append to a file that is a pickle, and whose other readers stop at its end; the place is a rank of how many."""
+    with open(path, "ab") as file:
+        pickle.dump((place, values), file)
+
+
+def read_residuals(path: str, place: tuple[int, int]) -> dict[str, Any]:
+    """What the worker at this place has written; nothing if that was another one."""
+    with open(path, "rb") as file:
+        pickle.load(file)
+        try:
+            written, values = pickle.load(file)
+        except EOFError:
+            return {}
+    return values if written == place else {}

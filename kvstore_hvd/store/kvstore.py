@@ -23,7 +23,7 @@ from kvstore_hvd.process import process
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
-from kvstore_hvd.store.compression import parse_compression
+from kvstore_hvd.store.compression import arrays_from, parse_compression, read_residuals, values_of, write_residuals
 from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
 from kvstore_hvd.store.operations import SUM, Operations, Reduction
 from kvstore_hvd.store.steps import Step, is_plain
@@ -294,14 +294,26 @@ class StoreMethods:
             ``{'type': 'fp16'}``: every value of float32 and float64 is rounded to float16; they are summed in float32,
             and the sum is rounded once (with several devices, that of each worker too); what is beyond 65504 becomes
             infinite. Workers share memory, in which arrays stay as they are, so it is no faster than
-            ``{'type': 'none'}``: no rounding. Applies to `pushpull` and `push`; with one worker nothing is rounded.
+            ``{'type': 'none'}``: no rounding. With one worker nothing is rounded.
+
+            ``{'type': '2bit', 'threshold': t}`` (t is 0.5 by default): each worker adds its gradient (the sum over its
+            devices) to its residual of that key, which begins with 0; sends t where that is at least t, -t where it is
+            at most -t, and 0 elsewhere; and subtracts what it has sent. So does a worker alone, as with MXNet's 'dist'
+            stores. A value travels as one byte. For dense float32 gradients only: others are refused. Choosing another
+            type or threshold sets residuals to 0. ``Trainer.save_states`` and `GluonState` save them; ``load_states``
+            takes them from a file that a worker of the same rank wrote among as many, and otherwise sets them to 0.
+
+            Applies to `pushpull` and `push`.
 
         Raises
         ------
         InvalidTypeError, InvalidRequestError
-            The parameters are wrong.
+            The parameters are wrong; nothing was changed.
         """
-        self._reduction = dataclasses.replace(self._reduction, as_half=parse_compression(compression_params))
+        as_half, threshold = parse_compression(compression_params)
+        if threshold != self._reduction.threshold:
+            self._operations.residuals.clear()
+        self._reduction = dataclasses.replace(self._reduction, as_half=as_half, threshold=threshold)
 
     # -- State ------------------------------------------------------------------------------------------------------
 
@@ -369,6 +381,24 @@ class StoreMethods:
     def _set_staged_reasons(self, reasons: Mapping[Any, str]) -> None:
         """Say why keys go through staging memory ('': they do not). Called by the Trainer hook."""
         self._staged_reasons.update((str(key), why) for key, why in reasons.items())
+
+    def _residuals(self) -> dict[str, Any]:
+        """Copies of the residuals of 2bit compression, as NumPy arrays; waits for them. For elastic states."""
+        return values_of(self._operations.residuals)
+
+    def _set_residuals(self, values: Mapping[str, Any]) -> None:
+        """Take back what `_residuals` returned."""
+        self._operations.residuals = arrays_from(values)
+
+    def _save_residuals(self, path: str) -> None:
+        """Append this worker's residuals to a file of states. Called by the Trainer hook."""
+        if self._operations.residuals:
+            write_residuals(path, (self.rank, self.num_workers), self._residuals())
+
+    def _load_residuals(self, path: str) -> None:
+        """Take this worker's residuals from a file of states; none if another worker wrote it. For the Trainer hook."""
+        if self._reduction.threshold:
+            self._set_residuals(read_residuals(path, (self.rank, self.num_workers)))
 
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
         """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
@@ -473,7 +503,8 @@ class StoreMethods:
         """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook."""
         # Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there
         # is anything unusual about an array or this world.
-        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or self._reduction.is_scaled:
+        how = self._reduction
+        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or how.is_scaled or how.threshold:
             return False
         adapter, prepared = self._member.used_adapter, None
         if not self._member.is_alone:
@@ -484,7 +515,6 @@ class StoreMethods:
         with self._member.submitting():
             self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
-                how = self._reduction
                 adapter.pushpull_step(prepared, how.as_half, how.op, how.weight)
         return True
 

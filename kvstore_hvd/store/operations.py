@@ -15,13 +15,14 @@ from kvstore_hvd.errors import InvalidRequestError, KVHvdError
 from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import sparse
 from kvstore_hvd.store.arrays import buffer_like, bytes_of, copy, local_sum, scaled, unique
+from kvstore_hvd.store.compression import check_compressible, expand, signs_of
 from kvstore_hvd.store.keys import Call, Group, Key, priority_of, wire_name
 from kvstore_hvd.store.placement import Placement, home_of
 from kvstore_hvd.store.reduction import SUM, Reduction
 
 __all__ = ["SUM", "Operations", "Reduction", "submit_all"]
 
-Copies = list[tuple[Any, Any]]  # of source and destination
+Copies = list[Callable[[], None]]
 
 
 class Operations:
@@ -31,6 +32,8 @@ class Operations:
         self._world = world
         self._namespace = namespace
         self._count = count
+        #: Of 2bit compression: what this worker has not yet sent, by str(key).
+        self.residuals: dict[str, Any] = {}
 
     def broadcast(self, call: Call, groups: Sequence[Group], priority: Any, root: int = 0) -> None:
         """Copy the root's value of each group into all outs of the group, on every worker."""
@@ -47,6 +50,9 @@ class Operations:
         """Reduce the values of each group over the group and all workers, into all outs of the group."""
         # Waits for the groups of row_sparse arrays, after the others were submitted.
         priority = priority_of(call, priority)
+        if how.threshold:
+            for group in groups:
+                check_compressible(call, group)
         mxnet_compat.note_collective()
         rows = [group for group in groups if group.is_row_sparse]
         if rows:
@@ -64,9 +70,17 @@ class Operations:
             self._count(call.operation, group.key, size)
 
     def _pushpull(self, call: Call, groups: Sequence[Group], priority: int, how: Reduction) -> None:
-        placement = Placement(self._world, groups)
         # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
+        outs, threshold = [unique(group.outs) for group in groups], how.threshold
+        if threshold:
+            size = self._world.topology.size
+            groups = [signs_of(group, self.residuals, threshold, how.prescale, size) for group in groups]
+            how = how.of_signs
+        placement = Placement(self._world, groups)
         prepared = [self._prepare(call, group, placement, how) for group in groups]
+        if threshold:
+            for one, group, receivers in zip(prepared, groups, outs):
+                one.copies.append(partial(expand, group.values[0], threshold, receivers))
 
         def submit(one: _Prepared) -> Copies:
             if one.inputs:
@@ -83,7 +97,7 @@ class Operations:
         if self._world.is_alone:
             # Two keys may share memory: read it before the other one writes.
             source = local_sum([value]) if placement.is_aliased(value) else value
-            return [(source, array) for array in outs if array is not source]
+            return [partial(copy, source, array) for array in outs if array is not source]
         is_root = self._world.topology.rank == root
         # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is one of
         # them. The root's would have to hold the value before the others have agreed, and keep it when they do not.
@@ -103,7 +117,7 @@ class Operations:
             root,
             priority,
         )
-        return [(wire, array) for array in outs if array is not wire and not (is_root and array is value)]
+        return [partial(copy, wire, array) for array in outs if array is not wire and not (is_root and array is value)]
 
     def _prepare(self, call: Call, group: Group, placement: Placement, how: Reduction) -> _Prepared:
         """Decide which arrays take part themselves and which through a copy, and start the copies of inputs."""
@@ -116,7 +130,7 @@ class Operations:
                 source = local_sum(group.values)
             if how.is_scaled:
                 source = scaled(source, how.prescale, how.postscale)
-            return _Prepared(group.key, copies=[(source, array) for array in outs if array is not source])
+            return _Prepared(group.key, copies=[partial(copy, source, array) for array in outs if array is not source])
         home = home_of(self._world, group.values[0])
         values = group.values
         if home is not None:
@@ -135,7 +149,7 @@ class Operations:
         if not outputs:
             # A stand-in of an input is ours to overwrite.
             outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype, context=home)]
-        return _Prepared(group.key, inputs, outputs, [(outputs[0], array) for array in rest])
+        return _Prepared(group.key, inputs, outputs, [partial(copy, outputs[0], array) for array in rest])
 
     def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> None:
         self._world.mxnet_adapter().pushpull(
@@ -183,8 +197,8 @@ def _submit_groups(submissions: Sequence[Callable[[], Copies]]) -> None:
     try:
         submit_all(partial(_collect, submit, copies) for submit in submissions)
     finally:
-        for source, destination in copies:
-            copy(source, destination)
+        for each in copies:
+            each()
 
 
 def _collect(submit: Callable[[], Copies], copies: Copies) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = ["SUM", "Reduction"]
+
+
+#: As kTwoBit in mismatch.cpp.
+_TWO_BIT = 0x32626974
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,7 @@ class Reduction:
     as_half: bool = False
     weight: float = 1.0
     group: int = 0
+    threshold: float = 0.0  # of 2bit compression; 0 is none
 
     @property
     def is_scaled(self) -> bool:
@@ -26,7 +33,12 @@ class Reduction:
     @property
     def is_plain(self) -> bool:
         """Whether it is a sum, of whatever precision, and nothing else."""
-        return self.op == "sum" and not self.is_scaled
+        return self.op == "sum" and not self.is_scaled and not self.threshold
+
+    @property
+    def of_signs(self) -> Reduction:
+        """How the signs of 2bit compression are summed: the workers compare their thresholds as a group."""
+        return Reduction(group=_TWO_BIT << 32 | int(np.float32(self.threshold).view(np.uint32)))
 
 
 SUM = Reduction()

@@ -1,5 +1,7 @@
 // What to tell the user when ranks disagree about an operation.
+#include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <string>
@@ -17,6 +19,19 @@ std::string number(double value) {
   return text;
 }
 
+// The upper half of a group that is a threshold of 2bit compression, whose bits are the lower half: "2bit".
+constexpr std::uint64_t kTwoBit = 0x32626974;
+
+std::string two_bit(std::uint64_t group) {
+  if (group >> 32 != kTwoBit) return "not 2bit";
+  const auto bits = static_cast<std::uint32_t>(group);
+  float threshold;
+  std::memcpy(&threshold, &bits, sizeof(threshold));
+  char text[48];
+  std::snprintf(text, sizeof(text), "2bit, threshold %.9g", threshold);
+  return text;
+}
+
 struct Aspect {
   const char* name;
   const char* fix;
@@ -28,6 +43,8 @@ const std::vector<Aspect>& aspects() {
   static const auto& kAspects = *new std::vector<Aspect>{
       {"operation", "call the same operation under this name on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.collective)); }},
+      {"gradient compression", "call set_gradient_compression with the same type and threshold on every rank.",
+       [](World&, const Signature& s) { return two_bit(s.group); }},
       {"dtype", "use the same dtype on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.dtype)); }},
       {"the kind of memory", "keep the array on the same kind of device on every rank.",

@@ -79,6 +79,24 @@ def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
         mx.nd.waitall()
 
 
+def test_threshold_differs(kv, rank, size):
+    """One worker has set another threshold, or no 2bit compression."""
+    several(size)
+    for own, others_have, shown in (
+        (0.25, 0.5, f"2bit, threshold 0.5: {others(size)}    2bit, threshold 0.25: rank {size - 1}"),
+        (0.1, None, f"not 2bit: {others(size)}    2bit, threshold 0.1"),
+    ):
+        threshold = own if last(rank, size) else others_have
+        kv.set_gradient_compression({"type": "none"} if threshold is None else {"type": "2bit", "threshold": threshold})
+        x = mx.nd.full(5, rank)
+        kv.pushpull("w", x)
+        with pytest.raises(MismatchError, match="'w': ranks disagree on gradient compression") as caught:
+            x.asnumpy()
+        assert shown in str(caught.value)
+        assert x.asnumpy().tolist() == [rank] * 5
+    kv.set_gradient_compression({"type": "none"})
+
+
 def test_compression_differs(kv, rank, size):
     """One worker has set another gradient compression."""
     several(size)
@@ -151,6 +169,10 @@ def test_a_failed_broadcast_leaves_the_outs(kv, rank, size):
     assert x.asnumpy().tolist() == [1] * x.size
 
 
+def two_bit(kv, **parameters):
+    kv.set_gradient_compression({"type": "2bit", **parameters})
+
+
 WRONG = [
     ("float key", lambda kv, x: kv.pushpull(3.0, x), TypeError, "use 3 or '3'"),
     ("mixed keys", lambda kv, x: kv.pushpull([1, "a"], [x, x]), TypeError, "use one kind of key"),
@@ -167,7 +189,15 @@ WRONG = [
     ("no values", lambda kv, x: kv.pushpull(3, []), InvalidRequestError, "at least one array"),
     ("lengths", lambda kv, x: kv.pushpull([1, 2], [x]), InvalidRequestError, "for each key"),
     ("pull", lambda kv, x: kv.pull("never pushed", x), InvalidRequestError, "push"),
-    ("compression", lambda kv, x: kv.set_gradient_compression({"type": "2bit"}), InvalidRequestError, "fp16"),
+    ("compression", lambda kv, x: kv.set_gradient_compression({"type": "1bit"}), InvalidRequestError, "fp16.*2bit"),
+    *(
+        (f"threshold {each}", lambda kv, x, each=each: two_bit(kv, threshold=each), error, "positive number")
+        for each, error in (
+            *((each, InvalidRequestError) for each in (0, -0.5, np.nan, np.inf, 1e-60, 1e60)),
+            *((each, TypeError) for each in ("0.5", None, True)),
+        )
+    ),
+    ("no threshold", lambda kv, x: two_bit(kv, treshold=1), InvalidRequestError, "'threshold': 0.5"),
     ("parameters", lambda kv, x: kv.set_gradient_compression({"type": "fp16", "x": 1}), InvalidRequestError, "fp16"),
     ("no dict", lambda kv, x: kv.set_gradient_compression("fp16"), TypeError, "fp16"),
 ]
