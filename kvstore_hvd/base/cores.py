@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["describe", "suffice", "usable_cores"]
+__all__ = ["describe", "suffice", "together", "usable_cores"]
 
 _ROOT = Path("/")
 
@@ -39,6 +39,15 @@ def suffice(descriptions: Sequence[str]) -> bool:
             sizes[group] = sizes.get(group, 0) + 1
             limits[group] = limit
     return len(told) <= bin(cores).count("1") and all(sizes[group] <= limit for group, limit in limits.items())
+
+
+def together(descriptions: Sequence[str]) -> set[int]:
+    """The cores that any of these processes may run on."""
+    return {core for text in descriptions for core in _numbers(int(json.loads(text)["cores"], 16))}
+
+
+def _numbers(mask: int) -> Iterator[int]:
+    return (core for core in range(mask.bit_length()) if mask >> core & 1)
 
 
 def _limits(root: Path) -> dict[str, float]:

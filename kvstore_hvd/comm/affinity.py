@@ -1,4 +1,4 @@
-"""Which core the communication threads of a worker run on, where the user has chosen one."""
+"""Which cores communication threads run on: one that the user has chosen, or those of all workers of a host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from kvstore_hvd.errors import ConfigError, message
 
-__all__ = ["chosen_core", "threads_on"]
+__all__ = ["chosen_core", "threads_on", "threads_on_any"]
 
 
 def chosen_core(cores: Sequence[int], local_rank: int, local_size: int) -> int | None:
@@ -33,7 +33,7 @@ def _may_use(core: int) -> bool:
     # Tried, on this thread: numbers of cores may have gaps, and neither how many there are nor the affinity that this
     # process happens to have says which ones its control group allows.
     try:
-        with _pinned(core):
+        with _pinned({core}):
             return True
     except (OSError, OverflowError):  # the latter: no system has so many
         return False
@@ -47,7 +47,7 @@ def threads_on(core: int | None) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(_pinned(core))
+            stack.enter_context(_pinned({core}))
         except OSError as error:
             fact = f"KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY): core {core} cannot be used: {error.strerror}."
             fix = "name cores that this container may use, or unset it."
@@ -56,9 +56,18 @@ def threads_on(core: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _pinned(core: int) -> Iterator[None]:
+def threads_on_any(cores: set[int]) -> Iterator[None]:
+    """Threads that are started inside run on these cores, as far as this process may use them."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(_pinned(cores))
+        yield
+
+
+@contextlib.contextmanager
+def _pinned(cores: set[int]) -> Iterator[None]:
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:

@@ -187,7 +187,9 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                     list(hosts.values()) if len(hosts) > 1 else (),
                 )
             )
-            start_link(world, created[0])
+            # Its thread serves all workers of the host, not only this one, which may be bound to a core.
+            with affinity.threads_on_any(cores.together(told)):
+                start_link(world, created[0])
         return created[0].fd
 
     fd = share_segment(world, create, version=native.abi(), tell=cores.describe())

@@ -142,7 +142,7 @@ bool Pipeline::reduce_entry(std::uint64_t index) {
   const Steps& steps = turn_to(index);
   if (steps.reduce != nullptr && !steps.reduce(chunk_)) return false;
   world_.rank(rank_).reduced.post(static_cast<std::uint32_t>(index + 1));
-  if (world_.has_link()) world_.link().bell.ring();
+  if (world_.has_link() && are_all_at(&RankState::reduced, index + 1)) ring_link(world_);
   return true;
 }
 
@@ -168,7 +168,17 @@ bool Pipeline::collect(std::uint64_t index) {
   }
   if (world_.has_link()) {
     world_.rank(rank_).collected.post(static_cast<std::uint32_t>(index + 1));
-    world_.link().bell.ring();
+    // Relaxed: if the link has published more meanwhile it has looked.
+    const std::uint32_t more = world_.head.load(std::memory_order_relaxed) - static_cast<std::uint32_t>(index + 1);
+    if (more + 1 >= kLinkSlots && are_all_at(&RankState::collected, index + 1)) ring_link(world_);
+  }
+  return true;
+}
+
+// Of this host. The one that is last sees it, and so do others that come at the same time.
+bool Pipeline::are_all_at(Flag RankState::* flag, std::uint64_t target) {
+  for (int r = 0; r < world_.ranks; ++r) {
+    if (!(world_.rank(r).*flag).reached_after_post(static_cast<std::uint32_t>(target))) return false;
   }
   return true;
 }

@@ -69,6 +69,7 @@ class Pipeline {
   const Steps& turn_to(std::uint64_t index);
   void sum_devices(const Entry& entry);
   void hand_over(const Entry& entry);
+  bool are_all_at(Flag RankState::* flag, std::uint64_t target);
   void copy_to_other_outputs(const Piece& piece);
   // Whether all that is under way waits for the link, which rings the bell when something has come.
   bool waits_for_link() const {

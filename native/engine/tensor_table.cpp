@@ -181,7 +181,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
       slot.priority = request.priority;
       // Release: the link sees what this rank has seen, the announcements of all.
       world_.link().inbox.put(handle.slot);
-      world_.link().bell.ring();
+      ring_link(world_);
       return Outcome::kHere;
     }
   }

@@ -19,6 +19,7 @@
 #include "link/chunks.hpp"
 #include "link/mail.hpp"
 #include "shm/alarm.hpp"
+#include "shm/doorbell.hpp"
 #include "shm/segment.hpp"
 
 namespace kvstore_hvd {
@@ -54,6 +55,8 @@ class Link {
   bool has_chunks() const { return !chunks_.is_empty(); }
   bool has_failed() const { return world_.failure.is_set(); }
   Flag& bell() { return world_.link().bell; }
+  // Before other ranks have the segment: its thread sleeps there.
+  void sleeps_at(const Doorbell& doorbell) { world_.link_number = doorbell.number(); }
   const Failure& failure() const { return world_.failure; }
   const std::shared_ptr<Transport>& transport() const { return transport_; }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "base/process.hpp"
 #include "base/running_time.hpp"
@@ -14,9 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How often the thread looks at the latest while something is under way, and else.
-constexpr std::chrono::microseconds kBusyLook{50};
-constexpr std::chrono::milliseconds kIdleLook{1};
 // How often the thread yields after the last news before it sleeps: a small operation costs less than waking it, while
 // the ranks have work to do for a chunk.
 constexpr int kYields = 60, kYieldsForChunks = 10;
@@ -44,6 +42,7 @@ LinkLoop& LinkLoop::of_this_process() {
 LinkLoop::LinkLoop() : owner_(process_id()) {}
 
 void LinkLoop::add(const std::shared_ptr<Link>& link) {
+  link->sleeps_at(doorbell_);
   const std::lock_guard<std::mutex> lock(mutex_);
   links_.push_back(link);
   if (!is_running_) {
@@ -59,7 +58,7 @@ std::vector<int> LinkLoop::meet(const std::shared_ptr<Link>& link, std::chrono::
   for (;;) {
     std::vector<int> missing = link->missing();
     if (missing.empty() || link->has_failed() || patience.is_over()) return missing;
-    std::this_thread::sleep_for(kIdleLook);
+    std::this_thread::sleep_for(kLook);
   }
 }
 
@@ -89,9 +88,11 @@ void LinkLoop::run() {
   prctl(PR_SET_NAME, "kvhvd-link");  // for top -H
   prctl(PR_SET_TIMERSLACK, 1UL);
   std::vector<std::shared_ptr<Link>> links;
+  std::vector<std::uint32_t> seen;
   auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: MPI may use their memory
   std::shared_ptr<Transport> last;
   int calls = 0, yields = 0;
+  bool has_moved = false;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -108,7 +109,8 @@ void LinkLoop::run() {
       if (stops_) return;
     }
     bool moved = false, is_busy = false, has_chunks = false;
-    const std::uint32_t seen = links.empty() ? 0 : links.front()->bell().value();
+    seen.clear();
+    for (const auto& link : links) seen.push_back(link->bell().value());
     const auto now = Clock::now();
     for (const auto& link : links) moved = link->step(now) || moved;
     for (const auto& link : links) {
@@ -117,6 +119,7 @@ void LinkLoop::run() {
     }
     const auto is_closed = [](const auto& link) { return link->close(); };
     closing.erase(std::remove_if(closing.begin(), closing.end(), is_closed), closing.end());
+    has_moved = has_moved || moved;
     if (moved) yields = yields_of(WaitPolicy{std::chrono::nanoseconds(0), has_chunks ? kYieldsForChunks : kYields});
     if (!links.empty()) {
       last = links.front()->transport();
@@ -129,12 +132,13 @@ void LinkLoop::run() {
       yields = yield_once() ? yields - 1 : 0;
       continue;
     }
-    const std::chrono::nanoseconds longest = is_busy ? std::chrono::nanoseconds(kBusyLook) : kIdleLook;
-    if (links.empty() || links.front()->has_failed()) {  // a bell would not let it sleep
-      std::this_thread::sleep_for(links.empty() ? std::chrono::nanoseconds(kAfterwards) : longest);
-    } else {
-      links.front()->bell().wait_change(seen, WaitPolicy{}, longest, links.front()->failure());
+    if (links.empty()) {
+      std::this_thread::sleep_for(kAfterwards);
+      continue;
     }
+    bool may_sleep = true;
+    for (std::size_t i = 0; i < links.size(); ++i) may_sleep = links[i]->bell().may_sleep(seen[i]) && may_sleep;
+    if (may_sleep) doorbell_.sleep(is_busy, std::exchange(has_moved, false));
   }
 }
 

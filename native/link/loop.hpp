@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "link/link.hpp"
+#include "shm/doorbell.hpp"
 
 namespace kvstore_hvd {
 
@@ -35,6 +36,7 @@ class LinkLoop {
   void run();
 
   const pid_t owner_;
+  Doorbell doorbell_;
   std::mutex mutex_;
   std::condition_variable changed_;  // what follows
   std::vector<std::shared_ptr<Link>> links_;

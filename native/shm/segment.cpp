@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "base/process.hpp"
+#include "shm/doorbell.hpp"
 #include "shm/world.hpp"
 
 namespace kvstore_hvd {
@@ -242,8 +243,17 @@ std::string Segment::abi() {
          std::to_string(sizeof(RankState)) + "/" + std::to_string(sizeof(Announcement));
 }
 
+void ring_link(World& world) {
+  if (world.link_number == 0) {
+    world.link().bell.ring();
+  } else if (world.link().bell.ring_and_is_asleep()) {
+    Doorbell::ring(world.link_number);
+  }
+}
+
 void ring_all(World& world) {
-  for (int r = 0; r < world.parties; ++r) world.rank(r).bell.ring();
+  for (int r = 0; r < world.ranks; ++r) world.rank(r).bell.ring();
+  if (world.has_link()) ring_link(world);
 }
 
 void wake_all(World& world) {
@@ -257,6 +267,7 @@ void wake_all(World& world) {
     rank.bell.wake();
   }
   for (const Claims& claims : world.claims) claims.finished.wake();
+  if (world.has_link()) ring_link(world);
 }
 
 }  // namespace kvstore_hvd

@@ -43,6 +43,11 @@ class alignas(128) Flag {
   std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
   bool reached(std::uint32_t target) const { return static_cast<std::int32_t>(value() - target) >= 0; }
 
+  // As reached(), for one that has posted another flag: of two that post and then look, one at least sees the other.
+  bool reached_after_post(std::uint32_t target) const {
+    return static_cast<std::int32_t>(value_.load(std::memory_order_seq_cst) - target) >= 0;
+  }
+
   // Stores `value` and wakes the sleepers. One writer at a time.
   void post(std::uint32_t value) {
     // Sequentially consistent, with the load below and the pair in wait(): either the waiter sees the new value before
@@ -55,6 +60,19 @@ class alignas(128) Flag {
   void ring() {
     value_.fetch_add(1, std::memory_order_seq_cst);  // as in post()
     if (asleep_.load(std::memory_order_seq_cst) != 0) wake_sleepers();
+  }
+
+  // For the only sleeper of a flag, which something else wakes: whether its value is still `seen`. If so the next
+  // ring_and_is_asleep() returns true.
+  bool may_sleep(std::uint32_t seen) {
+    // Sequentially consistent, as in post().
+    asleep_.store(1, std::memory_order_seq_cst);
+    return value_.load(std::memory_order_seq_cst) == seen;
+  }
+  // Adds one. Returns whether the sleeper has to be woken.
+  bool ring_and_is_asleep() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    return asleep_.load(std::memory_order_seq_cst) != 0 && asleep_.exchange(0, std::memory_order_seq_cst) != 0;
   }
 
   // Until reached(target), or for about kMaxSleep; returns whether it is reached. Throws WorldLost when `failure` is

@@ -208,7 +208,9 @@ struct World {
   // The link's steps, modulo 2^32, and how long it may stand still in between; 0: there is none yet.
   std::atomic<std::uint32_t> link_steps;
   std::atomic<std::int64_t> link_silence_ns;
-  DType link_dtype;  // see dtype_on_link(); set before other ranks have the segment
+  // Set before other ranks have the segment.
+  DType link_dtype;           // see dtype_on_link()
+  std::uint64_t link_number;  // of its thread's Doorbell; 0: the thread sleeps at the link's bell
   // By entry modulo kLinkSlots: when the link has sent what its ranks have reduced, and when all of the result was
   // here; nanoseconds of the monotonic clock. Published with the link's `filled`.
   struct OnLink {
@@ -304,7 +306,10 @@ struct World {
 // Wakes every sleeper of the world, so that all notice a failure at once.
 void wake_all(World& world);
 
-// Rings every rank's bell.
+// Rings the link's bell.
+void ring_link(World& world);
+
+// Rings every rank's bell, and the link's.
 void ring_all(World& world);
 
 }  // namespace kvstore_hvd
