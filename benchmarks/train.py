@@ -134,7 +134,8 @@ def make_store(mode: str) -> Any:
     """Return the store of a mode, or None."""
     import mxnet as mx
 
-    return None if mode == "no store" else mx.kv.create({"ours": "horovod", OVER_HOSTS: "horovod", ELASTIC: "horovod"}.get(mode, mode))
+    ours = ("ours", OVER_HOSTS, ELASTIC)
+    return None if mode == "no store" else mx.kv.create("horovod" if mode in ours else mode)
 
 
 def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ namespace {
 // How long a sleep is at most: while something is under way, if messages come without waking the thread and if
 // connections tell of them; and else.
 constexpr std::chrono::nanoseconds kLook{50'000}, kMostLook{2'000'000}, kIdleLook{10'000'000};
-// So many times may connections wake the thread for nothing, before it does not hear them until the next news: a program
-// may have connections that it does not read.
+// So many times may connections wake the thread for nothing, before it does not hear them until the next news: a
+// program may have connections that it does not read.
 constexpr int kVain = 100;
 constexpr std::chrono::milliseconds kFirstSearch{1};
 constexpr int kEvents = 16;

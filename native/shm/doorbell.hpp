@@ -1,6 +1,6 @@
 // What wakes the thread that serves the links of a process: it sleeps until a rank of its host rings, or bytes move on
-// a TCP connection of the process, which an MPI has over Ethernet. It also looks now and then: often as long as messages
-// come without waking it, as over InfiniBand.
+// a TCP connection of the process, which an MPI has over Ethernet. It also looks now and then: often as long as
+// messages come without waking it, as over InfiniBand.
 #pragma once
 
 #include <chrono>

@@ -269,8 +269,7 @@ const bool not_handed_over = testing::add("a rank that comes to a batch when the
   const auto pipeline_of = [&](int rank) {
     return std::make_unique<Pipeline>(
         world, alarms[rank], [&](std::uint32_t) -> const Request& { return request; }, [](const Entry&) {},
-        [](const Entry&, const World::OnLink&) {},
-        [](std::uint32_t) {}, queues[rank]);
+        [](const Entry&, const World::OnLink&) {}, [](std::uint32_t) {}, queues[rank]);
   };
   check(pipeline_of(0)->advance(policy) && queues[0].holds(slot), "the first rank hands it over");
   alarms[0].raise(ErrorCode::kTransport, "the test says so");
