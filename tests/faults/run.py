@@ -55,16 +55,16 @@ def must(*command: object) -> None:
 def failure_of(test: str) -> str:
     """Run a test; returns what failed in it, or ''; in parentheses where that is no test."""
     tier, _, name = test.partition("/")
-    if tier == "native":
+    folder, _, count = tier.partition("-")
+    if folder == "native":
         if not (NATIVE / "build.ninja").exists():
             objects = next((ROOT / "build").glob("temp.*"))
             options = f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}", f"-DKVHVD_OBJECTS={objects}"
             must(BIN / "cmake", "-S", "native", "-B", NATIVE, "-G", "Ninja", *options)
         must(BIN / "cmake", "--build", NATIVE, "--target", name)
-        code, output = call(NATIVE / name)
+        code, output = call("env", f"KVHVD_TEST_HOSTS={count or 1}", NATIVE / name)
     else:
-        folder, _, ranks = tier.partition("-")
-        launcher = [BIN / "kvhvdrun", "-np", ranks or "3"] if folder == "parallel" else []
+        launcher = [BIN / "kvhvdrun", "-np", count or "3"] if folder == "parallel" else []
         code, output = call(*launcher, sys.executable, *PYTEST, f"{folder}/{name}", folder=ROOT / "tests")
     found = next(filter(None, (re.search(pattern, output) for pattern in NAMES)), None)
     return "" if code == 0 else found[1] if found else f"(no test, code {code})"
