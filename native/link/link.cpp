@@ -24,15 +24,7 @@ constexpr std::chrono::seconds kAbort{1};
 
 WeightSums weights_of(World& world, std::uint32_t slot) {
   WeightSums sums{};
-  for (int r = 0; r < world.ranks; ++r) {
-    const double weight = world.mark(slot, r).weight;
-    if (weight < 0.0) {
-      ++sums.absent;
-    } else {
-      sums.sum += weight;
-      sums.present += weight > 0.0 ? 1 : 0;
-    }
-  }
+  for (int r = 0; r < world.ranks; ++r) sums.add(world.mark(slot, r).weight);
   return sums;
 }
 
@@ -226,13 +218,9 @@ bool Link::is_the_same(const Tensor& tensor) const {
 
 // As World::weights(), over hosts.
 double Link::weights(const Tensor& tensor) const {
-  double sum = 0.0, present = 0.0, absent = 0.0;
-  for (const auto& one : tensor.by_host) {
-    sum += one.front().weights.sum;
-    present += one.front().weights.present;
-    absent += one.front().weights.absent;
-  }
-  return absent == 0 || present == 0 ? sum : sum * (present + absent) / present;
+  WeightSums sums{};
+  for (const auto& one : tensor.by_host) sums.add(one.front().weights);
+  return sums.total();
 }
 
 void Link::carry_out(Tensor& tensor) {

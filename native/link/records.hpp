@@ -40,12 +40,6 @@ struct RecordHeader {
   std::uint32_t bytes;
 };
 
-// See World::weights().
-struct WeightSums {
-  double sum;
-  std::uint32_t present, absent;
-};
-
 struct ReadyRecord {
   RecordHeader header;
   TensorId id;

@@ -182,6 +182,29 @@ struct Claims {
   Flag finished;                                 // at the number of the entry plus one, once all parts are
 };
 
+// The weights of ranks, see Request: negative for one that has joined, which counts as much as the others do on average.
+struct WeightSums {
+  double sum;
+  std::uint32_t present, absent;
+
+  void add(double weight) {
+    if (weight < 0.0) {
+      ++absent;
+    } else {
+      sum += weight;
+      present += weight > 0.0 ? 1 : 0;
+    }
+  }
+  void add(const WeightSums& others) {
+    sum += others.sum;
+    present += others.present;
+    absent += others.absent;
+  }
+  double total() const {
+    return absent == 0 || present == 0 ? sum : sum * (static_cast<double>(present) + absent) / present;
+  }
+};
+
 struct World {
   std::uint64_t magic;
   // Who stages and reduces: the ranks on this host. Who announces: they, and if there are several hosts the link, last,
@@ -237,18 +260,9 @@ struct World {
 
   // The sum of the ranks' weights, in rank order, see Request. For the rank that was last to announce.
   double weights(std::uint32_t slot) {
-    double sum = 0.0;
-    int present = 0, absent = 0;
-    for (int r = 0; r < parties; ++r) {
-      const double weight = mark(slot, r).weight;
-      if (weight < 0.0) {
-        ++absent;
-      } else {
-        sum += weight;
-        present += weight > 0.0 ? 1 : 0;
-      }
-    }
-    return absent == 0 || present == 0 ? sum : sum * (present + absent) / present;
+    WeightSums sums{};
+    for (int r = 0; r < parties; ++r) sums.add(mark(slot, r).weight);
+    return sums.total();
   }
   // The type in which a result travels between hosts: that of the arrays, or half of float32. Its sum is rounded to it
   // on each host, and again when it is complete.
