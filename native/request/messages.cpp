@@ -7,11 +7,14 @@
 namespace kvstore_hvd {
 namespace {
 
-std::string advice(ErrorCode code) {
+std::string advice(ErrorCode code, bool is_over_hosts) {
   switch (code) {
     case ErrorCode::kPeerLost:
-      return "\n  Fix: restart the job from its last checkpoint, or train within kvstore_hvd.elastic.run under "
-             "`kvhvdrun --min-np`, which replaces workers; if all workers are alive, call reset() on every one.";
+      return std::string("\n  Fix: restart the job from its last checkpoint") +
+             (is_over_hosts ? ""
+                            : ", or train within kvstore_hvd.elastic.run under `kvhvdrun --min-np`, which replaces "
+                              "workers") +
+             "; if all workers are alive, call reset() on every one.";
     case ErrorCode::kTimeout:
       return "\n  Fix: see what that rank is doing; if such a wait is legitimate, raise KVHVD_TIMEOUT (seconds).";
     default:
@@ -58,7 +61,7 @@ Status Messages::lost(const std::string& prefix, std::string fact) const {
   const ErrorCode code = world_.failure.code();
   // Who failed the world may know what helps: that follows the fact.
   const std::size_t fix = std::min(fact.find("\n  Fix: "), fact.size());
-  const std::string what_helps = fix < fact.size() ? fact.substr(fix) + "." : advice(code);
+  const std::string what_helps = fix < fact.size() ? fact.substr(fix) + "." : advice(code, world_.has_link());
   std::string arrays = ".\n  The arrays of this step are undefined.";
   if (arrays_stay_shared_.load(std::memory_order_relaxed)) {
     arrays += " Other workers may still change them: the system has no memory for a private copy.";

@@ -19,8 +19,8 @@ namespace {
 // How long a sleep is at most: while something is under way, if messages come without waking the thread and if
 // connections tell of them; and else.
 constexpr std::chrono::nanoseconds kLook{50'000}, kMostLook{2'000'000}, kIdleLook{10'000'000};
-// So many times may connections wake the thread for nothing, before it does not hear them until the next news: a
-// program may have connections that it does not read.
+// So many times in a row may connections wake the thread for nothing; then those that can still be read are none of
+// MPI's, and are not heard any more.
 constexpr int kVain = 100;
 constexpr std::chrono::milliseconds kFirstSearch{1};
 constexpr int kEvents = 16;
@@ -68,19 +68,22 @@ Doorbell::~Doorbell() {
 
 void Doorbell::sleep(bool is_busy, bool found_news) {
   learn(found_news);
-  hears_ = is_busy && vain_ < kVain;
+  hears_ = is_busy;
   // MPI opens connections when they are first needed: searches, of a few microseconds, become rarer with time.
   const auto now = std::chrono::steady_clock::now();
   if (now >= next_search_) {
     find_connections();
     next_search_ = now + std::max<std::chrono::nanoseconds>(kFirstSearch, (now - begun_) / 4);
   }
-  woken_ = wait(hears_ ? look_ : is_busy ? kLook : kIdleLook);
+  if (found_news) last_news_ = now;
+  // What has taken long may take a little longer.
+  const auto patience = std::min<std::chrono::nanoseconds>((now - last_news_) / 8, kMostLook);
+  woken_ = wait(is_busy ? std::max(look_, patience) : kIdleLook);
 }
 
 void Doorbell::learn(bool found_news) {
   if (found_news) vain_ = 0;
-  if (!found_news && woken_ == Woken::kByConnection) ++vain_;
+  if (!found_news && woken_ == Woken::kByConnection && ++vain_ >= kVain) ignore_readable();
   if (!found_news || !hears_) return;
   if (woken_ == Woken::kByConnection) look_ = std::min(2 * look_, kMostLook);
   if (woken_ == Woken::kNot) look_ = std::max(look_ / 2, kLook);
@@ -93,14 +96,25 @@ void Doorbell::find_connections() {
   if (folder == nullptr) return;
   while (const dirent* entry = readdir(folder)) {
     const int descriptor = std::atoi(entry->d_name);
-    if (!is_tcp(descriptor)) continue;
+    if (!is_tcp(descriptor) || ignored_.count(descriptor) != 0) continue;
     epoll_event event{};
+    event.data.fd = descriptor;
     event.events = EPOLLIN;
     epoll_ctl(readable_, EPOLL_CTL_ADD, descriptor, &event);
     event.events = EPOLLOUT | EPOLLET;
     epoll_ctl(writable_, EPOLL_CTL_ADD, descriptor, &event);
   }
   closedir(folder);
+}
+
+void Doorbell::ignore_readable() {
+  epoll_event events[kEvents];
+  const int found = epoll_wait(readable_, events, kEvents, 0);
+  for (int i = 0; i < found; ++i) {
+    epoll_ctl(readable_, EPOLL_CTL_DEL, events[i].data.fd, nullptr);
+    ignored_.insert(events[i].data.fd);
+  }
+  vain_ = 0;
 }
 
 Doorbell::Woken Doorbell::wait(std::chrono::nanoseconds limit) {

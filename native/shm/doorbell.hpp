@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <set>
 
 namespace kvstore_hvd {
 
@@ -28,16 +29,18 @@ class Doorbell {
   enum class Woken { kNot, kByRing, kByConnection };
   void learn(bool found_news);
   void find_connections();
+  void ignore_readable();
   Woken wait(std::chrono::nanoseconds limit);
 
   std::uint64_t number_;
   int socket_, readable_, writable_;
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
-  std::chrono::steady_clock::time_point next_search_ = begun_;
+  std::chrono::steady_clock::time_point next_search_ = begun_, last_news_ = begun_;
   // Of the last sleep, and what was learnt.
   bool hears_ = false;
   Woken woken_ = Woken::kNot;
   int vain_ = 0;
+  std::set<int> ignored_;
   std::chrono::nanoseconds look_;
 };
 

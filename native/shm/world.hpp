@@ -182,7 +182,8 @@ struct Claims {
   Flag finished;                                 // at the number of the entry plus one, once all parts are
 };
 
-// The weights of ranks, see Request: negative for one that has joined, which counts as much as the others do on average.
+// The weights of ranks, see Request: negative for one that has joined, which counts as much as the others do on
+// average.
 struct WeightSums {
   double sum;
   std::uint32_t present, absent;

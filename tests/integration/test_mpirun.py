@@ -74,6 +74,27 @@ if int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']) % 2:
     assert {r["text"].splitlines()[0].partition("] ")[2] for r in reports} == {"ranks 1, 3 did not arrive within 1 s."}
 
 
+def test_forked_children_do_not_end_mpi(run):
+    """They end with their own codes, and their parents go on."""
+    program = """
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+total = lambda: float(kvstore_hvd.allreduce(np.ones(1), 'total')[0])
+total()
+codes = []
+for end in (lambda: sys.exit(3), lambda: None, lambda: 1 / 0):
+    child = os.fork()
+    if not child:
+        end()
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+report(codes=codes, total=total())
+"""
+    for one in run("-np 2", program, launcher=OWN).reports():
+        assert (one["codes"], one["total"]) == ([3, 0, 1], 2.0)
+
+
 # -- Communicators ------------------------------------------------------------------------------------------------
 
 COMMUNICATORS = """

@@ -8,7 +8,7 @@ from kvstore_hvd.errors import UnsupportedDtypeError
 from kvstore_hvd.join import Join
 from kvstore_hvd.store.compression import read_residuals
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, make
-from support.gluon import array, backward, mlp, network, samples, weights
+from support.gluon import array, backward, mlp, network, parameters, samples, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -110,7 +110,7 @@ def test_residuals_are_saved(rank, size, tmp_path):
 
     def make_trainer(net):
         compression = {"type": "2bit", "threshold": 0.8}
-        return mx.gluon.Trainer(net.collect_params(), "adam", {}, kvstore="horovod", compression_params=compression)
+        return mx.gluon.Trainer(parameters(net), "adam", {}, kvstore="horovod", compression_params=compression)
 
     def train(net, trainer, first):
         for step in range(first, first + 3):

@@ -7,6 +7,8 @@ the launcher of another one may abort the process inside MPI_Init, or start as a
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -218,10 +220,35 @@ def _start(launch: MPILaunch | None) -> Any:
         if mpi.Is_finalized():
             raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    _end_children_without_mpi()
     size = mpi.COMM_WORLD.size
     if launch is not None and launch.size is not None and launch.size > 1 and size == 1:
         raise _other_mpi(mpi, launch, f"MPI world size is 1, but the launcher asked for {launch.size}.")
     return mpi
+
+
+@functools.lru_cache(maxsize=1)
+def _end_children_without_mpi() -> None:
+    """Have forked children not end MPI, as mpi4py would: they share connections with their parents."""
+    owner, leave, codes = os.getpid(), sys.exit, [0]
+
+    def noting(status: Any = None, /) -> None:
+        codes[0] = status if isinstance(status, int) else 0 if status is None else 1
+        leave(status)
+
+    def in_child() -> None:
+        sys.exit = noting  # type: ignore[assignment]
+
+    def end() -> None:
+        if os.getpid() != owner:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(AttributeError, OSError, ValueError):
+                    stream.flush()
+            os._exit(1 if hasattr(sys, "last_value") else codes[0] & 0xFF)
+
+    os.register_at_fork(after_in_child=in_child)
+    atexit.register(end)
 
 
 def _load(launch: MPILaunch | None) -> Any:
