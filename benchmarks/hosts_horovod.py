@@ -4,15 +4,14 @@
 
 Horovod (for MXNet, with MPI) has an environment of its own; mpirun is that of its MPI, Open MPI. A size is in bytes;
 `resnet` is the gradients of ResNet-50, all submitted in priority; `trainer` the same by a DistributedTrainer. Both
-programs make the same calls of MXNet; 'engine' is ours below MXNet, as `hosts.py` times it. A repetition counts as its
-slowest rank. 'yield': its ranks give up their core while they wait for MPI (`mpi_yield_when_idle`).
+programs make the same calls. A repetition counts as its slowest rank. 'yield': ranks of Horovod give up their core while
+they wait for MPI (`mpi_yield_when_idle`); 'best' is the least of Horovod's medians, or minima.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import subprocess
 import sys
@@ -28,7 +27,7 @@ GRADIENTS = ("resnet", "trainer")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MXNET_CPU_WORKER_NTHREADS": "1"}
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 OFTEN = {**YIELD, "HOROVOD_CYCLE_TIME": "0.1"}
-COLUMNS = {"ours": {}, "engine": {}, "Horovod, yield": YIELD, "yield, cycle 0.1 ms": OFTEN, "as installed": {}}
+COLUMNS = {"ours": {}, "Horovod, yield": YIELD, "yield, cycle 0.1 ms": OFTEN, "as installed": {}}
 EXECUTE = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"  # another interpreter than the network's
 
 
@@ -95,32 +94,25 @@ def main() -> None:
     version = re.sub("mpirun |[()]", "", answer.splitlines()[0])
     theirs = Launcher("mpirun", (str(options.mpirun),), version, own.environment)
     run, launches, rows = describe(), {column: [] for column in COLUMNS}, []
-    many = ["--repetitions", options.repetitions]
 
-    def start(mpi: Launcher, *program: object) -> str:
+    def start(mpi: Launcher, *program: object) -> None:
         job = network.mpirun(mpi, [2, 2], *program, **ONE_THREAD, **COLUMNS[column])
         assert job.wait(TIMEOUT_S) == 0, (network.folder / "err").read_text()
-        return (network.folder / "out").read_text()
 
     with tempfile.TemporaryDirectory() as folder, Network(Path(folder), 2) as network:
-        program = [Path(__file__).resolve(), *many, *options.sizes, "--rank"]
+        program = [Path(__file__).resolve(), "--repetitions", options.repetitions, *options.sizes, "--rank"]
         for column in (column for n in range(options.launches) for column in list(COLUMNS)[:: -1 if n % 2 else 1]):
-            if column == "engine":
-                engine = [ROOT / "benchmarks/hosts.py", *many, "--rank"]
-                told = {size: start(own, *engine, size) for size in options.sizes if size != "trainer"}
-                launches[column].append({size: json.loads(text)["ours"] for size, text in told.items()})
-                continue
             if column == "ours":
                 start(own, *program, "kvstore_hvd.mxnet", folder)
             else:
                 start(theirs, "-c", EXECUTE, options.python.absolute(), *program, "horovod.mxnet", folder)
             launches[column].append(slowest([load_samples(Path(folder), rank) for rank in range(4)]))
     for size in options.sizes:
-        values = [joined(of).get(size, [float("nan")]) for of in launches.values()]
-        ratios = [each(of) / min(map(each, values[2:])) for each in (median, min) for of in values[:2]]
+        values = [joined(of)[size] for of in launches.values()]
+        ratios = [each(values[0]) / min(map(each, values[1:])) for each in (median, min)]
         times = [f"{time_text(median(of))} ({time_text(min(of))})" for of in values]
         rows.append([size if size in GRADIENTS else size_text(int(size)), *times, *map(ratio_text, ratios)])
-    head = ["us: median (min)", *COLUMNS, "ours/best", "engine/best", "of minima", "of minima"]
+    head = ["us: median (min)", *COLUMNS, "ours/best", "of minima"]
     about = f"2 hosts of 2 ranks, {options.launches} launches; ours: {own.version}; Horovod: {version}"
     return write(options.json, run, launches, f"{about}\n\n{table(head, rows)}")
 
