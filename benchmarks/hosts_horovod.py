@@ -3,9 +3,9 @@
     python benchmarks/hosts_horovod.py --python HOROVOD/bin/python [--mpirun /usr/bin/mpirun] [SIZE ...]
 
 Horovod (for MXNet, with MPI) has an environment of its own; mpirun is that of its MPI, Open MPI. A size is in bytes;
-`resnet` is the gradients of ResNet-50, all submitted in priority; `trainer` the same by a DistributedTrainer. Both
-programs make the same calls. A repetition counts as its slowest rank. 'yield': ranks of Horovod give up their core while
-they wait for MPI (`mpi_yield_when_idle`); 'best' is the least of Horovod's medians, or minima.
+`resnet` is the gradients of ResNet-50, all submitted in priority; `trainer` the same by a DistributedTrainer. A
+repetition counts as its slowest rank. 'yield': Horovod's ranks give up their cores while they wait for MPI
+(`mpi_yield_when_idle`). 'best' is the least of Horovod's medians, or minima.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def main() -> None:
 
     from support.launchers import Launcher, mpirun
 
-    own = mpirun()
+    own, rows = mpirun(), []
     answer = subprocess.run([options.mpirun, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.sub("mpirun |[()]", "", answer.splitlines()[0])
     theirs = Launcher("mpirun", (str(options.mpirun),), version, own.environment)
-    run, launches, rows = describe(), {column: [] for column in COLUMNS}, []
+    run, launches = describe(), {column: [] for column in COLUMNS}
 
     def start(mpi: Launcher, *program: object) -> None:
         job = network.mpirun(mpi, [2, 2], *program, **ONE_THREAD, **COLUMNS[column])
