@@ -81,8 +81,7 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, default=ROOT / "build/hosts-horovod.json")
     parser.add_argument("sizes", nargs="*", default=["4", "65536", "1048576", "16777216", *GRADIENTS])
-    options = parser.parse_args()
-    if options.rank:
+    if (options := parser.parse_args()).rank:
         return be_a_rank(options.rank[0], options.sizes, options.repetitions, Path(options.rank[1]))
     sys.path.insert(0, str(ROOT / "tests"))
     from hosts.network import Network
