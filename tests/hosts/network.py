@@ -116,9 +116,13 @@ class Network:
         hosts = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks))
         agent, size = f"{self.folder}/agent", str(sum(ranks))
         if "Open MPI" in mpi.version:
-            options = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "prte_if_include", f"{_NET}.0/24"]
+            old = "Open MPI 4" in mpi.version
+            if old:
+                options = ["--mca", "plm_rsh_agent", agent, "--mca", "oob_tcp_if_include", f"{_NET}.0/24"]
+            else:
+                options = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "prte_if_include", f"{_NET}.0/24"]
             options += ["--host", hosts, "-np", size, "--bind-to", "none", "--mca", "pml", "ob1"]
-            options += ["--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"]
+            options += ["--mca", "btl", f"self,{'vader' if old else 'sm'},tcp", "--mca", "btl_tcp_if_include", "eth0"]
         else:
             options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", hosts, "-np", size]
         words = [*mpi.prefix, *options, sys.executable, *map(str, program)]
