@@ -47,9 +47,10 @@ void bind_link(py::module_& module) {
       .def(
           "meet",
           [](const std::shared_ptr<Link>& link, double limit_s) {
+            // First: a world that has failed since all hosts have met is joined, and lost.
+            const bool has_failed = link->has_failed();
             const std::vector<int> missing = LinkLoop::of_this_process().meet(link, nanoseconds(limit_s));
-            // A world that has failed since all hosts have met is joined, and lost.
-            if (!missing.empty() && link->has_failed()) raise(Status(link->failure().code(), link->failure().fact()));
+            if (!missing.empty() && has_failed) raise(Status(link->failure().code(), link->failure().fact()));
             return missing;
           },
           py::arg("limit_s"), py::call_guard<py::gil_scoped_release>())

@@ -56,8 +56,9 @@ void LinkLoop::add(const std::shared_ptr<Link>& link) {
 std::vector<int> LinkLoop::meet(const std::shared_ptr<Link>& link, std::chrono::nanoseconds limit) {
   Patience patience(limit);
   for (;;) {
+    const bool has_failed = link->has_failed();  // first: the other host may meet this one and tell of it at once
     std::vector<int> missing = link->missing();
-    if (missing.empty() || link->has_failed() || patience.is_over()) return missing;
+    if (missing.empty() || has_failed || patience.is_over()) return missing;
     std::this_thread::sleep_for(kLook);
   }
 }
