@@ -78,7 +78,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
 std::vector<int> Link::missing() const {
   std::vector<int> ranks;
   for (int host = 0; host < world_.hosts; ++host) {
-    if (host != world_.host && mails_[host]->peer() != Mail::Peer::kMet)
+    if (host != world_.host && !mails_[host]->was_met())
       ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
   }
   return ranks;

@@ -71,7 +71,10 @@ bool Mail::is_for_us(const Head& head) {
   if (head.build != build_) {
     turn_into(Peer::kOtherBuild);
   } else if (peer() == Peer::kUnknown) {
-    if (head.to == own_) turn_into(Peer::kMet);
+    if (head.to == own_) {
+      was_met_.store(true, std::memory_order_relaxed);
+      turn_into(Peer::kMet);
+    }
     greets_ = greets_ || head.from != other_;
     other_ = head.from;
   } else if (head.from != other_) {

@@ -26,6 +26,8 @@ class Mail {
   enum class Peer { kUnknown, kMet, kOtherBuild, kStartedOver };
   // From any thread. Relaxed, everywhere: nothing else depends on it.
   Peer peer() const { return peer_.load(std::memory_order_relaxed); }
+  // Whether both ends have met, whatever became of the other one.
+  bool was_met() const { return was_met_.load(std::memory_order_relaxed); }
 
   // What is appended here is sent once the other end is met. Records, see RecordWriter.
   std::vector<char>& outgoing() { return outgoing_; }
@@ -61,6 +63,7 @@ class Mail {
   const std::uint64_t build_, own_;
   std::uint64_t other_ = 0;
   std::atomic<Peer> peer_{Peer::kUnknown};
+  std::atomic<bool> was_met_{false};
   bool greets_ = true;
   std::vector<char> outgoing_, incoming_;
   std::vector<char> sent_, received_;
