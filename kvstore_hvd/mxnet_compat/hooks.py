@@ -232,24 +232,19 @@ def _patch_trainer(mxnet: Any) -> None:
 
         return update
 
-    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_states(self: Any, fname: str) -> None:
-            original(self, fname)
-            if _is_ours(self._kvstore) and hasattr(self._kvstore, "_save_residuals"):
-                self._kvstore._save_residuals(fname)
+    def with_residuals(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+            def states(self: Any, fname: str) -> None:
+                original(self, fname)
+                if _is_ours(self._kvstore) and hasattr(self._kvstore, method):
+                    getattr(self._kvstore, method)(fname)
 
-        return save_states
+            return states
 
-    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_states(self: Any, fname: str) -> None:
-            original(self, fname)
-            if _is_ours(self._kvstore) and hasattr(self._kvstore, "_load_residuals"):
-                self._kvstore._load_residuals(fname)
+        return keeping
 
-        return load_states
-
-    wrap(mxnet.gluon.Trainer, "save_states", saving)
-    wrap(mxnet.gluon.Trainer, "load_states", loading)
+    wrap(mxnet.gluon.Trainer, "save_states", with_residuals("_save_residuals"))
+    wrap(mxnet.gluon.Trainer, "load_states", with_residuals("_load_residuals"))
     wrap(mxnet.gluon.Trainer, "step", stepping)
     wrap(mxnet.gluon.Trainer, "update", updating)
     wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)

@@ -87,7 +87,7 @@ bool LinkLoop::stop(std::chrono::nanoseconds limit) {
 void LinkLoop::run() {
   request_short_slice();
   prctl(PR_SET_NAME, "kvhvd-link");  // for top -H
-  prctl(PR_SET_TIMERSLACK, 1UL);
+  prctl(PR_SET_TIMERSLACK, 1UL);     // ns, in place of 50 us
   std::vector<std::shared_ptr<Link>> links;
   std::vector<std::uint32_t> seen;
   auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: MPI may use their memory

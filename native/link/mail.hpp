@@ -26,7 +26,8 @@ class Mail {
   enum class Peer { kUnknown, kMet, kOtherBuild, kStartedOver };
   // From any thread. Relaxed, everywhere: nothing else depends on it.
   Peer peer() const { return peer_.load(std::memory_order_relaxed); }
-  // Whether both ends have met, whatever became of the other one.
+  // Whether both ends have met, whatever became of the other one. Who has seen a failure that the other end told sees
+  // this: setting a failure is a release.
   bool was_met() const { return was_met_.load(std::memory_order_relaxed); }
 
   // What is appended here is sent once the other end is met. Records, see RecordWriter.

@@ -8,10 +8,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <system_error>
 
 namespace kvstore_hvd {
 namespace {
@@ -59,7 +61,9 @@ Doorbell::Doorbell()
   std::random_device device;
   number_ = (std::uint64_t{device()} << 32 | device()) | 1;
   const Address address(number_);
-  bind(socket_, address.get(), address.bytes);
+  if (readable_ < 0 || writable_ < 0 || bind(socket_, address.get(), address.bytes) != 0) {
+    throw std::system_error(errno, std::generic_category(), "the thread for other hosts cannot open its files");
+  }
 }
 
 Doorbell::~Doorbell() {

@@ -38,8 +38,6 @@ __all__ = [
 
 # How long MPI may take to end after a world was lost.
 _MPI_END_S = 5.0
-
-
 # Tag of the messages of ranks that wait no longer; how long they wait for answers; how often ranks look.
 _HERE, _ANSWER_S, _LOOK_S = 32_000, 2.0, 0.0005
 
@@ -237,8 +235,10 @@ def _end_children_without_mpi() -> None:
         leave(status)
 
     def in_child() -> None:
+        vars(sys).pop("last_value", None)  # of the parent
         sys.exit = noting  # type: ignore[assignment]
 
+    # Handlers from before the first init() do not run in a child.
     def end() -> None:
         if os.getpid() != owner:
             logging.shutdown()
