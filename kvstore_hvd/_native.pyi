@@ -301,8 +301,18 @@ class MXNetAdapter:
         `comm.base.Request`.
         """
 
-    def pushpull_in_place(self, name: str, label: str, array: int, priority: int, as_half: bool = False) -> int | None:
-        """Sum one array in place; returns its bytes. None, and nothing done, when the case needs a closer look."""
+    def pushpull_in_place(
+        self,
+        name: str,
+        label: str,
+        array: int,
+        priority: int,
+        as_half: bool = False,
+        op: str = "sum",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> int | None:
+        """Reduce one array in place; returns its bytes. None, and nothing done, when the case needs a closer look."""
 
     def prepare(self, gradients: Sequence[tuple[str, str, int, int]]) -> Step | None:
         """What `pushpull_step` takes, of the (name, label, array, priority) of each array; it keeps their memory.

@@ -9,13 +9,14 @@ Within ``mx.autograd.record()`` gradients flow through those that make new array
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import warnings
 from collections.abc import Sequence
 from typing import Any, Optional, TypeVar
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, fault_of_text
 from kvstore_hvd.mxnet import gradients
 from kvstore_hvd.mxnet.all_to_all import alltoall
 from kvstore_hvd.mxnet.basics import (
@@ -42,13 +43,23 @@ from kvstore_hvd.mxnet.basics import (
     start_timeline,
     stop_timeline,
 )
-from kvstore_hvd.mxnet.calls import check_array, check_list, check_name, make_call, names_for, operations, root_in
+from kvstore_hvd.mxnet.calls import (
+    NAMESPACE,
+    check_array,
+    check_list,
+    check_name,
+    make_call,
+    names_for,
+    operations,
+    root_in,
+)
 from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.joining import join
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
+from kvstore_hvd.process import process
 from kvstore_hvd.store.arrays import buffer_like, check_group
-from kvstore_hvd.store.keys import Call, Group, priority_of
+from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, priority_of, wire_name
 
 # As in Horovod, its module of operations has the basics as well.
 __all__ = [
@@ -174,6 +185,9 @@ def allreduce_(
     Within ``mx.autograd.record()`` an array of the graph is refused with an InvalidRequestError: use `allreduce`.
     """
     how = ("allreduce", average, op, prescale_factor, postscale_factor)
+    scale = (prescale_factor, postscale_factor)
+    if process_set is global_process_set and _allreduce_in_place(average, op, scale, tensor, name, priority):
+        return tensor
     reduced: Tensor = _allreduce(how, [tensor], name, priority, process_set, in_place=True)[0]
     return reduced
 
@@ -323,6 +337,49 @@ def _allreduce(
         if tape is not None:
             outs = [tape.allreduce(str(one.key), each, out, reduce) for one, each, out in zip(groups, tensors, outs)]
     return outs
+
+
+def _allreduce_in_place(
+    average: Optional[bool],
+    op: Optional[ReduceOp],
+    scale: tuple[float, float],
+    tensor: Any,
+    name: Optional[str],
+    priority: int,
+) -> bool:
+    """Submit what a loop over gradients submits, at a fraction of the general case's cost."""
+    # Returns False, and has done nothing, when this is not that case or anything is unusual about it.
+    world = process.current().member if process.current().is_initialized else None
+    adapter = None if world is None else world.current_adapter
+    if (
+        world is None
+        or adapter is None
+        or type(name) is not str
+        or type(priority) is not int
+        or not -(2**31) <= priority < 2**31
+        or not mxnet_compat.is_ndarray(tensor)
+        or not (average is None or op is None)
+        or type(op) not in (type(None), ReduceOp)
+        or op is Adasum
+        or any(type(factor) is not float for factor in scale)
+        or mxnet_compat.is_recording()
+        or mxnet_compat.is_tracing()
+    ):
+        return False
+    names = _names_of(name)
+    if names is None:
+        return False
+    op = _op(make_call(world, "allreduce"), average, op)
+    if adapter.pushpull_in_place(*names, tensor.handle.value or 0, priority, False, op.name.lower(), *scale) is None:
+        return False
+    mxnet_compat.note_collective()
+    return True
+
+
+@functools.lru_cache(MAX_KEYS)
+def _names_of(name: str) -> Optional[tuple[str, str]]:
+    """Of an operation, between the workers and in messages; None if the name is empty or refused."""
+    return None if not name or fault_of_text(name) else (wire_name(NAMESPACE, name), f"'{name}'")
 
 
 def _hash(tensors: Sequence[Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
@@ -47,14 +48,14 @@ def reduction(
     InvalidTypeError
         A factor is not a number.
     """
-    shown = ", ".join(f"hvd.{each.name.capitalize()}" for each in allowed)
+    fix = _use_one_of(allowed)
     try:
         chosen = ReduceOp(op)
     except ValueError:
-        raise InvalidRequestError(call.message(None, f"there is no op {op!r}.", f"use one of {shown}.")) from None
+        raise InvalidRequestError(call.message(None, f"there is no op {op!r}.", fix)) from None
     if chosen not in allowed:
         fact = f"op {chosen.name.capitalize()} is not supported."
-        raise InvalidRequestError(call.message(None, fact, f"use one of {shown}."))
+        raise InvalidRequestError(call.message(None, fact, fix))
     factors = []
     for role, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
         try:
@@ -62,3 +63,8 @@ def reduction(
         except (TypeError, ValueError):
             raise InvalidTypeError(call.message(None, f"{role} is {factor!r}.", "pass a number.")) from None
     return Reduction(chosen.name.lower(), prescale=factors[0], postscale=factors[1])
+
+
+@functools.cache
+def _use_one_of(allowed: tuple[ReduceOp, ...]) -> str:
+    return f"use one of {', '.join(f'hvd.{each.name.capitalize()}' for each in allowed)}."

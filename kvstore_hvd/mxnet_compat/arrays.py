@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -89,11 +90,16 @@ def bfloat16() -> Any:
 
 def dtype_name(x: Any) -> str:
     """The array's dtype by NumPy's name, such as ``'float32'``; ``'bfloat16'`` for MXNet's own."""
+    return _name_of(x.dtype)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
     import numpy as np
 
-    dtype = np.dtype(x.dtype)
+    dtype = np.dtype(dtype)
     # MXNet describes bfloat16 to NumPy as a structure with one field of that name.
-    return dtype.names[0] if dtype.names else dtype.name
+    return str(dtype.names[0] if dtype.names else dtype.name)
 
 
 def bytes_in(x: Any) -> Any:

@@ -71,13 +71,15 @@ void bind_mxnet(py::module_& module) {
       .def(
           "pushpull_in_place",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address array, int priority,
-             bool as_half) {
+             bool as_half, const std::string& op, double prescale, double postscale) {
+            const mxnet::StepReduction how{op_of(op), as_half};
+            const py::gil_scoped_release release;
             std::optional<std::size_t> bytes;
-            check(adapter.pushpull_in_place(name, label, handle(array), priority, as_half, bytes));
+            check(adapter.pushpull_in_place(name, label, handle(array), prescale, postscale, priority, how, bytes));
             return bytes;
           },
           py::arg("name"), py::arg("label"), py::arg("array"), py::arg("priority"), py::arg("as_half") = false,
-          WithoutGil())
+          py::arg("op") = "sum", py::arg("prescale") = 1.0, py::arg("postscale") = 1.0)
       .def(
           "prepare",
           [](const MXNetAdapter& adapter,

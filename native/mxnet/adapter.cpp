@@ -48,13 +48,14 @@ Status MXNetAdapter::pushpull(const std::string& name, const std::string& label,
   return push(std::move(request), inputs, outputs, how);
 }
 
-Status MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label, Handle array, int priority,
-                                       bool as_half, std::optional<std::size_t>& bytes) {
+Status MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label, Handle array, double prescale,
+                                       double postscale, int priority, const StepReduction& how,
+                                       std::optional<std::size_t>& bytes) {
   if (links_.naive || array == nullptr || process_id() != owner_ || !api().is_reachable(array)) return Status();
   const std::size_t found = api().bytes_of(array);
   if (found == 0 || !links_.unread->empty() || !engine_->health().ok()) return Status();
   bytes = found;
-  return pushpull(name, label, {array}, {array}, 1.0, 1.0, priority, 0, {ReduceOp::kSum, as_half});
+  return pushpull(name, label, {array}, {array}, prescale, postscale, priority, 0, how);
 }
 
 Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,

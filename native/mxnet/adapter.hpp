@@ -42,11 +42,11 @@ class MXNetAdapter {
                   const std::vector<Handle>& outputs, double prescale, double postscale, int priority,
                   std::uint64_t group, const StepReduction& how);
 
-  // The common case in one call: `array` summed in place. Sets `bytes` to its size. Does nothing, and leaves `bytes`
+  // The common case in one call: `array` reduced in place. Sets `bytes` to its size. Does nothing, and leaves `bytes`
   // empty, when there is anything about the case that needs a closer look: an array without elements, sparse, not on
   // the CPU or of another dtype; NaiveEngine; a lost world, or an error that nobody has read. Returns as pushpull.
-  Status pushpull_in_place(const std::string& name, const std::string& label, Handle array, int priority, bool as_half,
-                           std::optional<std::size_t>& bytes);
+  Status pushpull_in_place(const std::string& name, const std::string& label, Handle array, double prescale,
+                           double postscale, int priority, const StepReduction& how, std::optional<std::size_t>& bytes);
 
   // An array to be summed in place.
   struct ToSum {

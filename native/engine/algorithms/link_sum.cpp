@@ -16,12 +16,12 @@ char* sum_of(const Chunk& chunk) { return chunk.world().link_memory(chunk.index(
 
 bool is_direct(const Chunk& chunk, const Piece& piece) { return chunk.world().slots[piece.slot].direct != 0; }
 
-// Arrays in arenas are read where they lie.
+// Arrays in arenas, which all pieces of an entry are in or none, and this rank's own slice are read where they lie.
 void fill(Chunk& chunk) {
-  for (std::uint32_t i = 0; i < chunk.entry().n_pieces; ++i) {
-    const Piece& piece = chunk.entry().pieces[i];
-    if (!is_direct(chunk, piece)) chunk.stage(Range{piece.staged, piece.staged + piece.bytes});
-  }
+  if (is_direct(chunk, chunk.entry().pieces[0])) return;
+  const Range own = chunk.own_slice();
+  chunk.stage(Range{0, own.begin});
+  chunk.stage(Range{own.end, chunk.entry().staged_bytes});
 }
 
 bool reduce_slice(Chunk& chunk) {
