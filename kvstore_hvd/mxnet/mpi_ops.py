@@ -111,6 +111,9 @@ __all__ = [
     "stop_timeline",
 ]
 
+_AVERAGE_IS_DEPRECATED = "the parameter average is deprecated; pass op=hvd.Average or op=hvd.Sum."
+_InPlace = tuple[str, str, int, str, float, float]
+
 #: An array of MXNet: NDArray, or its ndarray of NumPy's interface. The result is of the same class.
 Tensor = TypeVar("Tensor")
 
@@ -185,8 +188,9 @@ def allreduce_(
     Within ``mx.autograd.record()`` an array of the graph is refused with an InvalidRequestError: use `allreduce`.
     """
     how = ("allreduce", average, op, prescale_factor, postscale_factor)
-    scale = (prescale_factor, postscale_factor)
-    if process_set is global_process_set and _allreduce_in_place(average, op, scale, tensor, name, priority):
+    if process_set is global_process_set and _allreduce_in_place(
+        tensor, name, priority, average, op, prescale_factor, postscale_factor
+    ):
         return tensor
     reduced: Tensor = _allreduce(how, [tensor], name, priority, process_set, in_place=True)[0]
     return reduced
@@ -339,47 +343,54 @@ def _allreduce(
     return outs
 
 
-def _allreduce_in_place(
-    average: Optional[bool],
-    op: Optional[ReduceOp],
-    scale: tuple[float, float],
-    tensor: Any,
-    name: Optional[str],
-    priority: int,
-) -> bool:
-    """Submit what a loop over gradients submits, at a fraction of the general case's cost."""
+def _allreduce_in_place(tensor: Any, *how: Any) -> bool:
+    """Submit what a loop over gradients submits, at a fraction of the general case's cost; `how`: see `_in_place`."""
     # Returns False, and has done nothing, when this is not that case or anything is unusual about it.
-    world = process.current().member if process.current().is_initialized else None
-    adapter = None if world is None else world.current_adapter
+    world = process.current()
+    adapter = world.member.current_adapter if world.is_initialized else None
     if (
-        world is None
-        or adapter is None
-        or type(name) is not str
-        or type(priority) is not int
-        or not -(2**31) <= priority < 2**31
+        adapter is None
         or not mxnet_compat.is_ndarray(tensor)
-        or not (average is None or op is None)
-        or type(op) not in (type(None), ReduceOp)
-        or op is Adasum
-        or any(type(factor) is not float for factor in scale)
         or mxnet_compat.is_recording()
         or mxnet_compat.is_tracing()
     ):
         return False
-    names = _names_of(name)
-    if names is None:
+    try:
+        found = _in_place(*how)
+    except TypeError:  # an argument that is no key of a cache
         return False
-    op = _op(make_call(world, "allreduce"), average, op)
-    if adapter.pushpull_in_place(*names, tensor.handle.value or 0, priority, False, op.name.lower(), *scale) is None:
+    if found is None:
+        return False
+    name, label, priority, op, prescale, postscale = found
+    if how[2] is not None:
+        warnings.warn(_AVERAGE_IS_DEPRECATED, DeprecationWarning, stacklevel=3)
+    handle = mxnet_compat.handle_of(tensor)
+    if adapter.pushpull_in_place(name, label, handle, priority, False, op, prescale, postscale) is None:
         return False
     mxnet_compat.note_collective()
     return True
 
 
-@functools.lru_cache(MAX_KEYS)
-def _names_of(name: str) -> Optional[tuple[str, str]]:
-    """Of an operation, between the workers and in messages; None if the name is empty or refused."""
-    return None if not name or fault_of_text(name) else (wire_name(NAMESPACE, name), f"'{name}'")
+@functools.lru_cache(MAX_KEYS, typed=True)
+def _in_place(name: Any, priority: Any, average: Any, op: Any, prescale: Any, postscale: Any) -> Optional[_InPlace]:
+    """What the adapter is told of an allreduce in place; None if the call needs a closer look."""
+    if average is not None and op is not None:
+        return None
+    if op is None:
+        op = Average if average is None or average else Sum
+    if (
+        type(op) is not ReduceOp
+        or op is Adasum
+        or type(name) is not str
+        or not name
+        or fault_of_text(name)
+        or type(priority) is not int
+        or not -(2**31) <= priority < 2**31
+        or type(prescale) is not float
+        or type(postscale) is not float
+    ):
+        return None
+    return wire_name(NAMESPACE, name), f"'{name}'", priority, op.name.lower(), prescale, postscale
 
 
 def _hash(tensors: Sequence[Any]) -> int:
@@ -445,6 +456,5 @@ def _op(call: Call, average: Optional[bool], op: Optional[ReduceOp]) -> ReduceOp
     if op is not None:
         fact = "both average and op are given."
         raise InvalidRequestError(call.message(None, fact, "pass op only: hvd.Average or hvd.Sum."))
-    text = "the parameter average is deprecated; pass op=hvd.Average or op=hvd.Sum."
-    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    warnings.warn(_AVERAGE_IS_DEPRECATED, DeprecationWarning, stacklevel=4)
     return Average if average else Sum
