@@ -14,7 +14,9 @@ __all__ = ["check_room", "limit_of", "open_below"]
 # While workers join: the socket of each, the listener and its selector, or what watches them afterwards, whichever is
 # more; the shared memory, and a bell.
 _OWN = 4
-# For whoever opens files meanwhile, libraries that are being loaded among them.
+# Over hosts: what wakes the link's thread, and wakes it from here.
+_LINK = 4
+# For files that are opened meanwhile, of libraries that are being loaded among them.
 _SPARE = 8
 
 
@@ -29,7 +31,7 @@ def check_room(topology: Topology) -> None:
     limit = limit_of(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
-    needed = topology.local_size + _OWN + _SPARE
+    needed = topology.local_size + _OWN + _SPARE + (_LINK if topology.host_count > 1 else 0)
     used = open_below(limit)
     if limit - used >= needed:
         return

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdio>
@@ -135,7 +136,13 @@ Doorbell::Woken Doorbell::wait(std::chrono::nanoseconds limit) {
 }
 
 void Doorbell::ring(std::uint64_t number) {
-  static const int socket = open_socket();
+  static std::atomic<int> shared{-1};  // relaxed: nothing else depends on it
+  int socket = shared.load(std::memory_order_relaxed);
+  if (socket < 0) {
+    int none = -1;
+    socket = open_socket();  // again with the next ring, while the process has no descriptors
+    if (!shared.compare_exchange_strong(none, socket, std::memory_order_relaxed)) socket = (close(socket), none);
+  }
   const Address address(number);
   sendto(socket, "", 1, MSG_DONTWAIT, address.get(), address.bytes);
 }

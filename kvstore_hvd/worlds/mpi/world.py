@@ -78,14 +78,14 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
             return None
 
     try:
-        chosen = comm
-        if comm is None:
-            chosen = mpi.COMM_WORLD
-        elif not isinstance(comm, mpi.Comm):
+        if comm is None or isinstance(comm, mpi.Comm):
+            chosen = comm or mpi.COMM_WORLD
+            _await_all(mpi, chosen, chosen.Ibarrier())
+        else:
+            _await_all(mpi, mpi.COMM_WORLD, None, comm)
             group = mpi.COMM_WORLD.group.Incl(list(comm))
             chosen = mpi.COMM_WORLD.Create_group(group)
             group.Free()
-        _await_all(mpi, chosen)
         # Our own messages must not meet the application's on its communicator.
         private = chosen.Dup()
         private.Set_errhandler(mpi.ERRORS_RETURN)
@@ -103,31 +103,34 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         raise LaunchError(text) from error
 
 
-def _await_all(mpi: Any, communicator: Any) -> None:
-    """Return when all ranks have come here; after the time for that, raise and name those that have not."""
+def _await_all(mpi: Any, communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> None:
+    """Return when all ranks, or those named, have come here; after the time for that, raise and name the others."""
     # A barrier that does not return cannot say who is missing: ranks that no longer wait ask all others, who answer.
-    barrier, deadline, status = communicator.Ibarrier(), Deadline(config().start_timeout_s), mpi.Status()
+    # MPI has none for ranks without a communicator: they tell each other that they are here.
+    deadline, status = Deadline(config().start_timeout_s), mpi.Status()
     rank, size = communicator.rank, communicator.size
-    arrived, sent, last = {rank}, dict[int, Any](), None
+    others = set(ranks or range(size)) - {rank}
+    arrived, sent, last = set[int](), dict[int, Any](), None
 
-    def tell(others: Iterable[int]) -> None:
-        sent.update({other: communicator.isend(None, other, _HERE) for other in others if other not in sent})
+    def tell(whom: Iterable[int]) -> None:
+        sent.update({other: communicator.isend(None, other, _HERE) for other in whom if other not in sent})
 
-    while not barrier.Test():
+    if barrier is None:
+        tell(others)
+    while arrived < others if barrier is None else not barrier.Test():
         while communicator.Iprobe(tag=_HERE, status=status):
             communicator.recv(source=status.source, tag=_HERE)
             arrived.add(status.source)
             tell([status.source])
         if last is None and deadline.left() <= 0:
-            tell(set(range(size)) - {rank})
+            tell(others)
             last = Deadline(_ANSWER_S)
         if last is not None and last.left() <= 0:
             end_with_mpi()
             world_was_lost()
-            missing = [other for other in range(size) if other not in arrived]
             raise LaunchError(
                 message(
-                    f"{rank_list(missing)} did not arrive within {config().start_timeout_s:g} s.",
+                    f"{rank_list(others - arrived)} did not arrive within {config().start_timeout_s:g} s.",
                     rank=rank,
                     size=size,
                     fix="see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more "
@@ -135,6 +138,7 @@ def _await_all(mpi: Any, communicator: Any) -> None:
                 )
             )
         time.sleep(_LOOK_S)
+    mpi.Request.waitall(list(sent.values()))
 
 
 @dataclass(frozen=True)
