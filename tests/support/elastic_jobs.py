@@ -7,9 +7,8 @@ import random
 import signal
 from typing import Any
 
-from kvstore_hvd.driver.actions import Action, End, Kill, Note, Start, Tell
-from kvstore_hvd.driver.jobs import Job
-from kvstore_hvd.driver.settings import Settings
+from kvstore_hvd.launch.jobs import Job
+from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, Tell
 from kvstore_hvd.wire.messages import LAUNCHER_TO_WORKER, WORKER, check
 
 

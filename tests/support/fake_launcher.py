@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_hvd.driver.daemon_settings import DaemonSettings, daemon_command
+from kvstore_hvd.launch.daemon_settings import DaemonSettings, daemon_command
 from kvstore_hvd.wire import Connection, Listener, WireError
 from kvstore_hvd.wire.messages import DAEMON, check
 from support.jobs import LIMIT_S, processes, variables_of

@@ -10,10 +10,8 @@ from collections import deque
 
 import pytest
 
-from kvstore_hvd.driver.actions import End, Kill, Note, Start, Tell
-from kvstore_hvd.driver.jobs import Job
-from kvstore_hvd.driver.settings import Settings
-from kvstore_hvd.driver.slots import Cooldown
+from kvstore_hvd.launch.jobs import Job
+from kvstore_hvd.launch.state import Cooldown, End, Kill, Note, Settings, Start, Tell
 
 HOSTS = ("a", "b", "c")
 HISTORIES = 1500

@@ -2,16 +2,16 @@
 
 import pytest
 
-from kvstore_hvd import launch
-from kvstore_hvd.driver.discovery import FixedHosts, HostDiscoveryScript
-from kvstore_hvd.driver.options import elastic_plan, is_elastic
-from kvstore_hvd.driver.slots import Cooldown
+from kvstore_hvd.launch import command
+from kvstore_hvd.launch.discovery import FixedHosts, HostDiscoveryScript
+from kvstore_hvd.launch.options import elastic_plan, is_elastic
+from kvstore_hvd.launch.state import Cooldown
 
 
 def plan(*arguments):
-    options = launch._options(arguments)
+    options = command._options(arguments)
     assert is_elastic(options)
-    return elastic_plan(options, *launch._program(options))
+    return elastic_plan(options, *command._program(options))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_file_of_options(tmp_path, capfd):
         ("min-num-proc: 2", "min-np and min-num-proc are the same option."),
     ):
         path.write_text(f"min-np: 1\n{line}\n")
-        assert launch.main(["--config-file", str(path), "true"]) == 2
+        assert command.main(["--config-file", str(path), "true"]) == 2
         assert text in capfd.readouterr().err
 
 
@@ -87,7 +87,7 @@ def test_a_file_of_options(tmp_path, capfd):
     ],
 )
 def test_what_cannot_be_is_said(capfd, arguments, text):
-    assert launch.main([*arguments, "true"]) == 2
+    assert command.main([*arguments, "true"]) == 2
     out, err = capfd.readouterr()
     assert (out, err.startswith("kvhvdrun: "), "Fix: " in err) == ("", True, True)
     assert text in err
@@ -96,13 +96,13 @@ def test_what_cannot_be_is_said(capfd, arguments, text):
 def test_a_command_that_no_message_holds(monkeypatch, capfd):
     monkeypatch.setenv("LONG", "\u00e4" * 100_000)
     arguments = ["--min-np", "1", "true", *(["x" * 100_000] * 5)]
-    assert launch.main(arguments) == 2
+    assert command.main(arguments) == 2
     assert "the command and the environment of the workers take 1" in capfd.readouterr().err
 
 
 def test_shares_of_cores(monkeypatch):
-    from kvstore_hvd.driver import shares
-    from kvstore_hvd.driver.slots import Slot, Slots
+    from kvstore_hvd.launch import shares
+    from kvstore_hvd.launch.state import Slot, Slots
 
     monkeypatch.setattr(shares, "usable_cores", lambda: list(range(8)))
     slots = Slots(Cooldown())

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import launch, native
+from kvstore_hvd import native
 from kvstore_hvd.errors import ConfigError, LaunchError
+from kvstore_hvd.launch import command
 from kvstore_hvd.launcher import capacity
 from kvstore_hvd.launcher.output import LineStream, Sink, Tail
 from kvstore_hvd.launcher.output_files import OutputFiles
@@ -107,7 +108,7 @@ def test_the_tail_leaves_out_what_python_ignores():
     ],
 )
 def test_what_cannot_work_is_said(capfd, arguments, code, text):
-    assert launch.main(arguments) == code
+    assert command.main(arguments) == code
     out, err = capfd.readouterr()
     assert (out, err.startswith("kvhvdrun: "), "Traceback" in err) == ("", True, False)
     assert text in err
@@ -115,14 +116,14 @@ def test_what_cannot_work_is_said(capfd, arguments, code, text):
 
 def test_help_has_few_variables(capfd):
     with pytest.raises(SystemExit) as end:
-        launch.main(["--help"])
+        command.main(["--help"])
     out = capfd.readouterr().out
     assert (end.value.code, out.count("\nKVHVD_") + out.count("\nHOROVOD_")) == (0, 8)
     assert ("docs/errors.md" in out, "KVHVD_SECRET" in out) == (True, False)
 
 
 def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatch):
-    header = (Path(__file__).resolve().parents[2] / "native/shm/failure.hpp").read_text()
+    header = (Path(__file__).resolve().parents[3] / "native/shm/failure.hpp").read_text()
     assert f"kMaxRanks = {capacity.MAX_WORKERS};" in header
     given = resource.getrlimit
 
@@ -151,7 +152,7 @@ def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatc
 
 
 def plan(*arguments):
-    return launch._plan(launch._options(arguments))
+    return command._plan(command._options(arguments))
 
 
 def test_options_of_the_program_are_its_own():
@@ -246,7 +247,7 @@ def test_check_build(capfd, monkeypatch):
     import mxnet
 
     def rows():
-        assert launch.main(["--check-build"]) == 0
+        assert command.main(["--check-build"]) == 0
         out, _ = capfd.readouterr()
         assert out.startswith(f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}")
         return dict(re.findall(r"^  (.*?): +(.*)$", out, re.MULTILINE))
@@ -271,7 +272,7 @@ def test_check_build(capfd, monkeypatch):
 
 def test_variables_of_the_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launch, "usable_cores", lambda: list(range(8)))
+    monkeypatch.setattr(command, "usable_cores", lambda: list(range(8)))
     # As inside a worker of mpirun; none of it is true for our workers.
     for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "OMPI_MCA_orte_hnp_uri"):
         monkeypatch.setenv(name, "1")

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Mapping
 from typing import Protocol
 
-from kvstore_hvd.driver.children import Child
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launch.children import Child
 from kvstore_hvd.launcher.capacity import MAX_WORKERS
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.hosts import refuse_others, slots_of

@@ -20,9 +20,9 @@ from typing import Any
 
 from kvstore_hvd.base.clocks import Deadline, RunningClock
 from kvstore_hvd.config import config
-from kvstore_hvd.driver.connections import Connections
-from kvstore_hvd.driver.daemon_settings import DaemonSettings
-from kvstore_hvd.driver.local_workers import LocalWorker, LocalWorkers, NotStarted
+from kvstore_hvd.launch.connections import Connections
+from kvstore_hvd.launch.daemon_settings import DaemonSettings
+from kvstore_hvd.launch.local_workers import LocalWorker, LocalWorkers, NotStarted
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.guard import Guard

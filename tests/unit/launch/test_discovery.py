@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from kvstore_hvd.driver import discovery
-from kvstore_hvd.driver.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript, hosts_of_script
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launch import discovery
+from kvstore_hvd.launch.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript, hosts_of_script
 from support.patience import patient
 
 LIMIT_S = patient(30)

@@ -12,19 +12,18 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
-from kvstore_hvd.driver.actions import End, Kill, Note, Start, Tell
-from kvstore_hvd.driver.connections import Connections
-from kvstore_hvd.driver.daemon_settings import DaemonSettings
-from kvstore_hvd.driver.daemons import Daemons
-from kvstore_hvd.driver.discovery import DiscoveryError
-from kvstore_hvd.driver.events import EventLog
-from kvstore_hvd.driver.job_clock import JobClock
-from kvstore_hvd.driver.jobs import Job
-from kvstore_hvd.driver.news import event_text, news_text
-from kvstore_hvd.driver.plan import ElasticPlan
-from kvstore_hvd.driver.shares import Shares
-from kvstore_hvd.driver.status import StatusLine
 from kvstore_hvd.horovod.variables import of_worker
+from kvstore_hvd.launch.connections import Connections
+from kvstore_hvd.launch.daemon_settings import DaemonSettings
+from kvstore_hvd.launch.daemons import Daemons
+from kvstore_hvd.launch.discovery import DiscoveryError
+from kvstore_hvd.launch.events import EventLog
+from kvstore_hvd.launch.jobs import Job
+from kvstore_hvd.launch.news import event_text, news_text
+from kvstore_hvd.launch.plan import ElasticPlan
+from kvstore_hvd.launch.shares import Shares
+from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Start, Tell
+from kvstore_hvd.launch.status import StatusLine
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
 from kvstore_hvd.launcher.hosts import is_here
@@ -36,7 +35,6 @@ from kvstore_hvd.wire import Connection, Listener
 
 __all__ = ["ElasticDriver"]
 
-_EXIT_FAILED = 1
 # A daemon may take this much longer to end than its workers.
 _DAEMON_ENDS_S = 3.0
 _KILL_TAKES_S = 2.0
@@ -57,8 +55,9 @@ class ElasticDriver:
         self._plan = plan
         self._settings = plan.settings
         self._clock = RunningClock()
-        self._job_clock = JobClock(self._clock.now())
-        self._job = Job(plan.settings, self._job_clock.now)
+        # Workers are judged by a clock that goes on only while all daemons are heard: they bring what a worker says.
+        self._job_now = self._looked_at = self._clock.now()
+        self._job = Job(plan.settings, self._job_now)
         self._shares = Shares(plan.bind_cores, plan.environment, plan.settings.max_np)
         self._discovery_fails_since: float | None = None
         self._discovered = False
@@ -130,7 +129,9 @@ class ElasticDriver:
 
     def _look_at_clock(self) -> float:
         now = self._clock.now()
-        self._job_clock.advance(now, are_heard=not self._daemons.are_silent(now))
+        if not self._daemons.are_silent(now):
+            self._job_now += now - self._looked_at
+        self._looked_at = now
         return now
 
     def _turn(self) -> None:
@@ -165,15 +166,15 @@ class ElasticDriver:
             None if self._gone_at is None or self._code is not None else self._drain_from + _DRAIN_S,
             None if self._code is None else now + _GLANCE_S,
         ]
-        deadline, job_now = self._job.deadline(self._job_clock.now), self._job_clock.now
+        deadline = self._job.deadline(self._job_now)
         waits = [LOOK_S, *(time - now for time in times if time is not None)]
-        return max(0.0, min(waits if deadline is None else [*waits, deadline - job_now]))
+        return max(0.0, min(waits if deadline is None else [*waits, deadline - self._job_now]))
 
     def _act_on_time(self, now: float) -> None:
-        self._daemons.act_on_time(now, lambda host, why: self._job.host_lost(host, why, self._job_clock.now))
+        self._daemons.act_on_time(now, lambda host, why: self._job.host_lost(host, why, self._job_now))
         if self._end is None:
             self._discover(now)
-            self._job.tick(self._job_clock.now)
+            self._job.tick(self._job_now)
         elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
             self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
             self._daemons.end(self._end.reason)
@@ -237,7 +238,7 @@ class ElasticDriver:
                 self._strange_hosts.add(host)
                 self._say(f"'{host}' is another host, and kvhvdrun uses this one only.")
         self._job.hosts(
-            {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_clock.now
+            {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_now
         )
 
     # -- What the job decides -------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class ElasticDriver:
         try:
             self._daemons.start(host, self._look_at_clock())
         except OSError as error:
-            self._job.host_lost(host, f"its daemon could not be started: {error}", self._job_clock.now)
+            self._job.host_lost(host, f"its daemon could not be started: {error}", self._job_now)
             return
         environment, cores = self._shares.of(action.slot, self._job.slots)
         environment["KVHVD_SLOT"] = str(action.slot)
@@ -303,7 +304,7 @@ class ElasticDriver:
                 return
 
     def _take(self, message: dict[str, Any]) -> None:
-        kind, now = message["t"], self._job_clock.now
+        kind, now = message["t"], self._job_now
         if kind == "started":
             self._job.started(message["worker"], message["pid"], now)
         elif kind == "not_started":
@@ -362,7 +363,7 @@ class ElasticDriver:
         for fd, error in streams:
             self._on_lost_output(fd, error)
         for text in events:
-            self._lost_code = self._lost_code or _EXIT_FAILED
+            self._lost_code = self._lost_code or EXIT_FAILED
             self._say(text)
         return bool(streams or events)
 
@@ -374,7 +375,7 @@ class ElasticDriver:
             self._end_by(signal.SIGTERM)
             return
         # A full disk is no reason to lose the work as well.
-        self._lost_code = self._lost_code or _EXIT_FAILED
+        self._lost_code = self._lost_code or EXIT_FAILED
         name = "standard error" if fd == 2 else "standard output"
         self._say(f"{name} cannot be written: {error.strerror}. What the workers write there from here on is lost.")
 
@@ -382,7 +383,7 @@ class ElasticDriver:
 
     def _farewell(self) -> int:
         """Say why the job has ended; returns its exit code."""
-        end = self._end or End(_EXIT_FAILED)
+        end = self._end or End(EXIT_FAILED)
         code = 128 + self._asked if self._asked is not None else end.code or self._lost_code
         reason = f"signal {signal.Signals(self._asked).name}" if self._asked is not None else end.reason
         self._note("job_end", {"code": code, "reason": reason})

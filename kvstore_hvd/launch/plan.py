@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore_hvd.driver.discovery import HostDiscovery
-from kvstore_hvd.driver.settings import Settings
+from kvstore_hvd.launch.discovery import HostDiscovery
+from kvstore_hvd.launch.state import Settings
 from kvstore_hvd.launcher.plan import Caller
 
 __all__ = ["ElasticPlan"]

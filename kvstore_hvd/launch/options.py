@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd.config import config, option_value
-from kvstore_hvd.driver.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from kvstore_hvd.driver.plan import ElasticPlan
-from kvstore_hvd.driver.settings import Settings
-from kvstore_hvd.driver.slots import Cooldown
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
+from kvstore_hvd.launch.plan import ElasticPlan
+from kvstore_hvd.launch.state import Cooldown, Settings
 from kvstore_hvd.launcher.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
 from kvstore_hvd.launcher.plan import Caller

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from kvstore_hvd.driver import status
-from kvstore_hvd.driver.events import EventLog
-from kvstore_hvd.driver.status import StatusLine
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launch import status
+from kvstore_hvd.launch.events import EventLog
+from kvstore_hvd.launch.status import StatusLine
 from kvstore_hvd.launcher.relay import Relay
 
 LIMIT_S = 60
@@ -45,7 +45,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path):
                 os.write(writer, b"\n" * 4096)
         os.close(writer)
         for number in range(30_000):  # more than is kept in memory
-            log.write("many", {"number": number, "text": "x" * 40})
+            log.write("many", {"number": number, "text": "x" * 60})
         (text,) = log.take_lost()
         assert text == "the event log is not written, and too much waits for it: what follows is left out."
         data = b""

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore_hvd.driver.connections import Connections
-from kvstore_hvd.driver.daemon_settings import DaemonSettings, daemon_command
+from kvstore_hvd.launch.connections import Connections
+from kvstore_hvd.launch.daemon_settings import DaemonSettings, daemon_command
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.workers import how_it_ended

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import Config, config, environment, option_value
-from kvstore_hvd.driver.driver import ElasticDriver
-from kvstore_hvd.driver.options import add_elastic_options, elastic_plan, is_elastic
-from kvstore_hvd.driver.slots import Slot
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.horovod.variables import Seat, of_worker
+from kvstore_hvd.launch.driver import ElasticDriver
+from kvstore_hvd.launch.options import add_elastic_options, elastic_plan, is_elastic
+from kvstore_hvd.launch.state import Slot
 from kvstore_hvd.launcher.as_horovod import through_this_package
 from kvstore_hvd.launcher.capacity import check_count
 from kvstore_hvd.launcher.check_build import build_report
@@ -34,7 +34,7 @@ from kvstore_hvd.launcher.supervisor import Supervisor
 __all__ = ["main"]
 
 # Folder of the workers' sitecustomize.
-_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher", "site")
+_SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher", "site")
 _HOSTS = ("hosts", "hostfile", "host-discovery-script")
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
@@ -309,7 +309,3 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     raise StartError(
         message(f"command '{program}' was not found.", fix=fix or "check its name and PATH."), _EXIT_NOT_FOUND
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore_hvd.driver.jobs import Job
+from kvstore_hvd.launch.jobs import Job
 
 __all__ = ["event_text", "news_text"]
 

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvstore_hvd.driver.connections import Connections
-from kvstore_hvd.driver.daemons import _Daemon, _fate
-from kvstore_hvd.driver.slots import Cooldown, Slot, Slots
+from kvstore_hvd.launch.connections import Connections
+from kvstore_hvd.launch.daemons import _Daemon, _fate
+from kvstore_hvd.launch.state import Cooldown, Slot, Slots
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_first_crash_costs_nothing_and_the_others_more_and_more():
     waits = [made.crashed(slot, 100.0) for _ in range(8)]
     for count, seconds in enumerate(waits, 1):
         assert min(300, 10 * 2**count) <= seconds <= min(300, 10 * 2**count + 10)
-    assert made.blacklisted(399.9) == [slot]
+    assert not made.usable(slot, 399.9)
     assert made.next_return(399.9) == 400.0
     assert made.usable(slot, 400.0)
     assert made.next_return(400.0) is None

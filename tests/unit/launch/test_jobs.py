@@ -212,6 +212,20 @@ def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
     assert play.outcome == (0, "")
 
 
+def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():
+    play = Play({"a": 2}, min_np=1)
+    play.ready(0, 1)
+    play.say(0, "joined", generation=0)
+    play.say(0, "synced", generation=0)
+    play.say(0, "finished")
+    play.end(0)
+    assert play.notes("generation_void") == []
+    play.say(1, "joined", generation=0)
+    assert len(play.notes("generation_joined")) == 1
+    play.end(1)
+    assert play.outcome == (0, "")
+
+
 def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for():
     play = Play({"a": 3}, min_np=1)
     play.begin()

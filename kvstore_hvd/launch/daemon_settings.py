@@ -26,7 +26,7 @@ _PROGRAM = """import sys
 if sys.path[0] == "":
     del sys.path[0]
 sys.path.append(sys.argv[1])
-from kvstore_hvd.driver.daemon import main
+from kvstore_hvd.launch.daemon import main
 sys.exit(main())"""
 _LONGEST = 1 << 16
 _FIELDS: Mapping[str, Mapping[str, Any]] = {

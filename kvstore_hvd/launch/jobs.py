@@ -11,25 +11,31 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore_hvd.driver.actions import Action, Actions
-from kvstore_hvd.driver.departures import Departures
-from kvstore_hvd.driver.failures import Failures
-from kvstore_hvd.driver.generations import ADDED, REMOVED, Generation, Phase
-from kvstore_hvd.driver.reasons import (
-    Reason,
-    because_of,
-    fail_again,
-    never_meet,
-    state_lost,
-    too_few,
-    too_many_resets,
-)
-from kvstore_hvd.driver.resets import NO_CHANGE, Resets
-from kvstore_hvd.driver.roster import Roster, Worker, local_ranks, rank_order
-from kvstore_hvd.driver.settings import Settings
-from kvstore_hvd.driver.slots import Slots
-from kvstore_hvd.driver.waits import Wait
 from kvstore_hvd.horovod.variables import Seat
+from kvstore_hvd.launch.state import (
+    ADDED,
+    EXIT_FAILED,
+    NO_CHANGE,
+    REMOVED,
+    Action,
+    End,
+    Failures,
+    Generation,
+    Kill,
+    Note,
+    Phase,
+    Roster,
+    Settings,
+    Slots,
+    Start,
+    Tell,
+    Wait,
+    Worker,
+    because_of,
+    local_ranks,
+    rank_order,
+    together_with,
+)
 
 __all__ = ["Job"]
 
@@ -37,9 +43,11 @@ __all__ = ["Job"]
 _LOST = ("lost", "timeout", "meeting")
 # A worker that has been in a world for so long was not what made its slot crash before.
 _LONG_LIFE_S = 600.0
-_EXIT_FAILED = 1
 # How long newcomers that are ready wait for others at least; and at most as long as it took the first of them itself.
 _TOGETHER_S = 2.0
+_NOT_NEEDED = "this worker is not needed any more"
+# A worker that the kernel has not ended so long after SIGKILL is taken for gone: it will not run again.
+_KILL_TAKES_S = 5.0
 # Nobody dies, and still they do not meet: there is no end to that.
 _MAX_FAILED_MEETINGS = 20
 
@@ -57,21 +65,22 @@ class Job:
         self._short = Wait(now)  # for workers, of which there are too few
         self._changes = 0  # of the hosts
         self._change = NO_CHANGE  # the one that is being attended to
-        self._resets = Resets()
+        self._resets = 0  # how often the workers have met again, as `--reset-limit` counts it
+        self._counted: set[int] = set()  # changes of the hosts that are in that number
         self._updates = 0
         self._failures = Failures()
         self._failed_meetings = 0  # in a row
         self._failure = ""  # of the last of them
         self._over = False
-        self._actions = Actions()
-        self._departures = Departures(settings, self._actions)
-        self._actions.note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
+        self._actions: list[Action] = []
+        self._note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
 
     # -- What can be asked ----------------------------------------------------------------------------------------
 
     def take(self) -> list[Action]:
         """What is to be done, in order; told once."""
-        return self._actions.take()
+        actions, self._actions = self._actions, []
+        return actions
 
     @property
     def generation(self) -> Generation:
@@ -126,7 +135,7 @@ class Job:
         """These are the hosts now, with so many slots each."""
         changes = self._slots.update(hosts)
         for event, host, count in changes:
-            self._actions.note(event, host=host, slots=count)
+            self._note(event, host=host, slots=count)
         if changes:
             self._changes += 1
             self._change = self._changes
@@ -145,7 +154,7 @@ class Job:
     def give_up(self, text: str) -> None:
         """There is a reason outside of it to end the job."""
         if not self._over:
-            self._end(Reason(_EXIT_FAILED, text))
+            self._end(End(EXIT_FAILED, text))
 
     def stop(self) -> None:
         """The user ends the job: decide nothing any more."""
@@ -155,7 +164,7 @@ class Job:
         """A worker runs."""
         worker = self._roster.get(number)
         if worker is not None:
-            self._actions.note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
+            self._note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
         self._decide(now)
 
     def exited(self, number: int, code: int, lines: Sequence[str], now: float) -> None:
@@ -187,16 +196,16 @@ class Job:
             worker.synced, worker.finished = True, False  # finished: of an earlier run()
         elif not worker.finished:
             worker.finished = True
-            self._actions.note("worker_finished", worker=worker.id)
+            self._note("worker_finished", worker=worker.id)
         self._decide(now)
 
     # -- What workers say -----------------------------------------------------------------------------------------
 
     def _on_enter(self, worker: Worker, host: Sequence[str], now: float) -> None:
         worker.place = (host[0], host[1])
-        self._actions.note("worker_entered", worker=worker.id)
+        self._note("worker_entered", worker=worker.id)
         if worker.leaving:
-            self._departures.repeat(worker)
+            self._tell(worker.id, "leave", text=_NOT_NEEDED)
         elif not self._generation.begun:
             # There is nobody yet whom it could keep waiting while it prepares: it waits for the first world at once.
             worker.ready = True
@@ -205,7 +214,7 @@ class Job:
             others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
             ranked = rank_order([*self._generation.left, *others, worker])
             place = {"rank": ranked.index(worker), "size": len(ranked), "hosts": [w.place for w in ranked]}
-            self._actions.tell(worker.id, "place", **place, places=self._local_ranks(ranked))
+            self._tell(worker.id, "place", **place, places=self._local_ranks(ranked))
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
@@ -220,7 +229,7 @@ class Job:
             self._generation.expect(now, cause)
         else:
             worker.ready_at = now
-            self._actions.note("newcomer_ready", worker=worker.id)
+            self._note("newcomer_ready", worker=worker.id)
 
     def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
         if generation != self._generation.number or self._generation.phase is not Phase.MEETING:
@@ -230,13 +239,13 @@ class Job:
                 member.joined_at = now if member.joined_at is None else member.joined_at
             self._failures.joined(now)
             self._failed_meetings = 0
-            self._actions.note("generation_joined", generation=generation)
+            self._note("generation_joined", generation=generation)
 
     def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
         missed = [worker for worker in workers if self._generation.has(worker) and not worker.killed]
         for worker in workers:
             self._roster.end(worker, code, lines, lost)
-            self._actions.note("worker_exited", worker=worker.id, code=code, lines=list(lines))
+            self._note("worker_exited", worker=worker.id, code=code, lines=list(lines))
             if worker.leaving:
                 continue
             if code == 0:
@@ -244,8 +253,10 @@ class Job:
             else:
                 self._on_crash(worker, now)
         for worker in missed:
-            # Who has finished and ends after that takes nothing with it that the others need; if it does, they say so.
-            if self._generation.phase is Phase.MEETING or (code != 0 and not worker.finished):
+            # A finished worker had met the others, also if not all of them have said so yet, and takes nothing with it
+            # that they need; if it does, they say so.
+            is_meeting = self._generation.phase is Phase.MEETING
+            if not worker.finished and (is_meeting or code != 0):
                 self._void("lost", f"worker {worker.id} ({worker.slot}) {worker.ending}", now)
 
     def _on_crash(self, worker: Worker, now: float) -> None:
@@ -254,7 +265,7 @@ class Job:
             self._slots.forgive(worker.slot)
         seconds = self._slots.crashed(worker.slot, now)
         if seconds > 0:
-            self._actions.note("slot_blacklisted", slot=str(worker.slot), seconds=round(seconds, 3))
+            self._note("slot_blacklisted", slot=str(worker.slot), seconds=round(seconds, 3))
 
     # -- Decisions ------------------------------------------------------------------------------------------------
 
@@ -268,7 +279,7 @@ class Job:
         return 1 if self._finishing else self._settings.min_np
 
     def _local_ranks(self, ranked: Sequence[Worker]) -> list[int]:
-        return local_ranks(ranked, self._slots.place_of)
+        return local_ranks(ranked, self._slots)
 
     def _newcomers(self) -> list[Worker]:
         """Who waits to be in a world for the first time, oldest first."""
@@ -282,8 +293,7 @@ class Job:
         if self._over:
             return
         self._kill_late(now)
-        gone = self._departures.act_on_time(self._roster.running, now)
-        self._ended(gone, -signal.SIGKILL, (), now)
+        self._ended(self._act_on_time(now), -signal.SIGKILL, (), now)
         self._start(now)
         if self._is_over():
             return
@@ -301,12 +311,12 @@ class Job:
             late = [worker for worker in self._roster if worker.taking_part and not worker.ready]
         if self._generation.wait.is_news(now) and late:
             seconds = round(self._generation.kill_at - now, 3)
-            self._actions.note("waiting", workers=[worker.id for worker in late], seconds=seconds)
+            self._note("waiting", workers=[worker.id for worker in late], seconds=seconds)
         if now < self._generation.kill_at:
             return
         self._generation.wait_no_longer()
         for worker in late:
-            self._departures.kill(worker, "it did not answer while the others waited for it", now)
+            self._kill(worker, "it did not answer while the others waited for it", now)
         if late:
             self._void("timeout", f"worker {late[0].id} ({late[0].slot}) was killed: {late[0].killed}", now)
         if not self._generation.begun:
@@ -316,35 +326,34 @@ class Job:
         """Fill the slots with workers."""
         if self._finishing or (self._generation.begun and not self._generation.left):
             return
-        free = [slot for slot in self._slots if self._slots.usable(slot, now) and not self._roster.on(slot)]
+        taken = {worker.slot for worker in self._roster.running}  # also by those that leave or were killed
+        free = [slot for slot in self._slots if self._slots.usable(slot, now) and slot not in taken]
         if not self._begun:
             if len(free) < max(self._settings.first_np or 0, self._settings.min_np):
                 return
             self._begun = True
         held = sum(worker.slot in self._slots and not worker.leaving for worker in self._roster.running)
         for slot in free[: max(0, self._settings.max_np - held)]:
-            self._actions.start(self._roster.add(slot, now, self._change).id, slot)
+            self._actions.append(Start(self._roster.add(slot, now, self._change).id, slot))
 
     def _is_over(self) -> bool:
         """End the job when nobody is left who could go on."""
-        running = self._roster.running
+        running, generation = self._roster.running, self._generation
+        culprit = self._roster.culprit(generation.members if generation.begun else self._last_of_slots())
         if self._succeeded and not running:
-            culprit = self._roster.culprit(
-                self._last_of_slots() if not self._generation.begun else self._generation.members
-            )
-            self._end(because_of(culprit) if culprit is not None else Reason(0, ""))
-        elif self._generation.begun and self._state_is_lost:
+            self._end(because_of(culprit) if culprit is not None else End(0))
+        elif generation.begun and self._state_is_lost:
             if not self._succeeded:
                 has_begun = any(worker.synced for worker in self._roster)
-                self._end(
-                    state_lost(self._generation.number, has_begun, self._roster.culprit(self._generation.members))
-                )
-        elif not self._generation.begun and self._begun and not running:
+                what = " that has the state of the training." if has_begun else "."
+                self._end(together_with(f"no worker of generation {generation.number} is left{what}", "First", culprit))
+        elif not generation.begun and self._begun and not running:
             culprit = self._roster.culprit(self._roster)
             if culprit is not None:
                 self._end(because_of(culprit))
         elif self._failures.too_many and not self._finishing:
-            self._end(fail_again(self._roster.culprit(self._generation.members)))
+            text = "workers keep failing, and so do their replacements soon after they start."
+            self._end(together_with(text, "Most recently", culprit))
         return self._over
 
     @property
@@ -362,7 +371,7 @@ class Job:
         for worker in self._roster.running:
             useless = worker.slot not in self._slots or (self._finishing and self._generation.begun)
             if useless and worker.taking_part and not self._generation.has(worker):
-                self._departures.dismiss(worker, now)
+                self._dismiss(worker, now)
 
     def _newcomers_join_at(self) -> float | None:
         """When members are to hear of newcomers: once all are ready that were started, or after a brief wait."""
@@ -393,11 +402,9 @@ class Job:
             return
         self._generation.told |= result
         self._updates += 1
-        self._actions.note(
-            "updated", generation=self._generation.number, number=self._updates, result=self._generation.told
-        )
+        self._note("updated", generation=self._generation.number, number=self._updates, result=self._generation.told)
         for worker in self._generation.left:
-            self._actions.tell(worker.id, "updated", number=self._updates, result=self._generation.told)
+            self._tell(worker.id, "updated", number=self._updates, result=self._generation.told)
 
     def _form(self, now: float) -> None:
         """Give the next generation out, if all are there who must be."""
@@ -414,7 +421,7 @@ class Job:
             # They could only begin anew. Those who have the state are done, or were killed and have not ended yet.
             self._short.end()
             for worker in old if self._succeeded else ():
-                self._departures.dismiss(worker, now)
+                self._dismiss(worker, now)
             return
         newcomers = self._newcomers() if not (self._finishing and self._generation.begun) else []
         stay = [worker for worker in old if worker.slot in self._slots or self._finishing]
@@ -436,12 +443,13 @@ class Job:
         else:
             what, needed = f"there are {len(self._slots)} slots", max(self._least, self._settings.first_np or 0)
         if self._short.is_news(now):
-            self._actions.note("too_few", text=what, needed=needed, seconds=round(since + limit - now, 3))
+            self._note("too_few", text=what, needed=needed, seconds=round(since + limit - now, 3))
         if now < since + limit:
             return
         details = [f"worker {w.id} ({w.slot}) has not called init()" for w in self._roster if w.alive and not w.place]
         details += [f"worker {w.id} ({w.slot}) {w.ending}" for w in self._last_of_slots() if w.code]
-        self._end(too_few(what, needed, limit, details))
+        text = f"{what}, {needed} are needed, and no more came within {limit:g} s."
+        self._end(End(EXIT_FAILED, text, tuple(details)))
 
     def _give_out(self, chosen: Sequence[Worker], now: float) -> None:
         settings = self._settings
@@ -449,12 +457,17 @@ class Job:
         if self._generation.begun:
             come = {worker.change for worker in chosen if not self._generation.has(worker)}
             gone = {worker.removed_by for worker in self._generation.left if worker not in chosen}
-            self._resets.add(come | gone, is_loss=self._generation.phase is Phase.VOID)
-        if settings.reset_limit is not None and self._resets.count > settings.reset_limit:
-            self._end(too_many_resets(settings.reset_limit))
+            # A change of the hosts counts once, also where those that it brings come one by one.
+            changes, is_loss = come | gone, self._generation.phase is Phase.VOID
+            self._resets += is_loss or not changes or NO_CHANGE in changes or not changes <= self._counted
+            self._counted |= changes
+        if settings.reset_limit is not None and self._resets > settings.reset_limit:
+            text = "Horovod was shutdown because number of resets during elastic job exceeded limit:"  # Horovod's words
+            self._end(End(EXIT_FAILED, f"{text} {settings.reset_limit}"))
             return
         if self._failed_meetings >= _MAX_FAILED_MEETINGS:
-            self._end(never_meet(self._failed_meetings, self._failure))
+            text = f"the rendezvous failed {self._failed_meetings} times in a row, the last time with:"
+            self._end(End(EXIT_FAILED, f"{text} {self._failure or '?'}"))
             return
         if self._generation.begun:
             # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
@@ -468,11 +481,11 @@ class Job:
         world = {"generation": number, "size": len(ranked), "hosts": hosts, "places": places, "job": settings.job}
         for rank, worker in enumerate(ranked):
             worker.ready, worker.generation = False, number
-            self._actions.tell(worker.id, "world", **world, rank=rank)
-        self._actions.note("generation_ready", generation=number, workers=[worker.id for worker in ranked])
+            self._tell(worker.id, "world", **world, rank=rank)
+        self._note("generation_ready", generation=number, workers=[worker.id for worker in ranked])
         for worker in before:
             if worker not in ranked:
-                self._departures.dismiss(worker, now)
+                self._dismiss(worker, now)
 
     def _void(self, cause: str, text: str, now: float) -> None:
         if self._generation.phase is Phase.VOID:
@@ -481,14 +494,51 @@ class Job:
             self._failed_meetings += 1
             self._failure = text
         self._generation.void(now)
-        self._actions.note("generation_void", generation=self._generation.number, cause=cause, text=text)
+        self._note("generation_void", generation=self._generation.number, cause=cause, text=text)
         for worker in self._generation.members:
             if worker.alive and not worker.ready and not worker.leaving:
-                self._actions.tell(worker.id, "void", generation=self._generation.number, text=text)
+                self._tell(worker.id, "void", generation=self._generation.number, text=text)
 
-    def _end(self, reason: Reason) -> None:
+    def _end(self, end: End) -> None:
         self._over = True
         for worker in self._roster:
-            if reason.text and worker.alive and worker.place is not None and not worker.leaving:
-                self._actions.tell(worker.id, "fail", text=reason.text)
-        self._actions.end(*reason)
+            if end.reason and worker.alive and worker.place is not None and not worker.leaving:
+                self._tell(worker.id, "fail", text=end.reason)
+        self._actions.append(end)
+
+    # -- Workers that have to go: told to leave, then ended, then killed ------------------------------------------
+
+    def _dismiss(self, worker: Worker, now: float) -> None:
+        """This worker is not needed any more."""
+        worker.leaving, worker.act_at = True, now
+        if worker.place is not None:  # else there is nobody yet who could hear it
+            trained = worker.joined_at is not None
+            worker.act_at += self._settings.exit_timeout_s if trained else self._settings.survivor_time_s
+            self._tell(worker.id, "leave", text=_NOT_NEEDED)
+
+    def _kill(self, worker: Worker, why: str, now: float) -> None:
+        """End a worker at once; it counts as crashed, unless it was to leave."""
+        worker.killed, worker.act_at = why, now + _KILL_TAKES_S
+        self._note("worker_killed", worker=worker.id, why=why)
+        self._actions.append(Kill(worker.id, signal.SIGKILL, worker.leaving))
+
+    def _act_on_time(self, now: float) -> list[Worker]:
+        """Do the next step with workers that have not gone in time; returns those that are to be taken for gone."""
+        gone = []
+        for worker in self._roster.running:
+            if worker.act_at is None or now < worker.act_at:
+                continue
+            if worker.killed:
+                gone.append(worker)
+            elif worker.told_to_end:
+                self._kill(worker, "it did not leave", now)
+            else:
+                worker.told_to_end, worker.act_at = True, now + self._settings.kill_grace_s
+                self._actions.append(Kill(worker.id, signal.SIGTERM, True))
+        return gone
+
+    def _note(self, event: str, **fields: Any) -> None:
+        self._actions.append(Note(event, fields))
+
+    def _tell(self, worker: int, kind: str, **fields: Any) -> None:
+        self._actions.append(Tell(worker, {"t": kind, **fields}))
