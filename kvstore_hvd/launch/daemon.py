@@ -13,11 +13,13 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Union
 
+from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import Deadline, RunningClock
 from kvstore_hvd.config import config
 from kvstore_hvd.launch.connections import Connections
@@ -25,12 +27,14 @@ from kvstore_hvd.launch.daemon_settings import DaemonSettings
 from kvstore_hvd.launch.local_workers import LocalWorker, LocalWorkers, NotStarted
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
+from kvstore_hvd.launcher.capacity import MAX_WORKERS
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.relay import Relay, RelayHandler
 from kvstore_hvd.launcher.signals import ENDING, SignalInbox
 from kvstore_hvd.launcher.writer import write_within
 from kvstore_hvd.log import logger
-from kvstore_hvd.wire import Connection, Listener, WireError, connect
+from kvstore_hvd.wire import Connection, WireError, connect
+from kvstore_hvd.wire.authentication import peer_process
 from kvstore_hvd.wire.messages import IDENTITIES, LAUNCHER_TO_DAEMON, LAUNCHER_TO_WORKER, WORKER, check
 
 __all__ = ["BEAT_S", "Daemon", "main"]
@@ -45,6 +49,8 @@ _CONNECT_S = 10.0
 _KILLED_S = 1.0
 _GOODBYE_S = 1.0
 _LAST_WORDS_S = 0.5
+# Out of descriptors or memory.
+_SCARCE_S = 0.1
 
 
 class Daemon:
@@ -57,9 +63,9 @@ class Daemon:
         self._code = 0
         self._clock = RunningClock()
         self._launcher: Connection
-        self._listener: Listener
+        self._listener: socket.socket
         self._inbox: SignalInbox
-        self._connections: Connections
+        self._connections: Connections[Union[Connection, Channel]]
         self._relay: Relay
         self._workers: LocalWorkers
         self._remains: Remains
@@ -81,8 +87,10 @@ class Daemon:
             stack.callback(guard.close)
             self._inbox = stack.enter_context(SignalInbox())
             identity = {"role": "daemon", "host": self._settings.host, "pid": os.getpid()}
-            self._listener = Listener(self._name, self._settings.secret, identity)
-            stack.callback(self._listener.close)
+            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.setblocking(False)
+            self._listener.bind(f"\0{self._name}")
+            self._listener.listen(MAX_WORKERS)
             self._connections = Connections(self._inbox, self._listener)
             stack.callback(self._connections.close_all)
             self._launcher = self._connect(identity)
@@ -124,8 +132,7 @@ class Daemon:
                 if connection is worker.line:
                     self._hear(worker)
         # After the lines: one that has been closed makes room for a new one.
-        for line in self._listener.accept():
-            self._admit(line)
+        self._accept()
         for number in self._inbox.take():
             if number in ENDING:
                 why = f"the daemon on {self._settings.host} got {signal.Signals(number).name}"
@@ -246,22 +253,26 @@ class Daemon:
 
     # -- The workers ----------------------------------------------------------------------------------------------
 
-    def _admit(self, line: Connection) -> None:
-        """Take a connection that knows the secret for a worker's, if it is from one that has none."""
+    def _accept(self) -> None:
+        """Take one connection, if it is from a worker that has none, or from what that has started."""
         try:
-            check(line.identity or {}, {"worker": IDENTITIES["worker"]}, "role")
-            worker = self._workers.get((line.identity or {})["worker"])
-            if worker is None or not processes.descends_from(line.peer_pid, worker.pid):
-                raise WireError("this process is neither the worker that it says it is, nor started by it.")
-            if worker.line is not None:
-                raise WireError(f"another process of worker {worker.id} has called init() already.")
-        except WireError as error:
-            logger.info("refused the connection of process %d: %s", line.peer_pid, error)
-            line.send({"t": "refused", "text": str(error)})
-            line.close()
-        else:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.warning("a connection could not be accepted, and has to wait: %s", error.strerror)
+            time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
+            return
+        line, pid = Channel(accepted), peer_process(accepted)[0]
+        worker = next((each for each in self._workers if processes.descends_from(pid, each.pid)), None)
+        if worker is not None and worker.line is None:
             worker.line = line
             self._connections.add(line)
+            return
+        text = f"another process of worker {worker.id} has called init() already." if worker else "it is no worker."
+        logger.info("refused the connection of process %d: %s", pid, text)
+        line.send({"t": "refused", "text": text})
+        line.close()
 
     def _hang_up(self, worker: LocalWorker) -> None:
         if worker.line is not None:
@@ -279,7 +290,7 @@ class Daemon:
             for message in messages:
                 check(message, WORKER)
                 self._tell({"t": "from", "worker": worker.id, "message": message})
-        except WireError as error:
+        except (ChannelError, WireError) as error:
             # Its process decides what that means for it; the end of the process is what counts.
             logger.info("closed the line of worker %d: %s", worker.id, error)
             self._hang_up(worker)

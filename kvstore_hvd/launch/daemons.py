@@ -49,7 +49,7 @@ class Daemons:
     """All daemons of a job."""
 
     def __init__(
-        self, settings: DaemonSettings, environment: dict[str, str], relay: Relay, connections: Connections
+        self, settings: DaemonSettings, environment: dict[str, str], relay: Relay, connections: Connections[Connection]
     ) -> None:
         self._settings = settings
         self._environment = environment

@@ -74,7 +74,7 @@ class ElasticDriver:
         self._code: int | None = None  # of the job, once its end has been told
         self._inbox: SignalInbox
         self._listener: Listener
-        self._connections: Connections
+        self._connections: Connections[Connection]
         self._relay: Relay
         self._daemons: Daemons
         self._remains: Remains

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from kvstore_hvd.base.channel import Channel
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.guard import Guard
 from kvstore_hvd.launcher.output import Tail
 from kvstore_hvd.launcher.reaper import Reaper
 from kvstore_hvd.launcher.relay import Relay
-from kvstore_hvd.wire import Connection
 
 __all__ = ["LocalWorker", "LocalWorkers", "NotStarted"]
 
@@ -34,7 +34,7 @@ class LocalWorker:
     pid: int = 0
     code: int | None = None  # exit code, or -signal; None while it runs
     tail: Tail = field(default_factory=Tail)  # of its stderr
-    line: Connection | None = None
+    line: Channel | None = None
     kill_at: float | None = None  # when it is killed, because it has been told to end
     _said: int = 0
     _since: float = 0.0

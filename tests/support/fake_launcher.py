@@ -21,12 +21,12 @@ __all__ = ["LINE", "FakeLauncher"]
 
 # What a worker's program begins with if it speaks to its daemon.
 LINE = """
-import json, os, select, signal, subprocess, sys, threading, time
-from kvstore_hvd.wire import WireError, connect
-worker = int(os.environ['KVHVD_WORKER'])
-def open_line(**more):
-    identity = {'role': 'worker', 'worker': worker, 'pid': os.getpid(), **more}
-    return connect(os.environ['KVHVD_DAEMON'], bytes.fromhex(os.environ['KVHVD_SECRET']), identity, 30)
+import json, os, select, signal, socket, subprocess, sys, threading, time
+from kvstore_hvd.base.channel import Channel, ChannelError
+def open_line():
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect('\\0' + os.environ['KVHVD_DAEMON'])
+    return Channel(connected)
 def hear(line):
     messages = []
     while not messages:
@@ -38,7 +38,7 @@ def closed(line):
     try:
         while True:
             hear(line)
-    except WireError:
+    except ChannelError:
         return True
 def forever():
     threading.Event().wait(100)
