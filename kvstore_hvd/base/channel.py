@@ -14,7 +14,6 @@ from typing import Any
 __all__ = ["Channel", "ChannelError"]
 
 _LENGTH = struct.Struct("!I")
-_LONGEST = 1 << 26  # bytes of a message
 _CHUNK = 1 << 16
 
 
@@ -25,10 +24,11 @@ class ChannelError(Exception):
 class Channel:
     """One side. Never waits: what cannot be sent at once is kept for `flush`."""
 
-    # One thread may receive while another sends or flushes; more than one of a kind need a lock.
+    # A message of more than `longest` bytes is not received. One thread may receive while another sends or flushes;
+    # more than one of a kind need a lock.
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+    def __init__(self, connected: socket.socket, longest: int = 1 << 26) -> None:
+        self._socket, self._longest = connected, longest
         self._socket.setblocking(False)
         self._received, self._unsent = bytearray(), bytearray()
 
@@ -61,8 +61,8 @@ class Channel:
         messages = []
         while len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
-            if length > _LONGEST:
-                raise ChannelError(f"a message of {length} bytes was announced; at most {_LONGEST} are allowed.")
+            if length > self._longest:
+                raise ChannelError(f"a message of {length} bytes was announced; at most {self._longest} are allowed.")
             end = _LENGTH.size + length
             if len(self._received) < end:
                 break

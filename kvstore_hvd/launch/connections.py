@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import select
-from typing import Generic, Protocol, TypeVar, Union
+from typing import Protocol
 
 from kvstore_hvd.base.channel import Channel
-from kvstore_hvd.wire import Connection
 
 __all__ = ["Connections"]
-
-_Line = TypeVar("_Line", bound=Union[Connection, Channel])
 
 
 class _HasDescriptor(Protocol):
     def fileno(self) -> int: ...
 
 
-class Connections(Generic[_Line]):
+class Connections:
     """Knows which connections can be read, and writes what they could not write at once."""
 
     def __init__(self, *others: _HasDescriptor) -> None:
         self._epoll = select.epoll()
-        self._known: dict[int, tuple[_Line, int]] = {}  # by descriptor: and for what we wait there
+        self._known: dict[int, tuple[Channel, int]] = {}  # by descriptor: and for what we wait there
         for other in others:
             self._epoll.register(other.fileno(), select.EPOLLIN)
 
@@ -30,12 +27,12 @@ class Connections(Generic[_Line]):
         """The descriptor that can be read when there is something to do."""
         return self._epoll.fileno()
 
-    def add(self, connection: _Line) -> None:
+    def add(self, connection: Channel) -> None:
         """Attend to this connection from now on."""
         self._epoll.register(connection.fileno(), select.EPOLLIN)
         self._known[connection.fileno()] = (connection, select.EPOLLIN)
 
-    def close(self, connection: _Line) -> None:
+    def close(self, connection: Channel) -> None:
         """Close a connection; without effect on one that is closed."""
         # Its number may be given to the next one at once.
         if self._known.pop(connection.fileno(), None) is not None:
@@ -50,7 +47,7 @@ class Connections(Generic[_Line]):
                 self._epoll.modify(fd, events)
                 self._known[fd] = (connection, events)
 
-    def ready(self) -> list[_Line]:
+    def ready(self) -> list[Channel]:
         """The connections that can be read now, or have ended; those that can be written are flushed."""
         readable = []
         for fd, events in self._epoll.poll(0):

@@ -9,6 +9,7 @@ The launcher must not start it so that it dies with the launcher: it has to end 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -16,14 +17,16 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Union
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import Deadline, RunningClock
 from kvstore_hvd.config import config
 from kvstore_hvd.launch.connections import Connections
-from kvstore_hvd.launch.daemon_settings import DaemonSettings
 from kvstore_hvd.launch.local_workers import LocalWorker, LocalWorkers, NotStarted
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
@@ -33,24 +36,46 @@ from kvstore_hvd.launcher.relay import Relay, RelayHandler
 from kvstore_hvd.launcher.signals import ENDING, SignalInbox
 from kvstore_hvd.launcher.writer import write_within
 from kvstore_hvd.log import logger
-from kvstore_hvd.wire import Connection, WireError, connect
-from kvstore_hvd.wire.authentication import peer_process
-from kvstore_hvd.wire.messages import IDENTITIES, LAUNCHER_TO_DAEMON, LAUNCHER_TO_WORKER, WORKER, check
+from kvstore_hvd.worlds.authentication import peer_process
 
-__all__ = ["BEAT_S", "Daemon", "main"]
+__all__ = ["BEAT_S", "Daemon", "DaemonSettings", "main"]
 
 BEAT_S = 0.5
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
-_START_S = 60.0  # for whoever starts it to say what to do
-# For the launcher to take its connection; or the lease, where that is longer.
-_CONNECT_S = 10.0
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
 _GOODBYE_S = 1.0
 _LAST_WORDS_S = 0.5
 # Out of descriptors or memory.
 _SCARCE_S = 0.1
+_LONGEST_OF_WORKERS = 1 << 20  # bytes of a message
+
+# `-m` would look for modules in the working folder first, where a user's json.py or queue.py may lie. The folder of
+# this package comes last: it may hold anything too.
+_PROGRAM = """import sys
+if sys.path[0] == "":
+    del sys.path[0]
+sys.path.append(sys.argv[1])
+from kvstore_hvd.launch.daemon import main
+sys.exit(main())"""
+
+
+@dataclass(frozen=True)
+class DaemonSettings:
+    """How a daemon finds its launcher, and how it treats its workers. Descriptors are inherited."""
+
+    host: str  # its name, as the user wrote it
+    line_fd: int  # to the launcher
+    last_words_fd: int  # the launcher's standard error, for the case that the launcher is gone
+    kill_grace_s: float  # seconds between SIGTERM and SIGKILL
+    lease_s: float  # seconds for which the launcher may be silent
+    prefix: bool  # put '[id] ' before lines of output
+    keep: Sequence[int] = ()  # descriptors that its workers inherit
+
+    def command(self) -> list[str]:
+        """The command line that starts a daemon with this interpreter."""
+        return [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2]), json.dumps(asdict(self))]
 
 
 class Daemon:
@@ -62,10 +87,10 @@ class Daemon:
         self._name = f"kvstore_hvd-{secrets.token_hex(16)}"
         self._code = 0
         self._clock = RunningClock()
-        self._launcher: Connection
+        self._launcher: Channel
         self._listener: socket.socket
         self._inbox: SignalInbox
-        self._connections: Connections[Union[Connection, Channel]]
+        self._connections: Connections
         self._relay: Relay
         self._workers: LocalWorkers
         self._remains: Remains
@@ -80,22 +105,19 @@ class Daemon:
         """Do the launcher's work until it says that it is done, or is gone."""
         processes.adopt_orphans()
         with ExitStack() as stack:
-            # Before there are sockets, which it would hold open.
             variable = f"KVHVD_DAEMON={self._name}".encode()
             left_grace_s = min(LEFT_GRACE_S, self._settings.kill_grace_s)
             guard = Guard(variable, left_grace_s)
             stack.callback(guard.close)
             self._inbox = stack.enter_context(SignalInbox())
-            identity = {"role": "daemon", "host": self._settings.host, "pid": os.getpid()}
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._listener.setblocking(False)
             self._listener.bind(f"\0{self._name}")
             self._listener.listen(MAX_WORKERS)
             self._connections = Connections(self._inbox, self._listener)
             stack.callback(self._connections.close_all)
-            self._launcher = self._connect(identity)
+            self._launcher = Channel(socket.socket(fileno=self._settings.line_fd))
             self._connections.add(self._launcher)
-            check(self._launcher.identity or {}, {"launcher": IDENTITIES["launcher"]}, "role")
             self._relay = Relay(self._connections.fileno())
             stack.callback(self._relay.close)
             logging.getLogger().addHandler(RelayHandler(self._relay, "daemon: "))
@@ -111,16 +133,6 @@ class Daemon:
                 self._turn()
             self._say_goodbye()
         return self._code
-
-    def _connect(self, identity: dict[str, Any]) -> Connection:
-        try:
-            return connect(
-                self._settings.address, self._settings.secret, identity, max(_CONNECT_S, self._settings.lease_s)
-            )
-        except WireError as error:
-            if isinstance(error.__cause__, ConnectionRefusedError):  # it listened before it started us
-                self._speak_for_launcher(f"the launcher ended before the daemon on {self._settings.host} found it.")
-            raise
 
     # -- The loop -------------------------------------------------------------------------------------------------
 
@@ -184,20 +196,18 @@ class Daemon:
     def _hear_launcher(self) -> None:
         try:
             messages = self._launcher.receive()
-            for message in messages:
-                self._obey(message)
-        except WireError as error:
+        except ChannelError as error:
             self._lose(f"the line to the launcher is lost: {str(error).rstrip('.')}")
             return
-        if messages:
+        for message in messages:
+            self._obey(message)
             self._heard_at = self._clock.now()
 
     def _obey(self, message: dict[str, Any]) -> None:
-        kind = check(message, LAUNCHER_TO_DAEMON)
+        kind = message["t"]
         if kind == "start":
             self._start(message)
         elif kind == "to":
-            check(message["message"], LAUNCHER_TO_WORKER)
             self._pass_on(message["worker"], message["message"])
         elif kind == "signal":
             self._signal(message)
@@ -206,18 +216,10 @@ class Daemon:
 
     def _start(self, message: dict[str, Any]) -> None:
         worker = message["worker"]
-        if self._workers.has_been_used(worker):
-            raise WireError(f"worker {worker} was to be started twice.")
         if self._why:
             self._tell({"t": "not_started", "worker": worker, "text": self._why})
             return
-        environment = {
-            **message["environment"],
-            "KVHVD_JOB": self._settings.job,
-            "KVHVD_SECRET": self._settings.secret.hex(),
-            "KVHVD_WORKER": str(worker),
-            "KVHVD_DAEMON": self._name,
-        }
+        environment = {**message["environment"], "KVHVD_DAEMON": self._name}
         try:
             started = self._workers.start(worker, message["command"], environment, message["cores"])
         except NotStarted as error:
@@ -248,8 +250,7 @@ class Daemon:
             self._suspended = message["signal"] == signal.SIGSTOP
 
     def _tell(self, message: dict[str, Any]) -> None:
-        if self._launcher.fileno() >= 0:
-            self._launcher.send(message)
+        self._launcher.send(message)
 
     # -- The workers ----------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class Daemon:
             logger.warning("a connection could not be accepted, and has to wait: %s", error.strerror)
             time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
             return
-        line, pid = Channel(accepted), peer_process(accepted)[0]
+        line, pid = Channel(accepted, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
         worker = next((each for each in self._workers if processes.descends_from(pid, each.pid)), None)
         if worker is not None and worker.line is None:
             worker.line = line
@@ -285,16 +286,13 @@ class Daemon:
             return False
         try:
             messages = worker.line.receive()
-            if worker.says_too_much(len(messages), time.monotonic()):
-                raise WireError("it says more than a worker has to say.")
-            for message in messages:
-                check(message, WORKER)
-                self._tell({"t": "from", "worker": worker.id, "message": message})
-        except (ChannelError, WireError) as error:
+        except ChannelError as error:
             # Its process decides what that means for it; the end of the process is what counts.
             logger.info("closed the line of worker %d: %s", worker.id, error)
             self._hang_up(worker)
             return False
+        for message in messages:
+            self._tell({"t": "from", "worker": worker.id, "message": message})
         return bool(messages)
 
     def _on_ends(self, ended: list[LocalWorker]) -> None:
@@ -333,11 +331,8 @@ class Daemon:
 
     def _speak_for_launcher(self, text: str) -> None:
         """Write to its standard error: to ours nobody listens any more."""
-        fd = self._settings.last_words_fd
-        if fd is None:
-            return
         # A terminal that is held, a full pipe or a disk that stalls must not keep us.
-        write_within(fd, f"kvhvdrun: {text}\n".encode(), _LAST_WORDS_S)
+        write_within(self._settings.last_words_fd, f"kvhvdrun: {text}\n".encode(), _LAST_WORDS_S)
 
     def _say_goodbye(self) -> None:
         """Let the launcher have all that was said, within a second, and all that was written, whenever it reads that.
@@ -348,27 +343,15 @@ class Daemon:
         reads = self._launcher.fileno() >= 0
         deadline = Deadline(_GOODBYE_S)
         self._relay.flush()
-        finished = False
-        while (reads or deadline.left() > 0) and (
-            self._relay.pending or (deadline.left() > 0 and self._launcher.fileno() >= 0)
-        ):
-            if self._launcher.fileno() >= 0:
-                self._launcher.flush()
-                if not self._launcher.wants_to_write and not finished:
-                    self._launcher.finish()
-                    finished = True
-                try:
-                    self._launcher.receive()
-                except WireError:  # it has heard everything
-                    self._connections.close(self._launcher)
+        while self._launcher.wants_to_write and deadline.left() > 0:
+            self._launcher.flush()
+            self._relay.wait(0.01)
+        self._connections.close(self._launcher)  # the launcher misses no beats of a line that has ended
+        while self._relay.pending and (reads or deadline.left() > 0):
             self._relay.wait(0.01)
 
 
 def main() -> int:
-    """Run the daemon with the settings from standard input; returns its exit code."""
+    """Run the daemon with the settings of its command line; returns its exit code."""
     config()  # sets the level of diagnostics
-    try:
-        return Daemon(DaemonSettings.read(_START_S)).run()
-    except WireError as error:
-        print(f"kvhvdrun: the daemon could not be started: {error}", file=sys.stderr)
-        return 1
+    return Daemon(DaemonSettings(**json.loads(sys.argv[2]))).run()

@@ -7,14 +7,12 @@ import logging
 import os
 import secrets
 import signal
-import socket
 from contextlib import ExitStack
 from typing import Any
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.horovod.variables import of_worker
 from kvstore_hvd.launch.connections import Connections
-from kvstore_hvd.launch.daemon_settings import DaemonSettings
 from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.discovery import DiscoveryError
 from kvstore_hvd.launch.events import EventLog
@@ -31,7 +29,7 @@ from kvstore_hvd.launcher.plan import EXIT_NOT_STARTED, not_started
 from kvstore_hvd.launcher.reaper import reap
 from kvstore_hvd.launcher.relay import Relay, RelayHandler
 from kvstore_hvd.launcher.signals import ENDING, PASSED, SignalInbox
-from kvstore_hvd.wire import Connection, Listener
+from kvstore_hvd.log import logger
 
 __all__ = ["ElasticDriver"]
 
@@ -54,6 +52,7 @@ class ElasticDriver:
     def __init__(self, plan: ElasticPlan) -> None:
         self._plan = plan
         self._settings = plan.settings
+        self._secret = secrets.token_hex(32)  # by which workers know each other
         self._clock = RunningClock()
         # Workers are judged by a clock that goes on only while all daemons are heard: they bring what a worker says.
         self._job_now = self._looked_at = self._clock.now()
@@ -73,8 +72,7 @@ class ElasticDriver:
         self._drain_from = 0.0  # since then nothing but open pipes keeps us
         self._code: int | None = None  # of the job, once its end has been told
         self._inbox: SignalInbox
-        self._listener: Listener
-        self._connections: Connections[Connection]
+        self._connections: Connections
         self._relay: Relay
         self._daemons: Daemons
         self._remains: Remains
@@ -84,19 +82,15 @@ class ElasticDriver:
     def run(self) -> int:
         """Run the job to its end."""
         processes.adopt_orphans()
-        secret = secrets.token_bytes(32)
         with ExitStack() as stack:
             self._log = stack.enter_context(EventLog(self._plan.event_log))
             stack.callback(self._plan.discovery.close)
             try:
                 self._plan.discovery.start()
                 self._inbox = stack.enter_context(SignalInbox())
-                self._listener = Listener(("127.0.0.1", 0), secret, {"role": "launcher"})
-                _check_route(self._listener.address)
             except OSError as error:
                 raise not_started("the launcher", error) from None
-            stack.callback(self._listener.close)
-            self._connections = Connections(self._inbox, self._listener)
+            self._connections = Connections(self._inbox)
             stack.callback(self._connections.close_all)
             self._relay = Relay(self._connections.fileno())
             stack.callback(self._relay.close)
@@ -104,19 +98,7 @@ class ElasticDriver:
             logging.getLogger().addHandler(handler)
             stack.callback(logging.getLogger().removeHandler, handler)
             self._status = StatusLine(self._relay)
-            settings = DaemonSettings(
-                self._listener.address,  # type: ignore[arg-type]
-                secret,
-                self._settings.job,
-                "",
-                None,
-                self._settings.kill_grace_s,
-                self._settings.lease_s,
-                self._plan.prefix,
-                () if self._plan.caller is None else self._plan.caller.descriptors,
-            )
-            environment = {**self._plan.environment, "KVHVD_JOB": self._settings.job}
-            self._daemons = Daemons(settings, environment, self._relay, self._connections)
+            self._daemons = Daemons(self._plan, self._relay, self._connections)
             grace_s = min(LEFT_GRACE_S, self._settings.kill_grace_s)
             self._remains = Remains(f"KVHVD_JOB={self._settings.job}".encode(), grace_s, os.getpid())
             stack.callback(self._remains.finish)
@@ -149,9 +131,8 @@ class ElasticDriver:
         self._on_signals(self._inbox.take())
         now = self._look_at_clock()
         for line in self._connections.ready():
-            self._hear(line, now)
-        for line in self._listener.accept(now):
-            self._daemons.admit(line, now)
+            for message in self._daemons.hear(line, now):
+                self._take(message)
         self._reap()
         self._hear_of_losses()
 
@@ -268,8 +249,13 @@ class ElasticDriver:
             self._job.host_lost(host, f"its daemon could not be started: {error}", self._job_now)
             return
         environment, cores = self._shares.of(action.slot, self._job.slots)
-        environment["KVHVD_SLOT"] = str(action.slot)
-        environment.update(of_worker(host, self._job.seat(action.worker)))
+        environment.update(
+            KVHVD_JOB=self._settings.job,
+            KVHVD_SECRET=self._secret,
+            KVHVD_WORKER=str(action.worker),
+            KVHVD_SLOT=str(action.slot),
+            **of_worker(host, self._job.seat(action.worker)),
+        )
         start = {
             "t": "start",
             "worker": action.worker,
@@ -291,18 +277,6 @@ class ElasticDriver:
 
     # -- What happens ---------------------------------------------------------------------------------------------
 
-    def _hear(self, line: Connection, now: float) -> None:
-        host, messages = self._daemons.hear(line, now)
-        for message in messages:
-            worker = self._job.workers.get(message.get("worker", -1))
-            try:
-                if message["t"] != "beat" and (worker is None or worker.slot.host != host):
-                    raise ValueError(f"it speaks of worker {message['worker']}, which is none of its own")
-                self._take(message)
-            except ValueError as error:
-                self._daemons.refuse(host, str(error), now)
-                return
-
     def _take(self, message: dict[str, Any]) -> None:
         kind, now = message["t"], self._job_now
         if kind == "started":
@@ -312,7 +286,10 @@ class ElasticDriver:
         elif kind == "exited":
             self._job.exited(message["worker"], message["code"], message["lines"], now)
         elif kind == "from":
-            self._job.heard(message["worker"], message["message"], now)
+            try:
+                self._job.heard(message["worker"], message["message"], now)
+            except (ValueError, TypeError, LookupError) as error:
+                logger.warning("worker %d says what makes no sense: %r", message["worker"], error)
 
     def _reap(self) -> None:
         """Collect every child that has ended, adopted orphans too."""
@@ -410,9 +387,3 @@ class ElasticDriver:
 
     def _say(self, text: str) -> None:
         self._relay.say(text)
-
-
-def _check_route(address: Any) -> None:
-    """Raise OSError where daemons could not reach this address; one can listen on a loopback that is down."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: looks for a route only

@@ -175,7 +175,7 @@ class Job:
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
-        """A worker says something: a message whose form has been checked."""
+        """A worker says something. Raises ValueError, TypeError or LookupError if that makes no sense."""
         worker = self._roster.get(number)
         if worker is None:
             raise ValueError(f"there is no worker {number}")
@@ -194,6 +194,8 @@ class Job:
             self._on_joined(worker, message["generation"], now)
         elif kind == "synced":
             worker.synced, worker.finished = True, False  # finished: of an earlier run()
+        elif kind != "finished":
+            raise ValueError(f"worker {number} says '{kind}'")
         elif not worker.finished:
             worker.finished = True
             self._note("worker_finished", worker=worker.id)
@@ -202,7 +204,7 @@ class Job:
     # -- What workers say -----------------------------------------------------------------------------------------
 
     def _on_enter(self, worker: Worker, host: Sequence[str], now: float) -> None:
-        worker.place = (host[0], host[1])
+        worker.place = (str(host[0]), str(host[1]))
         self._note("worker_entered", worker=worker.id)
         if worker.leaving:
             self._tell(worker.id, "leave", text=_NOT_NEEDED)
@@ -219,11 +221,11 @@ class Job:
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
             return  # said before it knew of the world that it has been given since
+        cause, text = str(message["cause"]), str(message["text"])
         worker.ready, worker.finished = True, False
-        cause = message["cause"]
         if self._generation.has(worker):
             if self._generation.phase is Phase.MEETING or cause in _LOST:
-                self._void(cause, message["text"], now)
+                self._void(cause, text, now)
             if cause == "updated":
                 self._failures.committed()
             self._generation.expect(now, cause)

@@ -17,10 +17,6 @@ from kvstore_hvd.launcher.relay import Relay
 
 __all__ = ["LocalWorker", "LocalWorkers", "NotStarted"]
 
-# A worker says a few messages in each generation. One that says more than this in a second is out of its mind.
-_MAX_MESSAGES = 200
-_WINDOW_S = 1.0
-
 
 class NotStarted(Exception):
     """A worker cannot be started; the text says why."""
@@ -36,15 +32,6 @@ class LocalWorker:
     tail: Tail = field(default_factory=Tail)  # of its stderr
     line: Channel | None = None
     kill_at: float | None = None  # when it is killed, because it has been told to end
-    _said: int = 0
-    _since: float = 0.0
-
-    def says_too_much(self, count: int, now: float) -> bool:
-        """Count messages that it has sent; whether they are more than any worker has reason to send."""
-        if now >= self._since + _WINDOW_S:
-            self._said, self._since = 0, now
-        self._said += count
-        return self._said > _MAX_MESSAGES
 
 
 class LocalWorkers:
@@ -60,7 +47,6 @@ class LocalWorkers:
         self._prefix = prefix
         self._keep = tuple(keep)
         self._running: dict[int, LocalWorker] = {}
-        self._used: set[int] = set()
 
     def __iter__(self) -> Iterator[LocalWorker]:
         return iter(list(self._running.values()))
@@ -72,15 +58,10 @@ class LocalWorkers:
         """The worker with this id, if it runs."""
         return self._running.get(worker)
 
-    def has_been_used(self, worker: int) -> bool:
-        """Whether a worker with this id has been started before, or tried."""
-        return worker in self._used
-
     def start(
         self, worker: int, command: Sequence[str], environment: dict[str, str], cores: Sequence[int]
     ) -> LocalWorker:
         """Start a worker."""
-        self._used.add(worker)
         started = LocalWorker(worker)
         prefix = f"[{worker}] ".encode() if self._prefix else b""
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from kvstore_hvd.launch.state import Cooldown, Settings
 from kvstore_hvd.launcher.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
 from kvstore_hvd.launcher.plan import Caller
-from kvstore_hvd.wire import MAX_MESSAGE
 
 __all__ = ["add_elastic_options", "elastic_plan", "is_elastic"]
 
@@ -26,8 +24,6 @@ _EXAMPLE = "kvhvdrun --min-np 2 --max-np 4 python train.py"
 _DECISIVE = ("min_np", "max_np", "host_discovery_script")
 _OTHERS = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldown_range", "event_log")
 _COOLDOWN_LIMITS_S = (1.0, 3600.0)
-# Of the message that starts a worker, for what is in it besides command and environment.
-_RESERVED = 4096
 
 
 def add_elastic_options(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +72,6 @@ def elastic_plan(
                 fix="omit it; lines begin with the number of the worker.",
             )
         )
-    _check_length(command, environment)
     first = _whole(options.num_proc, "-np", 1)
     least = _whole(options.min_np, "--min-np", 1) or first or 1
     most = _whole(options.max_np, "--max-np", 1)
@@ -131,14 +126,6 @@ def _whole(text: str | None, name: str, least: int) -> int | None:
     if count < least:
         raise LaunchError(message(f"{name} {text}: expected a whole number of at least {least}.", fix=_EXAMPLE))
     return count
-
-
-def _check_length(command: Sequence[str], environment: dict[str, str]) -> None:
-    """The daemons are told both in one message."""
-    length, limit = len(json.dumps([command, environment])), MAX_MESSAGE - _RESERVED
-    if length > limit:
-        fact = f"the command and the environment of the workers take {length} bytes; at most {limit} are possible."
-        raise LaunchError(message(fact, fix="pass long arguments in a file."))
 
 
 def _check_order(least: int, first: int | None, most: int | None) -> None:

@@ -19,7 +19,7 @@ from kvstore_hvd import log
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.wire.authentication import peer_process
+from kvstore_hvd.worlds.authentication import peer_process
 from kvstore_hvd.worlds.leaving import end_by_force
 from kvstore_hvd.worlds.topology import Host, Topology, World
 

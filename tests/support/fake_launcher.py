@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_hvd.launch.daemon_settings import DaemonSettings, daemon_command
-from kvstore_hvd.wire import Connection, Listener, WireError
-from kvstore_hvd.wire.messages import DAEMON, check
+from kvstore_hvd.base.channel import Channel, ChannelError
+from kvstore_hvd.launch.daemon import DaemonSettings
 from support.jobs import LIMIT_S, processes, variables_of
 
 __all__ = ["LINE", "FakeLauncher"]
@@ -49,8 +48,6 @@ class FakeLauncher:
     """Starts one daemon, keeps its lease, and collects what it says; use as a context manager."""
 
     def __init__(self, marker: str, *, kill_grace_s: float = 5.0, lease_s: float = 60.0, prefix: bool = True) -> None:
-        self.secret = secrets.token_bytes(32)
-        self.job = secrets.token_hex(8)
         self.heard: list[dict[str, Any]] = []
         self.beats = 0
         self.ended: str = ""  # how the line to the daemon ended
@@ -59,20 +56,15 @@ class FakeLauncher:
         self._taken = 0
         self._marker = marker
         self._environment = variables_of(marker)
-        self.listener = Listener(("127.0.0.1", 0), self.secret, {"role": "launcher"})
+        ours, theirs = socket.socketpair()
         self._last_words, write = os.pipe()
-        address: Any = self.listener.address
-        settings = DaemonSettings(address, self.secret, self.job, "localhost", write, kill_grace_s, lease_s, prefix)
-        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        how: Any = {"env": self._environment, "pass_fds": [write], "start_new_session": True}
-        self.daemon = subprocess.Popen(daemon_command(), **pipes, **how)
+        settings = DaemonSettings("localhost", theirs.fileno(), write, kill_grace_s, lease_s, prefix)
+        pipes: Any = {"stdin": subprocess.DEVNULL, **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)}
+        how: Any = {"env": self._environment, "pass_fds": [write, theirs.fileno()], "start_new_session": True}
+        self.daemon = subprocess.Popen(settings.command(), **pipes, **how)
         os.close(write)
-        assert self.daemon.stdin is not None
-        self.daemon.stdin.write(settings.line())
-        self.daemon.stdin.close()
-        self.daemon.stdin = None
-        self.line: Connection
-        self.wait(self._accept)
+        theirs.close()
+        self.line = Channel(ours)
 
     def __enter__(self) -> FakeLauncher:
         return self
@@ -87,15 +79,8 @@ class FakeLauncher:
         deadline = time.monotonic() + LIMIT_S
         while processes(self._marker) and time.monotonic() < deadline:
             time.sleep(0.01)  # after a kill, its guard has work to do
-        self.listener.close()
-        if hasattr(self, "line"):
-            self.line.close()
+        self.line.close()
         os.close(self._last_words)
-
-    def _accept(self) -> bool:
-        for connection in self.listener.accept():
-            self.line = connection
-        return hasattr(self, "line")
 
     def send(self, kind: str, **fields: Any) -> None:
         self.line.send({"t": kind, **fields})
@@ -109,7 +94,7 @@ class FakeLauncher:
 
     def pump(self) -> None:
         """Hear what there is, and keep the lease."""
-        if self.ended or not hasattr(self, "line"):
+        if self.ended:
             return
         if not self.silent and time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + 0.5
@@ -117,11 +102,11 @@ class FakeLauncher:
         self.line.flush()
         try:
             messages = self.line.receive()
-        except WireError as error:
+        except ChannelError as error:
             self.ended = str(error)
             return
         for message in messages:
-            if check(message, DAEMON) == "beat":
+            if message["t"] == "beat":
                 self.beats += 1
             else:
                 self.heard.append(message)
@@ -133,8 +118,7 @@ class FakeLauncher:
             heard = str(self.heard)[-3000:]
             assert time.monotonic() < deadline, f"waited in vain for {what or condition}; heard: {heard}"
             self.pump()
-            waiting = [self.line] if hasattr(self, "line") and not self.ended else [self.listener]
-            select.select(waiting, [], [], 0.02)
+            select.select([] if self.ended else [self.line], [], [], 0.02)
 
     def next(self, kind: str, worker: int | None = None) -> dict[str, Any]:
         """The next message of this type, of this worker; those before it are passed over."""

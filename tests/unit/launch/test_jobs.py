@@ -270,6 +270,11 @@ def test_words_out_of_place_change_nothing():
         with pytest.raises(ValueError, match="a generation that it was not given"):
             play.say(0, kind, **fields)
     assert len(play.seen) == seen
+    for message in ({"t": "enter"}, {"t": "enter", "host": ["a"]}, {"t": "joined"}, {"t": "end"}):
+        with pytest.raises((ValueError, LookupError)):
+            play.job.heard(0, message, play.now)
+    play.job.tick(play.now)
+    assert play.job.take() == []
     play.kill(0)
     play.say(0, "finished")
     assert play.notes("worker_finished") == []

@@ -93,13 +93,6 @@ def test_what_cannot_be_is_said(capfd, arguments, text):
     assert text in err
 
 
-def test_a_command_that_no_message_holds(monkeypatch, capfd):
-    monkeypatch.setenv("LONG", "\u00e4" * 100_000)
-    arguments = ["--min-np", "1", "true", *(["x" * 100_000] * 5)]
-    assert command.main(arguments) == 2
-    assert "the command and the environment of the workers take 1" in capfd.readouterr().err
-
-
 def test_shares_of_cores(monkeypatch):
     from kvstore_hvd.launch import shares
     from kvstore_hvd.launch.state import Slot, Slots
