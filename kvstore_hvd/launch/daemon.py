@@ -4,28 +4,24 @@ Starts and reaps the workers of its host as the launcher tells it, carries what 
 between them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing while this
 daemon ran for the length of its lease, it ends its workers and itself.
 
-The launcher must not start it so that it dies with the launcher: it has to end the workers, and to say why.
+It is a fork of the launcher, and outlives it: it has to end the workers, and to say why.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import Deadline, RunningClock
-from kvstore_hvd.config import config
 from kvstore_hvd.launch.connections import Connections
 from kvstore_hvd.launch.local_workers import LocalWorker, LocalWorkers, NotStarted
 from kvstore_hvd.launcher import processes
@@ -38,7 +34,7 @@ from kvstore_hvd.launcher.writer import write_within
 from kvstore_hvd.log import logger
 from kvstore_hvd.worlds.authentication import peer_process
 
-__all__ = ["BEAT_S", "Daemon", "DaemonSettings", "main"]
+__all__ = ["BEAT_S", "Daemon", "DaemonSettings"]
 
 BEAT_S = 0.5
 # After the loss of the launcher everything has to be gone within five seconds.
@@ -51,19 +47,10 @@ _LAST_WORDS_S = 0.5
 _SCARCE_S = 0.1
 _LONGEST_OF_WORKERS = 1 << 20  # bytes of a message
 
-# `-m` would look for modules in the working folder first, where a user's json.py or queue.py may lie. The folder of
-# this package comes last: it may hold anything too.
-_PROGRAM = """import sys
-if sys.path[0] == "":
-    del sys.path[0]
-sys.path.append(sys.argv[1])
-from kvstore_hvd.launch.daemon import main
-sys.exit(main())"""
-
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """How a daemon finds its launcher, and how it treats its workers. Descriptors are inherited."""
+    """How a daemon finds its launcher, and how it treats its workers."""
 
     host: str  # its name, as the user wrote it
     line_fd: int  # to the launcher
@@ -73,13 +60,9 @@ class DaemonSettings:
     prefix: bool  # put '[id] ' before lines of output
     keep: Sequence[int] = ()  # descriptors that its workers inherit
 
-    def command(self) -> list[str]:
-        """The command line that starts a daemon with this interpreter."""
-        return [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2]), json.dumps(asdict(self))]
-
 
 class Daemon:
-    """Runs the workers of one host; use once. Call from the main thread, with no other threads running."""
+    """Runs the workers of one host; use once, in a process of its own."""
 
     def __init__(self, settings: DaemonSettings) -> None:
         self._settings = settings
@@ -349,9 +332,3 @@ class Daemon:
         self._connections.close(self._launcher)  # the launcher misses no beats of a line that has ended
         while self._relay.pending and (reads or deadline.left() > 0):
             self._relay.wait(0.01)
-
-
-def main() -> int:
-    """Run the daemon with the settings of its command line; returns its exit code."""
-    config()  # sets the level of diagnostics
-    return Daemon(DaemonSettings(**json.loads(sys.argv[2]))).run()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import os
 import signal
 import socket
+import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.launch.connections import Connections
-from kvstore_hvd.launch.daemon import BEAT_S, DaemonSettings
+from kvstore_hvd.launch.daemon import BEAT_S, Daemon, DaemonSettings
 from kvstore_hvd.launch.plan import ElasticPlan
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.relay import Relay
@@ -76,18 +80,12 @@ class Daemons:
             last_words = os.dup(2)
             ends.callback(os.close, last_words)
             line = theirs.fileno()
-            pid = processes.spawn(
-                DaemonSettings(
-                    host, line, last_words, settings.kill_grace_s, settings.lease_s, plan.prefix, keep
-                ).command(),
-                {**plan.environment, "KVHVD_JOB": settings.job},
-                stdin,
-                stdout,
-                stderr,
-                f"KVHVD_JOB={settings.job}".encode(),
-                outlives=True,
-                keep=[line, last_words, *keep],
-            )
+            daemon = DaemonSettings(host, line, last_words, settings.kill_grace_s, settings.lease_s, plan.prefix, keep)
+            name = f"job-daemon of {os.getpid()} for {host}".encode()
+            job = f"KVHVD_JOB={settings.job}".encode()
+            pid = processes.fork(name, [stdin, stdout, stderr], [line, last_words, *keep], job)
+            if pid == 0:
+                _run(daemon)
             self._running[host] = _Daemon(host, pid, Channel(ours.dup()), now)
         self._connections.add(self._running[host].line)
 
@@ -164,6 +162,20 @@ class Daemons:
         return self._beat_at
 
 
+def _run(settings: DaemonSettings) -> NoReturn:
+    """Be the daemon, in a process that was forked."""
+    code = 1
+    try:
+        gc.freeze()  # objects of the launcher must not close descriptors that are others' here
+        logging.getLogger().handlers.clear()
+        code = Daemon(settings).run()
+    except BaseException:  # noqa: BLE001 - nothing of the launcher may run in this process
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
 def _fate(daemon: _Daemon, now: float, lease_s: float) -> str:
     """What happened to a daemon that is lost; empty while it is not."""
     silent = now - daemon.heard_at
@@ -184,4 +196,4 @@ def _fate(daemon: _Daemon, now: float, lease_s: float) -> str:
 def _kill(daemon: _Daemon) -> None:
     if daemon.code is None:  # unreaped, and so its number is its own
         with contextlib.suppress(OSError):
-            os.killpg(daemon.pid, signal.SIGKILL)
+            os.kill(daemon.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
@@ -61,7 +63,10 @@ class FakeLauncher:
         settings = DaemonSettings("localhost", theirs.fileno(), write, kill_grace_s, lease_s, prefix)
         pipes: Any = {"stdin": subprocess.DEVNULL, **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)}
         how: Any = {"env": self._environment, "pass_fds": [write, theirs.fileno()], "start_new_session": True}
-        self.daemon = subprocess.Popen(settings.command(), **pipes, **how)
+        start = "import json, sys; from kvstore_hvd.launch.daemon import Daemon, DaemonSettings"
+        run = "sys.exit(Daemon(DaemonSettings(**json.loads(sys.argv[1]))).run())"
+        command = [sys.executable, "-c", f"{start}; {run}", json.dumps(asdict(settings))]
+        self.daemon = subprocess.Popen(command, **pipes, **how)
         os.close(write)
         theirs.close()
         self.line = Channel(ours)
