@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.launch.connections import Connections
 from kvstore_hvd.launch.daemon import BEAT_S, Daemon, DaemonSettings
-from kvstore_hvd.launch.plan import ElasticPlan
+from kvstore_hvd.launch.options import ElasticPlan
 from kvstore_hvd.launcher import processes
 from kvstore_hvd.launcher.relay import Relay
 from kvstore_hvd.launcher.workers import how_it_ended

@@ -18,7 +18,7 @@ from kvstore_hvd.launch.discovery import DiscoveryError
 from kvstore_hvd.launch.events import EventLog
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.news import event_text, news_text
-from kvstore_hvd.launch.plan import ElasticPlan
+from kvstore_hvd.launch.options import ElasticPlan
 from kvstore_hvd.launch.shares import Shares
 from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Start, Tell
 from kvstore_hvd.launch.status import StatusLine

@@ -6,24 +6,39 @@ import argparse
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd.config import config, option_value
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from kvstore_hvd.launch.plan import ElasticPlan
 from kvstore_hvd.launch.state import Cooldown, Settings
 from kvstore_hvd.launcher.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
 from kvstore_hvd.launcher.plan import Caller
 
-__all__ = ["add_elastic_options", "elastic_plan", "is_elastic"]
+__all__ = ["ElasticPlan", "add_elastic_options", "elastic_plan", "is_elastic"]
 
 _EXAMPLE = "kvhvdrun --min-np 2 --max-np 4 python train.py"
 # Those that alone make a job elastic.
 _DECISIVE = ("min_np", "max_np", "host_discovery_script")
 _OTHERS = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldown_range", "event_log")
 _COOLDOWN_LIMITS_S = (1.0, 3600.0)
+
+
+@dataclass(frozen=True)
+class ElasticPlan:
+    """How to run an elastic job. `environment` is that of the workers, but for what differs between them."""
+
+    settings: Settings
+    discovery: HostDiscovery
+    command: Sequence[str]
+    environment: dict[str, str]
+    event_log: str | None = None
+    bind_cores: bool = False
+    prefix: bool = True
+    verbose: bool = False
+    caller: Caller | None = None
 
 
 def add_elastic_options(parser: argparse.ArgumentParser) -> None:
