@@ -21,9 +21,9 @@ VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not eac
 TESTS = {
     "calling": ["integration/run_function"],
     "comm": ["unit/adapter", "parallel/fuzz"],
-    "driver": ["integration/elastic_launcher"],
     "elastic": ["parallel/elastic"],
     "join": ["parallel/join", "parallel/hvd_join"],
+    "launch": ["integration/launcher", "integration/elastic_launcher"],
     "launcher": ["integration/launcher"],
     "mxnet": ["parallel/hvd", "parallel/fuzz"],
     "mxnet_compat": ["parallel/trainer", "parallel/zero_copy", "parallel/self_reducing", "parallel/trainings"],

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 TIMEOUT_S = 600.0  # of one launch
-_KVHVDRUN = "import sys; from kvstore_hvd.launch import main; sys.exit(main())"
+_KVHVDRUN = "import sys; from kvstore_hvd.launch.command import main; sys.exit(main())"
 # Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results. All
 # for Open MPI; MPICH needs none and takes no notice.
 _MPI_ENVIRONMENT = {

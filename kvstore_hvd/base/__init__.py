@@ -1,1 +1,1 @@
-"""What every part may use: times, processors, the exchange of arrays by DLPack."""
+"""What every part may use: times, processors, the exchange of arrays by DLPack, messages over a socket."""

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 
-from kvstore_hvd import launch
 from kvstore_hvd.calling.reports import Kind, Reporter, Sender
+from kvstore_hvd.launch import command
 from kvstore_hvd.launcher.plan import Caller
 
 __all__ = ["main"]
@@ -36,4 +36,4 @@ def main() -> int:
             reporter.send(kind, Sender(), text)
 
     caller = Caller((call, reports), lambda text: tell(Kind.REFUSED, text), lambda text: tell(Kind.ENDED, text))
-    return launch.main(sys.argv[4:], caller)
+    return command.main(sys.argv[4:], caller)

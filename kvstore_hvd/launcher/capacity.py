@@ -17,7 +17,7 @@ MAX_WORKERS = 256
 # What the launcher has open besides the streams of workers: its own, the guard's pipe, sockets, the pipes of one start.
 _OWN_FILES = 16
 #: In an elastic job: for each worker two streams and a line, of which the launcher has no more for its daemons; besides
-#: these a listener, an event log, a discovery script, and connections that have yet to say who they are.
+#: these a listener, an event log, a discovery script, and connections that are refused.
 ELASTIC_FILES = 3, 24
 _STREAMS = 3  # counted in the above
 # The launcher and its guard.

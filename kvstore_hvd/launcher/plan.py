@@ -15,10 +15,6 @@ _FIXES = {
     **dict.fromkeys(
         (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE), "see ulimit -u, ulimit -n and free memory."
     ),
-    **dict.fromkeys(
-        (errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT),
-        "an elastic job needs the network of this host itself: ip link set lo up",
-    ),
     errno.ENOEXEC: "a script's first line names its interpreter, such as #!/bin/sh.",
 }
 

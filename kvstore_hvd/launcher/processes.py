@@ -14,20 +14,21 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvstore_hvd.launcher.belonging import mark_of, mark_this_process
 
 __all__ = [
     "adopt_orphans",
     "descends_from",
+    "detach",
+    "fork",
     "share_of_cores",
     "signals_blocked",
     "spawn",
 ]
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -56,15 +57,13 @@ def spawn(
     stderr: int | None,
     job: bytes,
     cores: Iterable[int] = (),
-    *,
-    outlives: bool = False,
     keep: Iterable[int] = (),
 ) -> int:
     """Start a worker in its own session; returns its process id, which is also its group and session."""
     # `stdin`, `stdout` and `stderr` are descriptors, or None to share the launcher's; it has those of `keep` too. `job`
     # is the variable that marks what belongs together, see `belonging`. `cores` pins the worker. The caller reaps the
     # process with waitpid. Must be called from the launcher's main thread: the worker dies with the thread that started
-    # it, unless it `outlives` the launcher.
+    # it.
     launcher = os.getpid()
     pinned = set(cores)
     mark = mark_of(job)
@@ -75,10 +74,9 @@ def spawn(
         for number in caught:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if not outlives:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != launcher:  # it died before the call
-                os._exit(1)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # it died before the call
+            os._exit(1)
         mark_this_process(mark)
         if pinned:
             os.sched_setaffinity(0, pinned)
@@ -96,6 +94,41 @@ def spawn(
         )
     process.returncode = 0  # reaped by our own waitpid; the object must not wait too
     return process.pid
+
+
+def fork(name: bytes, streams: Sequence[int], keep: Collection[int], job: bytes) -> int:
+    """Fork a process that outlives us; returns as os.fork. In the child see `detach`; signals are not handled there."""
+    mark = mark_of(job)
+    with signals_blocked():
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+            detach(name, streams, keep)
+            mark_this_process(mark)
+    return pid
+
+
+def detach(name: bytes, streams: Sequence[int], keep: Collection[int]) -> None:
+    """Give a forked process a session and a name, and of our descriptors only `streams`, as 0 to 2, and `keep`."""
+    # With our name, `pkill kvhvdrun` would hit both. Holding our streams, `kvhvdrun ... | reader` would stay open after
+    # our death; and holding our sockets, others would take us for alive.
+    os.setsid()
+    for fd, stream in enumerate(streams):
+        os.dup2(stream, fd)
+    for fd in [int(entry) for entry in os.listdir("/proc/self/fd")]:
+        if fd > 2 and fd not in keep:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(fd)
+    _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)  # its first 15 bytes
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): arg_start, arg_end
+    if 0 < start < end:  # the command line lies where the kernel has put it
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, name, min(len(name), end - start - 1))
 
 
 def descends_from(pid: int, worker: int) -> bool:

@@ -28,7 +28,7 @@ from kvstore_hvd import log
 from kvstore_hvd.base.clocks import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.wire.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
+from kvstore_hvd.worlds.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
 from kvstore_hvd.worlds.topology import Topology, World, watching_namespaces
 
 __all__ = ["share_segment", "socket_name"]

@@ -10,21 +10,20 @@ from __future__ import annotations
 import os
 import queue
 import select
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_hvd import log, wire
+from kvstore_hvd import log
+from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.wire import messages
+from kvstore_hvd.worlds.authentication import peer_process
 from kvstore_hvd.worlds.leaving import end_by_force
 from kvstore_hvd.worlds.topology import Host, Topology, World
 
 __all__ = ["WorkerLine", "current"]
-
-# Or as long as the job's processes may be silent, where that is longer.
-_CONNECT_S = 10.0
 
 
 class WorkerLine:
@@ -37,15 +36,10 @@ class WorkerLine:
         self.on_update: Callable[[int, int], None] = lambda number, result: None
         self._secret, self._worker = secret, worker
         self._pid = os.getpid()
-        identity = {"role": "worker", "worker": worker, "pid": self._pid}
-        try:
-            self._connection = wire.connect(daemon, secret, identity, max(_CONNECT_S, config().lease_s))
-        except (OSError, wire.WireError) as error:
-            fix = "start with kvhvdrun; a process that a worker started cannot take its place."
-            raise LaunchError(message(f"the daemon of the job does not answer: {error}.", fix=fix)) from None
+        self._channel = Channel(_connected(daemon))
         self._lock = threading.Lock()  # of who sends; one thread may receive meanwhile
         self._writable = select.poll()
-        self._writable.register(self._connection, select.POLLOUT)
+        self._writable.register(self._channel, select.POLLOUT)
         self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._generation = -1  # of the latest world that was given out
         self._void: tuple[int, str] = (-1, "")  # the latest one that is lost, and why
@@ -120,30 +114,27 @@ class WorkerLine:
         if self._pid != os.getpid():
             return  # a forked child
         with self._lock:
-            try:
-                self._connection.send(text)
-                while self._connection.wants_to_write:
-                    self._writable.poll(1000)
-                    self._connection.flush()
-            except (OSError, wire.WireError):
-                pass  # the thread that listens has the same error, and says so
+            self._channel.send(text)
+            while self._channel.wants_to_write:
+                self._writable.poll(1000)
+                self._channel.flush()
 
     def _listen(self) -> None:
         readable = select.poll()
-        readable.register(self._connection, select.POLLIN)
+        readable.register(self._channel, select.POLLIN)
         try:
             while True:
                 readable.poll()
-                for each in self._connection.receive():
+                for each in self._channel.receive():
                     self._on_message(each)
         except Exception as error:  # noqa: BLE001 - a worker that hears nothing any more must not go on
             if self._pid == os.getpid():
                 self._end(error)
 
     def _on_message(self, text: dict[str, Any]) -> None:
-        kind = messages.check(text, messages.LAUNCHER_TO_WORKER)
+        kind = text["t"]
         if kind == "refused":
-            raise wire.WireError(text["text"])
+            raise ChannelError(text["text"])
         if kind == "void":
             self._void = max(self._void, (text["generation"], text["text"]))
             self.on_void(text["generation"], text["text"])
@@ -160,7 +151,23 @@ class WorkerLine:
         end_by_force(f"the line to the daemon of this job is lost: {error} This process ends.")
 
     def _after_fork_in_child(self) -> None:
-        self._connection.close()
+        self._channel.close()
+
+
+def _connected(daemon: str) -> socket.socket:
+    """A socket to the daemon of this job, which knows by the process that we are which worker this is."""
+    fix = "start with kvhvdrun; a process that a worker started cannot take its place."
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        line.connect(f"\0{daemon}")
+    except OSError as error:
+        line.close()
+        raise LaunchError(message(f"the daemon of the job does not answer: {error}.", fix=fix)) from None
+    user = peer_process(line)[1]
+    if user != os.geteuid() and 0 not in (user, os.geteuid()):  # root: by sudo, one of the two may be another user
+        line.close()
+        raise LaunchError(message(f"user {user} answers in place of the daemon of the job.", fix=fix))
+    return line
 
 
 _current: WorkerLine | None = None

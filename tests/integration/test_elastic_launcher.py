@@ -72,7 +72,7 @@ def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run, tmp_pa
     for name in ("json", "signal", "select", "secrets"):
         (folder / f"{name}.py").write_text("raise RuntimeError('a module of the user')\n")
     # As installed: its own folder is the first one in Python's path.
-    (tmp_path / "kvhvdrun").write_text("import sys; from kvstore_hvd.launch import main; sys.exit(main())\n")
+    (tmp_path / "kvhvdrun").write_text("import sys; from kvstore_hvd.launch.command import main; sys.exit(main())\n")
     run("--min-np 1", ["true"], launcher=[sys.executable, str(tmp_path / "kvhvdrun")], cwd=folder)
 
 

@@ -57,7 +57,7 @@ def test_ctrl_c_while_the_launcher_is_imported(start, tmp_path):
 # A launcher that gets a signal when it has started its first worker.
 INTERRUPTED = """
 import os, signal, sys
-from kvstore_hvd import launch
+from kvstore_hvd.launch import command
 from kvstore_hvd.launcher import processes
 spawn = processes.spawn
 def spawn_and_signal(*arguments, **keywords):
@@ -65,7 +65,7 @@ def spawn_and_signal(*arguments, **keywords):
     os.kill(os.getpid(), signal.SIGTERM)
     return pid
 processes.spawn = spawn_and_signal
-sys.exit(launch.main(sys.argv[1:]))
+sys.exit(command.main(sys.argv[1:]))
 """
 
 

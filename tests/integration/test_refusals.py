@@ -111,6 +111,4 @@ def test_workers_in_namespaces_of_their_own(run, kind, option):
 
 
 def test_an_elastic_job_without_a_loopback(run):
-    err = run("--min-np 2", ["true"], launcher=[*unshares("--net"), *kvhvdrun().prefix], code=126).err
-    assert "kvhvdrun: the launcher could not be started: " in err
-    assert err.endswith("  Fix: an elastic job needs the network of this host itself: ip link set lo up\n")
+    assert run("--min-np 2", ["true"], launcher=[*unshares("--net"), *kvhvdrun().prefix]).err == ""

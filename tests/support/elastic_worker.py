@@ -27,11 +27,12 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from typing import Any
 
-from kvstore_hvd.wire import Connection, WireError, connect
+from kvstore_hvd.base.channel import Channel, ChannelError
 
 _STEP_S = 0.02
 
@@ -54,10 +55,9 @@ class FakeWorker:
         if "deaf" in acts:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.moment("start")
-        identity = {"role": "worker", "worker": self.id, "pid": os.getpid()}
-        self.line: Connection = connect(
-            os.environ["KVHVD_DAEMON"], bytes.fromhex(os.environ["KVHVD_SECRET"]), identity, 30
-        )
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.connect("\0" + os.environ["KVHVD_DAEMON"])
+        self.line = Channel(connected)
 
     def moment(self, when: str) -> None:
         """Die or stop here, if that is the act."""
@@ -170,7 +170,7 @@ def main() -> None:
         worker.run()
     except Left as error:
         sys.exit(0 if str(error) == "leave" else 1)
-    except WireError as error:
+    except ChannelError as error:
         print(f"the line is lost: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
 

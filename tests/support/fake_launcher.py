@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import secrets
 import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from kvstore_hvd.driver.daemon_settings import DaemonSettings, daemon_command
-from kvstore_hvd.wire import Connection, Listener, WireError
-from kvstore_hvd.wire.messages import DAEMON, check
+from kvstore_hvd.base.channel import Channel, ChannelError
+from kvstore_hvd.launch.daemon import DaemonSettings
 from support.jobs import LIMIT_S, processes, variables_of
 
 __all__ = ["LINE", "FakeLauncher"]
 
 # What a worker's program begins with if it speaks to its daemon.
 LINE = """
-import json, os, select, signal, subprocess, sys, threading, time
-from kvstore_hvd.wire import WireError, connect
-worker = int(os.environ['KVHVD_WORKER'])
-def open_line(**more):
-    identity = {'role': 'worker', 'worker': worker, 'pid': os.getpid(), **more}
-    return connect(os.environ['KVHVD_DAEMON'], bytes.fromhex(os.environ['KVHVD_SECRET']), identity, 30)
+import json, os, select, signal, socket, subprocess, sys, threading, time
+from kvstore_hvd.base.channel import Channel, ChannelError
+def open_line():
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect('\\0' + os.environ['KVHVD_DAEMON'])
+    return Channel(connected)
 def hear(line):
     messages = []
     while not messages:
@@ -38,7 +39,7 @@ def closed(line):
     try:
         while True:
             hear(line)
-    except WireError:
+    except ChannelError:
         return True
 def forever():
     threading.Event().wait(100)
@@ -49,8 +50,6 @@ class FakeLauncher:
     """Starts one daemon, keeps its lease, and collects what it says; use as a context manager."""
 
     def __init__(self, marker: str, *, kill_grace_s: float = 5.0, lease_s: float = 60.0, prefix: bool = True) -> None:
-        self.secret = secrets.token_bytes(32)
-        self.job = secrets.token_hex(8)
         self.heard: list[dict[str, Any]] = []
         self.beats = 0
         self.ended: str = ""  # how the line to the daemon ended
@@ -59,20 +58,18 @@ class FakeLauncher:
         self._taken = 0
         self._marker = marker
         self._environment = variables_of(marker)
-        self.listener = Listener(("127.0.0.1", 0), self.secret, {"role": "launcher"})
+        ours, theirs = socket.socketpair()
         self._last_words, write = os.pipe()
-        address: Any = self.listener.address
-        settings = DaemonSettings(address, self.secret, self.job, "localhost", write, kill_grace_s, lease_s, prefix)
-        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        how: Any = {"env": self._environment, "pass_fds": [write], "start_new_session": True}
-        self.daemon = subprocess.Popen(daemon_command(), **pipes, **how)
+        settings = DaemonSettings("localhost", theirs.fileno(), write, kill_grace_s, lease_s, prefix)
+        pipes: Any = {"stdin": subprocess.DEVNULL, **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)}
+        how: Any = {"env": self._environment, "pass_fds": [write, theirs.fileno()], "start_new_session": True}
+        start = "import json, sys; from kvstore_hvd.launch.daemon import Daemon, DaemonSettings"
+        run = "sys.exit(Daemon(DaemonSettings(**json.loads(sys.argv[1]))).run())"
+        command = [sys.executable, "-c", f"{start}; {run}", json.dumps(asdict(settings))]
+        self.daemon = subprocess.Popen(command, **pipes, **how)
         os.close(write)
-        assert self.daemon.stdin is not None
-        self.daemon.stdin.write(settings.line())
-        self.daemon.stdin.close()
-        self.daemon.stdin = None
-        self.line: Connection
-        self.wait(self._accept)
+        theirs.close()
+        self.line = Channel(ours)
 
     def __enter__(self) -> FakeLauncher:
         return self
@@ -87,15 +84,8 @@ class FakeLauncher:
         deadline = time.monotonic() + LIMIT_S
         while processes(self._marker) and time.monotonic() < deadline:
             time.sleep(0.01)  # after a kill, its guard has work to do
-        self.listener.close()
-        if hasattr(self, "line"):
-            self.line.close()
+        self.line.close()
         os.close(self._last_words)
-
-    def _accept(self) -> bool:
-        for connection in self.listener.accept():
-            self.line = connection
-        return hasattr(self, "line")
 
     def send(self, kind: str, **fields: Any) -> None:
         self.line.send({"t": kind, **fields})
@@ -109,7 +99,7 @@ class FakeLauncher:
 
     def pump(self) -> None:
         """Hear what there is, and keep the lease."""
-        if self.ended or not hasattr(self, "line"):
+        if self.ended:
             return
         if not self.silent and time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + 0.5
@@ -117,11 +107,11 @@ class FakeLauncher:
         self.line.flush()
         try:
             messages = self.line.receive()
-        except WireError as error:
+        except ChannelError as error:
             self.ended = str(error)
             return
         for message in messages:
-            if check(message, DAEMON) == "beat":
+            if message["t"] == "beat":
                 self.beats += 1
             else:
                 self.heard.append(message)
@@ -133,8 +123,7 @@ class FakeLauncher:
             heard = str(self.heard)[-3000:]
             assert time.monotonic() < deadline, f"waited in vain for {what or condition}; heard: {heard}"
             self.pump()
-            waiting = [self.line] if hasattr(self, "line") and not self.ended else [self.listener]
-            select.select(waiting, [], [], 0.02)
+            select.select([] if self.ended else [self.line], [], [], 0.02)
 
     def next(self, kind: str, worker: int | None = None) -> dict[str, Any]:
         """The next message of this type, of this worker; those before it are passed over."""

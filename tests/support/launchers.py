@@ -45,7 +45,7 @@ class Launcher:
 def kvhvdrun() -> Launcher:
     """Return the launcher of this package, run by this interpreter (also when the package is not installed)."""
     script = Path(sys.executable).with_name("kvhvdrun")
-    start = "import sys; from kvstore_hvd.launch import main; sys.exit(main())"
+    start = "import sys; from kvstore_hvd.launch.command import main; sys.exit(main())"
     return Launcher("kvhvdrun", (str(script),) if script.exists() else (sys.executable, "-c", start), "kvhvdrun")
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_hvd import config, launch
+from kvstore_hvd import config
 from kvstore_hvd.horovod import variables as horovod_variables
+from kvstore_hvd.launch.command import _parser
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -48,6 +49,6 @@ def test_every_name_is_on_its_page():
     names = [name for name in config.known_variables() if name.startswith("HOROVOD_")]
     names += [*horovod_variables._REASONS, *(prefix.rstrip("_") for prefix in horovod_variables._PREFIXES)]
     missing += [name for name in names if f"`{name}" not in migrating]
-    options = [action.option_strings[-1] for action in launch._parser()._actions if action.option_strings]
+    options = [action.option_strings[-1] for action in _parser()._actions if action.option_strings]
     missing += [each for each in options if each not in migrating and each not in ("--help", "-n")]
     assert not missing, f"docs/{', '.join(PAGES_OF_NAMES)} do not name {missing}"

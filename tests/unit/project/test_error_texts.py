@@ -20,9 +20,8 @@ PROTOCOLS = {
 # Files whose builtin exceptions are caught by their only callers, or belong to another protocol.
 INTERNAL = {
     "config.py": "what a parser of a setting refuses; Config.from_environ makes a ConfigError of all of them",
-    "driver/driver.py": "what a daemon says is checked, and its connection ended",
-    "driver/jobs.py": "as in driver.py",
-    "driver/options.py": "caught by its caller, which names the option",
+    "launch/jobs.py": "what a worker says and makes no sense is ignored",
+    "launch/options.py": "caught by its caller, which names the option",
     "gpu/kernels.py": "arguments of our own code",
     "gpu/launcher.py": "arguments of our own code",
     "gpu/tables.py": "arguments of our own code",
@@ -31,13 +30,11 @@ INTERNAL = {
     "recording/trace.py": "caught by its only callers",
     "recording/parts.py": "an OSError that its callers make a text of",
     "worlds/rendezvous.py": "an OSError that the next attempt follows",
-    "wire/sockets.py": "an OSError that the next attempt follows",
-    "wire/connection.py": "a message that cannot be read; a WireError is made of it",
 }
 # Lines for the developer, or facts that become part of a text that has a fix.
 WITHOUT_FIX = {
     "worlds/mpi/world.py": "a row of kvhvdrun --check-build",
-    "driver/discovery.py": "said once by the launcher, which tries again",
+    "launch/discovery.py": "said once by the launcher, which tries again",
     "gpu/launcher.py": "a fact for native/request/messages.cpp, which adds the fix",
     "gpu/nccl.py": "as in launcher.py",
     "comm/device/ring.py": "a detail of the error of comm/device/executors.py",

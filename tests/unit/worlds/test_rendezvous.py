@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.wire.authentication import mac
 from kvstore_hvd.worlds import rendezvous
+from kvstore_hvd.worlds.authentication import mac
 from kvstore_hvd.worlds.rendezvous import share_segment, socket_name
 from kvstore_hvd.worlds.topology import Host, Topology, World
 from support.patience import patient

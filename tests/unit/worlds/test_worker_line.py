@@ -4,6 +4,7 @@ import os
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from kvstore_hvd import wire
+from kvstore_hvd.base.channel import Channel
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.worlds.worker_line import WorkerLine
 from support.patience import patient
@@ -27,19 +28,17 @@ class Daemon:
 
     def __init__(self):
         self.name = f"kvstore_hvd-test-{secrets.token_hex(8)}"
-        self.listener = wire.Listener(self.name, SECRET, {"role": "daemon"})
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(f"\0{self.name}")
+        self.listener.listen()
+        self.listener.settimeout(LONG_S)
         self.worker = None
         self.received = []
         self._lock = threading.Lock()  # of who sends: tests do it from timers, too
 
     def accept(self):
-        """Wait for the worker; returns who it says it is."""
-        deadline = time.monotonic() + LONG_S
-        while self.worker is None and time.monotonic() < deadline:
-            select.select([self.listener], [], [], 0.1)
-            for each in self.listener.accept():
-                self.worker = each
-        return self.worker.identity
+        """Wait for the worker."""
+        self.worker = Channel(self.listener.accept()[0])
 
     def take(self):
         """The next message of the worker."""
@@ -70,12 +69,9 @@ def line(daemon, monkeypatch):
     """The line; its loss is noted instead of ending the tests."""
     ended = threading.Event()
     monkeypatch.setattr(WorkerLine, "_end", lambda self, error: ended.set())
-    made = []
-    thread = threading.Thread(target=lambda: made.append(WorkerLine(daemon.name, SECRET, 7)))
-    thread.start()
-    assert daemon.accept() == {"role": "worker", "worker": 7, "pid": os.getpid()}
-    thread.join(LONG_S)
-    yield made[0]
+    made = WorkerLine(daemon.name, SECRET, 7)
+    daemon.accept()
+    yield made
     daemon.worker.close()
     assert ended.wait(LONG_S)
 

@@ -1,0 +1,299 @@
+"""kvhvdrun without its processes: options, shares of cores, and how output is cut into lines."""
+
+import os
+import platform
+import random
+import re
+import resource
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd import native
+from kvstore_hvd.errors import ConfigError, LaunchError
+from kvstore_hvd.launch import command
+from kvstore_hvd.launcher import capacity
+from kvstore_hvd.launcher.output import LineStream, Sink, Tail
+from kvstore_hvd.launcher.output_files import OutputFiles
+from kvstore_hvd.launcher.processes import share_of_cores
+
+
+def streams(count):
+    sink = Sink()
+    return sink, [LineStream(sink, f"[{rank}] ".encode()) for rank in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("fed", "written"),
+    [
+        ([(0, b"one "), (1, b"uno\ndos "), (0, b"line\n"), (1, b"tres\n")], b"[1] uno\n[0] one line\n[1] dos tres\n"),
+        # An unfinished line that was interrupted gets its prefix again.
+        ([(0, b"name? "), (0, b""), (1, b"hello\n"), (0, b"thanks\n")], b"[0] name? \n[1] hello\n[0] thanks\n"),
+        ([(0, b"10%\r20%\r"), (0, b"30%\r\n")], b"[0] 10%\r[0] 20%\r[0] 30%\r\n"),
+        ([(0, b"50%\r60%"), (1, b"done\n")], b"[0] 50%\r\n[1] done\n"),
+    ],
+)
+def test_lines_of_workers_do_not_tear(fed, written):
+    sink, both = streams(2)
+    for rank, data in fed:
+        both[rank].feed(data) if data else both[rank].flush()
+    assert bytes(sink.pending) == written
+
+
+def test_binary_junk_passes_whatever_the_cuts():
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    data = bytes(rng.choice(b"\r\n\0\xff\x80ab") for _ in range(3000))
+    (whole, (a,)), (cut, (b,)) = streams(1), streams(1)
+    without = LineStream(plain := Sink(), b"")
+    for stream in (a, without):
+        stream.feed(data)
+    rest = data
+    while rest:
+        size = rng.randrange(1, 20)
+        b.feed(rest[:size])
+        rest = rest[size:]
+    for stream in (a, b, without):
+        stream.flush()
+    assert whole.pending == cut.pending, f"seed {seed}"
+    assert bytes(plain.pending) == data, f"seed {seed}"
+
+
+def test_the_tail_is_bounded_and_knows_progress_bars():
+    tail = Tail()
+    stream = LineStream(Sink(), b"", tail.add)
+    for number in range(100):
+        stream.feed(b"line %d\n" % number)
+    stream.feed(b"10%\r20%\r\nlast")
+    stream.flush()
+    assert tail.lines()[-3:] == [b"line 99", b"20%", b"last"]
+    assert len(tail.lines()) <= 21
+    stream.feed(b"y" * 100_000 + b"\n")
+    assert len(b"".join(tail.lines())) <= 8192
+
+
+def test_the_tail_leaves_out_what_python_ignores():
+    cause = [b"Traceback (most recent call last):", b'  File "train.py", line 3', b"ValueError: mine"]
+    ignored = [b"Exception ignored in atexit callback: <function f>", *cause[:2]]
+    ours = [b"kvstore_hvd.errors.PeerLostError: [rank 1/2] lost.", b"  Fix: restart the job."]
+    theirs = [b"mxnet.base.MXNetError: Traceback (most recent call last):", b"  File x.cc", b"MXNetError: Check failed"]
+    for text, shown in (
+        ([*cause, *ignored, *ours], cause),
+        ([*cause, *ignored, *theirs, *ignored, *ours], cause),
+        ([*ignored, *ours, *cause], cause),
+        ([*ignored, *theirs, b"last"], [b"last"]),
+    ):
+        tail = Tail()
+        stream = LineStream(Sink(), b"", tail.add)
+        stream.feed(b"\n".join([*text, b""]))
+        assert tail.lines() == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["true"], 2, "the number of workers is missing"),
+        (["-np", "0", "true"], 2, "-np 0: expected a whole number of at least 1"),
+        (["--ouput-filename", "x", "-np", "2", "true"], 2, "--ouput-filename does not exist; did you mean --output-"),
+        (["--np", "2", "true"], 2, "--np does not exist; did you mean -np?\n  Fix: "),
+        (["-np", "2", "/"], 126, "'/' is a directory"),
+        (["-np", "3", "-H", "localhost:2", "true"], 2, "-np 3, but the hosts have 2 slots"),
+        (["-H", "localhost:0", "true"], 2, "'localhost:0': a host takes at least 1 worker"),
+        (["-H", "localhost:2,LOCALHOST:1", "true"], 2, "the host 'localhost' is named twice"),
+        (["-H", "localhost:2", "--hostfile", "x", "true"], 2, "both -H and --hostfile name hosts"),
+        (["-np", "2", "--output-filename", "/dev/null", "true"], 2, "'/dev/null/rank.0' cannot be made"),
+    ],
+)
+def test_what_cannot_work_is_said(capfd, arguments, code, text):
+    assert command.main(arguments) == code
+    out, err = capfd.readouterr()
+    assert (out, err.startswith("kvhvdrun: "), "Traceback" in err) == ("", True, False)
+    assert text in err
+
+
+def test_help_has_few_variables(capfd):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--help"])
+    out = capfd.readouterr().out
+    assert (end.value.code, out.count("\nKVHVD_") + out.count("\nHOROVOD_")) == (0, 8)
+    assert ("docs/errors.md" in out, "KVHVD_SECRET" in out) == (True, False)
+
+
+def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatch):
+    header = (Path(__file__).resolve().parents[3] / "native/shm/failure.hpp").read_text()
+    assert f"kMaxRanks = {capacity.MAX_WORKERS};" in header
+    given = resource.getrlimit
+
+    def limit(which, soft):
+        monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, soft) if asked == which else given(asked))
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    limit(resource.RLIMIT_NPROC, 10)
+    capacity.check_count(8)
+    with pytest.raises(LaunchError, match=r"-np 9: only 10 processes are allowed here \(ulimit -u\)"):
+        capacity.check_count(9)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # whom the kernel does not hold to it
+    capacity.check_count(9)
+    monkeypatch.setattr(capacity, "open_below", lambda limit: 3)
+    limit(resource.RLIMIT_NOFILE, 64)
+    capacity.check_count(24)
+    with pytest.raises(LaunchError, match=r"needs 66 open files, and only 64 are allowed[^\n]*\n  Fix: ulimit -n 66"):
+        capacity.check_count(25)
+    monkeypatch.setattr(capacity, "open_below", lambda limit: 5)  # a script has opened some
+    with pytest.raises(LaunchError, match="needs 66 open files"):
+        capacity.check_count(24)
+    limit(resource.RLIMIT_NOFILE, resource.RLIM_INFINITY)
+    capacity.check_count(256)
+    with pytest.raises(LaunchError, match="-np 257: a job has at most 256 workers on one host"):
+        capacity.check_count(257)
+
+
+def plan(*arguments):
+    return command._plan(command._options(arguments))
+
+
+def test_options_of_the_program_are_its_own():
+    command = plan("-np", "2", "-v", "true", "-np", "7", "--no-prefix", "--", "-v").workers[0].command
+    assert command[1:] == ["-np", "7", "--no-prefix", "--", "-v"]
+
+
+def test_hosts_that_are_this_one(tmp_path):
+    for host in ("localhost", "127.0.0.1", socket.gethostname()):
+        assert len(plan("-H", f"{host}:3", "true").workers) == 3
+        assert len(plan("-np", "1", "-H", f"{host}:3", "true").workers) == 1
+    path = tmp_path / "hosts"
+    path.write_text("# all of them\n\nlocalhost slots=2  # here\n127.0.0.1:3\n")
+    assert len(plan("--hostfile", str(path), "true").workers) == 5
+    for text, fact in (("", "names no host"), ("localhost slots=2\nlocalhost:1\n", "named twice")):
+        path.write_text(text)
+        with pytest.raises(LaunchError, match=fact):
+            plan("--hostfile", str(path), "true")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Write a configuration file; returns its path."""
+
+    def write(text):
+        path = tmp_path / "kvhvdrun.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_options_of_a_file(config_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVHVD_START_TIMEOUT", "5")
+    path = config_file(
+        f"# a job\nnum_proc: 3\nstart-timeout: 9.5\nverbose: yes\nno-prefix: true\nbind-cores: off\n"
+        f"timeline-filename: {tmp_path}/t.json\noutput-filename: out\n"
+    )
+    made = plan("--config-file", path, "true")
+    assert len(made.workers) == 3
+    assert (made.verbose, made.prefix, made.output_folder) == (True, False, "out")
+    assert made.workers[0].cores == ()
+    environ = made.workers[0].environment
+    assert environ["KVHVD_START_TIMEOUT"] == "9.5"  # the file comes before the environment
+    assert environ["HOROVOD_TIMELINE"] == f"{tmp_path}/t.json"
+    path = config_file("num-proc: 3\nstart-timeout: 9\nhosts: elsewhere:4\n")
+    made = plan("--config-file", path, "-np", "2", "--start-timeout", "7", "-H", "localhost:2", "true")
+    assert len(made.workers) == 2
+    assert made.workers[0].environment["KVHVD_START_TIMEOUT"] == "7"  # the command line comes before the file
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("num-procs: 2\n", r"yaml:1: 'num-procs' is no option of kvhvdrun.\n  Fix: did you mean num-proc\?"),
+        ("num-proc: 2\nnum_proc: 3\n", "yaml:2: 'num-proc' is given twice"),
+        ("verbose: 2\n", "verbose: '2' is not true or false"),
+        ("num-proc: [\n", "is not YAML"),
+    ],
+)
+def test_a_file_that_cannot_be(config_file, text, fact):
+    path = config_file(text)
+    with pytest.raises((LaunchError, ConfigError), match=fact):
+        plan("--config-file", path, "-np", "2", "true")
+
+
+def test_without_pyyaml(config_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(LaunchError, match=r"--config-file needs PyYAML, .*\n  Fix: .*kvstore-hvd\[yaml\]"):
+        plan("--config-file", config_file("num-proc: 2\n"), "true")
+    assert len(plan("-np", "2", "true").workers) == 2
+
+
+def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
+    environ = plan("-np", "1", "--timeline-filename", "t.json", "true").workers[0].environment
+    assert environ["HOROVOD_TIMELINE"] == str(tmp_path / "t.json")
+    assert plan("-np", "1", "true").workers[0].environment["HOROVOD_TIMELINE"] == "other.json"
+    made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
+    assert made.workers[0].environment["HOROVOD_TIMELINE"] == "DYNAMIC"
+
+
+def test_folders_of_files_have_as_many_digits_as_the_last_rank(tmp_path):
+    for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
+        with OutputFiles(str(tmp_path / first), count):
+            names = sorted(path.name for path in (tmp_path / first).iterdir())
+        assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
+
+
+def test_check_build(capfd, monkeypatch):
+    import mxnet
+
+    def rows():
+        assert command.main(["--check-build"]) == 0
+        out, _ = capfd.readouterr()
+        assert out.startswith(f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}")
+        return dict(re.findall(r"^  (.*?): +(.*)$", out, re.MULTILINE))
+
+    found = rows()
+    assert found["MXNet"] == f"yes: {mxnet.__version__}"
+    assert re.fullmatch("yes: sums with (scalar|avx2|avx512)", found["native engine"])
+    assert all(found[name].startswith(("yes: ", "no: ")) for name in ("MPI", "GPUs", "NCCL"))
+    assert found["several hosts"][:4] == found["MPI"][:4]
+    assert found["horovod"].startswith("not installed")
+    assert found["--config-file"].startswith("yes: PyYAML ")
+    for name in ("mxnet", "mpi4py", "kvstore_hvd._native", "yaml"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(vars(native), "simd_target", raising=False)  # kept since the first use
+    missing = rows()
+    assert missing["MXNet"].startswith("no: ")
+    assert missing["native engine"].startswith("no: ")
+    assert missing["MPI"].startswith("no: mpi4py is not installed")
+    assert missing["several hosts"].startswith("no: needs mpirun")
+    assert missing["--config-file"] == "no: PyYAML is not installed"
+
+
+def test_variables_of_the_workers(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(command, "usable_cores", lambda: list(range(8)))
+    # As inside a worker of mpirun; none of it is true for our workers.
+    for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "OMPI_MCA_orte_hnp_uri"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMPI_MCA_btl", "^ofi")  # a choice of the user's
+    made = plan("-np", "3", "--start-timeout", "7", "true")
+    environs = [worker.environment for worker in made.workers]
+    assert [environ["KVHVD_RANK"] for environ in environs] == ["0", "1", "2"]
+    for environ in environs:
+        assert environ["KVHVD_SIZE"] == environ["KVHVD_LOCAL_SIZE"] == "3"
+        assert environ["KVHVD_RANK"] == environ["KVHVD_LOCAL_RANK"]
+        assert environ["KVHVD_SLOT"] == f"localhost:{environ['KVHVD_RANK']}"
+        assert environ["KVHVD_START_TIMEOUT"] == "7"
+        assert environ["OMP_NUM_THREADS"] == "2"
+        assert environ["OMPI_MCA_btl"] == "^ofi"
+        assert not [n for n in environ if n.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD", "OMPI_MCA_orte"))]
+        assert len(environ["KVHVD_SECRET"]) == 64
+        assert environ["KVHVD_SECRET"] not in " ".join(made.workers[0].command)
+    assert len({(environ["KVHVD_JOB"], environ["KVHVD_SECRET"]) for environ in environs}) == 1
+    assert plan("-np", "1", "true").workers[0].environment["KVHVD_SECRET"] != environs[0]["KVHVD_SECRET"]
+
+
+def test_shares_of_cores():
+    for cores, shares in [([0, 1, 2, 3, 4], [(0, 1), (2, 3, 4)]), ([4, 9], [(4,), (9,), (4,)])]:
+        assert [share_of_cores(cores, rank, len(shares)) for rank in range(len(shares))] == shares

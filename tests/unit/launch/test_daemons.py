@@ -1,0 +1,92 @@
+"""Slots that are left alone after crashes; daemons: when one counts as lost, and when the loop is woken."""
+
+import random
+import select
+import socket
+from unittest.mock import Mock
+
+import pytest
+
+from kvstore_hvd.launch.connections import Connections
+from kvstore_hvd.launch.daemons import _Daemon, _fate
+from kvstore_hvd.launch.state import Cooldown, Slot, Slots
+
+
+@pytest.mark.parametrize(
+    ("state", "within_s", "fate"),
+    [
+        ({"has_come": True}, 5.0, "its daemon has said nothing for 5 s (KVHVD_LEASE)"),  # a second more than the lease
+        ({}, 60.0, "its daemon did not come within 60 s"),
+        ({"fault": "reset"}, 0.5, "the line to its daemon was lost: reset"),
+        ({"fault": "reset", "ending": True}, 1e9, ""),
+        ({"has_come": True, "code": 3}, 0.5, "its daemon (pid 7) exited with code 3"),  # it may have said something yet
+    ],
+)
+def test_how_long_a_daemon_may_be_silent(state, within_s, fate):
+    daemon = _Daemon("host", 7, Mock(), 100.0, **state)
+    assert _fate(daemon, 100.0 + within_s - 0.01, lease_s=4.0) == ""
+    assert _fate(daemon, 100.0 + within_s, lease_s=4.0) == fate
+
+
+def test_the_loop_is_woken_to_write_only_while_there_is_something_to_write():
+    ours, theirs = socket.socketpair()
+    line = Mock(fileno=ours.fileno, close=ours.close, wants_to_write=False)
+    line.flush.side_effect = lambda: setattr(line, "wants_to_write", False)
+    connections = Connections()
+    connections.add(line)
+
+    def is_woken():
+        connections.arm()
+        return bool(select.select([connections], [], [], 0)[0])
+
+    for flushed in (1, 2):
+        assert not is_woken()
+        line.wants_to_write = True
+        assert is_woken()
+        assert connections.ready() == []
+        assert line.flush.call_count == flushed
+    assert not is_woken()
+    theirs.send(b"x")
+    assert is_woken()
+    assert connections.ready() == [line]
+    connections.close_all()
+    theirs.close()
+
+
+def slots(**hosts):
+    made = Slots(Cooldown(), random.Random(0))
+    made.update(hosts)
+    return made
+
+
+def test_the_oldest_host_comes_first_whatever_is_discovered():
+    made = slots(a=1, b=2)
+    assert made.update({"c": 1, "b": 1, "a": 1}) == [("host_removed", "b", 1), ("host_added", "c", 1)]
+    assert [str(slot) for slot in made] == ["a:0", "b:0", "c:0"]
+    made.update({"c": 2, "b": 1})
+    made.update({"a": 1, "b": 1, "c": 2})
+    assert [str(slot) for slot in made] == ["b:0", "c:0", "c:1", "a:0"]
+    assert (Slot("c", 1) in made, Slot("c", 2) in made, Slot("d", 0) in made) == (True, False, False)
+
+
+def test_the_first_crash_costs_nothing_and_the_others_more_and_more():
+    made, slot = slots(a=2), Slot("a", 0)
+    assert made.crashed(slot, 100.0) == 0
+    assert made.usable(slot, 100.0)
+    waits = [made.crashed(slot, 100.0) for _ in range(8)]
+    for count, seconds in enumerate(waits, 1):
+        assert min(300, 10 * 2**count) <= seconds <= min(300, 10 * 2**count + 10)
+    assert not made.usable(slot, 399.9)
+    assert made.next_return(399.9) == 400.0
+    assert made.usable(slot, 400.0)
+    assert made.next_return(400.0) is None
+    assert made.crashed(Slot("a", 1), 400.0) == 0  # they are counted per slot
+    made.forgive(slot)
+    assert made.crashed(slot, 400.0) == 0
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(1.0, 1.0), (1.0, 3600.0)])
+def test_a_cooldown_stays_within_its_range(lower, upper):
+    for count in (1, 10, 10**6):
+        for share in (0.0, 0.5, 1.0):
+            assert lower <= Cooldown(lower, upper).seconds(count, share) <= upper

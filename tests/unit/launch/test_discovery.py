@@ -1,0 +1,109 @@
+"""Which hosts an elastic job may use: fixed ones, and what a script says, however it behaves."""
+
+import contextlib
+import os
+import time
+
+import pytest
+
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launch import discovery
+from kvstore_hvd.launch.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript, hosts_of_script
+from support.patience import patient
+
+LIMIT_S = patient(30)
+
+
+def test_a_fixed_host_that_is_another_one():
+    with pytest.raises(LaunchError, match="'elsewhere' is another host"):
+        FixedHosts({"localhost": 2, "elsewhere": 1})
+
+
+def test_what_a_script_may_print():
+    for text, hosts in [
+        ("", {}),
+        ("a:2\nb\n", {"a": 2, "b": 3}),
+        ("a slots=4\n[::1]:2", {"a": 4, "::1": 2}),
+        ("a:0\nb:1", {"b": 1}),
+        ("a:999999999", {"a": 256}),  # as many as a world can have
+    ]:
+        assert hosts_of_script(text, 3) == hosts
+    for text, fact in [("a b", "'a b' is not HOST:N"), ("a:x", "is not HOST:N"), ("a\nA:2", "named twice")]:
+        with pytest.raises(LaunchError, match=fact):
+            hosts_of_script(text)
+
+
+class Poller:
+    """Polls a script as the launcher does."""
+
+    def __init__(self, command):
+        self.script = HostDiscoveryScript(command, 1, dict(os.environ), "job")
+        self.now = 0.0
+
+    def poll(self):
+        child = self.script._child
+        if child is not None and child.code is None:
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                self.script.reaped(pid, os.waitstatus_to_exitcode(status))
+        return self.script.poll(self.now)
+
+    def next(self):
+        """What the next run says."""
+        end = time.monotonic() + LIMIT_S
+        self.now += 1.0
+        while (hosts := self.poll()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.005)  # nothing tells of its end here
+        return hosts
+
+    def close(self):
+        child = self.script._child
+        self.script.close()
+        if child is not None and child.code is None:
+            os.waitpid(child.pid, 0)
+
+
+@pytest.fixture
+def script():
+    with contextlib.ExitStack() as stack:
+        yield lambda command: stack.enter_context(contextlib.closing(Poller(command)))
+
+
+def test_a_script_is_run_again_and_again(script, tmp_path):
+    path = tmp_path / "hosts"
+    poller = script(f"cat {path}")
+    path.write_text("localhost:2\n")
+    assert poller.next() == {"localhost": 2}
+    assert poller.poll() is None  # not before a second has passed
+    assert poller.script._child is None
+    path.write_text("localhost\nother:3\n")
+    assert poller.next() == {"localhost": 1, "other": 3}
+
+
+@pytest.mark.parametrize(
+    ("command", "fact"),
+    [
+        ("echo one; echo two >&2; echo three >&2; exit 1", "exited with code 1; it says: two / three$"),
+        ("echo a b", "printed are no hosts: 'a b' is not HOST:N"),
+        ("yes | head -c 100000", "printed more than 65536 bytes$"),
+    ],
+)
+def test_a_script_that_fails(script, command, fact):
+    with pytest.raises(DiscoveryError, match=fact):
+        script(command).next()
+
+
+def test_a_script_that_hangs_is_killed(script, monkeypatch, tmp_path):
+    path = tmp_path / "hosts"
+    poller = script(f"echo localhost; test -e {path} || sleep 1000")
+    with monkeypatch.context() as patched:
+        patched.setattr(discovery, "_LIMIT_S", 0.0)
+        with pytest.raises(DiscoveryError, match="took more than 0 s and was killed"):
+            poller.next()
+    path.touch()
+    assert poller.next() == {"localhost": 1}  # the next run has its own time
+
+
+def test_what_a_script_leaves_behind_is_not_waited_for(script):
+    assert script("echo localhost; sleep 1000 &").next() == {"localhost": 1}

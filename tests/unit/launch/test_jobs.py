@@ -1,0 +1,280 @@
+"""The decisions about an elastic job: its start, what lost workers cost, who has which rank, and how it ends."""
+
+import signal
+
+import pytest
+
+from support.elastic_jobs import Play
+
+
+def test_the_first_generation_begins_when_all_are_ready():
+    play = Play({"a": 2}, min_np=2, first_np=3)
+    assert play.starts() == []
+    play.hosts({"a": 2, "b": 1})
+    assert play.starts() == [(0, "a:0"), (1, "a:1"), (2, "b:0")]
+    play.ready(2, 0)
+    assert play.generation == -1
+    play.ready(1)
+    rest = {"size": 3, "hosts": [("name", "machine")] * 3, "places": [0, 1, 2], "job": "play"}
+    for rank in range(3):
+        assert play.told(rank) == [{"t": "world", "generation": 0, "rank": rank, **rest}]
+    assert play.notes("generation_joined") == []
+    play.meet()
+    assert play.notes("generation_joined") == [{"generation": 0}]
+
+
+def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
+    play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
+    play.wait(59)
+    assert play.ending is None
+    play.wait(2)
+    assert play.outcome == (1, "there are 1 slots, 2 are needed, and no more came within 60 s.")
+    play = Play({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=30)
+    play.begin()
+    play.hosts({"a": 1})
+    play.kill(1)
+    play.ready(0)
+    play.wait(29)
+    assert play.ending is None
+    play.wait(2)
+    assert play.outcome == (1, reason := "1 workers are ready, 2 are needed, and no more came within 30 s.")
+    assert play.ending.details == ("worker 1 (b:0) was killed by SIGKILL",)
+    assert play.told(0, "fail") == [{"t": "fail", "text": reason}]
+
+
+def test_a_program_that_always_fails_ends_the_job():
+    play = Play({"a": 2}, min_np=1)
+    for worker in range(4):
+        play.end(worker, 3, "SyntaxError: x")
+    assert play.outcome == (3, "worker 0 (a:0) exited with code 3. Its last lines on stderr:")
+    assert play.ending.details == ("SyntaxError: x",)
+
+
+def test_a_dead_worker_costs_itself_only():
+    play = Play({"a": 3}, min_np=2)
+    play.begin()
+    play.kill(1)
+    void = {"generation": 0, "text": "worker 1 (a:1) was killed by SIGKILL"}
+    assert play.notes("generation_void") == [{**void, "cause": "lost"}]
+    assert play.told(0, "void") == play.told(2, "void") == [{"t": "void", **void}]
+    assert play.starts()[3:] == [(3, "a:1")]
+    play.ready(0)
+    assert play.generation == 0
+    play.ready(2)  # nobody waits for the new one, which still starts
+    assert (play.generation, play.members) == (1, [0, 2])
+
+
+def test_when_nobody_is_left_the_state_is_lost():
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.end(0, 1, "PeerLostError: rank 1")
+    play.enter(2)
+    play.end(1, 9, "ValueError: the cause")
+    cause = "First, worker 1 (a:1) exited with code 9. Its last lines on stderr:"
+    assert play.outcome == (9, f"no worker of generation 0 is left. {cause}")
+    assert play.ending.details == ("ValueError: the cause",)
+    assert play.told(2, "fail")
+
+
+def test_newcomers_that_never_had_the_state_do_not_go_on_alone():
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    for worker in (0, 1):
+        play.say(worker, "synced", generation=0)
+    play.kill(1)
+    play.ready(0)
+    play.meet()
+    play.ready(2)
+    assert play.commit() == [0, 2]
+    play.kill(0)  # while it hands the state to worker 2
+    assert "no worker of generation 2 is left that has the state of the training. First, " in play.outcome[1]
+    assert play.told(2, "fail")
+
+
+# -- Places -------------------------------------------------------------------------------------------------------
+
+
+def places(play):
+    """The local rank of the worker on each slot, as all members of the generation have been told it."""
+    members = play.job.generation.members
+    told = [play.told(member.id, "world")[-1] for member in members]
+    assert [one["rank"] for one in told] == list(range(len(members)))
+    assert all(one["places"] == told[0]["places"] for one in told)
+    return {str(member.slot): place for member, place in zip(members, told[0]["places"])}
+
+
+def test_local_ranks_follow_the_slots_whoever_was_ready_first():
+    play = Play({"a": 3, "b": 1}, min_np=1)
+    play.enter(3, "other")
+    play.ready(2, 0, 1)
+    assert play.meet() == [0, 1, 2, 3]
+    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
+    play.kill(0)
+    assert play.job.seat(4)[:3] == (3, 4, 0)  # what it begins with
+    play.ready(1, 2, 3)
+    play.meet()
+    assert places(play) == {"a:1": 0, "a:2": 1, "b:0": 0}
+    play.enter(4)  # on the slot that is free; until it is ready it is told a place
+    (place,) = play.told(4)
+    assert (place["t"], place["rank"], place["size"], place["places"]) == ("place", 2, 4, [1, 2, 0, 0])
+    play.ready(4, 3, 2, 1)
+    assert play.meet() == [1, 2, 4, 3]  # the state is the old ones'
+    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
+
+
+# -- Crashes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.kill(1)
+    play.ready(0)
+    play.meet()
+    play.kill(2)  # while it starts
+    (note,) = play.notes("slot_blacklisted")
+    assert note["slot"] == "a:1"
+    assert 20 <= note["seconds"] <= 30
+    play.wait(note["seconds"] - 0.1)
+    assert len(play.starts()) == 3
+    play.wait(0.2)
+    assert play.starts()[3:] == [(3, "a:1")]
+    play.ready(3)
+    play.commit()
+    play.wait(601)  # after a long life crashes are forgotten
+    play.kill(3)
+    assert len(play.notes("slot_blacklisted")) == 1
+    assert play.starts()[4:] == [(4, "a:1")]
+
+
+def fail_in_turn(play, code=1, *, hung=False):
+    """All of a world but rank 0 fail, or are killed because they hang; it meets with those that take their places."""
+    first, *others = play.members
+    generation = play.generation
+    if hung:
+        play.ready(first, cause="timeout")
+        play.wait(0.6)
+        assert all(play.signals(worker) for worker in others)
+    for worker in others:
+        play.end(worker, code, "ValueError: always")
+    if not hung:
+        play.ready(first)
+    while play.ending is None and play.generation == generation:
+        play.ready(*(worker for worker in play.running if worker != first))
+        play.wait(1)
+    play.meet()
+
+
+def test_a_program_that_fails_whoever_runs_it_ends_the_job():
+    play = Play({"a": 2}, min_np=2)
+    play.begin()
+    for code in (1, 1, 1, 1, 1, 3):
+        assert play.ending is None
+        fail_in_turn(play, code)
+    code, reason = play.outcome
+    assert (code, play.ending.details) == (3, ("ValueError: always",))
+    assert reason.startswith("workers keep failing, and so do their replacements soon after they start")
+    assert "Most recently, worker 6 (a:1) exited with code 3." in reason
+
+
+@pytest.mark.parametrize("what", ["killed", "hung", "commit", "long life"])
+def test_failures_that_do_not_tell_of_the_program(what):
+    play = Play({"a": 2, "b": 1}, min_np=2, max_np=2, timeout_s=10_000)
+    play.begin()
+    for _ in range(12):
+        if what == "commit":
+            play.commit()
+        elif what == "long life":
+            play.wait(61)
+        # One that hangs may come to an end of its own just as it is killed.
+        fail_in_turn(play, -9 if what == "killed" else 1, hung=what == "hung")
+    assert play.ending is None
+
+
+# -- Ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.say(0, "finished")
+    play.end(0)
+    play.end(1, 7, "oops")
+    assert play.outcome == (7, "worker 1 (a:1) exited with code 7. Its last lines on stderr:")
+    play = Play({"a": 2}, min_np=1)
+    play.begin()
+    play.say(0, "synced", generation=0)
+    play.say(0, "finished")
+    play.end(0)
+    play.ready(1)
+    assert play.told(1, "leave")
+    play.end(1, -signal.SIGTERM)
+    assert play.outcome == (0, "")
+
+
+def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():
+    play = Play({"a": 2}, min_np=1)
+    play.ready(0, 1)
+    play.say(0, "joined", generation=0)
+    play.say(0, "synced", generation=0)
+    play.say(0, "finished")
+    play.end(0)
+    assert play.notes("generation_void") == []
+    play.say(1, "joined", generation=0)
+    assert len(play.notes("generation_joined")) == 1
+    play.end(1)
+    assert play.outcome == (0, "")
+
+
+def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for():
+    play = Play({"a": 3}, min_np=1)
+    play.begin()
+    for kind, fields in (("synced", {"generation": 0}), ("finished", {}), ("synced", {"generation": 0})):
+        for worker in (0, 1, 2):
+            play.say(worker, kind, **fields)
+    play.kill(2)
+    assert play.starts()[3:] == [(3, "a:2")]
+    play.ready(0)
+    assert play.generation == 0
+    play.ready(1)
+    assert play.members == [0, 1]
+
+
+def test_too_many_resets():
+    play = Play({"a": 4}, min_np=1, reset_limit=1)
+    play.begin()
+    play.kill(1)
+    play.ready(0, 2, 3)
+    play.meet()
+    assert play.generation == 1
+    play.kill(2)
+    play.ready(0, 3)
+    reason = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
+    assert play.outcome == (1, reason)
+    assert play.told(0, "fail") == [{"t": "fail", "text": reason}]
+    seen = len(play.seen)
+    play.kill(0)
+    play.wait(10_000)
+    assert len(play.seen) == seen + 1  # the note of its end, and no decision any more
+
+
+def test_words_out_of_place_change_nothing():
+    play = Play({"a": 2}, min_np=1)
+    with pytest.raises(ValueError, match="there is no worker 7"):
+        play.say(7, "finished")
+    with pytest.raises(ValueError, match="before it has called init"):
+        play.say(0, "ready", generation=-1, cause="start", text="")
+    play.enter(0)
+    seen = len(play.seen)
+    for kind, fields in (("joined", {"generation": 0}), ("ready", {"generation": 3, "cause": "lost", "text": ""})):
+        with pytest.raises(ValueError, match="a generation that it was not given"):
+            play.say(0, kind, **fields)
+    assert len(play.seen) == seen
+    for message in ({"t": "enter"}, {"t": "enter", "host": ["a"]}, {"t": "joined"}, {"t": "end"}):
+        with pytest.raises((ValueError, LookupError)):
+            play.job.heard(0, message, play.now)
+    play.job.tick(play.now)
+    assert play.job.take() == []
+    play.kill(0)
+    play.say(0, "finished")
+    assert play.notes("worker_finished") == []

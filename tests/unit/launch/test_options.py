@@ -1,0 +1,110 @@
+"""The options of kvhvdrun for elastic jobs."""
+
+import pytest
+
+from kvstore_hvd.launch import command
+from kvstore_hvd.launch.discovery import FixedHosts, HostDiscoveryScript
+from kvstore_hvd.launch.options import elastic_plan, is_elastic
+from kvstore_hvd.launch.state import Cooldown
+
+
+def plan(*arguments):
+    options = command._options(arguments)
+    assert is_elastic(options)
+    return elastic_plan(options, *command._program(options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "numbers", "slots"),
+    [
+        (["--min-np", "2"], (2, None, 256), {"localhost": 2}),
+        (["--max-np", "3"], (1, None, 3), {"localhost": 3}),
+        (["--max-np", "3", "-np", "2"], (2, 2, 3), {"localhost": 3}),
+        (
+            ["--min-np", "1", "-H", "localhost,127.0.0.2:1", "--slots", "3"],
+            (1, None, 256),
+            {"localhost": 3, "127.0.0.2": 1},
+        ),
+        (["--min-np", "1", "--hostfile", "hosts"], (1, None, 256), {"localhost": 2}),
+    ],
+)
+def test_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers, slots):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    made = plan(*arguments, "true")
+    assert (made.settings.min_np, made.settings.first_np, made.settings.max_np) == numbers
+    assert isinstance(made.discovery, FixedHosts)
+    assert made.discovery.poll(0.0) == slots
+
+
+def test_everything_else(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "2", "9"]
+    more = ["--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
+    made = plan("--host-discovery-script", "./hosts --all", *options, *more, "true", "--min-np", "3")
+    settings = made.settings
+    assert isinstance(made.discovery, HostDiscoveryScript)
+    assert (settings.min_np, settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (1, 7, 5, 8)
+    assert settings.cooldown == Cooldown(2.0, 9.0)
+    assert made.event_log == str(tmp_path / "log")
+    assert (made.prefix, made.verbose, made.bind_cores) == (False, True, True)
+    assert list(made.command[1:]) == ["--min-np", "3"]
+    assert made.environment["PYTHONUNBUFFERED"] == "1"
+    assert not [name for name in made.environment if name.startswith(("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL"))]
+    defaults = plan("--min-np", "1", "true").settings
+    assert (defaults.reset_limit, defaults.elastic_timeout_s, defaults.start_timeout_s) == (None, 600.0, 30.0)
+    assert (defaults.cooldown, defaults.job == settings.job) == (Cooldown(10.0, 300.0), False)
+
+
+def test_a_file_of_options(tmp_path, capfd):
+    path = tmp_path / "job.yaml"
+    path.write_text("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
+    settings = plan("--config-file", str(path), "--reset-limit", "9", "true").settings
+    assert (settings.min_np, settings.max_np, settings.reset_limit) == (1, 3, 9)
+    assert settings.cooldown == Cooldown(5.0, 50.0)
+    for line, text in (
+        ("blacklist-cooldown-range: 5", "range 5: expected two numbers"),
+        ("min-num-proc: 2", "min-np and min-num-proc are the same option."),
+    ):
+        path.write_text(f"min-np: 1\n{line}\n")
+        assert command.main(["--config-file", str(path), "true"]) == 2
+        assert text in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--min-np", "0"], "--min-np 0: expected a whole number of at least 1."),
+        (["--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2."),
+        (["--min-np", "3", "-np", "2"], "--min-np 3 is more than -np 2."),
+        (["--max-np", "257"], "a job has at most 256 workers"),
+        (["--min-np", "1", "--elastic-timeout", "soon"], "--elastic-timeout soon: expected a number of seconds"),
+        (["--min-np", "1", "--blacklist-cooldown-range", "9", "8"], "the lower one first"),
+        (["--host-discovery-script", "x", "-H", "localhost"], "both --host-discovery-script and -H name hosts."),
+        (["--min-np", "3", "-H", "localhost:2"], "3 workers are needed, but the hosts have 2 slots."),
+        (["--min-np", "1", "--output-filename", "out"], "--output-filename keeps what each rank writes"),
+        (["--reset-limit", "1", "-np", "2"], "--reset-limit is for elastic jobs."),
+    ],
+)
+def test_what_cannot_be_is_said(capfd, arguments, text):
+    assert command.main([*arguments, "true"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.startswith("kvhvdrun: "), "Fix: " in err) == ("", True, True)
+    assert text in err
+
+
+def test_shares_of_cores(monkeypatch):
+    from kvstore_hvd.launch import shares
+    from kvstore_hvd.launch.state import Slot, Slots
+
+    monkeypatch.setattr(shares, "usable_cores", lambda: list(range(8)))
+    slots = Slots(Cooldown())
+    slots.update({"a": 2, "b": 1})
+    made = shares.Shares(True, {}, 256)
+    assert made.of(Slot("a", 1), slots) == ({"OMP_NUM_THREADS": "2"}, (4, 5, 6, 7))
+    slots.update({"a": 8})
+    assert made.of(Slot("a", 7), slots) == ({"OMP_NUM_THREADS": "2"}, (7,))  # settled by the first
+    slots.update({"a": 2})
+    assert made.of(Slot("a", 3), slots)[1] == (6, 7)  # has just gone
+    assert shares.Shares(False, {"OMP_NUM_THREADS": "5"}, 1).of(Slot("a", 0), slots) == ({}, ())
+    assert shares.Shares(False, {}, 2).of(Slot("a", 0), slots) == ({"OMP_NUM_THREADS": "4"}, ())
