@@ -249,6 +249,8 @@ class Daemon:
             return
         line, pid = Channel(accepted, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
         worker = next((each for each in self._workers if processes.descends_from(pid, each.pid)), None)
+        while worker is not None and self._hear(worker):
+            pass  # the end of an earlier line of this worker may not have been read yet
         if worker is not None and worker.line is None:
             worker.line = line
             self._connections.add(line)
