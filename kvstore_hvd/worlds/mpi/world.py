@@ -107,7 +107,7 @@ def _await_all(mpi: Any, communicator: Any, barrier: Any, ranks: Iterable[int] =
     """Return when all ranks, or those named, have come here; after the time for that, raise and name the others."""
     # A barrier that does not return cannot say who is missing: ranks that no longer wait ask all others, who answer.
     # MPI has none for ranks without a communicator: they tell each other that they are here.
-    deadline, status = Deadline(config().start_timeout_s), mpi.Status()
+    deadline = Deadline(config().start_timeout_s)
     rank, size = communicator.rank, communicator.size
     others = set(ranks or range(size)) - {rank}
     arrived, sent, last = set[int](), dict[int, Any](), None
@@ -118,10 +118,12 @@ def _await_all(mpi: Any, communicator: Any, barrier: Any, ranks: Iterable[int] =
     if barrier is None:
         tell(others)
     while arrived < others if barrier is None else not barrier.Test():
-        while communicator.Iprobe(tag=_HERE, status=status):
-            communicator.recv(source=status.source, tag=_HERE)
-            arrived.add(status.source)
-            tell([status.source])
+        # One message of each: a second one, and those of other ranks, are for a later call.
+        for other in others - arrived:
+            if communicator.Iprobe(source=other, tag=_HERE):
+                communicator.recv(source=other, tag=_HERE)
+                arrived.add(other)
+                tell([other])
         if last is None and deadline.left() <= 0:
             tell(others)
             last = Deadline(_ANSWER_S)
