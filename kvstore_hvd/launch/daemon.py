@@ -46,6 +46,7 @@ _LAST_WORDS_S = 0.5
 # Out of descriptors or memory.
 _SCARCE_S = 0.1
 _LONGEST_OF_WORKERS = 1 << 20  # bytes of a message
+_READS = 100  # of a line whose end is awaited: a worker that writes without end must not hold up the others
 
 
 @dataclass(frozen=True)
@@ -249,8 +250,10 @@ class Daemon:
             return
         line, pid = Channel(accepted, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
         worker = next((each for each in self._workers if processes.descends_from(pid, each.pid)), None)
-        while worker is not None and self._hear(worker):
-            pass  # the end of an earlier line of this worker may not have been read yet
+        # The end of an earlier line of this worker may not have been read yet.
+        for _ in range(_READS):
+            if worker is None or not self._hear(worker):
+                break
         if worker is not None and worker.line is None:
             worker.line = line
             self._connections.add(line)

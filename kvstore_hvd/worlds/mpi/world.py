@@ -80,9 +80,9 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
     try:
         if comm is None or isinstance(comm, mpi.Comm):
             chosen = comm or mpi.COMM_WORLD
-            _await_all(mpi, chosen, chosen.Ibarrier())
+            _await_all(chosen, chosen.Ibarrier())
         else:
-            _await_all(mpi, mpi.COMM_WORLD, None, comm)
+            _await_all(mpi.COMM_WORLD, None, comm)
             group = mpi.COMM_WORLD.group.Incl(list(comm))
             chosen = mpi.COMM_WORLD.Create_group(group)
             group.Free()
@@ -103,7 +103,7 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         raise LaunchError(text) from error
 
 
-def _await_all(mpi: Any, communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> None:
+def _await_all(communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> None:
     """Return when all ranks, or those named, have come here; after the time for that, raise and name the others."""
     # A barrier that does not return cannot say who is missing: ranks that no longer wait ask all others, who answer.
     # MPI has none for ranks without a communicator: they tell each other that they are here.
@@ -115,9 +115,12 @@ def _await_all(mpi: Any, communicator: Any, barrier: Any, ranks: Iterable[int] =
     def tell(whom: Iterable[int]) -> None:
         sent.update({other: communicator.isend(None, other, _HERE) for other in whom if other not in sent})
 
+    def absent() -> set[int]:
+        return {other for other in others if other not in arrived or (other in sent and not sent[other].Test())}
+
     if barrier is None:
         tell(others)
-    while arrived < others if barrier is None else not barrier.Test():
+    while absent() if barrier is None else not barrier.Test():
         # One message of each: a second one, and those of other ranks, are for a later call.
         for other in others - arrived:
             if communicator.Iprobe(source=other, tag=_HERE):
@@ -132,7 +135,7 @@ def _await_all(mpi: Any, communicator: Any, barrier: Any, ranks: Iterable[int] =
             world_was_lost()
             raise LaunchError(
                 message(
-                    f"{rank_list(others - arrived)} did not arrive within {config().start_timeout_s:g} s.",
+                    f"{rank_list(absent())} did not arrive within {config().start_timeout_s:g} s.",
                     rank=rank,
                     size=size,
                     fix="see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more "
@@ -140,7 +143,6 @@ def _await_all(mpi: Any, communicator: Any, barrier: Any, ranks: Iterable[int] =
                 )
             )
         time.sleep(_LOOK_S)
-    mpi.Request.waitall(list(sent.values()))
 
 
 @dataclass(frozen=True)
