@@ -148,10 +148,20 @@ bool Pipeline::reduce_entry(std::uint64_t index) {
 
 bool Pipeline::collect(std::uint64_t index) {
   const Steps& steps = turn_to(index);
-  if (steps.memory == Steps::Memory::kDevice) return true;  // the devices say when
   if (steps.collect != nullptr && !steps.collect(chunk_)) return false;
-  const Entry& entry = chunk_.entry();
-  if (steps.memory == Steps::Memory::kLink) arrived_(entry, world_.on_link[index % kLinkSlots]);
+  if (steps.memory == Steps::Memory::kLink) arrived_(chunk_.entry(), world_.on_link[index % kLinkSlots]);
+  if (steps.memory != Steps::Memory::kDevice) deliver(chunk_.entry());  // a device says itself when it is done
+  if (world_.has_link()) {
+    world_.rank(rank_).collected.post(static_cast<std::uint32_t>(index + 1));
+    // Relaxed: if the link has published more meanwhile it has looked.
+    const std::uint32_t more = world_.head.load(std::memory_order_relaxed) - static_cast<std::uint32_t>(index + 1);
+    if (more + 1 >= kLinkSlots && are_all_at(&RankState::collected, index + 1)) ring_link(world_);
+  }
+  return true;
+}
+
+void Pipeline::deliver(const Entry& entry) {
+  const bool failed = entry.algorithm == Algorithm::kFail;
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
     const bool is_in_place = entry.algorithm == Algorithm::kDirect ||
@@ -161,18 +171,10 @@ bool Pipeline::collect(std::uint64_t index) {
   }
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
-    const bool failed = entry.algorithm == Algorithm::kFail;
     if (!failed) copy_to_other_outputs(piece);
     // The slot is stable until this rank says that it has completed it.
     if (failed || piece.offset + piece.bytes == world_.slots[piece.slot].bytes) finished_(piece.slot);
   }
-  if (world_.has_link()) {
-    world_.rank(rank_).collected.post(static_cast<std::uint32_t>(index + 1));
-    // Relaxed: if the link has published more meanwhile it has looked.
-    const std::uint32_t more = world_.head.load(std::memory_order_relaxed) - static_cast<std::uint32_t>(index + 1);
-    if (more + 1 >= kLinkSlots && are_all_at(&RankState::collected, index + 1)) ring_link(world_);
-  }
-  return true;
 }
 
 // Of this host. The one that is last sees it, and so do others that come at the same time.

@@ -65,6 +65,8 @@ class Pipeline {
   bool fill(std::uint64_t index);
   bool reduce_entry(std::uint64_t index);
   bool collect(std::uint64_t index);
+  // Completes the operations whose last bytes it has.
+  void deliver(const Entry& entry);
   // Has chunk_ be that entry.
   const Steps& turn_to(std::uint64_t index);
   void sum_devices(const Entry& entry);

@@ -64,6 +64,16 @@ def test_batches_are_equal_on_all_workers(executors, rank, size):
     assert sorted(name for batch in executor.batches for name in batch) == sorted(names)
 
 
+def test_batches_one_after_another(executors, size):
+    """More batches than the link to other hosts has places, with nothing of the host's memory between them."""
+    communicator = process.current().member.communicator()
+    array = np.empty(7, np.float32)
+    for value in range(30):
+        array[:] = value
+        communicator.run(request(array, "again"))
+        assert (array == size * value).all()
+
+
 def test_one_kind_of_memory(executors, rank, size):
     """An array on a device on some workers only: MismatchError that says so, and the world stays usable."""
     array = np.ones(5, np.float32)
