@@ -362,8 +362,6 @@ def _allreduce_in_place(tensor: Any, *how: Any) -> bool:
     if found is None:
         return False
     name, label, priority, op, prescale, postscale = found
-    if how[2] is not None:
-        warnings.warn(_AVERAGE_IS_DEPRECATED, DeprecationWarning, stacklevel=3)
     handle = mxnet_compat.handle_of(tensor)
     if adapter.pushpull_in_place(name, label, handle, priority, False, op, prescale, postscale) is None:
         return False
@@ -390,6 +388,8 @@ def _in_place(name: Any, priority: Any, average: Any, op: Any, prescale: Any, po
         or type(postscale) is not float
     ):
         return None
+    if average is not None:  # said once for each name
+        warnings.warn(_AVERAGE_IS_DEPRECATED, DeprecationWarning, stacklevel=4)
     return wire_name(NAMESPACE, name), f"'{name}'", priority, op.name.lower(), prescale, postscale
 
 

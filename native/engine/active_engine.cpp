@@ -58,8 +58,10 @@ void ActiveEngine::submit(const std::shared_ptr<Work>& work, bool caller_waits) 
 }
 
 std::shared_ptr<Work> ActiveEngine::submit_and_linger(std::shared_ptr<const Request> request) {
-  const bool linger = !state_.forked() && !request->on_device && bytes_of(*request) <= state_.world.thresholds.linger &&
-                      progress_.is_idle() && lingering_.is_promising();
+  // Over hosts an operation takes longer than this thread may stay.
+  const bool linger = !state_.forked() && !state_.world.has_link() && !request->on_device &&
+                      bytes_of(*request) <= state_.world.thresholds.linger && progress_.is_idle() &&
+                      lingering_.is_promising();
   auto work = submit(std::move(request), linger);
   if (linger) {
     WaitPolicy policy = state_.callers_policy;
