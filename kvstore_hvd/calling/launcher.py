@@ -10,7 +10,7 @@ import sys
 
 from kvstore_hvd.calling.reports import Kind, Reporter, Sender
 from kvstore_hvd.launch import command
-from kvstore_hvd.launcher.plan import Caller
+from kvstore_hvd.launch.options import Caller
 
 __all__ = ["main"]
 

@@ -17,19 +17,16 @@ from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.errors import ConfigError, LaunchError, message
-from kvstore_hvd.horovod.variables import Seat, of_worker
-from kvstore_hvd.launch.driver import ElasticDriver
-from kvstore_hvd.launch.options import add_elastic_options, elastic_plan, is_elastic
-from kvstore_hvd.launch.state import Slot
+from kvstore_hvd.launch.discovery import FixedHosts
+from kvstore_hvd.launch.driver import Driver, StartError
+from kvstore_hvd.launch.options import Caller, Plan, add_elastic_options, elastic_plan, is_elastic
+from kvstore_hvd.launch.state import Settings
 from kvstore_hvd.launcher.as_horovod import through_this_package
 from kvstore_hvd.launcher.capacity import check_count
 from kvstore_hvd.launcher.check_build import build_report
 from kvstore_hvd.launcher.config_file import read_options
 from kvstore_hvd.launcher.console import check_streams, say, write_all
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
-from kvstore_hvd.launcher.plan import Caller, Limits, Plan, StartError, WorkerPlan
-from kvstore_hvd.launcher.processes import share_of_cores
-from kvstore_hvd.launcher.supervisor import Supervisor
 
 __all__ = ["main"]
 
@@ -87,9 +84,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         if options.check_build:
             _print(build_report())
             return 0
-        if is_elastic(options):
-            return ElasticDriver(elastic_plan(options, *_program(options), caller)).run()
-        return Supervisor(_plan(options, caller)).run()
+        plan = elastic_plan(options, *_program(options), caller) if is_elastic(options) else _plan(options, caller)
+        return Driver(plan).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
     except (LaunchError, ConfigError) as error:
@@ -191,10 +187,8 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     command, inherited = _program(options)
     hosts = _hosts(options)
     count = _worker_count(options, hosts)
-    slots = [Slot(host, index) for host, taken in (hosts or {"localhost": count}).items() for index in range(taken)]
     is_captured = count > 1 or options.output_filename is not None
-    # A pipe from each stream of each worker, and a file to each.
-    check_count(count, 0 if not is_captured else 2 if options.output_filename is None else 4)
+    check_count(count, 2 if is_captured else 0)
     cfg = config()
     cores = usable_cores()
     notes = []
@@ -206,36 +200,22 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
             notes.append(f"OMP_NUM_THREADS={threads}: {len(cores)} cores for {count} workers; set it to override")
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
-    job, secret = secrets.token_hex(8), secrets.token_hex(32)
+    job = secrets.token_hex(8)
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
             say(note)
-    workers = [
-        WorkerPlan(
-            command,
-            {
-                **inherited,
-                "KVHVD_RANK": str(rank),
-                "KVHVD_SIZE": str(count),
-                "KVHVD_LOCAL_RANK": str(rank),
-                "KVHVD_LOCAL_SIZE": str(count),
-                "KVHVD_SLOT": str(slots[rank]),
-                "KVHVD_JOB": job,
-                "KVHVD_SECRET": secret,
-                "KVHVD_GENERATION": "0",
-                **of_worker(slots[rank].host, Seat(rank, count, rank, count)),
-            },
-            share_of_cores(cores, rank, count) if options.bind_cores else (),
-        )
-        for rank in range(count)
-    ]
+    settings = Settings(
+        job, count, count, survivor_time_s=cfg.survivor_time_s, kill_grace_s=cfg.kill_grace_s, is_static=True
+    )
     return Plan(
-        workers,
-        f"KVHVD_JOB={job}".encode(),
-        Limits(cfg.survivor_time_s, cfg.kill_grace_s),
+        settings,
+        FixedHosts(hosts or {"localhost": count}),
+        command,
+        inherited,
+        output_folder=options.output_filename,
+        bind_cores=options.bind_cores,
         capture=is_captured,
         prefix=count > 1 and not options.no_prefix,
-        output_folder=options.output_filename,
         verbose=options.verbose,
         caller=caller,
     )

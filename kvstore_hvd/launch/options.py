@@ -1,11 +1,11 @@
-"""The options of kvhvdrun for elastic jobs, and the plan that comes of them."""
+"""The plan of a job, and the options of kvhvdrun for elastic jobs."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,8 @@ from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscover
 from kvstore_hvd.launch.state import Cooldown, Settings
 from kvstore_hvd.launcher.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
-from kvstore_hvd.launcher.plan import Caller
 
-__all__ = ["ElasticPlan", "add_elastic_options", "elastic_plan", "is_elastic"]
+__all__ = ["Caller", "Plan", "add_elastic_options", "elastic_plan", "is_elastic"]
 
 _EXAMPLE = "kvhvdrun --min-np 2 --max-np 4 python train.py"
 # Those that alone make a job elastic.
@@ -27,15 +26,30 @@ _COOLDOWN_LIMITS_S = (1.0, 3600.0)
 
 
 @dataclass(frozen=True)
-class ElasticPlan:
-    """How to run an elastic job. `environment` is that of the workers, but for what differs between them."""
+class Caller:
+    """A program that has started the launcher to call one of its functions in the workers, see `kvstore_hvd.calling`.
+
+    Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
+    has failed; the launcher writes neither then: the program raises it.
+    """
+
+    descriptors: tuple[int, ...]
+    refuse: Callable[[str], None]
+    tell: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run a job. `environment` is that of the workers, but for what differs between them."""
 
     settings: Settings
     discovery: HostDiscovery
     command: Sequence[str]
     environment: dict[str, str]
     event_log: str | None = None
+    output_folder: str | None = None  # where what the workers write is kept too
     bind_cores: bool = False
+    capture: bool = True  # False: the worker writes straight to the launcher's streams
     prefix: bool = True
     verbose: bool = False
     caller: Caller | None = None
@@ -78,7 +92,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
 
 def elastic_plan(
     options: argparse.Namespace, command: Sequence[str], environment: dict[str, str], caller: Caller | None = None
-) -> ElasticPlan:
+) -> Plan:
     """Make the plan."""
     if options.output_filename is not None:
         raise LaunchError(
@@ -91,8 +105,7 @@ def elastic_plan(
     least = _whole(options.min_np, "--min-np", 1) or first or 1
     most = _whole(options.max_np, "--max-np", 1)
     _check_order(least, first, most)
-    job = secrets.token_hex(8)
-    discovery = _discovery(options, (least, first, most), environment, job)
+    discovery = _discovery(options, (least, first, most))
     check_count(most or max(least, first or 0, min(discovery.slots, MAX_WORKERS)), *ELASTIC_FILES)
     cfg = config()
     seconds = {
@@ -103,7 +116,7 @@ def elastic_plan(
         )
     }
     settings = Settings(
-        job=job,
+        job=secrets.token_hex(8),
         min_np=least,
         max_np=most or MAX_WORKERS,
         first_np=first,
@@ -118,7 +131,7 @@ def elastic_plan(
     )
     # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    return ElasticPlan(
+    return Plan(
         settings,
         discovery,
         command,
@@ -172,9 +185,7 @@ def _cooldown(given: Any) -> Cooldown:
     return Cooldown(lower, upper)
 
 
-def _discovery(
-    options: argparse.Namespace, counts: tuple[int, int | None, int | None], environment: dict[str, str], job: str
-) -> HostDiscovery:
+def _discovery(options: argparse.Namespace, counts: tuple[int, int | None, int | None]) -> HostDiscovery:
     least, first, most = counts
     named = [
         name
@@ -189,7 +200,7 @@ def _discovery(
         raise LaunchError(message(f"both {named[0]} and {named[1]} name hosts.", fix="give one of them."))
     default = _whole(options.slots_per_host, "--slots-per-host", 1) or 1
     if options.host_discovery_script is not None:
-        return HostDiscoveryScript(options.host_discovery_script, default, environment, job)
+        return HostDiscoveryScript(options.host_discovery_script, default)
     if options.hosts is not None:
         hosts = slots_of(hosts_of_option(options.hosts), default)
     elif options.hostfile is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvstore_hvd.base.cores import usable_cores
+from kvstore_hvd.launch.processes import share_of_cores
 from kvstore_hvd.launch.state import Slot, Slots
-from kvstore_hvd.launcher.processes import share_of_cores
 
 __all__ = ["Shares"]
 

@@ -54,15 +54,14 @@ def test_ctrl_c_while_the_launcher_is_imported(start, tmp_path):
     assert job.end(128 + signal.SIGINT, signal.SIGINT).err == ""
 
 
-# A launcher that gets a signal when it has started its first worker.
+# A launcher that gets a signal when its first worker has been started.
 INTERRUPTED = """
 import os, signal, sys
-from kvstore_hvd.launch import command
-from kvstore_hvd.launcher import processes
-spawn = processes.spawn
+from kvstore_hvd.launch import command, processes
+spawn, launcher = processes.spawn, os.getpid()
 def spawn_and_signal(*arguments, **keywords):
     pid = spawn(*arguments, **keywords)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(launcher, signal.SIGTERM)
     return pid
 processes.spawn = spawn_and_signal
 sys.exit(command.main(sys.argv[1:]))
