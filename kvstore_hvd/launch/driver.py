@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -145,6 +146,8 @@ class Driver:
     def _turn(self) -> None:
         self._act_on_time(self._look_at_clock())
         self._act()
+        if self._gone_at is None and self._are_daemons_gone:
+            return
         if not self._settings.is_static and self._gone_at is None:
             self._show_status()
         wait_s = self._output.step()
@@ -198,16 +201,19 @@ class Driver:
                 self._drop_at = None
                 self._output.drop()
 
+    @property
+    def _are_daemons_gone(self) -> bool:
+        return self._end is not None and self._stop_at is None and not self._daemons
+
     def _done(self) -> bool:
-        if self._end is None or self._stop_at is not None or self._daemons:
+        if not self._are_daemons_gone:
             return False
         now = self._look_at_clock()
         if self._gone_at is None:
             # What daemons have left that were killed together with their guards.
-            for pause_s in processes.end_children(
-                min(processes.LEFT_GRACE_S, self._settings.kill_grace_s), self._spare
-            ):
-                self._poller.wait(min(pause_s, LOOK_S))
+            grace_s = min(processes.LEFT_GRACE_S, self._settings.kill_grace_s)
+            for pause_s in processes.end_children(grace_s, self._spare):
+                time.sleep(pause_s)
             self._gone_at, self._give_up_at = self._look_at_clock(), None
             self._output.flush_lines()
             self._output.show("")

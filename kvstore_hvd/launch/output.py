@@ -127,7 +127,10 @@ class LineStream:
         """Take what the worker wrote, in pieces of any size; pass whole lines on."""
         text = self._held + data
         start = 0
-        for match in _END.finditer(text):
+        if b"\r" not in text:
+            start = text.rfind(b"\n") + 1
+            self._pass(text[:start])
+        for match in _END.finditer(text, start):
             self._pass(text[start : match.end()])
             start = match.end()
         self._held = text[start:]
@@ -151,6 +154,9 @@ class LineStream:
         return float("inf")
 
     def _pass(self, piece: bytes) -> None:
+        """Pass lines on, or a part of one."""
+        if not piece:
+            return
         for tell in self._on_line:
             tell(piece)
         sink = self._sink
@@ -158,7 +164,9 @@ class LineStream:
             sink.put(b"\n")
             sink.open_line = None
         # A piece that goes on where this stream stopped within a line has its prefix already.
-        sink.put(self._prefix + piece if sink.open_line is None or self._at_start else piece)
+        begins = sink.open_line is None or self._at_start
+        prefixed = piece[:-1].replace(b"\n", b"\n" + self._prefix) + piece[-1:] if self._prefix else piece
+        sink.put(self._prefix + prefixed if begins else prefixed)
         self._at_start = piece.endswith((b"\n", b"\r"))
         sink.open_line = None if piece.endswith(b"\n") else self
 
@@ -337,14 +345,15 @@ class Tail:
         self._part = b""
 
     def add(self, piece: bytes) -> None:
-        """Take one piece as `LineStream` cuts them."""
-        if piece.endswith(b"\n"):
-            self._add((self._part + piece.rstrip(b"\r\n"))[-_TAIL_BYTES:])
-            self._part = b""
-        elif piece.endswith(b"\r"):
-            self._part = b""
-        else:
-            self._part = (self._part + piece)[-_TAIL_BYTES:]
+        """Take what `LineStream` passes on."""
+        for line in piece.splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                self._add((self._part + line.rstrip(b"\r\n"))[-_TAIL_BYTES:])
+                self._part = b""
+            elif line.endswith(b"\r"):
+                self._part = b""
+            else:
+                self._part = (self._part + line)[-_TAIL_BYTES:]
 
     def _add(self, line: bytes) -> None:
         if line.startswith(_IGNORED):

@@ -46,6 +46,8 @@ LEFT_GRACE_S = 1.0
 _KILLED_S = 2.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.1
 _GROUP_LOOK_S = 0.05
+# A launcher without /proc has no more.
+_MOST_DESCRIPTORS = 1 << 12
 # Between two looks of a guard, which is woken by what it waits for.
 _GUARD_LOOK_S = 10.0
 
@@ -197,13 +199,15 @@ def _detach(name: bytes, keep: Collection[int]) -> None:
     """Give a forked process a session and a name, and of our descriptors only these."""
     # With our name, `pkill kvhvdrun` would hit both. Holding our sockets, others would take us for alive.
     os.setsid()
-    for fd in [int(entry) for entry in os.listdir("/proc/self/fd")]:
+    _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)  # its first 15 bytes
+    try:
+        fields, descriptors = _stat(os.getpid()), [int(entry) for entry in os.listdir("/proc/self/fd")]
+    except OSError:  # there is no /proc
+        fields, descriptors = [b"0"] * 50, list(range(_MOST_DESCRIPTORS))
+    for fd in descriptors:
         if fd not in keep:
             with contextlib.suppress(OSError):  # that of the listing itself
                 os.close(fd)
-    _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)  # its first 15 bytes
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): arg_start, arg_end
     if 0 < start < end:  # the command line lies where the kernel has put it
         ctypes.memset(start, 0, end - start)

@@ -38,7 +38,7 @@ class Poller:
 
     def __init__(self, command):
         self.script = HostDiscoveryScript(command, 1)
-        self.script.start, self.script.kill = self._start, lambda task: self.process.kill()
+        self.script.start, self.script.kill = self._start, lambda task: os.killpg(self.process.pid, 9)
         self.process = None
         self.now = 0.0
 
