@@ -24,7 +24,6 @@ TESTS = {
     "elastic": ["parallel/elastic"],
     "join": ["parallel/join", "parallel/hvd_join"],
     "launch": ["integration/launcher", "integration/elastic_launcher"],
-    "launcher": ["integration/launcher"],
     "mxnet": ["parallel/hvd", "parallel/fuzz"],
     "mxnet_compat": ["parallel/trainer", "parallel/zero_copy", "parallel/self_reducing", "parallel/trainings"],
     "ops": ["parallel/numpy_ops", "parallel/persistent", "parallel/fuzz"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import secrets
@@ -17,21 +18,20 @@ from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.errors import ConfigError, LaunchError, message
+from kvstore_hvd.launch.as_horovod import through_this_package
+from kvstore_hvd.launch.capacity import check_count
+from kvstore_hvd.launch.check_build import build_report
+from kvstore_hvd.launch.config_file import read_options
 from kvstore_hvd.launch.discovery import FixedHosts
 from kvstore_hvd.launch.driver import Driver, StartError
+from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
 from kvstore_hvd.launch.options import Caller, Plan, add_elastic_options, elastic_plan, is_elastic
 from kvstore_hvd.launch.state import Settings
-from kvstore_hvd.launcher.as_horovod import through_this_package
-from kvstore_hvd.launcher.capacity import check_count
-from kvstore_hvd.launcher.check_build import build_report
-from kvstore_hvd.launcher.config_file import read_options
-from kvstore_hvd.launcher.console import check_streams, say, write_all
-from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
 
 __all__ = ["main"]
 
 # Folder of the workers' sitecustomize.
-_SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher", "site")
+_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 _HOSTS = ("hosts", "hostfile", "host-discovery-script")
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
@@ -60,11 +60,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _print(text: str) -> None:
     try:
-        write_all(1, text.encode())
+        _write_all(1, text.encode())
     except BrokenPipeError:
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
-        say(f"standard output cannot be written: {error.strerror}.")
+        _say(f"standard output cannot be written: {error.strerror}.")
         raise SystemExit(_EXIT_LOST_OUTPUT) from None
 
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
     # the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
     # command cannot be executed or found.
     try:
-        check_streams()
+        _check_streams()
         options = _options(argv)
         if options.version:
             _print(f"kvstore_hvd {__version__}\n")
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
     except (LaunchError, ConfigError) as error:
-        (say if caller is None else caller.refuse)(str(error))
+        (_say if caller is None else caller.refuse)(str(error))
         return error.code if isinstance(error, StartError) else _EXIT_USAGE
 
 
@@ -203,7 +203,7 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     job = secrets.token_hex(8)
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
-            say(note)
+            _say(note)
     settings = Settings(
         job, count, count, survivor_time_s=cfg.survivor_time_s, kill_grace_s=cfg.kill_grace_s, is_static=True
     )
@@ -289,3 +289,41 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     raise StartError(
         message(f"command '{program}' was not found.", fix=fix or "check its name and PATH."), _EXIT_NOT_FOUND
     )
+
+
+# -- The launcher's own standard streams --------------------------------------------------------------------------
+
+
+def _check_streams() -> None:
+    """Make sure that descriptors 0, 1 and 2 are open, lest a pipe to a worker take the place of one of them."""
+    # A closed standard input becomes an empty one.
+    for fd, name in ((0, "input"), (1, "output"), (2, "error")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            if fd > 0:
+                raise LaunchError(
+                    message(
+                        f"standard {name} is closed.",
+                        fix=f"to drop what is written there, use {fd if fd > 1 else ''}> /dev/null.",
+                    )
+                ) from None
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # the lowest free number, which is this one
+
+
+def _say(text: str) -> None:
+    """Write a line of the launcher's own to stderr, or to stdout if stderr is closed; what fails is left unsaid."""
+    line = f"kvhvdrun: {text}\n".encode()
+    for fd in (2, 1):
+        try:
+            _write_all(fd, line)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                continue
+        return
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write all of `data`."""
+    while data:
+        data = data[os.write(fd, data) :]

@@ -29,8 +29,8 @@ from typing import Any
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.launch import processes
+from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.connections import Poller
-from kvstore_hvd.launcher.capacity import MAX_WORKERS
 from kvstore_hvd.log import logger
 from kvstore_hvd.worlds.authentication import peer_process
 

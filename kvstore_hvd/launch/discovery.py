@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Union
 
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launch.capacity import MAX_WORKERS
+from kvstore_hvd.launch.hosts import refuse_others, slots_of
 from kvstore_hvd.launch.state import how_it_ended
-from kvstore_hvd.launcher.capacity import MAX_WORKERS
-from kvstore_hvd.launcher.hosts import refuse_others, slots_of
 
 __all__ = ["DiscoveryError", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "hosts_of_script"]
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,13 +21,11 @@ from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemon import Diagnostics
 from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript
+from kvstore_hvd.launch.hosts import is_here
 from kvstore_hvd.launch.jobs import Job
-from kvstore_hvd.launch.news import event_text, news_text
 from kvstore_hvd.launch.options import Plan
 from kvstore_hvd.launch.output import Output, Tail
-from kvstore_hvd.launch.shares import Shares
 from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Slot, Start, Tell
-from kvstore_hvd.launcher.hosts import is_here
 from kvstore_hvd.log import logger
 
 __all__ = ["Driver", "StartError", "environment_of"]
@@ -84,7 +83,8 @@ class Driver:
         # Workers are judged by a clock that goes on only while all daemons are heard: they bring what a worker says.
         self._job_now = self._looked_at = self._clock.now()
         self._job = Job(plan.settings, self._job_now)
-        self._shares = Shares(plan.bind_cores, plan.environment, plan.settings.max_np)
+        self._cores = usable_cores()
+        self._threads = 0  # of OpenMP, for each worker of an elastic job; 0: not settled yet
         self._tails: dict[int, Tail] = {}
         self._discovery_fails_since: float | None = None
         self._discovered = False
@@ -301,11 +301,13 @@ class Driver:
             return
         seat = Seat(number, settings.max_np, number, settings.max_np) if settings.is_static else self._job.seat(number)
         environment = environment_of(plan, number, slot, seat, self._secret)
-        if settings.is_static:
-            cores = processes.share_of_cores(usable_cores(), number, settings.max_np) if plan.bind_cores else ()
-        else:
-            variables, cores = self._shares.of(slot, self._job.slots)
-            environment.update(variables)
+        place, count = number, settings.max_np
+        if not settings.is_static:
+            place, count = slot.index, max(slot.index + 1, sum(each.host == slot.host for each in self._job.slots))
+            # Settled once: sums of workers with different numbers of threads could differ in their last bits.
+            most = max(1, min(len(self._job.slots), settings.max_np))
+            self._threads = self._threads or max(1, len(self._cores) // most)
+            environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(self._threads)
         prefix = f"[{number}] ".encode() if plan.prefix else b""
         self._tails[number] = Tail()
         if plan.capture:
@@ -316,7 +318,7 @@ class Driver:
             worker=number,
             command=list(plan.command),
             environment=environment,
-            cores=list(cores),
+            cores=processes.share_of_cores(self._cores, place, count) if plan.bind_cores else [],
             line=not settings.is_static,
             stdin=settings.is_static and number == 0,
             stdout=self._output.size_for(1, prefix) if plan.capture else None,
@@ -434,7 +436,7 @@ class Driver:
 
     def _note(self, event: str, fields: dict[str, Any], *, is_news: bool = True) -> None:
         self._output.log(event, fields)
-        self._last_event = event_text(event, fields)
+        self._last_event = _event_text(event, fields)
         if event == "job_end":
             return  # has its own words
         worker = self._job.workers.get(fields.get("worker", -1))
@@ -445,9 +447,43 @@ class Driver:
         elif self._plan.verbose:
             self._say(self._last_event)
         elif is_news and self._end is None:  # from then on, workers end because they are told to
-            text = news_text(event, fields, self._job)
+            text = _news_text(event, fields, self._job)
             if text:
                 self._say(text)
 
     def _say(self, text: str) -> None:
         self._output.say(text)
+
+
+def _event_text(event: str, fields: Mapping[str, Any]) -> str:
+    """Any event, in short: for the status line, and for who wants to hear of all."""
+    words = [event.replace("_", " ")]
+    for name, value in fields.items():
+        if name == "text":
+            words.append(f"({value.splitlines()[0] if value else ''})")
+        elif name != "lines" and value is not None:
+            words += [name, str(value)]
+    return " ".join(words)
+
+
+def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
+    """What everybody is told of an event; empty for those that are no news."""
+    worker = job.workers.get(fields.get("worker", -1))
+    if event == "worker_exited" and worker is not None and worker.code and not worker.leaving:
+        return f"worker {worker.id} ({worker.slot}) {worker.ending}."
+    if event == "worker_killed" and worker is not None:
+        return f"worker {worker.id} ({worker.slot}) is killed: {fields['why']}."
+    if event == "slot_blacklisted":
+        return f"slot {fields['slot']} gets no worker for {fields['seconds']:.0f} s: they crash there."
+    if event == "generation_ready" and fields["generation"] > 0:
+        members = fields["workers"]
+        return f"generation {fields['generation']}: {len(members)} workers ({', '.join(map(str, members))})."
+    if event == "waiting":
+        late = [job.workers.get(number) for number in fields["workers"]]
+        names = ", ".join(f"{each.id} ({each.slot})" for each in late if each is not None)
+        return f"the others wait for worker {names}, and kill what has not come in {fields['seconds']:.0f} s."
+    if event == "too_few":
+        return f"{fields['text']}, {fields['needed']} are needed: waiting for more, for {fields['seconds']:.0f} s."
+    if event == "discovery_failed":
+        return f"{fields['text']}."
+    return ""

@@ -11,10 +11,10 @@ from typing import Any
 
 from kvstore_hvd.config import config, option_value
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
+from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, slots_of
 from kvstore_hvd.launch.state import Cooldown, Settings
-from kvstore_hvd.launcher.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
-from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
 
 __all__ = ["Caller", "Plan", "add_elastic_options", "elastic_plan", "is_elastic"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from kvstore_hvd.launcher.capacity import MAX_WORKERS
+from kvstore_hvd.launch.capacity import MAX_WORKERS
 
 __all__ = [
     "ADDED",

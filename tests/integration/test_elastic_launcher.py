@@ -66,6 +66,20 @@ assert os.stat(f'/proc/{os.getpid()}/environ').st_mode & 0o077 == 0
     )
 
 
+def test_shares_of_cores(run):
+    """Of each host for its workers, and threads of OpenMP for all of the job."""
+    program = """
+own = [os.environ[name] for name in ("KVHVD_SLOT", "OMP_NUM_THREADS")]
+say(f'{" ".join(own)} {sorted(os.sched_getaffinity(0))}\\n')
+"""
+    out = run("--min-np 3 -H 127.0.0.2:1,localhost:2 --no-prefix --bind-cores", program, OMP_NUM_THREADS="").out
+    cores = sorted(os.sched_getaffinity(0))
+    threads, half = max(1, len(cores) // 3), len(cores) // 2
+    shares = [cores, cores[:half] or cores, cores[half:]]
+    slots = ["127.0.0.2:0", "localhost:0", "localhost:1"]
+    assert sorted(out.splitlines()) == [f"{slot} {threads} {share}" for slot, share in zip(slots, shares)]
+
+
 def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run, tmp_path):
     folder = tmp_path / "work"
     folder.mkdir()

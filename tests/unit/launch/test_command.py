@@ -15,12 +15,11 @@ import kvstore_hvd
 from kvstore_hvd import native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.horovod.variables import Seat
-from kvstore_hvd.launch import command
+from kvstore_hvd.launch import capacity, command
 from kvstore_hvd.launch.driver import environment_of
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
 from kvstore_hvd.launch.state import Slot
-from kvstore_hvd.launcher import capacity
 
 
 def sink_of():
