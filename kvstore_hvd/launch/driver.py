@@ -194,12 +194,9 @@ class Driver:
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = now + _KILL_TAKES_S
             self._daemons.give_up()
-        if self._drop_at is not None:
-            # Daemons end when we have read all of theirs: they are no reason to wait for longer than a second, either.
-            gone_at = self._drop_at if self._gone_at is None else self._gone_at
-            if now >= max(self._drop_at, gone_at + _LAST_WORDS_S):
-                self._drop_at = None
-                self._output.drop()
+        if self._drop_at is not None and now >= self._drop_at:
+            self._drop_at = None
+            self._output.drop()
 
     @property
     def _are_daemons_gone(self) -> bool:
@@ -215,6 +212,8 @@ class Driver:
             for pause_s in processes.end_children(grace_s, self._spare):
                 time.sleep(pause_s)
             self._gone_at, self._give_up_at = self._look_at_clock(), None
+            if self._drop_at is not None:
+                self._drop_at = max(self._drop_at - _LAST_WORDS_S, self._gone_at + _LAST_WORDS_S)
             self._output.flush_lines()
             self._output.show("")
             self._code = self._farewell()
@@ -374,7 +373,8 @@ class Driver:
                     continue
                 if self._asked is None:
                     self._asked = number
-                    self._drop_at = self._look_at_clock() + self._settings.kill_grace_s
+                    # Daemons end when we have read all of theirs: they are no reason to wait for longer, either.
+                    self._drop_at = self._look_at_clock() + self._settings.kill_grace_s + _LAST_WORDS_S
                 self._end_by(number)
             elif number in processes.PASSED:
                 self._signal_all(number)

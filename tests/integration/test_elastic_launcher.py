@@ -196,7 +196,9 @@ def test_a_script_that_is_of_no_use_at_first(run, script, text):
 
 
 def test_another_host_is_not_used(run):
-    err = run("--min-np 1 --host-discovery-script 'echo localhost; echo elsewhere:4'", ["true"]).err
+    """And what a script leaves behind is not waited for."""
+    script = "setsid sleep 1000 & echo localhost; echo elsewhere:4"
+    err = run(f"--min-np 1 --host-discovery-script '{script}'", ["true"]).err
     assert err == "kvhvdrun: 'elsewhere' is another host, and kvhvdrun uses this one only.\n"
 
 

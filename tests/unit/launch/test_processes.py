@@ -86,9 +86,9 @@ import os, select, signal, subprocess, sys, time
 from kvstore_hvd.base import clocks
 from kvstore_hvd.launch import processes
 processes.adopt_orphans()
-spared = subprocess.Popen(['sleep', '1000'])
+spared = subprocess.Popen(['sleep', '60'])
 before = processes.children()
-deaf = 'import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()'
+deaf = 'import signal; signal.signal(15, signal.SIG_IGN); signal.alarm(60); print(1, flush=True); signal.pause()'
 for wrapper in ([], ['setsid', 'sh', '-c', '"$@" & exit', 'sh']):
     child = subprocess.Popen([*wrapper, sys.executable, '-c', deaf], env={}, stdout=subprocess.PIPE)
     child.stdout.readline()
@@ -136,8 +136,10 @@ def run():
 guard = processes.fork_guarded('of a test', [write], run, 1.0)
 os.close(write)
 assert os.read(read, 1) == b'x'
-with open(f'/proc/{guard}/comm') as comm:
-    assert comm.read().startswith('job-guard of')
+end = time.monotonic() + 60
+while not open(f'/proc/{guard}/comm').read().startswith('job-guard of'):
+    assert time.monotonic() < end
+    time.sleep(0.01)  # it tells nobody that it is ready
 os.kill(guard, processes.KILL_DAEMON)
 assert os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]) == 128 + 9
 assert os.read(read, 1) == b''  # whoever has held it is gone
