@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
-import secrets
 import shutil
 import signal
 import sys
@@ -23,8 +21,6 @@ from kvstore_hvd.launch.options import add_elastic_options, elastic_plan, is_ela
 from kvstore_hvd.launch.state import Slot
 from kvstore_hvd.launcher.as_horovod import through_this_package
 from kvstore_hvd.launcher.capacity import check_count
-from kvstore_hvd.launcher.check_build import build_report
-from kvstore_hvd.launcher.config_file import read_options
 from kvstore_hvd.launcher.console import check_streams, say, write_all
 from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
 from kvstore_hvd.launcher.plan import Caller, Limits, Plan, StartError, WorkerPlan
@@ -85,6 +81,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             _print(f"kvstore_hvd {__version__}\n")
             return 0
         if options.check_build:
+            from kvstore_hvd.launcher.check_build import build_report  # imports the libraries that it reports
+
             _print(build_report())
             return 0
         if is_elastic(options):
@@ -138,11 +136,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
+        import difflib
+
         close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
         fact = f"{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
         raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
     if options.config_file is None:
         return options
+    from kvstore_hvd.launcher.config_file import read_options
+
     names = {
         text[2:]: action
         for action in parser._actions
@@ -206,7 +208,7 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
             notes.append(f"OMP_NUM_THREADS={threads}: {len(cores)} cores for {count} workers; set it to override")
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
-    job, secret = secrets.token_hex(8), secrets.token_hex(32)
+    job, secret = os.urandom(8).hex(), os.urandom(32).hex()
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
             say(note)

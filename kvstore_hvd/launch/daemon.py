@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import socket
 import time
@@ -68,7 +67,7 @@ class Daemon:
     def __init__(self, settings: DaemonSettings) -> None:
         self._settings = settings
         # Every process of this daemon carries it in its environment, and no other does.
-        self._name = f"kvstore_hvd-{secrets.token_hex(16)}"
+        self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
         self._code = 0
         self._clock = RunningClock()
         self._launcher: Channel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +90,7 @@ def elastic_plan(
     least = _whole(options.min_np, "--min-np", 1) or first or 1
     most = _whole(options.max_np, "--max-np", 1)
     _check_order(least, first, most)
-    job = secrets.token_hex(8)
+    job = os.urandom(8).hex()
     discovery = _discovery(options, (least, first, most), environment, job)
     check_count(most or max(least, first or 0, min(discovery.slots, MAX_WORKERS)), *ELASTIC_FILES)
     cfg = config()
