@@ -23,7 +23,6 @@ from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
 
 if TYPE_CHECKING:
-    from kvstore_hvd.calling import run
     from kvstore_hvd.errors import (
         ConfigError,
         DivergedError,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         UnsynchronisedTrainerError,
     )
     from kvstore_hvd.join import Join, Joinable, JoinHook
+    from kvstore_hvd.launch.call import run
     from kvstore_hvd.ops.numpy_ops import allreduce, allreduce_init, barrier, broadcast
     from kvstore_hvd.process.process import init, is_initialized, reset, shutdown, topology
     from kvstore_hvd.store.divergence import verify
@@ -99,7 +99,7 @@ __all__ = [
 # without NumPy.
 _HOMES = (
     "errors",
-    "calling",
+    "launch.call",
     "join",
     "ops.numpy_ops",
     "process.process",

@@ -52,7 +52,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class Caller:
-    """A program that has started the launcher to call one of its functions in the workers, see `kvstore_hvd.calling`.
+    """A program that has started the launcher to call one of its functions in the workers, see launch/call.py.
 
     Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
     has failed; the launcher writes neither then: the program raises it.
