@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import os
 import re
-import secrets
 import shutil
 import signal
 import sys
@@ -20,8 +18,6 @@ from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.launch.as_horovod import through_this_package
 from kvstore_hvd.launch.capacity import check_count
-from kvstore_hvd.launch.check_build import build_report
-from kvstore_hvd.launch.config_file import read_options
 from kvstore_hvd.launch.discovery import FixedHosts
 from kvstore_hvd.launch.driver import Driver, StartError
 from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
@@ -82,6 +78,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             _print(f"kvstore_hvd {__version__}\n")
             return 0
         if options.check_build:
+            from kvstore_hvd.launch.check_build import build_report  # imports the libraries that it reports
+
             _print(build_report())
             return 0
         plan = elastic_plan(options, *_program(options), caller) if is_elastic(options) else _plan(options, caller)
@@ -134,11 +132,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
+        import difflib
+
         close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
         fact = f"{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
         raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
     if options.config_file is None:
         return options
+    from kvstore_hvd.launch.config_file import read_options
+
     names = {
         text[2:]: action
         for action in parser._actions
@@ -200,7 +202,7 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
             notes.append(f"OMP_NUM_THREADS={threads}: {len(cores)} cores for {count} workers; set it to override")
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
-    job = secrets.token_hex(8)
+    job = os.urandom(8).hex()
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
             _say(note)

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import secrets
 import select
 import signal
 import socket
@@ -84,7 +83,7 @@ class Daemon:
         self._launcher, self._host, self._keep = launcher, host, keep
         self._grace_s, self._lease_s = kill_grace_s, lease_s
         # Every worker that has a line carries it in its environment.
-        self._name = f"kvstore_hvd-{secrets.token_hex(16)}"
+        self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
         self._poller = Poller()
         self._clock = RunningClock()
         left_grace_s = min(processes.LEFT_GRACE_S, kill_grace_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Mapping
@@ -78,7 +77,7 @@ class Driver:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._settings = plan.settings
-        self._secret = secrets.token_hex(32)  # by which workers know each other
+        self._secret = os.urandom(32).hex()  # by which workers know each other
         self._clock = RunningClock()
         # Workers are judged by a clock that goes on only while all daemons are heard: they bring what a worker says.
         self._job_now = self._looked_at = self._clock.now()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ _COOLDOWN_LIMITS_S = (1.0, 3600.0)
 
 @dataclass(frozen=True)
 class Caller:
-    """A program that has started the launcher to call one of its functions in the workers, see `kvstore_hvd.calling`.
+    """A program that has started the launcher to call one of its functions in the workers, see launch/call.py.
 
     Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
     has failed; the launcher writes neither then: the program raises it.
@@ -116,7 +115,7 @@ def elastic_plan(
         )
     }
     settings = Settings(
-        job=secrets.token_hex(8),
+        job=os.urandom(8).hex(),
         min_np=least,
         max_np=most or MAX_WORKERS,
         first_np=first,
