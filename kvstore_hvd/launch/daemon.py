@@ -65,6 +65,8 @@ class Diagnostics(logging.Handler):
 
 @dataclass
 class _Worker:
+    """A process that this daemon has started."""
+
     id: int  # a negative one is a task of the launcher's own
     pid: int  # also of its group and session
     streams: dict[int, int]  # our ends, by its descriptors 1 and 2

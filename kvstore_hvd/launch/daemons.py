@@ -31,6 +31,8 @@ _NEWS_S = 4.0
 
 @dataclass
 class _Daemon:
+    """The daemon of a host, and the guard beside it."""
+
     host: str
     guard: int  # process ids; guard: 0 when it was killed, -1 when both have ended
     pid: int

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore_hvd.config import config, option_value
 from kvstore_hvd.errors import LaunchError, message
@@ -24,8 +23,7 @@ _OTHERS = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldo
 _COOLDOWN_LIMITS_S = (1.0, 3600.0)
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """A program that has started the launcher to call one of its functions in the workers, see launch/call.py.
 
     Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
@@ -37,8 +35,7 @@ class Caller:
     tell: Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How to run a job. `environment` is that of the workers, but for what differs between them."""
 
     settings: Settings

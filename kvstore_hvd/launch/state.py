@@ -7,8 +7,8 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Union
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
 
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 
@@ -56,8 +56,7 @@ class Slot:
         return f"{self.host}:{self.index}"
 
 
-@dataclass(frozen=True)
-class Cooldown:
+class Cooldown(NamedTuple):
     """For how many seconds a slot is left alone: at least `lower`, at most `upper`."""
 
     lower: float = 10.0
@@ -418,8 +417,7 @@ class Failures:
 # -- What is asked for ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What the user asked for. Times in seconds."""
 
     job: str
@@ -434,28 +432,25 @@ class Settings:
     exit_timeout_s: float = 30.0  # for a worker that has trained, from being told to leave to its end
     kill_grace_s: float = 5.0
     lease_s: float = 60.0
-    cooldown: Cooldown = field(default_factory=Cooldown)
+    cooldown: Cooldown = Cooldown()
     is_static: bool = False  # nobody is replaced: a failure ends the job, when the others have had their time
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Start this worker on its slot."""
 
     worker: int
     slot: Slot
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(NamedTuple):
     """Send this worker a message."""
 
     worker: int
     message: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """Send the processes of this worker a signal; `ended`: how they end from now on is our doing."""
 
     worker: int
@@ -463,16 +458,14 @@ class Kill:
     ended: bool
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """Put this into the event log."""
 
     event: str
     fields: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """The job is over: end what still runs. `details` are lines under the reason; no reason: it went well."""
 
     code: int
