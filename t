@@ -19,12 +19,10 @@ ROOT = Path(__file__).resolve().parent
 VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not each.parent.name.endswith("-demo"))
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
-    "calling": ["integration/run_function"],
     "comm": ["unit/adapter", "parallel/fuzz"],
     "elastic": ["parallel/elastic"],
     "join": ["parallel/join", "parallel/hvd_join"],
-    "launch": ["integration/launcher", "integration/elastic_launcher"],
-    "launcher": ["integration/launcher"],
+    "launch": ["integration/launcher", "integration/elastic_launcher", "integration/run_function"],
     "mxnet": ["parallel/hvd", "parallel/fuzz"],
     "mxnet_compat": ["parallel/trainer", "parallel/zero_copy", "parallel/self_reducing", "parallel/trainings"],
     "ops": ["parallel/numpy_ops", "parallel/persistent", "parallel/fuzz"],

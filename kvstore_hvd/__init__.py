@@ -11,41 +11,47 @@ Importing this package registers the store, now if MXNet is imported already, el
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvstore_hvd import mxnet_compat
-from kvstore_hvd.calling import run
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
-from kvstore_hvd.errors import (
-    ConfigError,
-    DivergedError,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    InputFailedError,
-    InvalidRequestError,
-    InvalidTypeError,
-    KVHvdError,
-    LaunchError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-    RunError,
-    ShutdownError,
-    TimeoutError,  # noqa: A004 - Horovod's and PyTorch's word for it
-    TransportError,
-    UnsupportedDtypeError,
-    UnsupportedMethodError,
-    UnsynchronisedTrainerError,
-)
-from kvstore_hvd.horovod import alias as horovod_alias
-from kvstore_hvd.join import Join, Joinable, JoinHook
-from kvstore_hvd.ops.numpy_ops import allreduce, allreduce_init, barrier, broadcast
-from kvstore_hvd.process.process import current as _process
-from kvstore_hvd.store.divergence import verify
-from kvstore_hvd.store.kvstore import make_store_class
-from kvstore_hvd.timeline import start_timeline, stop_timeline
-from kvstore_hvd.worlds.topology import Topology
+
+if TYPE_CHECKING:
+    from kvstore_hvd.errors import (
+        ConfigError,
+        DivergedError,
+        HorovodInternalError,
+        HostsUpdatedInterrupt,
+        InputFailedError,
+        InvalidRequestError,
+        InvalidTypeError,
+        KVHvdError,
+        LaunchError,
+        MismatchError,
+        NotInitializedError,
+        PeerLostError,
+        RunError,
+        ShutdownError,
+        TimeoutError,  # noqa: A004 - Horovod's and PyTorch's word for it
+        TransportError,
+        UnsupportedDtypeError,
+        UnsupportedMethodError,
+        UnsynchronisedTrainerError,
+    )
+    from kvstore_hvd.join import Join, Joinable, JoinHook
+    from kvstore_hvd.launch.call import run
+    from kvstore_hvd.ops.numpy_ops import allreduce, allreduce_init, barrier, broadcast
+    from kvstore_hvd.process.process import init, is_initialized, reset, shutdown, topology
+    from kvstore_hvd.store.divergence import verify
+    from kvstore_hvd.store.kvstore import Horovod
+    from kvstore_hvd.timeline import start_timeline, stop_timeline
+    from kvstore_hvd.worlds.topology import Topology
 
 __version__ = "0.1.0"
 
@@ -89,36 +95,74 @@ __all__ = [
     "verify",
 ]
 
+# The modules that the names come from, each when a name of it is asked for: the launcher needs none of them, and starts
+# without NumPy.
+_HOMES = (
+    "errors",
+    "launch.call",
+    "join",
+    "ops.numpy_ops",
+    "process.process",
+    "store.divergence",
+    "timeline",
+    "worlds.topology",
+)
 
-init = _process().init
-shutdown = _process().shutdown
-reset = _process().reset
-
-
-def is_initialized() -> bool:
-    """Whether this process is in a world of workers."""
-    return _process().is_initialized
-
-
-def topology() -> Topology:
-    """Who this worker is and how many there are; joins the world first when this process never did."""
-    return _process().topology
-
-
-if TYPE_CHECKING:
-    from kvstore_hvd.store.kvstore import Horovod
-else:
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        # The class derives from one of MXNet's, which may be absent: it is made when it is asked for.
-        if name == "Horovod":
-            return make_store_class()
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "Horovod":  # derives from a class of MXNet's, which may be absent
+            value = importlib.import_module("kvstore_hvd.store.kvstore").make_store_class()
+        else:
+            homes = (importlib.import_module(f"kvstore_hvd.{home}") for home in _HOMES)
+            value = next(getattr(home, name) for home in homes if name in home.__all__)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# -- MXNet --------------------------------------------------------------------------------------------------------
+
+
+class _BeforeMXNet:
+    """A finder for ``sys.meta_path`` that prepares the first import of MXNet."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Install the finders that answer for MXNet."""
+        if name != "mxnet" or cls not in sys.meta_path:
+            return None
+        sys.meta_path.remove(cls)  # type: ignore[arg-type]  # a finder needs no base class
+        try:
+            _hook_mxnet()
+        except BaseException:  # the next import has to do it
+            sys.meta_path.insert(0, cls)  # type: ignore[arg-type]
+            raise
+        return importlib.util.find_spec(name)
+
+
+def _hook_mxnet() -> None:
+    """Register the store and make all other changes: now if MXNet is imported already, else as soon as it is."""
+    from kvstore_hvd import mxnet_compat
+    from kvstore_hvd.process.process import current
+    from kvstore_hvd.store.kvstore import make_store_class
+
+    if _config().numpy_shim:
+        mxnet_compat.numpy_shim.install()
+    mxnet_compat.install_hooks_on_import(make_store_class, current().expected_size, current().adapter_for_gradients)
 
 
 _prepare_mxnet()
-if _config().numpy_shim:
-    mxnet_compat.numpy_shim.install()
-mxnet_compat.install_hooks_on_import(make_store_class, _process().expected_size, _process().adapter_for_gradients)
 if _config().as_horovod:
-    horovod_alias.install()
+    importlib.import_module("kvstore_hvd.horovod.alias").install()
+if sys.modules.get("mxnet") is not None:
+    _hook_mxnet()
+else:
+    sys.meta_path.insert(0, _BeforeMXNet)

@@ -7,7 +7,6 @@ exist is an error, so that a misspelt knob cannot be overlooked; two prefixes ar
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import threading
@@ -415,7 +414,9 @@ class Config:
         known = known_variables()
         for name in sorted(environ):
             if name.startswith("KVHVD_") and name not in known and not name.startswith(RESERVED_PREFIXES):
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+                from difflib import get_close_matches  # the launcher starts without it
+
+                close = get_close_matches(name, known, n=1, cutoff=0.6)
                 faults.append(f"{name} does not exist" + (f"; did you mean {close[0]}?" if close else "."))
         for knob in fields(cls):
             for variable in knob.metadata.get("variables", ()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore_hvd.calling import run
+from kvstore_hvd.launch.call import run
 
 __all__ = ["run"]
 

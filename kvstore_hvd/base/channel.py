@@ -1,4 +1,4 @@
-"""Messages over a stream socket: JSON objects whose ``"t"`` is their type, each behind its length.
+"""Messages over a stream socket: JSON objects whose ``"t"`` is their type, each with bytes behind it, or without.
 
 Nobody proves here who it is: that is known of a socket before messages pass over it.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 __all__ = ["Channel", "ChannelError"]
 
-_LENGTH = struct.Struct("!I")
-_CHUNK = 1 << 16
+_LENGTHS = struct.Struct("!II")  # of the object, and of the bytes behind it
+_CHUNK = 1 << 18
 
 
 class ChannelError(Exception):
@@ -46,7 +46,7 @@ class Channel:
         self._socket.close()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come. Raises ChannelError when none will come any more."""
+        """The messages that have come, bytes under ``"raw"``. Raises ChannelError when none will come any more."""
         try:
             data = self._socket.recv(_CHUNK)
         except BlockingIOError:
@@ -58,22 +58,26 @@ class Channel:
         if not data:
             raise ChannelError(f"the other side closed the connection{' within a message' * bool(self._received)}.")
         self._received += data
-        messages = []
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            if length > self._longest:
-                raise ChannelError(f"a message of {length} bytes was announced; at most {self._longest} are allowed.")
-            end = _LENGTH.size + length
-            if len(self._received) < end:
+        messages, at = [], 0
+        while len(self._received) - at >= _LENGTHS.size:
+            length, more = _LENGTHS.unpack_from(self._received, at)
+            if length + more > self._longest:
+                said = f"a message of {length + more} bytes was announced"
+                raise ChannelError(f"{said}; at most {self._longest} are allowed.")
+            begin, end = at + _LENGTHS.size, at + _LENGTHS.size + length
+            if len(self._received) < end + more:
                 break
-            messages.append(_message(bytes(self._received[_LENGTH.size : end])))
-            del self._received[:end]
+            messages.append(_message(bytes(self._received[begin:end])))
+            if more:
+                messages[-1]["raw"] = bytes(self._received[end : end + more])
+            at = end + more
+        del self._received[:at]
         return messages
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any], raw: bytes = b"") -> None:
         """Send a message. If the other side is gone, `receive` tells, after everything that had still arrived."""
         body = json.dumps(message).encode("ascii")
-        self._unsent += _LENGTH.pack(len(body)) + body
+        self._unsent += _LENGTHS.pack(len(body), len(raw)) + body + raw
         self.flush()
 
     def flush(self) -> None:

@@ -6,14 +6,11 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 __all__ = ["describe", "suffice", "together", "usable_cores"]
 
-_ROOT = Path("/")
 
-
-def usable_cores(root: Path = _ROOT) -> list[int]:
+def usable_cores(root: str = "/") -> list[int]:
     """The cores that this process may run on, not more than its control groups' share of CPU time."""
     # `root` is the folder in which ``/proc`` and the control groups are looked for.
     cores = sorted(os.sched_getaffinity(0))
@@ -21,7 +18,7 @@ def usable_cores(root: Path = _ROOT) -> list[int]:
     return cores[: max(1, -int(-min(shares) // 1))] if shares else cores
 
 
-def describe(root: Path = _ROOT) -> str:
+def describe(root: str = "/") -> str:
     """What `suffice` needs to know of this process."""
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     return json.dumps({"cores": f"{mask:x}", "limits": _limits(root)})
@@ -50,33 +47,33 @@ def _numbers(mask: int) -> Iterator[int]:
     return (core for core in range(mask.bit_length()) if mask >> core & 1)
 
 
-def _limits(root: Path) -> dict[str, float]:
+def _limits(root: str) -> dict[str, float]:
     """The cores' worth of time of each control group that limits this process, by what tells groups apart."""
     found = {}
     for folder in _groups(root):
         limit = _limit(folder)
         if limit is not None:
-            status = folder.stat()
+            status = os.stat(folder)
             found[f"{status.st_dev}:{status.st_ino}"] = limit
     return found
 
 
-def _limit(folder: Path) -> float | None:
+def _limit(folder: str) -> float | None:
     """That of one group; None when it has none."""
     try:
-        if (folder / "cpu.max").exists():  # version 2
-            quota, period = (folder / "cpu.max").read_text().split()
+        if os.path.exists(f"{folder}/cpu.max"):  # version 2
+            quota, period = _lines(f"{folder}/cpu.max")[0].split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (_lines(f"{folder}/cpu.cfs_{name}_us")[0] for name in ("quota", "period"))
         return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
+    except (OSError, IndexError, ValueError, ZeroDivisionError):
         return None  # the root of all groups, or one that another namespace hides
 
 
-def _groups(root: Path) -> Iterator[Path]:
+def _groups(root: str) -> Iterator[str]:
     """The folders of the groups that may limit this process's time: its own and all above."""
     try:
-        mounts, places = (_lines(root / "proc/self" / name) for name in ("mountinfo", "cgroup"))
+        mounts, places = (_lines(os.path.join(root, "proc/self", name)) for name in ("mountinfo", "cgroup"))
     except OSError:
         return
     paths = dict[str, str]()  # by version
@@ -95,14 +92,18 @@ def _groups(root: Path) -> Iterator[Path]:
             continue
         # A path that does not begin with the mount's root is seen from another namespace: only that root can be seen.
         path, top = paths[kind].rstrip("/") + "/", top.rstrip("/") + "/"
-        inside = Path(path[len(top) :] if path.startswith(top) and ".." not in path.split("/") else "")
-        mount = root / point.lstrip("/")
-        yield from (mount / each for each in (inside, *inside.parents))
+        inside = path[len(top) :].rstrip("/") if path.startswith(top) and ".." not in path.split("/") else ""
+        mount = os.path.join(root, point.lstrip("/"))
+        yield mount
+        while inside:
+            yield os.path.join(mount, inside)
+            inside = os.path.dirname(inside)
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: str) -> list[str]:
     """The lines of a file in which names may be any bytes."""
-    return [line for line in os.fsdecode(path.read_bytes()).split("\n") if line]
+    with open(path, "rb") as file:
+        return [line for line in os.fsdecode(file.read()).split("\n") if line]
 
 
 def _decoded(field: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import errno
 import os
 import re
-import secrets
 import shutil
 import signal
 import sys
@@ -17,24 +16,18 @@ from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.errors import ConfigError, LaunchError, message
-from kvstore_hvd.horovod.variables import Seat, of_worker
-from kvstore_hvd.launch.driver import ElasticDriver
-from kvstore_hvd.launch.options import add_elastic_options, elastic_plan, is_elastic
-from kvstore_hvd.launch.state import Slot
-from kvstore_hvd.launcher.as_horovod import through_this_package
-from kvstore_hvd.launcher.capacity import check_count
-from kvstore_hvd.launcher.check_build import build_report
-from kvstore_hvd.launcher.config_file import read_options
-from kvstore_hvd.launcher.console import check_streams, say, write_all
-from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
-from kvstore_hvd.launcher.plan import Caller, Limits, Plan, StartError, WorkerPlan
-from kvstore_hvd.launcher.processes import share_of_cores
-from kvstore_hvd.launcher.supervisor import Supervisor
+from kvstore_hvd.launch.as_horovod import through_this_package
+from kvstore_hvd.launch.capacity import check_count
+from kvstore_hvd.launch.discovery import FixedHosts
+from kvstore_hvd.launch.driver import Driver, StartError
+from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
+from kvstore_hvd.launch.options import Caller, Plan, add_elastic_options, elastic_plan, is_elastic
+from kvstore_hvd.launch.state import Settings
 
 __all__ = ["main"]
 
 # Folder of the workers' sitecustomize.
-_SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "launcher", "site")
+_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 _HOSTS = ("hosts", "hostfile", "host-discovery-script")
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
@@ -63,11 +56,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _print(text: str) -> None:
     try:
-        write_all(1, text.encode())
+        _write_all(1, text.encode())
     except BrokenPipeError:
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
-        say(f"standard output cannot be written: {error.strerror}.")
+        _say(f"standard output cannot be written: {error.strerror}.")
         raise SystemExit(_EXIT_LOST_OUTPUT) from None
 
 
@@ -79,21 +72,22 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
     # the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
     # command cannot be executed or found.
     try:
-        check_streams()
+        _check_streams()
         options = _options(argv)
         if options.version:
             _print(f"kvstore_hvd {__version__}\n")
             return 0
         if options.check_build:
+            from kvstore_hvd.launch.check_build import build_report  # imports the libraries that it reports
+
             _print(build_report())
             return 0
-        if is_elastic(options):
-            return ElasticDriver(elastic_plan(options, *_program(options), caller)).run()
-        return Supervisor(_plan(options, caller)).run()
+        plan = elastic_plan(options, *_program(options), caller) if is_elastic(options) else _plan(options, caller)
+        return Driver(plan).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
     except (LaunchError, ConfigError) as error:
-        (say if caller is None else caller.refuse)(str(error))
+        (_say if caller is None else caller.refuse)(str(error))
         return error.code if isinstance(error, StartError) else _EXIT_USAGE
 
 
@@ -138,11 +132,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
+        import difflib
+
         close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
         fact = f"{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
         raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
     if options.config_file is None:
         return options
+    from kvstore_hvd.launch.config_file import read_options
+
     names = {
         text[2:]: action
         for action in parser._actions
@@ -191,10 +189,8 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     command, inherited = _program(options)
     hosts = _hosts(options)
     count = _worker_count(options, hosts)
-    slots = [Slot(host, index) for host, taken in (hosts or {"localhost": count}).items() for index in range(taken)]
     is_captured = count > 1 or options.output_filename is not None
-    # A pipe from each stream of each worker, and a file to each.
-    check_count(count, 0 if not is_captured else 2 if options.output_filename is None else 4)
+    check_count(count, 2 if is_captured else 0)
     cfg = config()
     cores = usable_cores()
     notes = []
@@ -206,36 +202,22 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
             notes.append(f"OMP_NUM_THREADS={threads}: {len(cores)} cores for {count} workers; set it to override")
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
-    job, secret = secrets.token_hex(8), secrets.token_hex(32)
+    job = os.urandom(8).hex()
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
-            say(note)
-    workers = [
-        WorkerPlan(
-            command,
-            {
-                **inherited,
-                "KVHVD_RANK": str(rank),
-                "KVHVD_SIZE": str(count),
-                "KVHVD_LOCAL_RANK": str(rank),
-                "KVHVD_LOCAL_SIZE": str(count),
-                "KVHVD_SLOT": str(slots[rank]),
-                "KVHVD_JOB": job,
-                "KVHVD_SECRET": secret,
-                "KVHVD_GENERATION": "0",
-                **of_worker(slots[rank].host, Seat(rank, count, rank, count)),
-            },
-            share_of_cores(cores, rank, count) if options.bind_cores else (),
-        )
-        for rank in range(count)
-    ]
+            _say(note)
+    settings = Settings(
+        job, count, count, survivor_time_s=cfg.survivor_time_s, kill_grace_s=cfg.kill_grace_s, is_static=True
+    )
     return Plan(
-        workers,
-        f"KVHVD_JOB={job}".encode(),
-        Limits(cfg.survivor_time_s, cfg.kill_grace_s),
+        settings,
+        FixedHosts(hosts or {"localhost": count}),
+        command,
+        inherited,
+        output_folder=options.output_filename,
+        bind_cores=options.bind_cores,
         capture=is_captured,
         prefix=count > 1 and not options.no_prefix,
-        output_folder=options.output_filename,
         verbose=options.verbose,
         caller=caller,
     )
@@ -309,3 +291,41 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     raise StartError(
         message(f"command '{program}' was not found.", fix=fix or "check its name and PATH."), _EXIT_NOT_FOUND
     )
+
+
+# -- The launcher's own standard streams --------------------------------------------------------------------------
+
+
+def _check_streams() -> None:
+    """Make sure that descriptors 0, 1 and 2 are open, lest a pipe to a worker take the place of one of them."""
+    # A closed standard input becomes an empty one.
+    for fd, name in ((0, "input"), (1, "output"), (2, "error")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            if fd > 0:
+                raise LaunchError(
+                    message(
+                        f"standard {name} is closed.",
+                        fix=f"to drop what is written there, use {fd if fd > 1 else ''}> /dev/null.",
+                    )
+                ) from None
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # the lowest free number, which is this one
+
+
+def _say(text: str) -> None:
+    """Write a line of the launcher's own to stderr, or to stdout if stderr is closed; what fails is left unsaid."""
+    line = f"kvhvdrun: {text}\n".encode()
+    for fd in (2, 1):
+        try:
+            _write_all(fd, line)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                continue
+        return
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write all of `data`."""
+    while data:
+        data = data[os.write(fd, data) :]

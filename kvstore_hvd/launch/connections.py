@@ -1,68 +1,60 @@
-"""The connections of a loop, as one descriptor that can be waited for together with everything else."""
+"""Waiting for descriptors: what a loop of the launcher or of a daemon is woken by."""
 
 from __future__ import annotations
 
 import select
-from typing import Protocol
+from collections.abc import Callable
 
 from kvstore_hvd.base.channel import Channel
 
-__all__ = ["Connections"]
+__all__ = ["Poller"]
 
 
-class _HasDescriptor(Protocol):
-    def fileno(self) -> int: ...
+class Poller:
+    """Waits for descriptors, and calls what belongs to each. Channels are flushed when they can be written."""
 
-
-class Connections:
-    """Knows which connections can be read, and writes what they could not write at once."""
-
-    def __init__(self, *others: _HasDescriptor) -> None:
+    def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._known: dict[int, tuple[Channel, int]] = {}  # by descriptor: and for what we wait there
-        for other in others:
-            self._epoll.register(other.fileno(), select.EPOLLIN)
+        self._known: dict[int, tuple[Callable[[], object], int]] = {}  # by descriptor: and for what we wait there
+        self._channels: dict[int, Channel] = {}
 
-    def fileno(self) -> int:
-        """The descriptor that can be read when there is something to do."""
-        return self._epoll.fileno()
+    def watch(self, fd: int, call: Callable[[], object], events: int = select.EPOLLIN) -> None:
+        """Call this when something of the kind is possible on the descriptor."""
+        if fd not in self._known:
+            self._epoll.register(fd, events)
+        elif self._known[fd][1] != events:
+            self._epoll.modify(fd, events)
+        self._known[fd] = call, events
 
-    def add(self, connection: Channel) -> None:
-        """Attend to this connection from now on."""
-        self._epoll.register(connection.fileno(), select.EPOLLIN)
-        self._known[connection.fileno()] = (connection, select.EPOLLIN)
+    def forget(self, fd: int) -> None:
+        """Watch a descriptor no longer, if it was; to be called before it is closed."""
+        if self._known.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
 
-    def close(self, connection: Channel) -> None:
-        """Close a connection; without effect on one that is closed."""
-        # Its number may be given to the next one at once.
-        if self._known.pop(connection.fileno(), None) is not None:
-            self._epoll.unregister(connection.fileno())
-        connection.close()
+    def add(self, channel: Channel, call: Callable[[], object]) -> None:
+        """Call this when the channel can be read, or has ended."""
+        self._channels[channel.fileno()] = channel
+        self.watch(channel.fileno(), call)
 
-    def arm(self) -> None:
-        """Before each wait: also wait until what is unsent can be written."""
-        for fd, (connection, before) in self._known.items():
-            events = select.EPOLLIN | (select.EPOLLOUT if connection.wants_to_write else 0)
-            if events != before:
-                self._epoll.modify(fd, events)
-                self._known[fd] = (connection, events)
+    def close_channel(self, channel: Channel) -> None:
+        """Close a channel; without effect on one that is closed."""
+        if self._channels.pop(channel.fileno(), None) is not None:
+            self.forget(channel.fileno())
+        channel.close()
 
-    def ready(self) -> list[Channel]:
-        """The connections that can be read now, or have ended; those that can be written are flushed."""
-        readable = []
-        for fd, events in self._epoll.poll(0):
-            if fd not in self._known:
-                continue
-            connection, _ = self._known[fd]
-            if events & select.EPOLLOUT:
-                connection.flush()
-            if events & ~select.EPOLLOUT:
-                readable.append(connection)
-        return readable
+    def wait(self, seconds: float) -> None:
+        """Wait for so long at most, and call what is due."""
+        for fd, channel in self._channels.items():
+            self.watch(fd, self._known[fd][0], select.EPOLLIN | select.EPOLLOUT * channel.wants_to_write)
+        for fd, events in self._epoll.poll(max(0.0, seconds)):
+            if fd in self._channels and events & select.EPOLLOUT:
+                self._channels[fd].flush()
+            is_due = events & ~select.EPOLLOUT or fd not in self._channels
+            if is_due and fd in self._known:  # else an earlier call has closed it
+                self._known[fd][0]()
 
-    def close_all(self) -> None:
-        """Close the connections, and the descriptor."""
-        for connection, _ in self._known.values():
-            connection.close()
-        self._known.clear()
+    def close(self) -> None:
+        """Close the channels, and let go of everything else."""
+        for channel in self._channels.values():
+            channel.close()
         self._epoll.close()

@@ -1,19 +1,24 @@
-"""The daemon of an elastic job on one host.
+"""The daemon of a job on one host.
 
-Starts and reaps the workers of its host as the launcher tells it, carries what they write, and passes messages on
-between them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing while this
-daemon ran for the length of its lease, it ends its workers and itself.
+Starts and reaps the workers of its host as the launcher tells it, and passes on what they write, and messages between
+them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing while this daemon ran
+for the length of its lease, it ends its workers and itself.
 
 It is a fork of the launcher, and outlives it: it has to end the workers, and to say why.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
-import secrets
+import select
 import signal
 import socket
+import struct
+import subprocess
+import termios
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,159 +26,159 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
-from kvstore_hvd.base.clocks import Deadline, RunningClock
-from kvstore_hvd.launch.connections import Connections
-from kvstore_hvd.launch.local_workers import LocalWorker, LocalWorkers, NotStarted
-from kvstore_hvd.launcher import processes
-from kvstore_hvd.launcher.belonging import LEFT_GRACE_S, Remains
-from kvstore_hvd.launcher.capacity import MAX_WORKERS
-from kvstore_hvd.launcher.guard import Guard
-from kvstore_hvd.launcher.relay import Relay, RelayHandler
-from kvstore_hvd.launcher.signals import ENDING, SignalInbox
-from kvstore_hvd.launcher.writer import write_within
+from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.launch import processes
+from kvstore_hvd.launch.capacity import MAX_WORKERS
+from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.log import logger
 from kvstore_hvd.worlds.authentication import peer_process
 
-__all__ = ["BEAT_S", "Daemon", "DaemonSettings"]
+__all__ = ["BEAT_S", "WINDOW", "Daemon", "Diagnostics"]
 
 BEAT_S = 0.5
+#: Bytes of output that a daemon may send before the launcher has acknowledged some of it.
+WINDOW = 1 << 18
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
-_GOODBYE_S = 1.0
-_LAST_WORDS_S = 0.5
+# Once all processes are gone, how long a stream may stay open (held by a process of another user).
+_DRAIN_S = 2.0
 # Out of descriptors or memory.
 _SCARCE_S = 0.1
 _LONGEST_OF_WORKERS = 1 << 20  # bytes of a message
 _READS = 100  # of a line whose end is awaited: a worker that writes without end must not hold up the others
+_CHUNK = 1 << 16  # what a pipe holds
 
 
-@dataclass(frozen=True)
-class DaemonSettings:
-    """How a daemon finds its launcher, and how it treats its workers."""
+class Diagnostics(logging.Handler):
+    """Has the launcher say the diagnostics of this process, in order with what the workers write."""
 
-    host: str  # its name, as the user wrote it
-    line_fd: int  # to the launcher
-    last_words_fd: int  # the launcher's standard error, for the case that the launcher is gone
-    kill_grace_s: float  # seconds between SIGTERM and SIGKILL
-    lease_s: float  # seconds for which the launcher may be silent
-    prefix: bool  # put '[id] ' before lines of output
-    keep: Sequence[int] = ()  # descriptors that its workers inherit
+    def __init__(self, say: Any) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler.emit`."""
+        self._say(record.getMessage())
+
+
+@dataclass
+class _Worker:
+    """A process that this daemon has started."""
+
+    id: int  # a negative one is a task of the launcher's own
+    pid: int  # also of its group and session
+    streams: dict[int, int]  # our ends, by its descriptors 1 and 2
+    line: Channel | None = None
+    kill_at: float | None = None  # when it is killed, because it has been told to end
 
 
 class Daemon:
     """Runs the workers of one host; use once, in a process of its own."""
 
-    def __init__(self, settings: DaemonSettings) -> None:
-        self._settings = settings
-        # Every process of this daemon carries it in its environment, and no other does.
-        self._name = f"kvstore_hvd-{secrets.token_hex(16)}"
-        self._code = 0
+    def __init__(
+        self, launcher: Channel, host: str, kill_grace_s: float, lease_s: float, keep: Sequence[int] = ()
+    ) -> None:
+        # `host` is its name, as the user wrote it; a worker is killed `kill_grace_s` after SIGTERM; the launcher may be
+        # silent for `lease_s`; workers inherit the descriptors of `keep`.
+        self._launcher, self._host, self._keep = launcher, host, keep
+        self._grace_s, self._lease_s = kill_grace_s, lease_s
+        # Every worker that has a line carries it in its environment.
+        self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
+        self._poller = Poller()
         self._clock = RunningClock()
-        self._launcher: Channel
-        self._listener: socket.socket
-        self._inbox: SignalInbox
-        self._connections: Connections
-        self._relay: Relay
-        self._workers: LocalWorkers
-        self._remains: Remains
-        self._heard_at = 0.0  # when the launcher said something last
+        left_grace_s = min(processes.LEFT_GRACE_S, kill_grace_s)
+        self._reaper = processes.Reaper(left_grace_s)
+        self._remains = processes.end_children(left_grace_s)
+        self._workers: dict[int, _Worker] = {}
+        self._streams: dict[int, tuple[int, int]] = {}  # our ends: whose they are, and which of its descriptors
+        self._window = WINDOW
+        self._heard_at = self._clock.now()  # when the launcher said something last
         self._beat_at = 0.0
         self._suspended = False  # the launcher has been stopped with its job, and cannot say anything
         self._why = ""  # we are ending, and this is the reason
-        self._kill_at = 0.0
-        self._give_up_at = float("inf")
+        self._code = 0
+        self._kill_at = self._give_up_at = float("inf")
+        self._look_at = self._drain_until = 0.0  # at the end
 
     def run(self) -> int:
-        """Do the launcher's work until it says that it is done, or is gone."""
+        """Do the launcher's work until it says that it is done, or is gone; returns 0, or 1 when it is gone."""
         processes.adopt_orphans()
         with ExitStack() as stack:
-            variable = f"KVHVD_DAEMON={self._name}".encode()
-            left_grace_s = min(LEFT_GRACE_S, self._settings.kill_grace_s)
-            guard = Guard(variable, left_grace_s)
-            stack.callback(guard.close)
-            self._inbox = stack.enter_context(SignalInbox())
+            self._inbox = stack.enter_context(processes.SignalInbox())
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._listener.setblocking(False)
             self._listener.bind(f"\0{self._name}")
             self._listener.listen(MAX_WORKERS)
-            self._connections = Connections(self._inbox, self._listener)
-            stack.callback(self._connections.close_all)
-            self._launcher = Channel(socket.socket(fileno=self._settings.line_fd))
-            self._connections.add(self._launcher)
-            self._relay = Relay(self._connections.fileno())
-            stack.callback(self._relay.close)
-            logging.getLogger().addHandler(RelayHandler(self._relay, "daemon: "))
-            self._workers = LocalWorkers(
-                self._relay, guard, variable, left_grace_s, self._settings.prefix, self._settings.keep
-            )
-            self._remains = Remains(variable, left_grace_s, os.getpid(), lambda: [guard.pid])
-            stack.callback(self._remains.finish)
-            self._heard_at = self._clock.now()
+            stack.callback(self._poller.close)
+            self._poller.watch(self._inbox.fileno(), lambda: None)
+            self._poller.watch(self._listener.fileno(), self._accept)
+            self._poller.add(self._launcher, self._hear_launcher)
+            self._tell("up", pid=os.getpid())
+            logging.getLogger().handlers = [Diagnostics(lambda text: self._tell("say", text=f"daemon: {text}"))]
             while not self._done():
-                self._connections.arm()
-                self._relay.wait(self._next_event())
+                self._poller.wait(self._next_event())
                 self._turn()
-            self._say_goodbye()
         return self._code
 
     # -- The loop -------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        for connection in self._connections.ready():
-            if connection is self._launcher:
-                self._hear_launcher()
-            for worker in self._workers:
-                if connection is worker.line:
-                    self._hear(worker)
-        # After the lines: one that has been closed makes room for a new one.
-        self._accept()
         for number in self._inbox.take():
-            if number in ENDING:
-                why = f"the daemon on {self._settings.host} got {signal.Signals(number).name}"
-                self._relay.say(why)
-                self._end(why, self._settings.kill_grace_s, code=1)
-        self._on_ends(self._workers.reap())
-        for fd, error in self._relay.take_lost():
-            self._lose(f"descriptor {fd}, which leads to the launcher, cannot be written: {error.strerror}")
+            if number in processes.ENDING:
+                why = f"the daemon on {self._host} got {signal.Signals(number).name}"
+                self._tell("say", text=why)
+                self._end(why, self._grace_s, code=1)
+        by_pid = {worker.pid: worker for worker in self._workers.values()}
+        for pid, code in self._reaper.reap():
+            if pid in by_pid:
+                self._on_end(by_pid[pid], code)
         self._act_on_time(self._clock.now())
 
     def _done(self) -> bool:
         now = self._clock.now()
-        if not self._why or (self._workers and now < self._give_up_at):
+        if not self._why or (self._workers and now < self._give_up_at) or now < self._look_at:
             return False
-        if not self._remains.step(now):
+        pause_s = next(self._remains, None)
+        if pause_s is not None:
+            self._look_at = now + pause_s
             return False
-        self._on_ends(self._workers.reap())
-        return True
+        if not self._launcher_is_there:
+            return True
+        if self._window <= 0 or not self._drain_until:  # the launcher takes it when somebody reads its own output
+            self._drain_until = now + _DRAIN_S
+        if self._streams and now < self._drain_until:
+            return False
+        return not self._launcher.wants_to_write
+
+    @property
+    def _launcher_is_there(self) -> bool:
+        return self._launcher.fileno() >= 0
 
     def _next_event(self) -> float:
         """Seconds until something must be done even if nothing happens."""
-        times = [self._kill_at if self._why else float("inf")]
-        if not self._suspended:
-            times.append(self._beat_at)
-        times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
-        if self._remains.look_at is not None:
-            times.append(self._remains.look_at)
-        return min(max(0.0, min(times) - self._clock.now()), self._workers.wait_s(), BEAT_S)
+        times = [self._kill_at, self._clock.now() + BEAT_S if self._suspended else self._beat_at]
+        times += [worker.kill_at for worker in self._workers.values() if worker.kill_at is not None]
+        if self._why and not self._workers:
+            times.append(max(self._look_at, self._drain_until))
+        return min(max(0.0, min(times) - self._clock.now()), self._reaper.wait_s(), BEAT_S)
 
     def _act_on_time(self, now: float) -> None:
         if now >= self._beat_at and not self._suspended:
             self._beat_at = now + BEAT_S
-            self._tell({"t": "beat"})
+            self._tell("beat")
         # What has arrived meanwhile has been read by now, and while this process stood still its clock did, too.
-        if now > self._heard_at + self._settings.lease_s and not self._suspended:
-            self._lose(f"the launcher has said nothing for {self._settings.lease_s:g} s (KVHVD_LEASE)")
-        for worker in self._workers:
+        if now > self._heard_at + self._lease_s and not self._suspended:
+            self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)")
+        for worker in self._workers.values():
             if worker.kill_at is not None and now >= worker.kill_at:
                 worker.kill_at = None
-                self._workers.signal(worker, signal.SIGKILL)
-        if self._why and now >= self._kill_at:
-            self._kill_at = float("inf")
-            self._give_up_at = now + _KILLED_S
-            for worker in self._workers:
-                self._workers.signal(worker, signal.SIGKILL)
+                self._reaper.signal(worker.pid, signal.SIGKILL)
+        if now >= self._kill_at:
+            self._kill_at, self._give_up_at = float("inf"), now + _KILLED_S
+            for worker in self._workers.values():
+                self._reaper.signal(worker.pid, signal.SIGKILL)
 
     # -- The launcher ---------------------------------------------------------------------------------------------
 
@@ -184,59 +189,109 @@ class Daemon:
             self._lose(f"the line to the launcher is lost: {str(error).rstrip('.')}")
             return
         for message in messages:
-            self._obey(message)
+            kind = message["t"]
+            if kind == "start":
+                self._start(message)
+            elif kind == "ack":
+                self._open_window(message["bytes"])
+            elif kind == "to":
+                self._pass_on(message["worker"], message["message"])
+            elif kind == "signal":
+                self._signal(message)
+            elif kind == "end":
+                self._end(message["text"] or "the job has ended", self._grace_s, code=0)
             self._heard_at = self._clock.now()
 
-    def _obey(self, message: dict[str, Any]) -> None:
-        kind = message["t"]
-        if kind == "start":
-            self._start(message)
-        elif kind == "to":
-            self._pass_on(message["worker"], message["message"])
-        elif kind == "signal":
-            self._signal(message)
-        elif kind == "end":
-            self._end(message["text"] or "the job has ended", self._settings.kill_grace_s, code=0)
-
     def _start(self, message: dict[str, Any]) -> None:
-        worker = message["worker"]
+        number = message["worker"]
         if self._why:
-            self._tell({"t": "not_started", "worker": worker, "text": self._why})
+            self._tell("not_started", worker=number, text=self._why, errno=0)
             return
-        environment = {**message["environment"], "KVHVD_DAEMON": self._name}
+        environment = {**message["environment"], **({"KVHVD_DAEMON": self._name} if message["line"] else {})}
+        ours: dict[int, int] = {}
         try:
-            started = self._workers.start(worker, message["command"], environment, message["cores"])
-        except NotStarted as error:
-            self._tell({"t": "not_started", "worker": worker, "text": str(error)})
-        else:
-            self._tell({"t": "started", "worker": worker, "pid": started.pid})
-
-    def _pass_on(self, worker: int, message: dict[str, Any]) -> None:
-        running = self._workers.get(worker)
-        if running is None or running.line is None:
-            logger.info("worker %d has no line any more; not delivered: %s", worker, message["t"])
+            with ExitStack() as theirs, ExitStack() as on_failure:
+                streams: list[int | None] = [None, None, None]
+                if not message["stdin"]:
+                    streams[0] = null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                    theirs.callback(os.close, null)
+                for fd, size in ((1, message["stdout"]), (2, message["stderr"])):
+                    if size is not None:
+                        ours[fd], streams[fd] = _, end = _two_ends(size)
+                        theirs.callback(os.close, end)
+                        on_failure.callback(os.close, ours[fd])
+                        os.set_blocking(ours[fd], False)
+                pid = processes.spawn(message["command"], environment, streams, message["cores"], self._keep)
+                on_failure.pop_all()
+        except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+            text = str(error) or type(error).__name__
+            self._tell("not_started", worker=number, text=text, errno=getattr(error, "errno", None) or 0)
             return
-        running.line.send(message)
+        self._reaper.add(pid)
+        self._workers[number] = _Worker(number, pid, ours)
+        for fd, end in ours.items():
+            self._streams[end] = number, fd
+            self._watch(end)
+        self._tell("started", worker=number, pid=pid)
+
+    def _pass_on(self, number: int, message: dict[str, Any]) -> None:
+        worker = self._workers.get(number)
+        if worker is None or worker.line is None:
+            logger.info("worker %d has no line any more; not delivered: %s", number, message["t"])
+            return
+        worker.line.send(message)
 
     def _signal(self, message: dict[str, Any]) -> None:
         everyone = message["worker"] is None
-        if everyone and message["signal"] == signal.SIGWINCH:
-            self._relay.resize()
-        found = list(self._workers) if everyone else [self._workers.get(message["worker"])]
-        for worker in found:
-            if worker is None:
-                continue  # it has just ended
-            self._workers.signal(worker, message["signal"])
+        for worker in self._workers.values():
+            if worker.id != message["worker"] and not (everyone and worker.id >= 0):
+                continue
+            self._reaper.signal(worker.pid, message["signal"])
             if message["ended"] and worker.kill_at is None:
-                worker.kill_at = self._clock.now() + self._settings.kill_grace_s
+                worker.kill_at = self._clock.now() + self._grace_s
         if everyone and message["signal"] in (signal.SIGSTOP, signal.SIGCONT):
             # Ctrl-Z: next it stops itself, and cannot say anything until it goes on.
             self._suspended = message["signal"] == signal.SIGSTOP
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._launcher.send(message)
+    def _tell(self, kind: str, raw: bytes = b"", **fields: Any) -> None:
+        if self._launcher_is_there:
+            self._launcher.send({"t": kind, **fields}, raw)
 
-    # -- The workers ----------------------------------------------------------------------------------------------
+    # -- What workers write ---------------------------------------------------------------------------------------
+
+    def _watch(self, end: int) -> None:
+        if self._window > 0:
+            self._poller.watch(end, lambda: self._read(end))
+
+    def _open_window(self, count: int) -> None:
+        self._window += count
+        for end in self._streams:
+            self._watch(end)
+
+    def _read(self, end: int) -> int:
+        """Send some of what a worker has written; how many bytes."""
+        number, fd = self._streams[end]
+        try:
+            data = os.read(end, _CHUNK)
+        except BlockingIOError:
+            return 0
+        except OSError:  # how a terminal says that its other end is closed
+            data = b""
+        self._tell("out", data, worker=number, fd=fd)
+        self._window -= len(data)
+        if not data:
+            self._close_stream(end)
+        if self._window <= 0:
+            for each in self._streams:
+                self._poller.forget(each)
+        return len(data)
+
+    def _close_stream(self, end: int) -> None:
+        self._poller.forget(end)
+        del self._streams[end]
+        os.close(end)
+
+    # -- What workers say -----------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         """Take one connection, if it is from a worker that has none, or from what that has started."""
@@ -249,26 +304,26 @@ class Daemon:
             time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
             return
         line, pid = Channel(accepted, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
-        worker = next((each for each in self._workers if processes.descends_from(pid, each.pid)), None)
+        worker = next((each for each in self._workers.values() if processes.descends_from(pid, each.pid)), None)
         # The end of an earlier line of this worker may not have been read yet.
         for _ in range(_READS):
             if worker is None or not self._hear(worker):
                 break
         if worker is not None and worker.line is None:
             worker.line = line
-            self._connections.add(line)
+            self._poller.add(line, lambda: self._hear(worker))
             return
         text = f"another process of worker {worker.id} has called init() already." if worker else "it is no worker."
         logger.info("refused the connection of process %d: %s", pid, text)
         line.send({"t": "refused", "text": text})
         line.close()
 
-    def _hang_up(self, worker: LocalWorker) -> None:
+    def _hang_up(self, worker: _Worker) -> None:
         if worker.line is not None:
-            self._connections.close(worker.line)
+            self._poller.close_channel(worker.line)
             worker.line = None
 
-    def _hear(self, worker: LocalWorker) -> bool:
+    def _hear(self, worker: _Worker) -> bool:
         """Pass on what a worker says; whether there may be more."""
         if worker.line is None:
             return False
@@ -280,60 +335,55 @@ class Daemon:
             self._hang_up(worker)
             return False
         for message in messages:
-            self._tell({"t": "from", "worker": worker.id, "message": message})
+            message.pop("raw", None)
+            self._tell("from", worker=worker.id, message=message)
         return bool(messages)
-
-    def _on_ends(self, ended: list[LocalWorker]) -> None:
-        if not ended:
-            return
-        # Its last words may still be on their way: what it wrote, and then the end of the stream.
-        for _ in range(2):
-            self._relay.wait(0)
-        for worker in ended:
-            while self._hear(worker):
-                pass
-            self._hang_up(worker)
-            lines = [line.decode("utf-8", "replace") for line in worker.tail.lines()]
-            self._tell({"t": "exited", "worker": worker.id, "code": worker.code, "lines": lines})
 
     # -- The end --------------------------------------------------------------------------------------------------
 
+    def _on_end(self, worker: _Worker, code: int) -> None:
+        while self._hear(worker):
+            pass
+        self._hang_up(worker)
+        # Its last words come before the news of its end, whether or not there is room for them: a pipe holds no more.
+        for end in worker.streams.values():
+            count = 0
+            while end in self._streams and count < _CHUNK and (read := self._read(end)):
+                count += read
+            if worker.id < 0 and end in self._streams:  # whatever it has left behind is not heard
+                self._close_stream(end)
+        del self._workers[worker.id]
+        self._tell("exited", worker=worker.id, code=code)
+
     def _lose(self, why: str) -> None:
         """The launcher is gone, or as good as that."""
-        self._connections.close(self._launcher)
+        self._poller.close_channel(self._launcher)
         is_news = not self._why
-        self._end(why, min(_ORPHAN_GRACE_S, self._settings.kill_grace_s), code=1)
-        if is_news:
-            self._relay.drop()
-            self._speak_for_launcher(f"{why}. The workers on {self._settings.host} are being ended.")
+        self._end(why, min(_ORPHAN_GRACE_S, self._grace_s), code=1)
+        # A terminal that is held or a full pipe must not keep us.
+        if is_news and select.select([], [2], [], 0)[1]:
+            with contextlib.suppress(OSError):
+                os.write(2, f"kvhvdrun: {why}. The workers on {self._host} are being ended.\n".encode())
 
     def _end(self, why: str, grace_s: float, code: int) -> None:
         """Ask all workers to end, and start no more of them; who still runs after the grace is killed."""
         now = self._clock.now()
         if not self._why:
             self._why, self._code, self._kill_at = why, code, now + grace_s
-            for worker in self._workers:
-                self._workers.signal(worker, signal.SIGTERM)
+            for worker in self._workers.values():
+                self._reaper.signal(worker.pid, signal.SIGTERM if worker.id >= 0 else signal.SIGKILL)
         elif self._kill_at != float("inf"):
             self._kill_at = min(self._kill_at, now + grace_s)
 
-    def _speak_for_launcher(self, text: str) -> None:
-        """Write to its standard error: to ours nobody listens any more."""
-        # A terminal that is held, a full pipe or a disk that stalls must not keep us.
-        write_within(self._settings.last_words_fd, f"kvhvdrun: {text}\n".encode(), _LAST_WORDS_S)
 
-    def _say_goodbye(self) -> None:
-        """Let the launcher have all that was said, within a second, and all that was written, whenever it reads that.
-
-        The launcher does not read while the reader of its own output stands still. It kills this process when it will
-        not read any more. A launcher that is lost may be stopped: nobody waits for that one.
-        """
-        reads = self._launcher.fileno() >= 0
-        deadline = Deadline(_GOODBYE_S)
-        self._relay.flush()
-        while self._launcher.wants_to_write and deadline.left() > 0:
-            self._launcher.flush()
-            self._relay.wait(0.01)
-        self._connections.close(self._launcher)  # the launcher misses no beats of a line that has ended
-        while self._relay.pending and (reads or deadline.left() > 0):
-            self._relay.wait(0.01)
+def _two_ends(size: Sequence[int]) -> tuple[int, int]:
+    """Our end and a worker's of a terminal with so many rows and columns, or, without a size, of a pipe."""
+    with contextlib.suppress(OSError):  # no pseudo-terminals in this container
+        if size:
+            ours, theirs = os.openpty()
+            attributes = termios.tcgetattr(theirs)
+            attributes[1] &= ~termios.OPOST  # bytes pass as they are
+            termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+            return ours, theirs
+    return os.pipe()

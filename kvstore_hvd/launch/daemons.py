@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import os
 import signal
 import socket
-import sys
-import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
-from kvstore_hvd.launch.connections import Connections
-from kvstore_hvd.launch.daemon import BEAT_S, Daemon, DaemonSettings
-from kvstore_hvd.launch.options import ElasticPlan
-from kvstore_hvd.launcher import processes
-from kvstore_hvd.launcher.relay import Relay
-from kvstore_hvd.launcher.workers import how_it_ended
+from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.launch import processes
+from kvstore_hvd.launch.connections import Poller
+from kvstore_hvd.launch.daemon import BEAT_S, Daemon
+from kvstore_hvd.launch.state import how_it_ended
 
 __all__ = ["Daemons"]
 
@@ -31,13 +25,16 @@ _SILENT_S = 3 * BEAT_S
 _LEASE_EXTRA_S = 1.0
 # Or the lease, where that is longer.
 _START_S = 60.0
-# A line that ends because its daemon died is followed by the news of that.
-_NEWS_S = 0.5
+# A line that ends because its daemon died is followed by the end of the guard, which first ends what is left there.
+_NEWS_S = 4.0
 
 
 @dataclass
 class _Daemon:
+    """The daemon of a host, and the guard beside it."""
+
     host: str
+    guard: int  # process ids; guard: 0 when it was killed, -1 when both have ended
     pid: int
     line: Channel
     heard_at: float
@@ -45,16 +42,24 @@ class _Daemon:
     fault: str = ""  # how the line ended
     ending: bool = False  # it was told to end
     given_up: bool = False  # it was killed because it did not
-    code: int | None = None
+    code: int | None = None  # its own, or that of its guard
+    unacknowledged: int = 0  # bytes of output
 
 
 class Daemons:
-    """All daemons of a job."""
+    """All daemons of a job. `hear` is called with what they say."""
 
-    def __init__(self, plan: ElasticPlan, relay: Relay, connections: Connections) -> None:
-        self._plan = plan
-        self._relay = relay
-        self._connections = connections
+    def __init__(
+        self,
+        poller: Poller,
+        clock: RunningClock,
+        kill_grace_s: float,
+        lease_s: float,
+        keep: Sequence[int],
+        hear: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._poller, self._clock, self._keep, self._hear = poller, clock, keep, hear
+        self._grace_s, self._lease_s = kill_grace_s, lease_s
         self._running: dict[str, _Daemon] = {}
         self._beat_at = 0.0
 
@@ -63,127 +68,115 @@ class Daemons:
 
     # -- Starting -------------------------------------------------------------------------------------------------
 
-    def start(self, host: str, now: float) -> None:
+    def start(self, host: str) -> None:
         """Start the daemon of a host, if there is none."""
         if host in self._running:
             return
-        plan, settings = self._plan, self._plan.settings
-        keep = () if plan.caller is None else plan.caller.descriptors
-        with ExitStack() as ends:
-            ours, theirs = map(ends.enter_context, socket.socketpair())
-            stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            ends.callback(os.close, stdin)
-            stdout = self._relay.connect(1, b"")
-            ends.callback(os.close, stdout)
-            stderr = self._relay.connect(2, b"")
-            ends.callback(os.close, stderr)
-            last_words = os.dup(2)
-            ends.callback(os.close, last_words)
-            line = theirs.fileno()
-            daemon = DaemonSettings(host, line, last_words, settings.kill_grace_s, settings.lease_s, plan.prefix, keep)
-            name = f"job-daemon of {os.getpid()} for {host}".encode()
-            job = f"KVHVD_JOB={settings.job}".encode()
-            pid = processes.fork(name, [stdin, stdout, stderr], [line, last_words, *keep], job)
-            if pid == 0:
-                _run(daemon)
-            self._running[host] = _Daemon(host, pid, Channel(ours.dup()), now)
-        self._connections.add(self._running[host].line)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            run = lambda: Daemon(Channel(theirs), host, self._grace_s, self._lease_s, self._keep).run()  # noqa: E731
+            grace_s = min(processes.LEFT_GRACE_S, self._grace_s)
+            try:
+                keep = {0, 1, 2, theirs.fileno(), *self._keep}
+                guard = processes.fork_guarded(f"of {os.getpid()} for {host}", keep, run, grace_s)
+            except OSError:
+                ours.close()
+                raise
+        daemon = self._running[host] = _Daemon(host, guard, guard, Channel(ours), self._clock.now())
+        self._poller.add(daemon.line, lambda: self._receive(daemon))
 
     # -- Sending --------------------------------------------------------------------------------------------------
 
-    def send(self, host: str, message: dict[str, Any]) -> None:
+    def send(self, host: str, kind: str, **fields: Any) -> None:
         """Say something to the daemon of a host; without effect if it is lost."""
-        if host in self._running:
-            self._running[host].line.send(message)
+        daemon = self._running.get(host)
+        if daemon is not None and not daemon.fault:
+            daemon.line.send({"t": kind, **fields})
 
-    def send_all(self, message: dict[str, Any]) -> None:
+    def send_all(self, kind: str, **fields: Any) -> None:
         """Say something to all of them."""
-        for host in list(self._running):
-            self.send(host, message)
+        for host in self._running:
+            self.send(host, kind, **fields)
+
+    def acknowledge(self) -> None:
+        """Let them send more output: what has come is written, or nearly so."""
+        for daemon in self._running.values():
+            if daemon.unacknowledged:
+                self.send(daemon.host, "ack", bytes=daemon.unacknowledged)
+                daemon.unacknowledged = 0
 
     def end(self, text: str) -> None:
         """Have all of them end their workers and themselves."""
         for daemon in self._running.values():
             daemon.ending = True
-        self.send_all({"t": "end", "text": text})
+        self.send_all("end", text=text)
 
     def give_up(self) -> None:
         """Kill them, and their workers with them; the second time, those that the kernel does not end are let go."""
         for host, daemon in list(self._running.items()):
             if daemon.given_up:
-                self._connections.close(self._running.pop(host).line)
+                self._poller.close_channel(self._running.pop(host).line)
             daemon.given_up = True
             _kill(daemon)
 
     # -- What happens ---------------------------------------------------------------------------------------------
 
-    def hear(self, line: Channel, now: float) -> list[dict[str, Any]]:
-        """What the daemon behind a line that can be read says."""
-        (daemon,) = (daemon for daemon in self._running.values() if daemon.line is line)
-        daemon.heard_at = now
+    def _receive(self, daemon: _Daemon) -> None:
+        daemon.heard_at = self._clock.now()
         try:
-            messages = line.receive()
+            messages = daemon.line.receive()
         except ChannelError as error:
             daemon.fault = str(error).rstrip(".")
-            self._connections.close(line)
-            return []
-        daemon.has_come = daemon.has_come or bool(messages)
-        return messages
+            self._poller.close_channel(daemon.line)
+            return
+        for message in messages:
+            daemon.has_come = True
+            if message["t"] == "up":
+                daemon.pid = message["pid"]
+            daemon.unacknowledged += len(message.get("raw", b""))
+            self._hear(message)
 
     def reaped(self, pid: int, code: int) -> None:
         """A child of ours has ended."""
         for daemon in self._running.values():
-            if daemon.pid == pid:
-                daemon.code = code
+            if pid == daemon.guard:
+                # A guard that was killed has left us the daemon itself.
+                daemon.code, daemon.guard = code if code <= 128 else 128 - code, 0 if code < 0 else -1
+            elif pid == daemon.pid:
+                daemon.code, daemon.guard = code, -1
 
-    def act_on_time(self, now: float, lost: Callable[[str, str], None]) -> None:
+    def act_on_time(self, lost: Callable[[str, str], None]) -> None:
         """Send beats, and give up daemons: `lost` is called with the host of each and what happened to it."""
+        now = self._clock.now()
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
-            self.send_all({"t": "beat"})
+            self.send_all("beat")
         for host, daemon in list(self._running.items()):
-            why = _fate(daemon, now, self._plan.settings.lease_s)
+            why = _fate(daemon, now, self._lease_s)
             if not why:
                 continue
             _kill(daemon)
-            self._connections.close(daemon.line)
+            self._poller.close_channel(daemon.line)
             del self._running[host]
             lost(host, why)
 
-    def are_silent(self, now: float) -> bool:
+    def are_silent(self) -> bool:
         """Whether one of them has missed beats, and with it what its workers may have said."""
-        return any(
-            daemon.has_come and not daemon.fault and daemon.code is None and now - daemon.heard_at > _SILENT_S
-            for daemon in self._running.values()
-        )
+        silent_since = self._clock.now() - _SILENT_S
+        heard = [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
+        return any(daemon.heard_at < silent_since for daemon in heard)
 
     def deadline(self) -> float:
         """When `act_on_time` has something to do."""
         return self._beat_at
 
 
-def _run(settings: DaemonSettings) -> NoReturn:
-    """Be the daemon, in a process that was forked."""
-    code = 1
-    try:
-        gc.freeze()  # objects of the launcher must not close descriptors that are others' here
-        logging.getLogger().handlers.clear()
-        code = Daemon(settings).run()
-    except BaseException:  # noqa: BLE001 - nothing of the launcher may run in this process
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
 def _fate(daemon: _Daemon, now: float, lease_s: float) -> str:
     """What happened to a daemon that is lost; empty while it is not."""
     silent = now - daemon.heard_at
-    if daemon.code is not None:
-        # Its line ends, too, but there may be messages left in it.
-        is_read = daemon.fault or silent >= _NEWS_S
-        return f"its daemon (pid {daemon.pid}) {how_it_ended(daemon.code)}" if is_read else ""
     if daemon.fault:
+        if daemon.code is not None:
+            return f"its daemon (pid {daemon.pid}) {how_it_ended(daemon.code)}"
         return f"the line to its daemon was lost: {daemon.fault}" if silent >= _NEWS_S and not daemon.ending else ""
     limit_s = lease_s + _LEASE_EXTRA_S if daemon.has_come else max(_START_S, lease_s)
     if silent < limit_s:
@@ -194,6 +187,9 @@ def _fate(daemon: _Daemon, now: float, lease_s: float) -> str:
 
 
 def _kill(daemon: _Daemon) -> None:
-    if daemon.code is None:  # unreaped, and so its number is its own
-        with contextlib.suppress(OSError):
+    # Only children of ours get a signal, unreaped: a number is nobody else's then.
+    with contextlib.suppress(OSError):
+        if daemon.guard > 0:
+            os.kill(daemon.guard, processes.KILL_DAEMON)
+        elif daemon.guard == 0:
             os.kill(daemon.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""All decisions about an elastic job, without processes, sockets or a clock of its own.
+"""All decisions about a job, without processes, sockets or a clock of its own.
 
 Events go in, each with its time; what is to be done comes out as `actions`. Whatever the order of events, the
 decisions depend only on what is known of the workers and slots: after each event they are taken anew.
@@ -71,6 +71,7 @@ class Job:
         self._failures = Failures()
         self._failed_meetings = 0  # in a row
         self._failure = ""  # of the last of them
+        self._fail_at: float | None = None  # of a static job: when the others have had their time
         self._over = False
         self._actions: list[Action] = []
         self._note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
@@ -112,6 +113,8 @@ class Job:
 
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
+        if self._settings.is_static:
+            return None if self._over else self._fail_at
         times = [
             self._generation.kill_at,
             self._generation.wait.tell_at,
@@ -129,6 +132,8 @@ class Job:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
+        if self._settings.is_static and not self._over:
+            self._start_static(now)
         self._decide(now)
 
     def hosts(self, hosts: Mapping[str, int], now: float) -> None:
@@ -164,6 +169,7 @@ class Job:
         """A worker runs."""
         worker = self._roster.get(number)
         if worker is not None:
+            worker.pid = pid
             self._note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
         self._decide(now)
 
@@ -294,6 +300,9 @@ class Job:
     def _decide(self, now: float) -> None:
         if self._over:
             return
+        if self._settings.is_static:
+            self._decide_static(now)
+            return
         self._kill_late(now)
         self._ended(self._act_on_time(now), -signal.SIGKILL, (), now)
         self._start(now)
@@ -304,6 +313,21 @@ class Job:
             self._tell_changes(now)
         if self._generation.phase is not Phase.MEETING:
             self._form(now)
+
+    def _start_static(self, now: float) -> None:
+        """Start the next worker, one at a time: signals and failures count from the first one on."""
+        slots, count = list(self._slots)[: self._settings.max_np], len(list(self._roster))
+        if count < len(slots) and all(worker.pid for worker in self._roster.running):
+            self._actions.append(Start(self._roster.add(slots[count], now, NO_CHANGE).id, slots[count]))
+
+    def _decide_static(self, now: float) -> None:
+        """Nobody takes anybody's place: a failure ends the job, once the others have had their time to report it."""
+        if self._fail_at is None and any(worker.code for worker in self._roster):
+            self._fail_at = now + self._settings.survivor_time_s
+        are_all_done = len(list(self._roster)) == self._settings.max_np and not self._roster.running
+        if are_all_done or (self._fail_at is not None and now >= self._fail_at):
+            culprit = self._roster.culprit(self._roster)
+            self._end(End(0) if culprit is None else because_of(culprit, self._settings))
 
     def _kill_late(self, now: float) -> None:
         if self._generation.kill_at is None:
@@ -343,19 +367,20 @@ class Job:
         running, generation = self._roster.running, self._generation
         culprit = self._roster.culprit(generation.members if generation.begun else self._last_of_slots())
         if self._succeeded and not running:
-            self._end(because_of(culprit) if culprit is not None else End(0))
+            self._end(because_of(culprit, self._settings) if culprit is not None else End(0))
         elif generation.begun and self._state_is_lost:
             if not self._succeeded:
                 has_begun = any(worker.synced for worker in self._roster)
                 what = " that has the state of the training." if has_begun else "."
-                self._end(together_with(f"no worker of generation {generation.number} is left{what}", "First", culprit))
+                text = f"no worker of generation {generation.number} is left{what}"
+                self._end(together_with(text, "First", culprit, self._settings))
         elif not generation.begun and self._begun and not running:
             culprit = self._roster.culprit(self._roster)
             if culprit is not None:
-                self._end(because_of(culprit))
+                self._end(because_of(culprit, self._settings))
         elif self._failures.too_many and not self._finishing:
             text = "workers keep failing, and so do their replacements soon after they start."
-            self._end(together_with(text, "Most recently", culprit))
+            self._end(together_with(text, "Most recently", culprit, self._settings))
         return self._over
 
     @property

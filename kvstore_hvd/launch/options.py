@@ -1,23 +1,20 @@
-"""The options of kvhvdrun for elastic jobs, and the plan that comes of them."""
+"""The plan of a job, and the options of kvhvdrun for elastic jobs."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from kvstore_hvd.config import config, option_value
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
+from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, slots_of
 from kvstore_hvd.launch.state import Cooldown, Settings
-from kvstore_hvd.launcher.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
-from kvstore_hvd.launcher.hosts import hosts_of_file, hosts_of_option, slots_of
-from kvstore_hvd.launcher.plan import Caller
 
-__all__ = ["ElasticPlan", "add_elastic_options", "elastic_plan", "is_elastic"]
+__all__ = ["Caller", "Plan", "add_elastic_options", "elastic_plan", "is_elastic"]
 
 _EXAMPLE = "kvhvdrun --min-np 2 --max-np 4 python train.py"
 # Those that alone make a job elastic.
@@ -26,16 +23,29 @@ _OTHERS = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldo
 _COOLDOWN_LIMITS_S = (1.0, 3600.0)
 
 
-@dataclass(frozen=True)
-class ElasticPlan:
-    """How to run an elastic job. `environment` is that of the workers, but for what differs between them."""
+class Caller(NamedTuple):
+    """A program that has started the launcher to call one of its functions in the workers, see launch/call.py.
+
+    Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
+    has failed; the launcher writes neither then: the program raises it.
+    """
+
+    descriptors: tuple[int, ...]
+    refuse: Callable[[str], None]
+    tell: Callable[[str], None]
+
+
+class Plan(NamedTuple):
+    """How to run a job. `environment` is that of the workers, but for what differs between them."""
 
     settings: Settings
     discovery: HostDiscovery
     command: Sequence[str]
     environment: dict[str, str]
     event_log: str | None = None
+    output_folder: str | None = None  # where what the workers write is kept too
     bind_cores: bool = False
+    capture: bool = True  # False: the worker writes straight to the launcher's streams
     prefix: bool = True
     verbose: bool = False
     caller: Caller | None = None
@@ -78,7 +88,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
 
 def elastic_plan(
     options: argparse.Namespace, command: Sequence[str], environment: dict[str, str], caller: Caller | None = None
-) -> ElasticPlan:
+) -> Plan:
     """Make the plan."""
     if options.output_filename is not None:
         raise LaunchError(
@@ -91,8 +101,7 @@ def elastic_plan(
     least = _whole(options.min_np, "--min-np", 1) or first or 1
     most = _whole(options.max_np, "--max-np", 1)
     _check_order(least, first, most)
-    job = secrets.token_hex(8)
-    discovery = _discovery(options, (least, first, most), environment, job)
+    discovery = _discovery(options, (least, first, most))
     check_count(most or max(least, first or 0, min(discovery.slots, MAX_WORKERS)), *ELASTIC_FILES)
     cfg = config()
     seconds = {
@@ -103,7 +112,7 @@ def elastic_plan(
         )
     }
     settings = Settings(
-        job=job,
+        job=os.urandom(8).hex(),
         min_np=least,
         max_np=most or MAX_WORKERS,
         first_np=first,
@@ -118,7 +127,7 @@ def elastic_plan(
     )
     # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    return ElasticPlan(
+    return Plan(
         settings,
         discovery,
         command,
@@ -172,9 +181,7 @@ def _cooldown(given: Any) -> Cooldown:
     return Cooldown(lower, upper)
 
 
-def _discovery(
-    options: argparse.Namespace, counts: tuple[int, int | None, int | None], environment: dict[str, str], job: str
-) -> HostDiscovery:
+def _discovery(options: argparse.Namespace, counts: tuple[int, int | None, int | None]) -> HostDiscovery:
     least, first, most = counts
     named = [
         name
@@ -189,7 +196,7 @@ def _discovery(
         raise LaunchError(message(f"both {named[0]} and {named[1]} name hosts.", fix="give one of them."))
     default = _whole(options.slots_per_host, "--slots-per-host", 1) or 1
     if options.host_discovery_script is not None:
-        return HostDiscoveryScript(options.host_discovery_script, default, environment, job)
+        return HostDiscoveryScript(options.host_discovery_script, default)
     if options.hosts is not None:
         hosts = slots_of(hosts_of_option(options.hosts), default)
     elif options.hostfile is not None:

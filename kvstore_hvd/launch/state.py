@@ -7,11 +7,10 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Union
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
 
-from kvstore_hvd.launcher.capacity import MAX_WORKERS
-from kvstore_hvd.launcher.workers import exit_code, first_culprit, how_it_ended
+from kvstore_hvd.launch.capacity import MAX_WORKERS
 
 __all__ = [
     "ADDED",
@@ -35,6 +34,7 @@ __all__ = [
     "Wait",
     "Worker",
     "because_of",
+    "how_it_ended",
     "local_ranks",
     "rank_order",
     "together_with",
@@ -56,8 +56,7 @@ class Slot:
         return f"{self.host}:{self.index}"
 
 
-@dataclass(frozen=True)
-class Cooldown:
+class Cooldown(NamedTuple):
     """For how many seconds a slot is left alone: at least `lower`, at most `upper`."""
 
     lower: float = 10.0
@@ -131,6 +130,22 @@ class Slots:
 
 # -- Workers ----------------------------------------------------------------------------------------------------------
 
+
+def exit_code(code: int) -> int:
+    """The exit code as a shell gives it: 128 + n when signal n killed a process, which is -n here."""
+    return code if code >= 0 else 128 - code
+
+
+def how_it_ended(code: int) -> str:
+    """How a process with this exit code (or -signal) ended, as the end of a sentence."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
 #: Stands for another reason than a change of the hosts.
 NO_CHANGE = 0
 
@@ -161,6 +176,7 @@ class Worker:
     code: int | None = None  # exit code, or -signal; None while it runs
     lines: Sequence[str] = ()  # its last ones on stderr
     lost: str = ""  # what ended its host, and it with that
+    pid: int = 0  # once it runs
 
     @property
     def alive(self) -> bool:
@@ -214,7 +230,9 @@ class Roster:
         """Who of these failed first, not counting those that failed because another did."""
         chosen = {worker.id for worker in among}
         failed = [worker for worker in self._ended if worker.id in chosen and worker.code and not worker.leaving]
-        return first_culprit(failed, lambda worker: [line.encode() for line in worker.lines])
+        # Who ends with this error tells of another's end.
+        first = [worker for worker in failed if not any("PeerLostError" in line for line in worker.lines)]
+        return next(iter(first or failed), None)
 
 
 def rank_order(workers: Iterable[Worker]) -> list[Worker]:
@@ -399,8 +417,7 @@ class Failures:
 # -- What is asked for ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What the user asked for. Times in seconds."""
 
     job: str
@@ -415,27 +432,25 @@ class Settings:
     exit_timeout_s: float = 30.0  # for a worker that has trained, from being told to leave to its end
     kill_grace_s: float = 5.0
     lease_s: float = 60.0
-    cooldown: Cooldown = field(default_factory=Cooldown)
+    cooldown: Cooldown = Cooldown()
+    is_static: bool = False  # nobody is replaced: a failure ends the job, when the others have had their time
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Start this worker on its slot."""
 
     worker: int
     slot: Slot
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(NamedTuple):
     """Send this worker a message."""
 
     worker: int
     message: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """Send the processes of this worker a signal; `ended`: how they end from now on is our doing."""
 
     worker: int
@@ -443,16 +458,14 @@ class Kill:
     ended: bool
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """Put this into the event log."""
 
     event: str
     fields: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """The job is over: end what still runs. `details` are lines under the reason; no reason: it went well."""
 
     code: int
@@ -463,16 +476,19 @@ class End:
 Action = Union[Start, Tell, Kill, Note, End]
 
 
-def because_of(culprit: Worker) -> End:
+def because_of(culprit: Worker, settings: Settings) -> End:
     """The job ends with this worker."""
+    if settings.is_static:
+        text = f"rank {culprit.id} of {settings.max_np} (pid {culprit.pid}) {culprit.ending}."
+        return End(exit_code(culprit.code or 0), text, tuple(culprit.lines))
     text = f"worker {culprit.id} ({culprit.slot}) {culprit.ending}."
     text += " Its last lines on stderr:" if culprit.lines else " It wrote nothing to stderr."
     return End(exit_code(culprit.code or 0) or EXIT_FAILED, text, tuple(culprit.lines))
 
 
-def together_with(text: str, which: str, culprit: Worker | None) -> End:
+def together_with(text: str, which: str, culprit: Worker | None, settings: Settings) -> End:
     """The job ends for this reason, and what became of the ``'First'`` worker that failed, or of another, is told."""
     if culprit is None:
         return End(EXIT_FAILED, text)
-    end = because_of(culprit)
+    end = because_of(culprit, settings)
     return End(end.code, f"{text} {which}, {end.reason}", end.details)

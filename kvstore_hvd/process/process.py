@@ -28,7 +28,16 @@ from kvstore_hvd.worlds.mpi.world import warn_beside
 from kvstore_hvd.worlds.topology import Topology, World
 from kvstore_hvd.worlds.worker_line import WorkerLine
 
-__all__ = ["Process", "current", "register_exit_handler"]
+__all__ = [
+    "Process",
+    "current",
+    "init",
+    "is_initialized",
+    "register_exit_handler",
+    "reset",
+    "shutdown",
+    "topology",
+]
 
 
 class Process:
@@ -449,6 +458,21 @@ _fork_handlers_registered = False
 def current() -> Process:
     """This process."""
     return _current
+
+
+init = _current.init
+shutdown = _current.shutdown
+reset = _current.reset
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world of workers."""
+    return _current.is_initialized
+
+
+def topology() -> Topology:
+    """Who this worker is and how many there are; joins the world first when this process never did."""
+    return _current.topology
 
 
 def register_exit_handler() -> None:

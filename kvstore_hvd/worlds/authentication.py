@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import socket
 import struct
 
@@ -15,6 +13,9 @@ NONCE_BYTES = 32
 
 def mac(secret: bytes, *parts: bytes) -> bytes:
     """HMAC-SHA256 over parts, each with its length, so that no two lists of parts have the same text."""
+    import hashlib  # OpenSSL, without which the launcher starts
+    import hmac
+
     text = b"".join(struct.pack("!I", len(part)) + part for part in parts)
     return hmac.digest(secret, text, hashlib.sha256)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from typing import TYPE_CHECKING
 
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.worlds.topology import Topology
+
+if TYPE_CHECKING:
+    from kvstore_hvd.worlds.topology import Topology
 
 __all__ = ["check_room", "limit_of", "open_below"]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_hvd.base.channel import Channel, ChannelError
+from kvstore_hvd.launch.daemon import WINDOW
 from support.fake_launcher import FakeLauncher
-from support.jobs import processes
+from support.jobs import LIMIT_S, processes
 
 pytestmark = pytest.mark.alike
 
@@ -36,15 +37,27 @@ def test_workers_start_and_their_ends_are_reported(marker):
         assert len(set(pids.values())) == 3
         launcher.wait(lambda: sum(message["t"] == "exited" for message in launcher.heard) == 3)
         exits = {message["worker"]: message for message in launcher.heard if message["t"] == "exited"}
-        assert {n: (message["code"], message["lines"]) for n, message in exits.items()} == {
-            0: (3, ["first", "last"]),
-            7: (-signal.SIGKILL, []),
-            3: (0, []),
-        }
-        code, out, err = launcher.end()
-    assert code == 0
-    assert out == b"[0] out\n"
-    assert err == b"[0] first\n[0] last"
+        assert {n: message["code"] for n, message in exits.items()} == {0: 3, 7: -signal.SIGKILL, 3: 0}
+        assert launcher.end() == 0
+    assert {key: data for key, data in launcher.written.items() if data} == {(0, 1): b"out\n", (0, 2): b"first\nlast"}
+
+
+def test_output_waits_until_it_is_acknowledged_but_for_last_words(marker):
+    """The news of an end comes behind all that the worker has written, and messages pass meanwhile."""
+    with FakeLauncher(marker) as launcher:
+        launcher.deaf = True
+        launcher.start(0, "os.write(1, b'x' * (WINDOW + (1 << 20)))".replace("WINDOW", str(WINDOW)))
+        launcher.wait(lambda: len(launcher.written[0, 1]) >= WINDOW, "a full window")
+        launcher.start(1, "open_line().send({'t': 'finished'})\nos.write(2, b'last')")
+        assert launcher.told(1) == {"t": "finished"}
+        launcher.next("exited", 1)
+        assert launcher.written[1, 2] == b"last"
+        launcher.settle()
+        assert len(launcher.written[0, 1]) < WINDOW + (1 << 17)
+        launcher.deaf = False
+        launcher.send("ack", bytes=WINDOW)
+        launcher.next("exited", 0)
+        assert len(launcher.written[0, 1]) == WINDOW + (1 << 20)
 
 
 def test_a_worker_has_what_the_launcher_says_and_its_daemon(marker):
@@ -54,11 +67,12 @@ print(json.dumps({name: os.environ[name] for name in names}), os.environ['MINE']
 print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()))
 """
     core = min(os.sched_getaffinity(0))
-    with FakeLauncher(marker, prefix=False) as launcher:
+    with FakeLauncher(marker) as launcher:
         command = [sys.executable, "-c", "import json, os, sys\n" + program]
         launcher.start_command(4, command, cores=(core,), MINE="ä", KVHVD_WORKER="4", KVHVD_DAEMON="no")
         launcher.next("exited", 4)
-        _, out, _ = launcher.end()
+        launcher.end()
+        out = launcher.written[4, 1]
         names = json.loads(out.splitlines()[0].partition(b"}")[0] + b"}")
     names = {name: value for name, value in names.items() if name not in os.environ}  # it has those of its daemon
     assert names.pop("KVHVD_DAEMON").startswith("kvstore_hvd-")
@@ -113,7 +127,7 @@ def with_stubborn_workers(launcher):
 def test_end_leaves_nothing_and_reports_everything(marker):
     with FakeLauncher(marker, kill_grace_s=0.2) as launcher:
         with_stubborn_workers(launcher)
-        assert launcher.end()[0] == 0
+        assert launcher.end() == 0
         assert [m["code"] for m in launcher.heard if m["t"] == "exited"] == [-9, -9]
         assert processes(marker) == []
 
@@ -129,7 +143,7 @@ def test_the_end_of_daemon_or_launcher_ends_everything(marker, who):
             launcher.ended = "by us"
         launcher.wait(lambda: processes(marker) == [], "the end of all processes")
         if who == "launcher":
-            assert launcher.result()[0] == 1
+            assert launcher.daemon.wait(LIMIT_S) == 1
             assert b"kvhvdrun: the line to the launcher is lost: the other side closed" in launcher.last_words()
 
 
@@ -168,7 +182,7 @@ if os.fork() == 0:  # as under a shell
 os.wait()
 forever()
 """
-    with FakeLauncher(marker, prefix=False) as launcher:
+    with FakeLauncher(marker) as launcher:
         launcher.start(1, "line = open_line()\nline.send({'t': 'finished'})\nforever()")
         launcher.told(1)
         launcher.start(0, program)
@@ -183,8 +197,8 @@ forever()
                 launcher.pump()
         stranger.close()
         launcher.settle()
-        _, out, _ = launcher.end()
-    assert out.splitlines() == [b"a second True"]
+        launcher.end()
+    assert launcher.written[0, 1] == b"a second True\n"
 
 
 def test_what_is_no_message_costs_a_worker_its_line_and_nothing_else(marker):
@@ -193,8 +207,8 @@ def refused(data):
     line = open_line()
     line._socket.sendall(data)
     return closed(line)
-assert refused(b'\\0\\0\\0\\2[]')
-assert refused(b'\\0\\x20\\0\\0')  # as many bytes are to follow
+assert refused(b'\\0\\0\\0\\2\\0\\0\\0\\0[]')
+assert refused(b'\\0\\x20\\0\\0\\0\\0\\0\\0')  # as many bytes are to follow
 line = open_line()
 line.send({'t': 'finished'})
 """
@@ -206,4 +220,4 @@ line.send({'t': 'finished'})
         assert launcher.next("exited", 0)["code"] == 0
         launcher.send("to", worker=1, message={"t": "leave", "text": "still here"})
         assert launcher.next("exited", 1)["code"] == 0
-        assert b"still here" in launcher.end()[1]
+        assert b"still here" in launcher.written[1, 1]

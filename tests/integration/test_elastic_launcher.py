@@ -66,6 +66,20 @@ assert os.stat(f'/proc/{os.getpid()}/environ').st_mode & 0o077 == 0
     )
 
 
+def test_shares_of_cores(run):
+    """Of each host for its workers, and threads of OpenMP for all of the job."""
+    program = """
+own = [os.environ[name] for name in ("KVHVD_SLOT", "OMP_NUM_THREADS")]
+say(f'{" ".join(own)} {sorted(os.sched_getaffinity(0))}\\n')
+"""
+    out = run("--min-np 3 -H 127.0.0.2:1,localhost:2 --no-prefix --bind-cores", program, OMP_NUM_THREADS="").out
+    cores = sorted(os.sched_getaffinity(0))
+    threads, half = max(1, len(cores) // 3), len(cores) // 2
+    shares = [cores, cores[:half] or cores, cores[half:]]
+    slots = ["127.0.0.2:0", "localhost:0", "localhost:1"]
+    assert sorted(out.splitlines()) == [f"{slot} {threads} {share}" for slot, share in zip(slots, shares)]
+
+
 def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run, tmp_path):
     folder = tmp_path / "work"
     folder.mkdir()
@@ -182,7 +196,9 @@ def test_a_script_that_is_of_no_use_at_first(run, script, text):
 
 
 def test_another_host_is_not_used(run):
-    err = run("--min-np 1 --host-discovery-script 'echo localhost; echo elsewhere:4'", ["true"]).err
+    """And what a script leaves behind is not waited for."""
+    script = "setsid sleep 1000 & echo localhost; echo elsewhere:4"
+    err = run(f"--min-np 1 --host-discovery-script '{script}'", ["true"]).err
     assert err == "kvhvdrun: 'elsewhere' is another host, and kvhvdrun uses this one only.\n"
 
 

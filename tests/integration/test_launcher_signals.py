@@ -49,20 +49,19 @@ def test_ctrl_c_of_a_terminal_while_workers_start(start):
 def test_ctrl_c_while_the_launcher_is_imported(start, tmp_path):
     if len(kvhvdrun().prefix) > 1:
         pytest.skip("the package is not installed, and with it the command")
-    (tmp_path / "difflib.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
+    (tmp_path / "dataclasses.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
     job = start("-np 2", "", PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGES}").until_printed("importing")
     assert job.end(128 + signal.SIGINT, signal.SIGINT).err == ""
 
 
-# A launcher that gets a signal when it has started its first worker.
+# A launcher that gets a signal when its first worker has been started.
 INTERRUPTED = """
 import os, signal, sys
-from kvstore_hvd.launch import command
-from kvstore_hvd.launcher import processes
-spawn = processes.spawn
+from kvstore_hvd.launch import command, processes
+spawn, launcher = processes.spawn, os.getpid()
 def spawn_and_signal(*arguments, **keywords):
     pid = spawn(*arguments, **keywords)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(launcher, signal.SIGTERM)
     return pid
 processes.spawn = spawn_and_signal
 sys.exit(command.main(sys.argv[1:]))

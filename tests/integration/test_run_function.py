@@ -229,7 +229,7 @@ def test_an_exception_has_the_traceback_of_its_rank(notebook):
     assert "OfMine: the third batch is odd." in job.out.splitlines()[0]
     for text in ("on rank 1:\n  Traceback (most recent call last):", "in work", "in deep", "  Fix: "):
         assert text in job.out
-    assert "worker.py" not in job.out  # the frames are the user's
+    assert "call.py" not in job.out  # the frames are the user's
     assert job.out.endswith("True the third batch is odd\n")
     assert "[1]" in job.err  # each rank shows its own, too
 
@@ -321,7 +321,7 @@ def test_a_launcher_that_is_killed_is_an_error(notebook, marker):
     """Its workers end with it, and the program says how it ended."""
     job = notebook(WAITING).until_printed("waits", 2)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(marker)}
-    (launcher,) = (pid for pid, command in commands.items() if b"kvstore_hvd.calling.launcher" in command)
+    (launcher,) = (pid for pid, command in commands.items() if b"run_job" in command)
     os.kill(launcher, signal.SIGKILL)
     assert "ended run: the launcher (kvhvdrun) ended by signal 9." in job.end().out
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
-from kvstore_hvd.launch.daemon import DaemonSettings
 from support.jobs import LIMIT_S, processes, variables_of
 
 __all__ = ["LINE", "FakeLauncher"]
@@ -49,8 +47,10 @@ def forever():
 class FakeLauncher:
     """Starts one daemon, keeps its lease, and collects what it says; use as a context manager."""
 
-    def __init__(self, marker: str, *, kill_grace_s: float = 5.0, lease_s: float = 60.0, prefix: bool = True) -> None:
+    def __init__(self, marker: str, *, kill_grace_s: float = 5.0, lease_s: float = 60.0) -> None:
         self.heard: list[dict[str, Any]] = []
+        self.written: defaultdict[tuple[int, int], bytes] = defaultdict(bytes)  # by worker and descriptor
+        self.deaf = False  # it acknowledges no output
         self.beats = 0
         self.ended: str = ""  # how the line to the daemon ended
         self.silent = False
@@ -60,12 +60,11 @@ class FakeLauncher:
         self._environment = variables_of(marker)
         ours, theirs = socket.socketpair()
         self._last_words, write = os.pipe()
-        settings = DaemonSettings("localhost", theirs.fileno(), write, kill_grace_s, lease_s, prefix)
-        pipes: Any = {"stdin": subprocess.DEVNULL, **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)}
-        how: Any = {"env": self._environment, "pass_fds": [write, theirs.fileno()], "start_new_session": True}
-        start = "import json, sys; from kvstore_hvd.launch.daemon import Daemon, DaemonSettings"
-        run = "sys.exit(Daemon(DaemonSettings(**json.loads(sys.argv[1]))).run())"
-        command = [sys.executable, "-c", f"{start}; {run}", json.dumps(asdict(settings))]
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": write}
+        how: Any = {"env": self._environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
+        start = "import socket, sys; from kvstore_hvd.base.channel import Channel"
+        run = f"Daemon(Channel(socket.socket(fileno={theirs.fileno()})), 'localhost', {kill_grace_s}, {lease_s}).run()"
+        command = [sys.executable, "-c", f"{start}; from kvstore_hvd.launch.daemon import Daemon; sys.exit({run})"]
         self.daemon = subprocess.Popen(command, **pipes, **how)
         os.close(write)
         theirs.close()
@@ -77,13 +76,10 @@ class FakeLauncher:
     def __exit__(self, *exception: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.daemon.kill()
-        for stream in (self.daemon.stdout, self.daemon.stderr):
-            if stream is not None:
-                stream.close()
         self.daemon.wait()
         deadline = time.monotonic() + LIMIT_S
         while processes(self._marker) and time.monotonic() < deadline:
-            time.sleep(0.01)  # after a kill, its guard has work to do
+            time.sleep(0.01)
         self.line.close()
         os.close(self._last_words)
 
@@ -95,7 +91,8 @@ class FakeLauncher:
 
     def start_command(self, worker: int, command: list[str], cores: tuple[int, ...] = (), **variables: str) -> None:
         environment = {**self._environment, "PYTHONUNBUFFERED": "1", **variables}
-        self.send("start", worker=worker, command=command, environment=environment, cores=list(cores))
+        how: Any = {"cores": list(cores), "line": True, "stdin": False, "stdout": [], "stderr": []}
+        self.send("start", worker=worker, command=command, environment=environment, **how)
 
     def pump(self) -> None:
         """Hear what there is, and keep the lease."""
@@ -113,6 +110,10 @@ class FakeLauncher:
         for message in messages:
             if message["t"] == "beat":
                 self.beats += 1
+            elif message["t"] == "out":
+                self.written[message["worker"], message["fd"]] += message.get("raw", b"")
+                if not self.deaf:
+                    self.send("ack", bytes=len(message.get("raw", b"")))
             else:
                 self.heard.append(message)
 
@@ -143,18 +144,14 @@ class FakeLauncher:
         before = self.beats
         self.wait(lambda: self.beats >= before + 2 or self.ended)
 
-    def end(self) -> tuple[int, bytes, bytes]:
-        """End the daemon as a launcher would; its exit code and output."""
+    def end(self) -> int:
+        """End the daemon as a launcher would; its exit code."""
         self.send("end", text="")
         self.wait(lambda: self.ended)
         self.line.close()
-        return self.result()
-
-    def result(self) -> tuple[int, bytes, bytes]:
-        out, err = self.daemon.communicate(timeout=LIMIT_S)
-        return self.daemon.returncode, out, err
+        return self.daemon.wait(LIMIT_S)
 
     def last_words(self) -> bytes:
-        """What the daemon has written to the launcher's own standard error."""
+        """What the daemon has written to standard error, which it shares with the launcher."""
         assert select.select([self._last_words], [], [], LIMIT_S)[0]
         return os.read(self._last_words, 1 << 16)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launcher.as_horovod import through_this_package
+from kvstore_hvd.launch.as_horovod import through_this_package
 from support.jobs import variables_of
 from support.patience import patient
 

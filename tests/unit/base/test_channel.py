@@ -17,7 +17,7 @@ def pair():
 
 
 def frame(body):
-    return struct.pack("!I", len(body)) + body
+    return struct.pack("!II", len(body), 0) + body
 
 
 def test_messages_pass_in_order_byte_by_byte(pair):
@@ -27,12 +27,12 @@ def test_messages_pass_in_order_byte_by_byte(pair):
         sender = Channel(other)
         sent = [{"t": "x", "n": n, "text": "ä\udcff", "nested": {"list": [1, None, -0.5, True]}} for n in range(3)]
         for message in sent:
-            sender.send(message)
+            sender.send(message, b"\0\xff" * message["n"])
         received = []
         for byte in relay.recv(1 << 16):
             theirs.send(bytes([byte]))
             received += channel.receive()
-    assert received == sent
+    assert received == [sent[0], {**sent[1], "raw": b"\0\xff"}, {**sent[2], "raw": b"\0\xff" * 2}]
     assert channel.receive() == []
 
 
@@ -52,7 +52,7 @@ def test_what_is_not_taken_at_once_waits_for_flush(pair):
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (struct.pack("!I", (1 << 20) + 1), "1048577 bytes was announced; at most 1048576"),
+        (struct.pack("!II", 1 << 20, 1), "1048577 bytes was announced; at most 1048576"),
         (frame(b"[]"), "is no message"),
         (frame(b"{}"), "is no message"),
         (frame(b'{"t":1}'), "is no message"),

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-import time
+import subprocess
 
 import pytest
 
@@ -34,34 +34,36 @@ def test_what_a_script_may_print():
 
 
 class Poller:
-    """Polls a script as the launcher does."""
+    """Polls a script as the launcher does, and runs it as a daemon would."""
 
     def __init__(self, command):
-        self.script = HostDiscoveryScript(command, 1, dict(os.environ), "job")
+        self.script = HostDiscoveryScript(command, 1)
+        self.script.start, self.script.kill = self._start, lambda task: os.killpg(self.process.pid, 9)
+        self.process = None
         self.now = 0.0
 
-    def poll(self):
-        child = self.script._child
-        if child is not None and child.code is None:
-            pid, status = os.waitpid(child.pid, os.WNOHANG)
-            if pid:
-                self.script.reaped(pid, os.waitstatus_to_exitcode(status))
-        return self.script.poll(self.now)
+    def _start(self, task):
+        self.task = task
+        self.process = subprocess.Popen(
+            self.script.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
 
     def next(self):
         """What the next run says."""
-        end = time.monotonic() + LIMIT_S
         self.now += 1.0
-        while (hosts := self.poll()) is None:
-            assert time.monotonic() < end
-            time.sleep(0.005)  # nothing tells of its end here
-        return hosts
+        assert self.script.poll(self.now) is None
+        assert self.script.poll(self.now) is None  # it runs, or is killed now
+        for fd, data in enumerate(self.process.communicate(timeout=LIMIT_S), 1):
+            self.script.heard({"t": "out", "worker": self.task - 1, "fd": fd, "raw": b"of another run"})
+            for begin in range(0, len(data), 1 << 16):
+                self.script.heard({"t": "out", "worker": self.task, "fd": fd, "raw": data[begin : begin + (1 << 16)]})
+        self.script.heard({"t": "exited", "worker": self.task, "code": self.process.returncode})
+        return self.script.poll(self.now)
 
     def close(self):
-        child = self.script._child
-        self.script.close()
-        if child is not None and child.code is None:
-            os.waitpid(child.pid, 0)
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, 9)
 
 
 @pytest.fixture
@@ -75,8 +77,9 @@ def test_a_script_is_run_again_and_again(script, tmp_path):
     poller = script(f"cat {path}")
     path.write_text("localhost:2\n")
     assert poller.next() == {"localhost": 2}
-    assert poller.poll() is None  # not before a second has passed
-    assert poller.script._child is None
+    before = poller.process
+    assert poller.script.poll(poller.now) is None  # not before a second has passed
+    assert poller.process is before
     path.write_text("localhost\nother:3\n")
     assert poller.next() == {"localhost": 1, "other": 3}
 
@@ -105,5 +108,9 @@ def test_a_script_that_hangs_is_killed(script, monkeypatch, tmp_path):
     assert poller.next() == {"localhost": 1}  # the next run has its own time
 
 
-def test_what_a_script_leaves_behind_is_not_waited_for(script):
-    assert script("echo localhost; sleep 1000 &").next() == {"localhost": 1}
+def test_a_script_whose_daemon_is_lost():
+    script = HostDiscoveryScript("true", 1)
+    script.start = lambda task: script.lost("was lost: its daemon was killed")
+    assert script.poll(1.0) is None
+    with pytest.raises(DiscoveryError, match=r"the host discovery script was lost: its daemon was killed$"):
+        script.poll(1.0)

@@ -1,64 +1,95 @@
-"""What people and programs are told of an elastic job: event log, status line, news."""
+"""What people and programs are told of a job: event log, status line, files; readers that stand still or go away."""
 
 import contextlib
 import json
 import os
+import time
 
 import pytest
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch import status
-from kvstore_hvd.launch.events import EventLog
-from kvstore_hvd.launch.status import StatusLine
-from kvstore_hvd.launcher.relay import Relay
+from kvstore_hvd.launch.connections import Poller
+from kvstore_hvd.launch.output import Output, Tail
 
 LIMIT_S = 60
 
 
-def test_one_object_a_line(tmp_path):
+@pytest.fixture
+def output_to():
+    """Make outputs, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*arguments, **more):
+            poller = Poller()
+            stack.callback(poller.close)
+            made = Output(poller, *arguments, **more)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def written(output, read=lambda: b""):
+    """Write all that waits; returns what is read meanwhile."""
+    data, end = b"", time.monotonic() + LIMIT_S
+    while output.pending:
+        assert time.monotonic() < end
+        output.step()
+        data += read()
+    return data + read()
+
+
+def test_one_object_a_line(tmp_path, output_to):
     path = tmp_path / "log"
     path.write_text("of another job\n")
-    with EventLog(str(path)) as log:
-        log.write("generation_ready", {"generation": 1, "workers": [0, 2]})
-        log.write("worker_exited", {"worker": 0, "code": 1, "lines": ["a\nb", "é"]})
-        log.finish(LIMIT_S)
-        assert log.take_lost() == []
+    output = output_to(event_log=str(path))
+    output.log("generation_ready", {"generation": 1, "workers": [0, 2]})
+    output.log("worker_exited", {"worker": 0, "code": 1, "lines": ["a\nb", "é"]})
+    written(output)
+    assert output.take_lost() == []
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["event"], first["generation"], first["workers"]) == ("generation_ready", 1, [0, 2])
     assert isinstance(first["time"], float)
     assert isinstance(first["monotonic"], float)
     assert second["lines"] == ["a\nb", "é"]
     with pytest.raises(LaunchError, match="--event-log: '/no/such/log' cannot be made: No such file or directory"):
-        EventLog("/no/such/log")
+        output_to(event_log="/no/such/log")
 
 
-def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path):
+def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path, output_to):
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
     with pytest.raises(LaunchError, match=r"--event-log: '.*' cannot be made: "):
-        EventLog(path)
+        output_to(event_log=path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with EventLog(path) as log:
-        writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        with contextlib.suppress(BlockingIOError):
-            while True:  # until there is no room: nothing is written before somebody reads
-                os.write(writer, b"\n" * 4096)
-        os.close(writer)
-        for number in range(30_000):  # more than is kept in memory
-            log.write("many", {"number": number, "text": "x" * 60})
-        (text,) = log.take_lost()
-        assert text == "the event log is not written, and too much waits for it: what follows is left out."
-        data = b""
-        while log.pending:  # it reads again
-            data += read_now(reader)
-        log.write("one_more", {})
-        log.finish(LIMIT_S)
-        lines = [json.loads(line) for line in (data + read_now(reader)).splitlines() if line]
-        assert log.take_lost() == []
+    output = output_to(event_log=path)
+    for number in range(60_000):  # more than is kept in memory
+        output.log("many", {"number": number, "text": "x" * 60})
+    output.step()
+    assert output.pending
+    text = "the event log is not written, and too much waits for it: what follows is left out."
+    assert output.take_lost() == [(False, text)]
+    data = written(output, lambda: read_now(reader))  # it reads again
+    output.log("one_more", {})
+    data += written(output, lambda: read_now(reader))
+    assert output.take_lost() == []
     os.close(reader)
-    *many, lost, last = lines
+    *many, lost, last = [json.loads(line) for line in data.splitlines()]
     assert [line["number"] for line in many] == list(range(len(many)))
-    assert (lost["event"], lost["count"], last["event"]) == ("events_lost", 30_000 - len(many), "one_more")
+    assert (lost["event"], lost["count"], last["event"]) == ("events_lost", 60_000 - len(many), "one_more")
+
+
+def test_an_event_log_that_nobody_reads_at_the_end(tmp_path, output_to):
+    path = str(tmp_path / "pipe")
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    output = output_to(event_log=path)
+    output.log("long", {"text": "x" * 100_000})
+    output.step()
+    output.finish_log()
+    text = "the event log is not complete: its end could not be written in time."
+    assert (output.pending, output.take_lost()) == (False, [(False, text)])
+    os.close(reader)
 
 
 def read_now(fd):
@@ -67,61 +98,76 @@ def read_now(fd):
     return b""
 
 
-def test_a_full_disk_is_told_once():
-    with EventLog("/dev/full") as log:
-        log.write("job_start", {})
-        log.finish(LIMIT_S)
-        assert ["No space left on device" in text for text in log.take_lost()] == [True]
-        log.write("job_end", {})
-        log.finish(LIMIT_S)
-        assert log.take_lost() == []
+def test_a_full_disk_is_told_once(output_to):
+    output = output_to(event_log="/dev/full")
+    for event in ("job_start", "job_end"):
+        output.log(event, {})
+        written(output)
+    text = "the event log cannot be written: No space left on device. What follows is lost there."
+    assert output.take_lost() == [(False, text)]
+    assert output.take_lost() == []
 
 
-@contextlib.contextmanager
-def screen_of(monkeypatch):
-    """A relay that writes to a pipe, which the status line takes for a terminal; and what has been written to it.
+def test_files_of_ranks(tmp_path, output_to):
+    """Their folders have as many digits as the last rank."""
+    for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
+        output = output_to(str(tmp_path / first), count)
+        names = sorted(path.name for path in (tmp_path / first).iterdir())
+        assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
+        output.close()
+    output = output_to(str(tmp_path / "kept"), 2)
+    output.add(1, b"", Tail())
+    output.feed(1, 2, b"one\ntw")
+    output.feed(1, 2, b"")
+    written(output)
+    assert (tmp_path / "kept" / "rank.1" / "stderr").read_bytes() == b"one\ntw"
 
-    No fixture: pytest gives each phase of a test another standard error.
-    """
+
+@pytest.fixture
+def screen(monkeypatch, output_to):
+    """An output to a pipe, which it takes for a terminal; and what has been written there."""
     read, write = os.pipe()
-    wake, other = os.pipe()
     os.set_blocking(read, False)
     before = os.dup(2)
     os.dup2(write, 2)
-    monkeypatch.setattr(os, "isatty", lambda fd: fd == 2)
-    monkeypatch.setattr(status, "_columns", lambda: 20)
-    relay = Relay(wake)
-
-    def written():
-        relay.wait(0)
-        while relay.pending:
-            relay.wait(1)
-        return read_now(read).decode()
-
-    try:
-        yield relay, written
-    finally:
-        os.dup2(before, 2)
-        relay.close()
-        for fd in (read, write, wake, other, before):
-            os.close(fd)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "isatty", lambda fd: fd == 2)
+        patched.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((20, 5)))
+        output = output_to()
+        yield output, lambda: written(output, lambda: read_now(read)).decode()
+    os.dup2(before, 2)
+    for fd in (read, write, before):
+        os.close(fd)
 
 
-def test_the_line_is_shown_once_cut_to_the_terminal_and_gives_way(monkeypatch):
-    with screen_of(monkeypatch) as (relay, written):
-        line = StatusLine(relay)
-        for shown in ("\r\x1b[K\x1b[2mgeneration 1, 2 of \x1b[0m", ""):
-            line.update("generation 1, 2 of 2 workers")
-            assert written() == shown
-        line.update("generation 2\x1b[31m\né")
-        assert written() == "\r\x1b[K\x1b[2mgeneration 2?[31m??\x1b[0m"
-        line.update("one")
-        written()
-        relay.say("hello")
-        line.update("one")
-        assert written() == "\r\x1b[Kkvhvdrun: hello\n"
-        line.update("two")
-        assert written().endswith("two\x1b[0m")
-        for shown in ("\r\x1b[K", ""):
-            line.erase()
-            assert written() == shown
+def test_the_line_is_shown_once_cut_to_the_terminal_and_gives_way(screen):
+    output, seen = screen
+    for shown in ("\r\x1b[K\x1b[2mgeneration 1, 2 of \x1b[0m", ""):
+        output.show("generation 1, 2 of 2 workers")
+        assert seen() == shown
+    output.show("generation 2\x1b[31m\né")
+    assert seen() == "\r\x1b[K\x1b[2mgeneration 2?[31m??\x1b[0m"
+    output.show("one")
+    seen()
+    output.say("hello")
+    output.show("one")
+    assert seen() == "\r\x1b[Kkvhvdrun: hello\n"
+    output.show("two")
+    assert seen().endswith("two\x1b[0m")
+    for shown in ("\r\x1b[K", ""):
+        output.show("")
+        assert seen() == shown
+
+
+def test_a_prompt_is_shown_after_a_moment(screen, monkeypatch):
+    """And has the size of the terminal behind the prefix."""
+    output, seen = screen
+    assert output.size_for(2, b"[0] ") == [5, 16]
+    output.add(0, b"[0] ", Tail())
+    output.feed(0, 2, b"name? ")
+    assert 0 < output.step() <= 0.2
+    assert seen() == ""
+    later = time.monotonic() + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    output.step()
+    assert seen() == "[0] name? "

@@ -91,20 +91,3 @@ def test_what_cannot_be_is_said(capfd, arguments, text):
     out, err = capfd.readouterr()
     assert (out, err.startswith("kvhvdrun: "), "Fix: " in err) == ("", True, True)
     assert text in err
-
-
-def test_shares_of_cores(monkeypatch):
-    from kvstore_hvd.launch import shares
-    from kvstore_hvd.launch.state import Slot, Slots
-
-    monkeypatch.setattr(shares, "usable_cores", lambda: list(range(8)))
-    slots = Slots(Cooldown())
-    slots.update({"a": 2, "b": 1})
-    made = shares.Shares(True, {}, 256)
-    assert made.of(Slot("a", 1), slots) == ({"OMP_NUM_THREADS": "2"}, (4, 5, 6, 7))
-    slots.update({"a": 8})
-    assert made.of(Slot("a", 7), slots) == ({"OMP_NUM_THREADS": "2"}, (7,))  # settled by the first
-    slots.update({"a": 2})
-    assert made.of(Slot("a", 3), slots)[1] == (6, 7)  # has just gone
-    assert shares.Shares(False, {"OMP_NUM_THREADS": "5"}, 1).of(Slot("a", 0), slots) == ({}, ())
-    assert shares.Shares(False, {}, 2).of(Slot("a", 0), slots) == ({"OMP_NUM_THREADS": "4"}, ())

@@ -36,10 +36,29 @@ def test_metadata():
         assert "\nmxnet==" in f"\n{lines}", f"extra {extra}: an unpinned mxnet resolves to 1.0.0"
 
 
-def test_import_needs_no_optional_library():
-    program = f"import sys; import kvstore_hvd; sys.exit(' '.join(set({OPTIONAL}) & set(sys.modules)) or 0)"
+@pytest.mark.parametrize(
+    ("imports", "unneeded"),
+    [
+        ("import kvstore_hvd.launch.command", ("numpy", "kvstore_hvd.mxnet_compat", *OPTIONAL)),
+        # The class of the store derives from one of MXNet's.
+        ("import kvstore_hvd as k; [getattr(k, name) for name in k.__all__ if name != 'Horovod']", OPTIONAL),
+    ],
+)
+def test_import_needs_no_optional_library(imports, unneeded):
+    """The launcher does not even need NumPy, nor the modules behind the package's names."""
+    program = f"import sys; {imports}; sys.exit(' '.join(set({unneeded}) & set(sys.modules)) or 0)"
     answer = subprocess.run([sys.executable, "-c", program], timeout=patient(60), capture_output=True, text=True)
-    assert answer.returncode == 0, f"importing kvstore_hvd imports {answer.stderr}"
+    assert answer.returncode == 0, f"{imports} imports {answer.stderr}"
+
+
+def test_the_package_has_its_names_without_having_imported_them():
+    program = (
+        "import kvstore_hvd; assert set(kvstore_hvd.__all__) <= set(dir(kvstore_hvd)); "
+        "from kvstore_hvd import mxnet_compat, Topology; assert kvstore_hvd.Topology is Topology; "
+        "kvstore_hvd.Topolgy"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], timeout=patient(60), capture_output=True, text=True)
+    assert "\nAttributeError: module 'kvstore_hvd' has no attribute 'Topolgy'" in answer.stderr
 
 
 def test_a_source_tree_and_no_installation(monkeypatch):

@@ -14,20 +14,20 @@ __all__ = ["ELASTIC_FILES", "MAX_WORKERS", "check_count"]
 # Ranks that can share memory on one host: kMaxRanks of the native engine.
 MAX_WORKERS = 256
 
-# What the launcher has open besides the streams of workers: its own, the guard's pipe, sockets, the pipes of one start.
+# What a daemon has open besides the streams of workers: its own, its line, a listener, the pipes of one start.
 _OWN_FILES = 16
 #: In an elastic job: for each worker two streams and a line, of which the launcher has no more for its daemons; besides
 #: these a listener, an event log, a discovery script, and connections that are refused.
 ELASTIC_FILES = 3, 24
 _STREAMS = 3  # counted in the above
-# The launcher and its guard.
-_OWN_PROCESSES = 2
+# The launcher, its daemon, and the guard of that.
+_OWN_PROCESSES = 3
 _PIDS_MAX = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
 def check_count(count: int, each: int = 2, own: int = _OWN_FILES) -> None:
     """Refuse a number of workers that cannot be."""
-    # `each` is how many files the launcher holds open for each worker, its stdout and stderr; `own` those besides.
+    # `each` is how many files are held open for each worker in one process, `own` those besides.
     if count > MAX_WORKERS:
         raise LaunchError(
             message(f"-np {count}: a job has at most {MAX_WORKERS} workers on one host.", fix="start fewer workers.")

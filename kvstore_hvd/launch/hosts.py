@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 from collections.abc import Iterable
@@ -68,8 +67,12 @@ def refuse_others(hosts: Iterable[str]) -> None:
 
 def is_here(host: str) -> bool:
     """Whether a name, in small letters, is one of this host: its own, localhost, or an address of the loopback."""
+    if host == "localhost":
+        return True
+    import ipaddress
+
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         name = socket.gethostname().lower()
-        return host in ("localhost", name, name.partition(".")[0])
+        return host in (name, name.partition(".")[0])

@@ -1,0 +1,376 @@
+"""What the workers write, on the launcher's own streams and in files: whole lines, each with the rank in front.
+
+Nothing here waits for a reader that stands still: pipes and terminals are opened anew, so that they need not block, and
+so that this does not change them for others. Regular files are written at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import select
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.launch.connections import Poller
+
+__all__ = ["LineStream", "Output", "Sink", "Tail"]
+
+# No more is asked of the workers while so many bytes wait to be written.
+_MOST_PENDING = 1 << 18
+# Events that come while more than this waits to be written are left out. An event takes some hundred bytes.
+_MOST_EVENTS = 1 << 22
+_CHUNK = 1 << 16
+# A carriage return ends a piece too, so that progress bars move. At the end of the data it may be half of "\r\n".
+_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+# A longer line is passed on in parts; nothing is ever held back beyond this.
+_MOST_HELD = 1 << 20
+# An unfinished line is shown on a terminal after this long: it may be a prompt.
+_PROMPT_S = 0.2
+_TAIL_LINES = 20
+_TAIL_BYTES = 8192
+# How Python tells of an exception that it ignores; what follows is as for any other.
+_IGNORED = b"Exception ignored in"
+_TRACE = b"Traceback (most recent call last):"
+_ERASE, _DIM, _PLAIN = b"\r\x1b[K", b"\x1b[2m", b"\x1b[0m"
+
+
+class Sink:
+    """A file that is written without waiting for a reader; `name` is for people."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.name = name
+        self.pending = bytearray()
+        self.lost: OSError | None = None  # why it can be written no longer
+        self.open_line: LineStream | None = None  # whose line was left open
+        self.terminal = os.isatty(fd)
+        self.poll_fd = -1  # to wait for; -1: it is written at once
+        self._dropped = False
+        self._shown = b""  # the status line
+        self._own: Any = None  # opened for this sink
+        self._write = self._way(fd)
+
+    def _way(self, fd: int) -> Callable[[bytes], int]:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISSOCK(mode):
+            self.poll_fd, self._own = fd, socket.socket(fileno=os.dup(fd))
+            return lambda data: int(self._own.send(data, socket.MSG_DONTWAIT))
+        if not stat.S_ISFIFO(mode) and not self.terminal:
+            return lambda data: os.write(fd, data)
+        self.poll_fd = fd
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        with contextlib.suppress(OSError):  # it is another user's, or nobody reads it
+            self._own = io.FileIO(f"/proc/self/fd/{fd}", "wb", opener=lambda path, _: os.open(path, flags))
+            self.poll_fd = self._own.fileno()
+            return lambda data: self._own.write(data) or 0
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        return lambda data: os.write(fd, data[: select.PIPE_BUF]) if poll.poll(0) else 0
+
+    def close(self) -> None:
+        """Let go of what was opened for it."""
+        if self._own is not None:
+            self._own.close()
+
+    def put(self, data: bytes) -> None:
+        """Have this written, behind the rest."""
+        if not self._dropped:
+            if self._shown:
+                self.pending += _ERASE
+                self._shown = b""
+            self.pending += data
+
+    def show(self, line: bytes) -> None:
+        """Keep a status line below all that is written; without a text: take it away."""
+        if line != self._shown and not self.pending and self.open_line is None and not self._dropped:
+            self.pending += _ERASE + (_DIM + line + _PLAIN if line else b"")
+            self._shown = line
+
+    def flush(self) -> None:
+        """Write what can be written."""
+        try:
+            while self.pending and (written := self._write(bytes(self.pending[:_CHUNK]))):
+                del self.pending[:written]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.lost = error
+            self.drop()
+
+    def drop(self) -> None:
+        """Give up what has not been written, and all that would follow."""
+        self._dropped = True
+        self.pending.clear()
+
+
+class LineStream:
+    """The output of one worker on one of its streams, cut into lines; each is told to all of `on_line`, too."""
+
+    def __init__(self, sink: Sink, prefix: bytes = b"", *on_line: Callable[[bytes], None]) -> None:
+        self._sink = sink
+        self._prefix = prefix
+        self._on_line = on_line
+        self._at_start = True
+        self._held = b""
+        self._since = 0.0  # when the unfinished line grew last
+
+    def feed(self, data: bytes) -> None:
+        """Take what the worker wrote, in pieces of any size; pass whole lines on."""
+        text = self._held + data
+        start = 0
+        if b"\r" not in text:
+            start = text.rfind(b"\n") + 1
+            self._pass(text[:start])
+        for match in _END.finditer(text, start):
+            self._pass(text[start : match.end()])
+            start = match.end()
+        self._held = text[start:]
+        self._since = time.monotonic()
+        if len(self._held) > _MOST_HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass an unfinished line on as it is: a prompt, or the last words of a worker that has ended."""
+        if self._held:
+            piece, self._held = self._held, b""
+            self._pass(piece)
+
+    def show_prompt(self, now: float) -> float:
+        """Pass an unfinished line on if it is time; seconds until it will be."""
+        if not self._held or not self._sink.terminal:
+            return float("inf")
+        if now < self._since + _PROMPT_S:
+            return self._since + _PROMPT_S - now
+        self.flush()
+        return float("inf")
+
+    def _pass(self, piece: bytes) -> None:
+        """Pass lines on, or a part of one."""
+        if not piece:
+            return
+        for tell in self._on_line:
+            tell(piece)
+        sink = self._sink
+        if sink.open_line not in (None, self):
+            sink.put(b"\n")
+            sink.open_line = None
+        # A piece that goes on where this stream stopped within a line has its prefix already.
+        begins = sink.open_line is None or self._at_start
+        prefixed = piece[:-1].replace(b"\n", b"\n" + self._prefix) + piece[-1:] if self._prefix else piece
+        sink.put(self._prefix + prefixed if begins else prefixed)
+        self._at_start = piece.endswith((b"\n", b"\r"))
+        sink.open_line = None if piece.endswith(b"\n") else self
+
+
+class Output:
+    """The launcher's streams, the files of ``--output-filename`` for so many ranks, and the event log."""
+
+    # Each line of the event log has ``time`` (seconds since 1970), ``monotonic`` (seconds of ``time.monotonic()`` of
+    # this host), ``event`` and the fields of that event. Beyond 4 MiB that wait to be written, events are counted and
+    # left out; the event ``events_lost`` says later how many there were.
+
+    def __init__(self, poller: Poller, folder: str | None = None, count: int = 0, event_log: str | None = None) -> None:
+        self._poller = poller
+        self._ours = {1: Sink(1, "standard output")}
+        # One for both if they are the same file, so that lines do not mix.
+        self._ours[2] = self._ours[1] if os.path.sameopenfile(1, 2) else Sink(2, "standard error")
+        self._files: dict[tuple[int, int], Sink] = {}
+        self._log: Sink | None = None
+        self._left_out = 0
+        self._news: list[str] = []  # of events that were lost
+        self._streams: dict[tuple[int, int], LineStream] = {}
+        self._opened: list[int] = []
+        try:
+            if event_log is not None:
+                self._log = self._open("--event-log", "file", event_log, "the event log")
+            for rank in range(count if folder is not None else 0):
+                path = os.path.join(folder or "", f"rank.{rank:0{len(str(count - 1))}d}")
+                for fd, name in ((1, "stdout"), (2, "stderr")):
+                    file = os.path.join(path, name)
+                    what = f"{name} of rank {rank}"
+                    self._files[rank, fd] = self._open("--output-filename", "folder", file, what, path)
+        except LaunchError:
+            self.close()
+            raise
+
+    def _open(self, option: str, kind: str, path: str, name: str, folder: str = "") -> Sink:
+        try:
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+            # Not to wait here for somebody who reads a pipe.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+            self._opened.append(os.open(path, flags, 0o666))
+        except OSError as error:
+            fact = f"{option}: '{error.filename}' cannot be made: {error.strerror}."
+            raise LaunchError(message(fact, fix=f"name another {kind}.")) from None
+        return Sink(self._opened[-1], name)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for sink in self._all():
+            sink.close()
+        while self._opened:
+            os.close(self._opened.pop())
+
+    # -- Writing --------------------------------------------------------------------------------------------------
+
+    def size_for(self, fd: int, prefix: bytes) -> list[int]:
+        """Rows and columns of the terminal that a stream of ours is, behind a prefix; empty if it is none."""
+        if not self._ours[fd].terminal:
+            return []
+        columns, rows = os.get_terminal_size(fd)
+        return [rows, max(columns - len(prefix), 1)]
+
+    def add(self, worker: int, prefix: bytes, tail: Tail) -> None:
+        """Take the streams of a worker that is to be started."""
+        for fd in (1, 2):
+            kept = [self._files[worker, fd].put] if self._files else []
+            self._streams[worker, fd] = LineStream(self._ours[fd], prefix, *([tail.add] if fd == 2 else []), *kept)
+
+    def feed(self, worker: int, fd: int, data: bytes) -> None:
+        """A worker has written this; nothing: it has closed the stream."""
+        stream = self._streams.get((worker, fd))
+        if stream is not None and data:
+            stream.feed(data)
+        elif stream is not None:
+            stream.flush()
+            del self._streams[worker, fd]
+
+    def say(self, text: str) -> None:
+        """Put a line of the launcher's own on stderr, in order with what the workers write there."""
+        LineStream(self._ours[2]).feed(f"kvhvdrun: {text}\n".encode("utf-8", "surrogateescape"))
+
+    def log(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Write to the event log."""
+        if self._log is None:
+            return
+        if len(self._log.pending) > _MOST_EVENTS:
+            if not self._left_out:
+                self._news.append("the event log is not written, and too much waits for it: what follows is left out.")
+            self._left_out += 1
+            return
+        left_out, self._left_out = self._left_out, 0
+        for name, more in ([("events_lost", {"count": left_out})] if left_out else []) + [(event, fields)]:
+            head = {"time": round(time.time(), 6), "monotonic": round(time.monotonic(), 6), "event": name}
+            self._log.put(json.dumps({**head, **more}).encode() + b"\n")
+
+    def show(self, text: str) -> None:
+        """Show the status line, where standard error is a terminal."""
+        if self._ours[2].terminal:
+            # Bytes of other processes are in it, which are not to command the terminal.
+            shown = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
+            self._ours[2].show(shown[: max(2, os.get_terminal_size(2).columns or 80) - 1].encode())
+
+    # -- The loop -------------------------------------------------------------------------------------------------
+
+    def step(self) -> float:
+        """Before each wait: write, and show prompts; seconds until there may be another prompt."""
+        now = time.monotonic()
+        # What ends a line may not have been read while too much waits to be written: it is no prompt.
+        streams = [] if self.held_up else self._streams.values()
+        wait_s = min((stream.show_prompt(now) for stream in streams), default=float("inf"))
+        for sink in self._all():
+            sink.flush()
+            if sink.poll_fd >= 0 and sink.pending:
+                self._poller.watch(sink.poll_fd, sink.flush, select.EPOLLOUT)
+            elif sink.poll_fd >= 0:
+                self._poller.forget(sink.poll_fd)
+        return wait_s
+
+    @property
+    def held_up(self) -> bool:
+        """Whether too much waits to be written."""
+        return any(len(sink.pending) > _MOST_PENDING for sink in self._all() if sink is not self._log)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything waits to be written."""
+        return any(sink.pending for sink in self._all())
+
+    def finish_log(self) -> None:
+        """Give up what still waits for the event log."""
+        if self._log is not None and self._log.pending:
+            self._log.drop()
+            self._news.append("the event log is not complete: its end could not be written in time.")
+
+    def flush_lines(self) -> None:
+        """Pass unfinished lines on: nothing follows."""
+        for stream in self._streams.values():
+            stream.flush()
+        self._streams.clear()
+
+    def drop(self) -> None:
+        """Give up what the workers have written and has not been passed on, and all that would follow."""
+        for sink in self._all():
+            if sink is not self._log:
+                sink.drop()
+
+    def take_lost(self) -> list[tuple[bool, str]]:
+        """What can be written no longer: whether a reader of ours has gone, and why; each is told once."""
+        lost = [(False, text) for text in self._news]
+        self._news.clear()
+        for sink in self._all():
+            if sink.lost is not None:
+                ours = sink in self._ours.values()
+                what = "What the workers write there from here on is lost" if ours else "What follows is lost there"
+                where = "" if ours or sink is self._log else " to its file"
+                text = f"{sink.name} cannot be written{where}: {sink.lost.strerror}. {what}."
+                lost.append((ours and sink.lost.errno == errno.EPIPE, text))
+                sink.lost = None
+        return lost
+
+    def _all(self) -> list[Sink]:
+        sinks = [self._ours[1], *self._files.values(), *([self._log] if self._log is not None else [])]
+        return sinks if self._ours[2] is self._ours[1] else [*sinks, self._ours[2]]
+
+
+class Tail:
+    """The last lines of a stream, bounded in number and bytes; pieces that a carriage return overwrote are left out."""
+
+    # So are exceptions that Python ignores, as in exit handlers: below the exception that has ended a program, they
+    # would pass for the cause.
+
+    def __init__(self) -> None:
+        self._is_ignored = self._has_text = False  # such an exception is under way, and its traceback is over
+        self._lines: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._part = b""
+
+    def add(self, piece: bytes) -> None:
+        """Take what `LineStream` passes on."""
+        for line in piece.splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                self._add((self._part + line.rstrip(b"\r\n"))[-_TAIL_BYTES:])
+                self._part = b""
+            elif line.endswith(b"\r"):
+                self._part = b""
+            else:
+                self._part = (self._part + line)[-_TAIL_BYTES:]
+
+    def _add(self, line: bytes) -> None:
+        if line.startswith(_IGNORED):
+            self._is_ignored, self._has_text = True, False
+        elif self._is_ignored:
+            self._is_ignored = not self._has_text or line.startswith(b" ")
+            self._has_text = self._has_text or not (line.startswith(b" ") or line.endswith(_TRACE))
+        if not self._is_ignored:
+            self._lines.append(line)
+
+    def lines(self) -> list[str]:
+        """The lines, oldest first, without their ends; at most 8 KiB together."""
+        kept: list[bytes] = []
+        room = _TAIL_BYTES
+        for line in reversed([*self._lines, self._part] if self._part else self._lines):
+            if len(line) > room and kept:
+                break
+            kept.append(line)
+            room -= len(line)
+        return [line.decode("utf-8", "replace") for line in kept[::-1]]

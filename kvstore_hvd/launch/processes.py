@@ -1,0 +1,384 @@
+"""Processes: starting them so that none outlives its job, signals, and the end of what is left.
+
+Each worker leads a session and process group of its own, which is ended as a whole. The kernel kills it when its daemon
+dies (PR_SET_PDEATHSIG), which does not reach what the worker has started; that is given to the daemon when its parent
+ends (PR_SET_CHILD_SUBREAPER), wherever it has gone. The parent of the daemon is a guard, which inherits and ends all of
+that when the daemon is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from kvstore_hvd.base.clocks import RunningClock
+
+__all__ = [
+    "ENDING",
+    "KILL_DAEMON",
+    "LEFT_GRACE_S",
+    "PASSED",
+    "Reaper",
+    "SignalInbox",
+    "adopt_orphans",
+    "children",
+    "descends_from",
+    "end_children",
+    "fork_guarded",
+    "reap",
+    "share_of_cores",
+    "spawn",
+]
+
+#: Seconds between SIGTERM and SIGKILL for what workers leave behind: enough for Python's resource tracker, which
+#: outlives its program to remove what that has left in /dev/shm, and needs the others of its program to be gone.
+LEFT_GRACE_S = 1.0
+# What the kernel does not end although it has been killed (a process that waits for a dead file system) is left alone.
+_KILLED_S = 2.0
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.1
+_GROUP_LOOK_S = 0.05
+# A launcher without /proc has no more.
+_MOST_DESCRIPTORS = 1 << 12
+# Between two looks of a guard, which is woken by what it waits for.
+_GUARD_LOOK_S = 10.0
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+# -- Signals to this process --------------------------------------------------------------------------------------
+
+# Ask the job to end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# The workers' business alone.
+PASSED = (signal.SIGUSR1, signal.SIGUSR2)
+# For the launcher: a process has ended, the terminal stops us, lets us go on.
+_OWN = (signal.SIGCHLD, signal.SIGTSTP, signal.SIGCONT)
+#: Has a guard kill its daemon.
+KILL_DAEMON = signal.SIGRTMIN
+
+
+class SignalInbox:
+    """Collects the signals that arrive while it is open, for a loop: a context manager, for the main thread only."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalInbox:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        # Before the handlers, which do nothing themselves: a signal in between would be lost.
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*ENDING, *PASSED, *_OWN):
+            # An ignored signal stays ignored, for the workers too: nohup, and background jobs of simple shells. But
+            # without SIGCHLD nobody would hear that a worker has ended, nor the kernel keep its exit code.
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        """The descriptor that can be read when signals have arrived."""
+        return self._reader.fileno()
+
+    def take(self) -> bytes:
+        """The numbers of the signals that have arrived since the last call, in order; does not wait."""
+        try:
+            return self._reader.recv(4096)
+        except BlockingIOError:
+            return b""
+
+
+# -- Starting -----------------------------------------------------------------------------------------------------
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[set[int]]:
+    """Hold signals back, for a fork: the child would take those to our group for its own, or die of them half made."""
+    # Yields the signals that were blocked before.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield {int(number) for number in before}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _reset_handlers() -> None:
+    # Those of the launcher would write to a socket that the child still shares with it.
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def spawn(
+    command: Sequence[str],
+    environment: dict[str, str],
+    streams: Sequence[int | None],
+    cores: Iterable[int] = (),
+    keep: Iterable[int] = (),
+) -> int:
+    """Start a process in its own session; returns its process id, which is also its group and session."""
+    # `streams` are its descriptors 0 to 2, or None to share ours; it has those of `keep` too. `cores` pins it. The
+    # caller reaps it with waitpid. For the main thread: the kernel kills it when the thread ends that has started it.
+    us, pinned = os.getpid(), set(cores)
+
+    def prepare() -> None:
+        _reset_handlers()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != us:  # it died before the call
+            os._exit(1)
+        if pinned:
+            os.sched_setaffinity(0, pinned)
+
+    with _signals_blocked() as blocked:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=streams[0],
+            stdout=streams[1],
+            stderr=streams[2],
+            start_new_session=True,
+            pass_fds=tuple(keep),
+            preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
+        )
+    process.returncode = 0  # reaped by our own waitpid; the object must not wait too
+    return process.pid
+
+
+def fork_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace_s: float) -> int:
+    """Run a function as a daemon, a process that outlives us, with these descriptors; returns the pid of its guard."""
+    # The guard ends what the daemon has left, `grace_s` after SIGTERM by SIGKILL, and then exits with the code of the
+    # daemon, or with 128 and the number of the signal that has killed the daemon.
+    with _signals_blocked() as blocked:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            gc.freeze()  # objects of the launcher must not close descriptors that are others' here
+            signal.set_wakeup_fd(-1)
+            _reset_handlers()
+            adopt_orphans()
+            daemon = os.fork()
+            _detach(f"job-{'guard' if daemon else 'daemon'} {name}".encode(), () if daemon else keep)
+            if daemon:
+                code = _guard(daemon, grace_s)
+            else:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+                code = run()
+        except BaseException:  # noqa: BLE001 - nothing of the launcher may run in these processes
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+
+
+def _detach(name: bytes, keep: Collection[int]) -> None:
+    """Give a forked process a session and a name, and of our descriptors only these."""
+    # With our name, `pkill kvhvdrun` would hit both. Holding our sockets, others would take us for alive.
+    os.setsid()
+    _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)  # its first 15 bytes
+    try:
+        fields, descriptors = _stat(os.getpid()), [int(entry) for entry in os.listdir("/proc/self/fd")]
+    except OSError:  # there is no /proc
+        fields, descriptors = [b"0"] * 50, list(range(_MOST_DESCRIPTORS))
+    for fd in descriptors:
+        if fd not in keep:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(fd)
+    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): arg_start, arg_end
+    if 0 < start < end:  # the command line lies where the kernel has put it
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, name, min(len(name), end - start - 1))
+
+
+def _guard(daemon: int, grace_s: float) -> int:
+    """Wait until the daemon ends, and end what it has left. Signals are blocked: only SIGKILL ends the guard early."""
+    while not (ended := os.waitpid(daemon, os.WNOHANG))[0]:
+        arrived = signal.sigtimedwait({signal.SIGCHLD, KILL_DAEMON}, _GUARD_LOOK_S)
+        if arrived is not None and arrived.si_signo == KILL_DAEMON:
+            os.kill(daemon, signal.SIGKILL)
+    for pause_s in end_children(grace_s):
+        time.sleep(pause_s)
+    code = os.waitstatus_to_exitcode(ended[1])
+    return code if code >= 0 else 128 - code
+
+
+def descends_from(pid: int, worker: int) -> bool:
+    """Whether a process is this worker, is in its session, or was started by it or by what it has started."""
+    try:
+        if os.getsid(pid) == worker:
+            return True
+        while pid not in (0, 1, worker):
+            pid = int(_stat(pid)[1])
+    except OSError:
+        return False  # it has ended
+    return pid == worker
+
+
+def share_of_cores(cores: Sequence[int], place: int, count: int) -> tuple[int, ...]:
+    """The cores of one worker: equal runs of neighbours; with more workers than cores, one core each, in turn."""
+    if count >= len(cores):
+        return (cores[place % len(cores)],)
+    return tuple(cores[place * len(cores) // count : (place + 1) * len(cores) // count])
+
+
+# -- Ending -------------------------------------------------------------------------------------------------------
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Fields of ``/proc/PID/stat`` from the state on. Raises OSError when there is no such process."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()  # the name stands in parentheses and may contain anything
+
+
+def _running() -> Iterator[tuple[int, list[bytes]]]:
+    """All processes, but zombies, with their `_stat`."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                stat = _stat(int(entry))
+                if stat[0] not in (b"Z", b"X"):
+                    yield int(entry), stat
+
+
+def children() -> set[tuple[int, bytes]]:
+    """The children of this process that run, each with the time at which it started."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()  # it has none
+    us = str(os.getpid()).encode()
+    return {(pid, stat[19]) for pid, stat in _running() if stat[1] == us}
+
+
+def end_children(grace_s: float, spare: Collection[tuple[int, bytes]] = ()) -> Iterator[float]:
+    """End all children, and those that come when they end, but for those of `spare`; yields seconds to wait."""
+    # A child is not reaped here, and so its number is its own.
+    clock = RunningClock()
+    start, pause_s, told = clock.now(), _FIRST_LOOK_S, set[tuple[int, bytes]]()
+    while (found := children().difference(spare)) and (spent_s := clock.now() - start) < grace_s + _KILLED_S:
+        for child in found if spent_s >= grace_s else found - told:
+            with contextlib.suppress(OSError):  # it belongs to another user
+                os.kill(child[0], signal.SIGTERM if spent_s < grace_s else signal.SIGKILL)
+        told |= found
+        # They may fork while they are being killed.
+        yield min(pause_s, grace_s - spent_s) if spent_s < grace_s else _FIRST_LOOK_S
+        pause_s = min(2 * pause_s, _LAST_LOOK_S)
+
+
+def reap() -> Iterator[tuple[int, int]]:
+    """Collect every child that has ended, adopted orphans too: its process id, and exit code or minus the signal."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+class Reaper:
+    """Collects children, of whom some lead groups of their own."""
+
+    # A leader that has ended stays unreaped until the others of its group are gone: until then the kernel gives its
+    # number to nobody else, and a signal to the group cannot hit a stranger. The others get SIGTERM at once, and
+    # SIGKILL after the grace.
+
+    def __init__(self, grace_s: float = LEFT_GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._clock = RunningClock()
+        self._leaders: set[int] = set()  # that run
+        self._ended: set[int] = set()  # leaders, unreaped
+        self._kill_at: dict[int, float] = {}  # when the groups of leaders that have ended, or been killed, are killed
+
+    def add(self, leader: int) -> None:
+        """Take a child that has just been started, and leads a group."""
+        self._leaders.add(leader)
+
+    def signal(self, leader: int, number: int) -> None:
+        """Send a signal to the group of a leader, as a terminal would; SIGKILL to the others after the grace only."""
+        if leader not in self._leaders:
+            return
+        with contextlib.suppress(OSError):
+            if number != signal.SIGKILL:
+                os.killpg(leader, number)
+                return
+            os.kill(leader, number)
+        self._end_group(leader)
+
+    def reap(self) -> list[tuple[int, int]]:
+        """Every child that has ended since the last call: process id, and exit code, or minus the signal's number."""
+        # While a group is waited for, only leaders are looked at.
+        ended = []
+        while True:
+            for leader in list(self._leaders):
+                code = _look(os.P_PID, leader)
+                if code is not None:
+                    self._leaders.remove(leader)
+                    self._ended.add(leader)
+                    self._end_group(leader)
+                    ended.append(code)
+            self._act_on_time()
+            if self._ended:
+                return ended
+            other = _look(os.P_ALL, 0)
+            if other is None:
+                return ended
+            if other[0] not in self._leaders:
+                os.waitpid(other[0], 0)
+                ended.append(other)
+
+    def wait_s(self) -> float:
+        """Seconds until `reap` has something to do even if no child ends."""
+        if self._ended:
+            return _GROUP_LOOK_S
+        return max(0.0, min(self._kill_at.values(), default=float("inf")) - self._clock.now())
+
+    def _end_group(self, leader: int) -> None:
+        if leader not in self._kill_at:
+            self._kill_at[leader] = self._clock.now() + self._grace_s
+            with contextlib.suppress(OSError):
+                os.killpg(leader, signal.SIGTERM)
+
+    def _act_on_time(self) -> None:
+        now = self._clock.now()
+        for leader, kill_at in list(self._kill_at.items()):
+            is_over = leader in self._ended and not any(int(stat[2]) == leader for _, stat in _running())
+            if now >= kill_at and not is_over:
+                with contextlib.suppress(OSError):
+                    os.killpg(leader, signal.SIGKILL)
+                self._kill_at[leader] = now + self._grace_s
+            if is_over or (now >= kill_at and leader in self._ended):
+                os.waitpid(leader, 0)
+                self._ended.remove(leader)
+                del self._kill_at[leader]
+
+
+def _look(kind: int, pid: int) -> tuple[int, int] | None:
+    """A child that has ended, and how; it is not reaped."""
+    try:
+        info = os.waitid(kind, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if info is None:
+        return None
+    return info.si_pid, info.si_status if info.si_code == os.CLD_EXITED else -info.si_status

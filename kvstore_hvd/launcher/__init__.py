@@ -1,1 +1,0 @@
-"""The parts of kvhvdrun: processes, output, and the loop that watches both."""

@@ -1,0 +1,205 @@
+"""`run` without workers: its options, what it refuses, and what it makes of what launcher and workers tell it."""
+
+import functools
+import inspect
+import io
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import kvstore_hvd
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, LaunchError, PeerLostError, RunError
+from kvstore_hvd.launch import call
+
+
+class Launcher:
+    """In the place of `subprocess.Popen`: tells what it is given at once, and has ended."""
+
+    def __init__(self):
+        self.code, self.command, self.ends, self.told, self.output = 0, [], True, [], [b""]
+
+    def __call__(self, command, **options):
+        assert self.ends, "a process is started"
+        self.command = command
+        for report in self.told:
+            report(int(command[6]))
+        for data in self.output:
+            os.write(options["stdout"], data)
+        return self
+
+    def tell(self, kind, value, *sender):
+        self.told.append(lambda fd: call._report(fd, kind, value, call._Sender(*sender)))
+
+    def fail(self, error, *sender):
+        def report(fd):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(call, "_sender", lambda: call._Sender(*sender))
+                call._fail(fd, "the function raised", "correct it.", error, None)
+
+        self.told.append(report)
+
+    def poll(self):
+        return self.code
+
+    wait = poll
+
+
+@pytest.fixture(autouse=True)
+def launcher(monkeypatch):
+    made = Launcher()
+    monkeypatch.setattr(subprocess, "Popen", made)
+    return made
+
+
+run = functools.partial(kvstore_hvd.run, print)
+
+
+def test_the_signature_is_horovods():
+    """Of Horovod 0.28.1, in the order of its parameters: programs may pass them by position."""
+    names = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
+        start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo use_mpi mpi_args
+        network_interface executable np min_np max_np"""
+    assert list(inspect.signature(kvstore_hvd.run).parameters) == names.split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"func": 3}, "func is 3, which cannot be called"),
+        ({"args": "ab"}, "args is a str, expected a tuple"),
+        ({"args": (threading.Lock(),)}, "the function or its arguments cannot be pickled: TypeError: cannot pickle"),
+        ({"hosts": "localhost:2", "hostfile": "hosts"}, "both hosts and hostfile name hosts"),
+        ({"use_mpi": True}, "use_mpi and mpi_args cannot be honoured"),
+        ({"num_proc": 2, "np": 3}, "num_proc is 2 and np is 3, which are the same option"),
+        ({"min_np": 1, "cooldown_range": (1, 2, 3)}, "expected two numbers of seconds"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(launcher, arguments, words):
+    launcher.ends = False
+    with pytest.raises(KVHvdError, match=words) as caught:
+        kvstore_hvd.run(**{"func": print, **arguments})
+    assert "Fix: " in str(caught.value)
+    assert isinstance(caught.value, (InvalidRequestError, InvalidTypeError))
+
+
+def test_options_become_those_of_kvhvdrun(launcher):
+    def options(**given):
+        launcher.tell("result", 1)
+        assert run(**given) == [1]
+        return launcher.command[7 : launcher.command.index("--")]
+
+    assert options() == ["--num-proc=1"]
+    fixed = options(num_proc=3, hosts="localhost:3", start_timeout=2.5, output_filename="a b", verbose=2)
+    texts = ["--num-proc=3", "--hosts=localhost:3", "--start-timeout=2.5", "--output-filename=a b", "--verbose"]
+    assert sorted(fixed) == sorted(texts)
+    elastic = options(np=2, min_np=1, max_num_proc=4, slots=4, reset_limit=0, cooldown_range=[10, 300])
+    assert elastic == [
+        *("--num-proc=2", "--min-np=1", "--max-np=4", "--slots-per-host=4", "--reset-limit=0"),
+        *("--blacklist-cooldown-range", "10", "300"),
+    ]
+    assert options(max_np=2) == ["--max-np=2"]
+
+
+def test_a_launcher_that_cannot_be_started(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(LaunchError, match=r"the launcher cannot be started: .* unavailable\."):
+        run()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_results_are_those_of_the_last_world(launcher):
+    launcher.tell("result", "old", 1, 0, 3, True)
+    launcher.tell("result", "left", 1, 2, 3, True)
+    launcher.tell("result", "b" * 1_000_000, 2, 1, 2, True)
+    launcher.tell("result", "a", 2, 0, 2, True)
+    assert run() == ["a", "b" * 1_000_000]
+    launcher.told = []
+    launcher.tell("result", "a", 2, 0, 3, True)
+    with pytest.raises(RunError, match="ranks 1-2 ended without a result"):
+        run()
+
+
+def test_workers_without_a_world_are_in_the_order_of_their_numbers(launcher):
+    for number in (3, 1):
+        launcher.tell("result", number, -1, number, 0, True)
+    assert run() == [1, 3]
+
+
+def test_consequences_are_not_taken_for_the_cause(launcher):
+    """A worker that tells of another's end comes first when that one could not say anything in time."""
+    launcher.code = 1
+    lost, bad = PeerLostError("rank 1 died"), ValueError("the cause")
+    for rank, error in ((0, lost), (1, bad), (2, KeyError("later"))):
+        launcher.fail(error, -1, rank, 3)
+    with pytest.raises(RunError, match=r"^\[rank 1/3\] run: the function raised ValueError: the cause\.") as caught:
+        run()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_failures_of_earlier_worlds_do_not_count(launcher):
+    launcher.fail(ValueError("early"), 0, 1, 2, True)
+    launcher.tell("result", "a", 1, 0, 1, True)
+    assert run() == ["a"]
+    launcher.code = 1
+    launcher.fail(ValueError("late"), 1, 0, 1, True)
+    with pytest.raises(RunError, match="ValueError: late"):
+        run()
+
+
+def test_what_the_launcher_tells(launcher):
+    """Why it refuses to start, or why the job failed: also when its exit code is not known."""
+    launcher.tell("result", 1)
+    launcher.tell("ended", "rank 0 exited with code 3.")
+    with pytest.raises(RunError, match="run: rank 0 exited with code 3"):
+        run()
+    launcher.tell("refused", "no such command")
+    with pytest.raises(LaunchError, match="no such command"):
+        run()
+
+
+class Needy(Exception):
+    """Cannot be unpickled: the number is not kept in `args`."""
+
+    def __init__(self, number, text):
+        super().__init__(text)
+
+
+@pytest.mark.parametrize("error", [Needy(3, "lost"), ValueError(threading.Lock())])
+def test_an_exception_that_cannot_travel_leaves_its_text(launcher, error):
+    launcher.code = 1
+    launcher.fail(error)
+    with pytest.raises(RunError) as caught:
+        run()
+    assert caught.value.__cause__ is None
+    fact, trace = str(caught.value).split("on rank 0:")
+    assert type(error).__name__ in fact
+    assert type(error).__name__ in trace
+
+
+def test_another_python_keeps_its_libraries(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/own"])
+    call._take_path(["/work", "/other"], call._prefixes())
+    assert sys.path == ["/work", "/other"]
+    sys.path[:] = ["/own/lib", "/shared"]
+    call._take_path(["/work", "/theirs/lib/python3", "/shared"], ["/theirs"])
+    assert sys.path == ["/work", "/own/lib", "/shared"]
+
+
+@pytest.mark.parametrize("make", [io.StringIO, lambda: io.TextIOWrapper(io.BytesIO(), write_through=True)])
+def test_what_has_no_descriptor_is_written_to(launcher, monkeypatch, make):
+    """Characters that come in two parts are whole in the end."""
+    target = make()
+    monkeypatch.setattr(sys, "stdout", target)
+    launcher.tell("result", 1)
+    launcher.output = [b"x" * 99, b"\xce\xb1\n\xff"]
+    monkeypatch.setattr(call, "_CHUNK", 100)
+    run()
+    target.seek(0)
+    assert target.read() == "x" * 99 + "\N{GREEK SMALL LETTER ALPHA}\n\N{REPLACEMENT CHARACTER}"
