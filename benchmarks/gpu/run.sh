@@ -80,7 +80,7 @@ step 120 test_processes "$python" -m pytest -q -m gpu -p no:cacheprovider tests/
 # Two ranks of NCCL on one GPU: an experiment of NCCL 2.30 and newer, which may hang.
 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=8 \
   step 45 test_nccl_shared "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_executors.py \
-  -k 'TestNccl and batch and (float32-2 or float16-2 or int64-2)'
+  -k 'TestNccl and batch'
 step 160 memcheck "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_processes.py -k access
 
 if [ ${#failed[@]} -gt 0 ]; then

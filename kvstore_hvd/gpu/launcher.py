@@ -120,14 +120,12 @@ class Launcher:
             return
         buffer_dtype = buffer_dtype or dtype
         if buffer_dtype == dtype and scale == 1.0:
-            unit, tile, name = native.ITEM_BYTES[dtype], kernels.TILE_BYTES, kernels.copy_kernel()
-            placed = [segment._replace(size=segment.size * unit) for segment in segments]
+            name = kernels.copy_kernel()
+            table, tiles = _table(segments, kernels.TILE_BYTES, size_unit=native.ITEM_BYTES[dtype])
         else:
             # These kernels count elements in the buffer, too.
-            unit, tile = native.ITEM_BYTES[buffer_dtype], kernels.TILE_ELEMENTS
             name = kernels.copy_kernel(dtype, buffer_dtype)
-            placed = [segment._replace(offset=segment.offset // unit) for segment in segments]
-        table, tiles = _table(placed, tile)
+            table, tiles = _table(segments, kernels.TILE_ELEMENTS, offset_unit=native.ITEM_BYTES[buffer_dtype])
         (address,) = self._tables.put(self.stream, [table])
         arguments = np.zeros(1, kernels.COPY)
         arguments["segments"], arguments["buffer"], arguments["n_segments"] = address, buffer, len(table)
@@ -214,6 +212,7 @@ class Launcher:
         close_all(self._tables.close, self._worlds.close, self._words_memory.close)
 
 
-def _table(segments: Sequence[Segment], tile: int) -> tuple[Any, int]:
-    pointers, offsets, sizes, ranks = zip(*segments) if segments else ((), (), (), ())
-    return shapes.segments(pointers, offsets, sizes, tile=tile, ranks=ranks)
+def _table(segments: Sequence[Segment], tile: int, size_unit: int = 1, offset_unit: int = 1) -> tuple[Any, int]:
+    columns = zip(*segments) if segments else ((), (), (), ())
+    pointers, offsets, sizes, ranks = (np.array(column, np.int64) for column in columns)
+    return shapes.segments(pointers, offsets // offset_unit, sizes * size_unit, tile=tile, ranks=ranks)
