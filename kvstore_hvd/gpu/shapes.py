@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from kvstore_hvd.gpu.kernels import MAX_CHANNELS, SEGMENT, SLOTS, TILE_BYTES, VECTOR_BYTES
 
 __all__ = ["Limits", "choose", "copy_blocks", "direct_blocks", "fifo_bytes", "ring_channels", "segments"]
+
+_Column = Union[Sequence[int], NDArray[Any]]
 
 
 class Limits(NamedTuple):
@@ -27,12 +29,12 @@ class Limits(NamedTuple):
 
 
 def segments(
-    pointers: Sequence[int],
-    offsets: Sequence[int],
-    counts: Sequence[int],
+    pointers: _Column,
+    offsets: _Column,
+    counts: _Column,
     *,
     tile: int = TILE_BYTES,
-    ranks: Optional[Sequence[int]] = None,
+    ranks: Optional[_Column] = None,
 ) -> tuple[NDArray[Any], int]:
     """Make a table of segments."""
     table = np.zeros(len(pointers), SEGMENT)
