@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import ctypes
+import fcntl
 import functools
 import io
 import json
@@ -269,9 +270,12 @@ def _run_launcher(python: str, call: int, options: Sequence[str]) -> tuple[int, 
                 readers[reader] = _passing_on(reader, stream)
                 return writer
 
-            fds = (str(call), str(given.fileno()))
-            worker = [*_program(python, "call_function"), *fds]
-            command = [*_program(sys.executable, "run_job"), str(os.getpid()), *fds, *options, "--", *worker]
+            # Not 0 to 2, which are free if this program has closed its streams, and the launcher's own.
+            fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (call, given.fileno())]
+            for fd in fds:
+                theirs.callback(os.close, fd)
+            worker = [*_program(python, "call_function"), *map(str, fds)]
+            command = [*_program(sys.executable, "run_job"), str(os.getpid()), *map(str, fds), *options, "--", *worker]
             try:
                 process = subprocess.Popen(
                     command,
@@ -280,7 +284,7 @@ def _run_launcher(python: str, call: int, options: Sequence[str]) -> tuple[int, 
                     stdin=subprocess.DEVNULL,
                     stdout=inherited(sys.stdout),
                     stderr=inherited(sys.stderr),
-                    pass_fds=(call, given.fileno()),
+                    pass_fds=fds,
                     start_new_session=True,  # a terminal's Ctrl-C is for the program, which passes it on
                 )
             except OSError as error:

@@ -286,8 +286,11 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
         return found
     fix = f"kvhvdrun -np N {os.path.basename(sys.executable)} {' '.join(command)}" if program.endswith(".py") else ""
     if os.path.exists(program):
-        what = "is a directory" if os.path.isdir(program) else "is not executable"
-        raise StartError(message(f"'{program}' {what}.", fix=fix or f"chmod +x {program}"), _EXIT_NOT_EXECUTABLE)
+        if os.path.isdir(program):
+            what, fix = "is a directory", "name a program."
+        else:
+            what, fix = "is not executable", fix or f"chmod +x {program}"
+        raise StartError(message(f"'{program}' {what}.", fix=fix), _EXIT_NOT_EXECUTABLE)
     raise StartError(
         message(f"command '{program}' was not found.", fix=fix or "check its name and PATH."), _EXIT_NOT_FOUND
     )

@@ -125,14 +125,16 @@ class LineStream:
 
     def feed(self, data: bytes) -> None:
         """Take what the worker wrote, in pieces of any size; pass whole lines on."""
-        text = self._held + data
-        start = 0
-        if b"\r" not in text:
-            start = text.rfind(b"\n") + 1
+        held = self._held  # has no end of a line, but for half of one as its last byte
+        text, start = held + data, 0
+        if b"\r" not in text[max(len(held) - 1, 0) :]:
+            start = data.rfind(b"\n") + 1
+            start += len(held) if start else 0
             self._pass(text[:start])
-        for match in _END.finditer(text, start):
-            self._pass(text[start : match.end()])
-            start = match.end()
+        else:
+            for match in _END.finditer(text, max(len(held) - 1, 0)):
+                self._pass(text[start : match.end()])
+                start = match.end()
         self._held = text[start:]
         self._since = time.monotonic()
         if len(self._held) > _MOST_HELD:
@@ -210,7 +212,9 @@ class Output:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
             self._opened.append(os.open(path, flags, 0o666))
         except OSError as error:
-            fact = f"{option}: '{error.filename}' cannot be made: {error.strerror}."
+            is_pipe = error.errno == errno.ENXIO
+            why = "is a pipe that nobody reads" if is_pipe else f"cannot be made: {error.strerror}"
+            fact = f"{option}: '{error.filename}' {why}."
             raise LaunchError(message(fact, fix=f"name another {kind}.")) from None
         return Sink(self._opened[-1], name)
 

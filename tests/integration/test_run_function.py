@@ -132,6 +132,15 @@ def test_another_python_and_a_program_that_ignores_sigchld(notebook, tmp_path):
     assert out.endswith("True\n")
 
 
+def test_a_program_whose_standard_input_and_output_are_closed(notebook):
+    program = """
+        os.close(0), os.close(1)
+        sys.stdout = None  # as Python itself has it then
+        print(run(rank, np=2), file=sys.stderr)
+        """
+    assert notebook(program).end().err == "[0, 1]\n"
+
+
 def test_training_equals_that_of_one_worker_also_under_horovods_name(notebook):
     """MXNet has been imported and used by the program; every step has all the data, whatever the number of workers."""
     program = """

@@ -59,7 +59,7 @@ def test_one_object_a_line(tmp_path, output_to):
 def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path, output_to):
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
-    with pytest.raises(LaunchError, match=r"--event-log: '.*' cannot be made: "):
+    with pytest.raises(LaunchError, match="is a pipe that nobody reads"):
         output_to(event_log=path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     output = output_to(event_log=path)
