@@ -125,14 +125,13 @@ class LineStream:
 
     def feed(self, data: bytes) -> None:
         """Take what the worker wrote, in pieces of any size; pass whole lines on."""
-        held = self._held  # has no end of a line, but for half of one as its last byte
-        text, start = held + data, 0
-        if b"\r" not in text[max(len(held) - 1, 0) :]:
-            start = data.rfind(b"\n") + 1
-            start += len(held) if start else 0
+        # No line ends in what is held, unless its last byte begins "\r\n".
+        text, start, unseen = self._held + data, 0, max(len(self._held) - 1, 0)
+        if text.find(b"\r", unseen) < 0:
+            start = text.rfind(b"\n", unseen) + 1
             self._pass(text[:start])
         else:
-            for match in _END.finditer(text, max(len(held) - 1, 0)):
+            for match in _END.finditer(text, unseen):
                 self._pass(text[start : match.end()])
                 start = match.end()
         self._held = text[start:]

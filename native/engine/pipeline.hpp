@@ -65,7 +65,7 @@ class Pipeline {
   bool fill(std::uint64_t index);
   bool reduce_entry(std::uint64_t index);
   bool collect(std::uint64_t index);
-  // Completes the operations whose last bytes it has.
+  // Completes the operations of which `entry` has the last bytes.
   void deliver(const Entry& entry);
   // Has chunk_ be that entry.
   const Steps& turn_to(std::uint64_t index);

@@ -10,7 +10,7 @@ from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 
 # Folders of the package that know nothing of MXNet and MPI: tests with one of each suffice.
-ALIKE = {"base", "comm", "driver", "gpu", "native", "project", "tests", "wire"}
+ALIKE = {"base", "comm", "gpu", "native", "project", "tests"}
 
 
 def pytest_collection_modifyitems(items):
