@@ -169,9 +169,21 @@ def report(step: Step, results: Results, folder: Path) -> None:
             print("\n".join((f"---- last lines of {log}", *lines[-60:])))
 
 
+def causes(step: Step, results: Results, folder: Path) -> list[str]:
+    """Return at most 16 lines on why a step failed; they come last, as a log may be cut to its end."""
+    lines = results.problems[:2]
+    lines += [f"{test}: {results.texts[test][0][-200:]}" for test in results.failed_tests if test in results.texts][:2]
+    for log in folder.glob("*.log") if lines else ():
+        printed = log.read_text(errors="replace").splitlines()
+        marks = [number for number, line in enumerate(printed) if "Fatal Python error" in line]
+        lines += printed[marks[0] : marks[0] + 8] if marks else printed[-2:] if log.stem == "launcher" else []
+    return [f"  {step.name}: {line}" for line in lines[:16]]
+
+
 def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
     """Run chains of steps, print failures as they come and the table at the end; returns the exit code."""
     rows: list[list[int]] = []
+    why: list[str] = []
     lock = threading.Lock()
 
     def run_chain(chain: list[Step]) -> None:
@@ -181,6 +193,7 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
                 report(step, results, options.out / step.name)
                 counts = [results.count(outcome) for outcome in ("passed", "failed", "skipped")]
                 rows.append(counts)
+                why.extend(causes(step, results, options.out / step.name))
                 print(
                     f"{step.name:32}{counts[0]:6} passed{counts[1]:5} failed{counts[2]:5} skipped{seconds:8.1f} s",
                     flush=True,
@@ -191,8 +204,9 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
         thread.start()
     for thread in threads:
         thread.join()
+    print("\n".join(["", *why]))
     passed, failed, skipped = (sum(row[column] for row in rows) for column in range(3))
-    print(f"\n{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
+    print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
     return 1 if failed or not passed else 0
 
 
