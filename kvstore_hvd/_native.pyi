@@ -341,8 +341,11 @@ class MXNetAdapter:
     def after_fork_in_child(self) -> None:
         """Give up threads in a forked child."""
 
-class Link:
-    """What moves bytes between this host and the others: served by a thread of this process until all have left.
+class Transport:
+    """What carries messages between the links of hosts."""
+
+class MpiTransport(Transport):
+    """MPI.
 
     Parameters
     ----------
@@ -354,6 +357,34 @@ class Link:
         By host, the rank of its link in the communicator.
     first_tag : int
         Of the four that the link uses; no other link of these processes uses them.
+    """
+
+    def __init__(
+        self, functions: Mapping[str, int], communicator: int, ranks: Sequence[int], first_tag: int
+    ) -> None: ...
+
+class TcpTransport(Transport):
+    """TCP.
+
+    Parameters
+    ----------
+    connections : sequence of int
+        By host, the descriptor of a connected socket; -1 for this one. The transport closes them.
+    silence_s : float
+        The kernel gives a connection up when the other end acknowledges nothing for so long.
+    """
+
+    def __init__(self, connections: Sequence[int], silence_s: float) -> None: ...
+
+class Link:
+    """What moves bytes between this host and the others: served by a thread of this process until all have left.
+
+    Parameters
+    ----------
+    segment : Segment
+        The memory of this host's ranks.
+    transport : Transport
+        The way to the links of the other hosts.
     timeout_s, silence_s : float
         How long an operation may take, and how long another host may be silent.
     build : str
@@ -365,10 +396,7 @@ class Link:
     def __init__(
         self,
         segment: Segment,
-        functions: Mapping[str, int],
-        communicator: int,
-        ranks: Sequence[int],
-        first_tag: int,
+        transport: Transport,
         timeout_s: float,
         silence_s: float,
         build: str,
@@ -384,6 +412,9 @@ class Link:
         """
     def remove(self) -> None:
         """Gives the link up."""
+
+def close_connections() -> None:
+    """Closes the TCP connections of all links in a forked child: they end with the parent then."""
 
 def stop_links(limit_s: float) -> bool:
     """Waits until all links of this process are over, or the limit; returns whether they were."""

@@ -241,6 +241,12 @@ class Config:
     link_timeout_s: float = _knob(
         _seconds, 10.0, "KVHVD_LINK_TIMEOUT", doc="Seconds after which a host that says nothing counts as lost."
     )
+    network_interfaces: str = _knob(
+        _text,
+        "",
+        "KVHVD_NETWORK_INTERFACES",
+        doc="kvhvdrun: interfaces over which hosts are connected: names and networks, eth0,10.0.0.0/8.",
+    )
     link_compression: str = _knob(
         _choice("none", "fp16", "bf16"),
         "none",

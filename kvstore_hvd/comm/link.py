@@ -1,21 +1,26 @@
-"""The start of links: native threads that exchange by MPI what the workers of each host have reduced.
+"""The start of links: native threads that exchange what the workers of each host have reduced.
 
-A link calls MPI by the addresses of a few functions of the library that mpi4py has loaded. Messages that Python itself
-sent would wait for the interpreter lock, for milliseconds beside a busy program.
+They do so by MPI or, in jobs without, by TCP. A link calls MPI by the addresses of a few functions of the library
+that mpi4py has loaded. Messages that Python itself sent would wait for the interpreter lock, for milliseconds beside a
+busy program.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
+import os
 from typing import Any
 
 from kvstore_hvd import native
 from kvstore_hvd.base.clocks import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
+from kvstore_hvd.worlds.connections import connect_hosts
 from kvstore_hvd.worlds.topology import World
 
-__all__ = ["start_link"]
+__all__ = ["end_links_at_exit", "start_link"]
 
 _FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe")
 # Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
@@ -30,20 +35,10 @@ def start_link(world: World, segment: native.Segment) -> None:
         return
     for rank, (host, pid) in enumerate(zip(topology.hosts, topology.pids)):
         segment.introduce(rank, pid, host)
-    from mpi4py import MPI
-
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        fact = "MPI was initialised without MPI_THREAD_MULTIPLE, which several hosts need."
-        fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
-        raise LaunchError(message(fact, **topology.speaker, fix=fix))
-    most_tags = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) // _TAGS
+    transport = _mpi_transport(world) if world.communicator is not None else _tcp_transport(world)
     link = native.Link(
         segment,
-        _functions(MPI),
-        _handle(MPI, world.communicator),
-        # Under MPI the lowest rank of a host has its local rank 0.
-        [topology.rank_of_all(ranks[0]) for ranks in topology.ranks_by_host.values()],
-        (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
+        transport,
         config().timeout_s,
         config().link_timeout_s,
         f"{native.abi()} {config().link_compression} {config().thresholds}",
@@ -54,6 +49,41 @@ def start_link(world: World, segment: native.Segment) -> None:
     except BaseException:
         link.remove()
         raise
+
+
+@functools.lru_cache(maxsize=1)
+def end_links_at_exit() -> None:
+    """Have this process not end before its links are over: other hosts may need them. Where there is no MPI."""
+    atexit.register(lambda: native.stop_links(config().exit_timeout_s))
+
+
+def _tcp_transport(world: World) -> native.TcpTransport:
+    _close_in_children()
+    return native.TcpTransport(connect_hosts(world), config().link_timeout_s)
+
+
+@functools.lru_cache(maxsize=1)
+def _close_in_children() -> None:
+    # Other hosts would take this worker for alive as long as a forked child holds its connections.
+    os.register_at_fork(after_in_child=native.close_connections)
+
+
+def _mpi_transport(world: World) -> native.MpiTransport:
+    topology = world.topology
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        fact = "MPI was initialised without MPI_THREAD_MULTIPLE, which several hosts need."
+        fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
+        raise LaunchError(message(fact, **topology.speaker, fix=fix))
+    most_tags = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) // _TAGS
+    return native.MpiTransport(
+        _functions(MPI),
+        _handle(MPI, world.communicator),
+        # Under MPI the lowest rank of a host has its local rank 0.
+        [topology.rank_of_all(ranks[0]) for ranks in topology.ranks_by_host.values()],
+        (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
+    )
 
 
 def _meet(world: World, link: native.Link) -> None:

@@ -14,7 +14,7 @@ from kvstore_hvd.comm import affinity
 from kvstore_hvd.comm.base import Communicator, Request
 from kvstore_hvd.comm.device.devices import DeviceThread
 from kvstore_hvd.comm.device.executors import create_executor
-from kvstore_hvd.comm.link import start_link
+from kvstore_hvd.comm.link import end_links_at_exit, start_link
 from kvstore_hvd.comm.refusals import refusals_explained
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, message
@@ -42,7 +42,7 @@ class ShmCommunicator(Communicator):
         check_room(topology)
         self._is_over_hosts = topology.host_count > 1
         if self._is_over_hosts:
-            end_with_mpi()
+            (end_links_at_exit if world.communicator is None else end_with_mpi)()
         changes = _thresholds()
         place = topology.ranks_by_host[topology.host].index(topology.rank)
         core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)

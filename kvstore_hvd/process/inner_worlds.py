@@ -51,6 +51,7 @@ class InnerMember(Member):
                 lost=outer.lost,
                 meeting=outer.meeting,
                 communicator=outer.communicator,
+                addresses=outer.addresses,
                 index=index,
             )
         )

@@ -31,7 +31,7 @@ from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.worlds.authentication import MAC_BYTES, NONCE_BYTES, mac, peer_process
 from kvstore_hvd.worlds.topology import Topology, World, watching_namespaces
 
-__all__ = ["share_segment", "socket_name"]
+__all__ = ["check_wanted", "share_segment", "socket_name"]
 
 _MAGIC = b"KVHVD\x01"
 _MAX_MESSAGE = 16 * 1024
@@ -77,7 +77,8 @@ def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _check_wanted(world: World) -> None:
+def check_wanted(world: World) -> None:
+    """Raise LaunchError when the world is lost: nobody need meet for it any more."""
     why = world.lost()
     if why:
         fix = "kvstore_hvd.elastic.run meets the next world by itself; outside of it, start the job again."
@@ -159,7 +160,7 @@ class _Server:
         while len(self._peers) < self._topology.local_size - 1:
             if deadline.left() <= 0:
                 raise self._missing()
-            _check_wanted(self._world)
+            check_wanted(self._world)
             for key, _ in self._selector.select(deadline.wait_s(_LOOK_S)):
                 if key.fileobj is listener:
                     self._accept(listener)
@@ -196,7 +197,7 @@ class _Server:
             data = b""
         if connection.rank is not None:
             # A proved peer has nothing more to say: this is its end.
-            _check_wanted(self._world)
+            check_wanted(self._world)
             raise _error(
                 self._topology,
                 f"{self._topology.rank_list([self._name(connection.rank)])} (pid {connection.pid}) ended while the "
@@ -317,7 +318,7 @@ def _fetch(world: World, hello: str, timeout_s: float) -> int:
     impostor = False
     attempt = 0
     while True:
-        _check_wanted(world)
+        check_wanted(world)
         if deadline.left() <= 0:
             what = "another process answers in its place" if impostor else "it never opened its socket"
             raise _error(
@@ -380,7 +381,7 @@ def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline
             answer, fds = _receive_fds(connection)
             break
         except socket.timeout:
-            _check_wanted(world)
+            check_wanted(world)
             if deadline.left() <= 0:
                 raise
     try:

@@ -234,8 +234,8 @@ class World:
     `job` and `secret` are equal on all ranks of the world and on no others. `lost` tells, before the ranks have met and
     afterwards, why they need not any more; empty as long as they need. `meeting` tells the meetings of a job from each
     other: it is equal on all ranks, whatever other worlds each of them was in. Of a world on several hosts,
-    `communicator` is mpi4py's, with the ranks of the world of all, and `index` tells the joins of process sets within
-    that world from each other, and from it (0).
+    `communicator` is mpi4py's, with the ranks of the world of all; where there is none, `addresses` tells where each of
+    those ranks listens. `index` tells the joins of process sets within that world from each other, and from it (0).
     """
 
     topology: Topology
@@ -244,6 +244,7 @@ class World:
     lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
     meeting: int = 0
     communicator: Any = field(default=None, repr=False, compare=False)
+    addresses: tuple[tuple[str, ...], ...] = field(default=(), repr=False, compare=False)
     index: int = 0
 
     def next_generation(self) -> World:

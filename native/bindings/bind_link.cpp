@@ -9,6 +9,7 @@
 #include "bindings/errors.hpp"
 #include "link/loop.hpp"
 #include "link/mpi_transport.hpp"
+#include "link/tcp_transport.hpp"
 
 namespace py = pybind11;
 
@@ -30,20 +31,29 @@ MpiFunctions functions_of(const py::dict& values) {
 }  // namespace
 
 void bind_link(py::module_& module) {
+  py::class_<Transport, std::shared_ptr<Transport>>(module, "Transport", "Messages between hosts.");
+  py::class_<MpiTransport, Transport, std::shared_ptr<MpiTransport>>(module, "MpiTransport", "By MPI.")
+      .def(py::init([](const py::dict& functions, std::uintptr_t communicator, std::vector<int> ranks, int first_tag) {
+             return std::make_shared<MpiTransport>(functions_of(functions), communicator, std::move(ranks), first_tag);
+           }),
+           py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"));
+  py::class_<TcpTransport, Transport, std::shared_ptr<TcpTransport>>(module, "TcpTransport", "By TCP connections.")
+      .def(py::init([](const std::vector<int>& connections, double silence_s) {
+             return std::make_shared<TcpTransport>(
+                 connections, std::chrono::duration_cast<std::chrono::milliseconds>(nanoseconds(silence_s)));
+           }),
+           py::arg("connections"), py::arg("silence_s"));
   py::class_<Link, std::shared_ptr<Link>>(module, "Link", "Moves bytes between this host and the others.")
-      .def(py::init([](std::shared_ptr<Segment> segment, const py::dict& functions, std::uintptr_t communicator,
-                       std::vector<int> ranks, int first_tag, double timeout_s, double silence_s,
-                       const std::string& build, int dtype) {
-             auto transport =
-                 std::make_shared<MpiTransport>(functions_of(functions), communicator, std::move(ranks), first_tag);
+      .def(py::init([](std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transport, double timeout_s,
+                       double silence_s, const std::string& build, int dtype) {
              const LinkOptions options{nanoseconds(timeout_s), nanoseconds(silence_s), std::hash<std::string>()(build),
                                        static_cast<DType>(dtype)};
              auto link = std::make_shared<Link>(std::move(segment), std::move(transport), options);
              LinkLoop::of_this_process().add(link);
              return link;
            }),
-           py::arg("segment"), py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"),
-           py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"), py::arg("dtype"))
+           py::arg("segment"), py::arg("transport"), py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"),
+           py::arg("dtype"))
       .def(
           "meet",
           [](const std::shared_ptr<Link>& link, double limit_s) {
@@ -55,6 +65,7 @@ void bind_link(py::module_& module) {
           },
           py::arg("limit_s"), py::call_guard<py::gil_scoped_release>())
       .def("remove", [](const std::shared_ptr<Link>& link) { LinkLoop::of_this_process().remove(link); });
+  module.def("close_connections", &TcpTransport::close_all);
   module.def(
       "stop_links", [](double limit_s) { return LinkLoop::of_this_process().stop(nanoseconds(limit_s)); },
       py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());

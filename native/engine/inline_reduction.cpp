@@ -18,7 +18,7 @@ void InlineReduction::stage(std::uint32_t slot, const Request& request, bool wat
   if (request.inputs.size() == 1) {
     std::memcpy(payload, request.inputs[0], bytes);
   } else {
-    reduce(local_reduction_of(request), request.inputs.data(), static_cast<int>(request.inputs.size()), &payload, 1,
+    reduce(reduction_of_devices(request), request.inputs.data(), static_cast<int>(request.inputs.size()), &payload, 1,
            request.count);
   }
 }

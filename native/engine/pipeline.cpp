@@ -104,7 +104,7 @@ void Pipeline::sum_devices(const Entry& entry) {
     std::vector<const void*> local;
     for (const void* input : request.inputs) local.push_back(static_cast<const char*>(input) + piece.offset);
     void* sum = chunk_.result(piece);
-    reduce(local_reduction_of(request), local.data(), static_cast<int>(local.size()), &sum, 1,
+    reduce(reduction_of_devices(request), local.data(), static_cast<int>(local.size()), &sum, 1,
            piece.bytes / size_of(request.dtype));
   }
 }

@@ -309,6 +309,15 @@ int TensorTable::rank_ahead(std::uint32_t slot) const {
   return -1;
 }
 
+std::vector<int> TensorTable::late(std::uint32_t slot) const {
+  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  std::vector<int> ranks;
+  for (int r = 0; r < world_.ranks; ++r) {
+    if (static_cast<std::int32_t>(announced(r) - announced(rank_)) <= 0) ranks.push_back(r);
+  }
+  return ranks;
+}
+
 std::optional<Announced> TensorTable::announced(std::uint32_t slot, int rank) const {
   const Signature& signature = world_.announcement(slot, rank).signature;
   if (signature.failed || signature.dims > kMaxDims) return std::nullopt;
@@ -328,7 +337,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
     // Acquire: the announcements that it counts are counted in the marks too.
     const std::uint64_t state = world_.slots[slot].state.load(std::memory_order_acquire);
     if (!is_under_way(state) || rank_ahead(slot) < 0) continue;
-    found.push_back(Missed{"", operation_of(state)});
+    found.push_back(Missed{"", operation_of(state), slot});
     places.push_back(slot);
   }
   if (found.empty()) return found;
@@ -342,7 +351,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
     const std::uint64_t state = slot.state.load(std::memory_order_relaxed);
     if (operation_of(state) != found[i].operation || !is_under_way(state)) continue;  // it is over
     if (is_patient(name_in(slot))) continue;
-    Missed one{std::string(name_in(slot)), found[i].operation};
+    Missed one{std::string(name_in(slot)), found[i].operation, places[i]};
     if (described) {
       // The acquire above ordered what that rank has announced; it stays as it is until this rank announces, too.
       const int rank = rank_ahead(places[i]);

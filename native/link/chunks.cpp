@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "link/reductions.hpp"
+#include "request/request.hpp"
 
 namespace kvstore_hvd {
 namespace {

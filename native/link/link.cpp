@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "link/partly.hpp"
-#include "link/reductions.hpp"
 #include "reduce/reduce.hpp"
+#include "request/request.hpp"
 #include "shm/describe.hpp"
 
 namespace kvstore_hvd {
@@ -103,6 +102,10 @@ bool Link::step(Clock::time_point now) {
     if (abort_) raise_abort();
     look(now);
   } catch (const TransportError& error) {
+    if (error.is_lost) {
+      lose(error.host, error.what());
+      return true;
+    }
     const std::string who = error.host < 0 ? "another host" : describe_host(world_, error.host);
     alarm_.raise(ErrorCode::kTransport, "a message to or from " + who + " failed (" + error.what() +
                                             ")\n  Fix: see whether its workers live, and what they have printed");
@@ -111,6 +114,15 @@ bool Link::step(Clock::time_point now) {
   }
   is_over_ = is_over_ || may_end();
   return moved;
+}
+
+// A connection has ended. One of a host whose ranks have all left was to end.
+void Link::lose(int host, const std::string& why) {
+  Other& other = others_[host];
+  if (other.has_left) return;
+  other.has_failed = true;
+  alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " is lost: the connection to it has ended (" + why +
+                                         ")\n  Fix: see whether that host and its first rank are up");
 }
 
 bool Link::close() {
@@ -518,11 +530,13 @@ void Link::mark_late(Tensor& tensor) {
 
 // What some ranks of this host have announced, and some have not.
 void Link::tell_late() {
-  for (const PartlyAnnounced& one : partly_announced(world_, 256)) {
+  for (const Missed& one : table_.missed(256, false).value_or(std::vector<Missed>())) {
+    const std::vector<int> late = table_.late(one.slot);
+    if (late.empty()) continue;
     to_all([&](std::vector<char>& outgoing) {
       RecordWriter writer(outgoing);
-      writer.put(LateRecord{{RecordKind::kLate, 0}, id_of(one.name), one.late.size()});
-      for (const int r : one.late) writer.put(static_cast<std::uint64_t>(world_.rank(r).rank_of_world));
+      writer.put(LateRecord{{RecordKind::kLate, 0}, id_of(one.name), late.size()});
+      for (const int r : late) writer.put(static_cast<std::uint64_t>(world_.rank(r).rank_of_world));
     });
   }
 }

@@ -10,8 +10,10 @@
 namespace kvstore_hvd {
 
 struct TransportError : std::runtime_error {
-  explicit TransportError(const std::string& what, int its_host = -1) : std::runtime_error(what), host(its_host) {}
-  int host;  // the other one, if it is known
+  explicit TransportError(const std::string& what, int its_host = -1, bool lost = false)
+      : std::runtime_error(what), host(its_host), is_lost(lost) {}
+  int host;      // the other one, if it is known
+  bool is_lost;  // whether the connection to it has ended: nothing more will come
 };
 
 // What a message is: one tag each.

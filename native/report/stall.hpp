@@ -43,7 +43,8 @@ struct Announced {
 // An operation that other ranks have announced and this rank has not.
 struct Missed {
   std::string name;
-  std::uint64_t operation;                  // with the name it tells operations apart
+  std::uint64_t operation;  // with the name it tells operations apart
+  std::uint32_t slot;
   std::optional<Announced> announced = {};  // by one of them, if that was asked for and can be told
 };
 

@@ -70,24 +70,33 @@ inline bool is_patient(std::string_view name) { return name.substr(0, 1) == "~";
 // What is wrong with the arguments of a request in a world of `ranks`; empty when nothing is.
 std::string fault_of(const Request& request, int ranks);
 
-inline std::size_t bytes_of(const Request& request) { return request.count * size_of(request.dtype); }
+// An operation here is a Request, or the Signature that a rank announces it with.
+template <class Operation>
+std::size_t bytes_of(const Operation& operation) {
+  return operation.count * size_of(operation.dtype);
+}
 
 // How the contributions of all ranks are reduced. `weights`: see World::weights().
-inline Reduction reduction_of(const Request& request, double weights) {
-  Reduction reduction{request.dtype, request.op, request.prescale, request.postscale, request.as_half};
-  if (request.op == ReduceOp::kAverage && weights != 0.0) reduction.postscale /= weights;
+template <class Operation>
+Reduction reduction_of(const Operation& operation, double weights) {
+  const bool divides = operation.op == ReduceOp::kAverage && weights != 0.0;
+  const double postscale = divides ? operation.postscale / weights : operation.postscale;
+  return {operation.dtype, operation.op, operation.prescale, postscale, operation.as_half != 0};
+}
+
+// The same in steps, each of which rounds to the dtype: the devices of a rank, the ranks of a host, the hosts.
+inline Reduction reduction_of_devices(const Request& request) {
+  return {request.dtype, request.op, 1.0, 1.0, request.as_half};
+}
+template <class Operation>
+Reduction reduction_within_host(const Operation& operation) {
+  return {operation.dtype, operation.op, operation.prescale, 1.0, operation.as_half != 0};
+}
+template <class Operation>
+Reduction reduction_over_hosts(const Operation& operation, double weights) {
+  Reduction reduction = reduction_of(operation, weights);
+  reduction.prescale = 1.0;
   return reduction;
-}
-
-// Over hosts: how the contributions of one host's ranks are reduced; link/reductions.hpp: how the hosts' sums are.
-// Both round to the dtype.
-inline Reduction reduction_within_host_of(const Request& request) {
-  return Reduction{request.dtype, request.op, request.prescale, 1.0, request.as_half};
-}
-
-// How those of the devices of one rank are, before they meet the others'.
-inline Reduction local_reduction_of(const Request& request) {
-  return Reduction{request.dtype, request.op, 1.0, 1.0, request.as_half};
 }
 
 }  // namespace kvstore_hvd

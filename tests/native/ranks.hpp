@@ -1,9 +1,12 @@
 // Worlds for tests: ranks as threads of this process, on one mapping of each host's segment, so that ThreadSanitizer
 // sees all of their accesses.
 //
-// KVHVD_TEST_HOSTS in the environment: the ranks are on as many hosts, for the same tests of the same promises.
+// For the same tests of the same promises, in the environment: KVHVD_TEST_HOSTS, the ranks are on as many hosts;
+// KVHVD_TEST_TCP, hosts are connected by TCP.
 #pragma once
 
+#include <arpa/inet.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,8 +19,10 @@
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "engine/engine.hpp"
 #include "link/link.hpp"
+#include "link/tcp_transport.hpp"
 #include "network.hpp"
 #include "reduce/reduce.hpp"
 #include "shm/world.hpp"
@@ -61,6 +66,30 @@ inline Placement placement_of(int size) {
   return placement;
 }
 
+// A TCP connection between each two of these hosts, on loopback: by host, and by the other one.
+inline std::vector<std::vector<int>> tcp_connections(std::size_t hosts) {
+  std::vector<std::vector<int>> sockets(hosts, std::vector<int>(hosts, -1));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t bytes = sizeof(address);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  bool works = bind(listener, generic, bytes) == 0 && listen(listener, 1) == 0;
+  works = works && getsockname(listener, generic, &bytes) == 0;
+  for (std::size_t a = 0; a < hosts; ++a) {
+    for (std::size_t b = 0; b < a; ++b) {
+      sockets[a][b] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+      works = works && connect(sockets[a][b], generic, bytes) == 0;
+      sockets[b][a] = accept(listener, nullptr, nullptr);
+      works = works && sockets[b][a] >= 0;
+    }
+  }
+  close(listener);
+  testing::check(works, "no TCP on loopback");
+  return sockets;
+}
+
 // Serves the link as LinkLoop does, until all links are over: what a host has sent moves only while it calls.
 inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_ptr<Transport>& transport,
                      std::chrono::nanoseconds timeout, std::atomic<std::size_t>& n_over, std::size_t hosts) {
@@ -93,14 +122,20 @@ inline void with_hosts(const Placement& placement, const std::function<void(Engi
                        const Thresholds& thresholds = {}, const Inside& inside = {},
                        const std::function<void(MemoryNetwork&)>& watch = nullptr) {
   MemoryNetwork network(static_cast<std::uint32_t>(placement.size()));
+  const bool over_tcp = std::getenv("KVHVD_TEST_TCP") != nullptr && watch == nullptr;
   std::atomic<std::size_t> n_over{0};
   std::vector<std::shared_ptr<Segment>> segments;
-  std::vector<std::shared_ptr<MemoryNetwork::End>> ends;
+  std::vector<std::shared_ptr<Transport>> ends;
   std::vector<std::thread> threads;
+  if (over_tcp) {
+    for (const auto& sockets : tcp_connections(placement.size())) {
+      ends.push_back(std::make_shared<TcpTransport>(sockets, std::chrono::seconds(10)));
+    }
+  }
   for (std::size_t host = 0; host < placement.size(); ++host) {
     segments.push_back(Segment::create(static_cast<int>(placement[host].size()), arena_bytes, thresholds, inside,
                                        std::nullopt, Hosts{static_cast<int>(host), placement}));
-    ends.push_back(std::make_shared<MemoryNetwork::End>(network, static_cast<int>(host)));
+    if (!over_tcp) ends.push_back(std::make_shared<MemoryNetwork::End>(network, static_cast<int>(host)));
     for (const auto& ranks : placement) {
       for (const int rank : ranks) segments.back()->introduce(rank, static_cast<int>(getpid()), "testhost");
     }

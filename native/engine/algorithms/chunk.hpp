@@ -101,7 +101,7 @@ class Chunk {
   void reduce_within_host(const Piece& piece, const Input& input, char* output, std::uint64_t bytes) {
     for (int r = 0; r < world_.ranks; ++r) inputs_[r] = input(r);
     void* own = output;
-    reduce(reduction_within_host_of(request(piece)), inputs_.data(), world_.ranks, &own, 1, elements(piece, bytes));
+    reduce(reduction_within_host(request(piece)), inputs_.data(), world_.ranks, &own, 1, elements(piece, bytes));
   }
 
   // Whether all has come from the other hosts. Does not wait: the link rings the bell.

@@ -1,0 +1,220 @@
+"""TCP connections between the hosts of a job that knows no MPI: one for each two links, in clear.
+
+Every worker listens on a port of its own, and the launcher tells all workers the addresses of all. Of two hosts the
+later one calls. Both ends prove by HMAC-SHA256 over fresh nonces of both that they know the job's secret; the proof
+names the world and both hosts, so that an attempt of one world never meets that of another. Whoever proves nothing is
+given a few seconds in a thread of its own, and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hmac
+import ipaddress
+import itertools
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+
+from kvstore_hvd import log
+from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.worlds.authentication import MAC_BYTES, NONCE_BYTES, mac
+from kvstore_hvd.worlds.rendezvous import check_wanted
+from kvstore_hvd.worlds.topology import World
+
+__all__ = ["connect_hosts", "own_addresses"]
+
+_SIOCGIFADDR = 0x8915
+_HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s{MAC_BYTES}s")  # magic, calling and called host, nonce, world
+_MAGIC = b"KVHVDtcp"
+_ONE_S, _LOOK_S, _PAUSE_S = 5.0, 0.02, 0.05  # for one connection; between looks; before the next call
+_MOST_STRANGERS = 64
+
+
+@functools.lru_cache(maxsize=1)
+def _listener(owner: int) -> socket.socket:
+    """The listening socket of this process, which a forked child closes."""
+    listener = socket.create_server(("", 0), backlog=128)
+    listener.setblocking(False)
+    os.register_at_fork(after_in_child=listener.close)
+    return listener
+
+
+def own_addresses(listener: socket.socket | None = None) -> list[str]:
+    """Where other hosts reach this process: ``ADDRESS:PORT`` of each interface that the job may use. IPv4."""
+    chosen = config().network_interfaces.replace(",", " ").split()
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
+    every = [(name, address) for name, addresses in found.items() for address in addresses]
+    if chosen:
+        usable = [address for name, address in every if any(_is_meant(each, name, address) for each in chosen)]
+    else:
+        outside = [address for _, address in every if not ipaddress.ip_address(address).is_loopback]
+        usable = outside or [address for _, address in every]
+    if not usable:
+        has = ", ".join(f"{name} {address}" for name, address in every) or "none with an IPv4 address"
+        fact = f"this host has no network interface that the job may use ({has}; wanted: {' '.join(chosen) or 'any'})."
+        raise LaunchError(message(fact, fix="KVHVD_NETWORK_INTERFACES takes names and networks: eth0,10.0.0.0/8"))
+    port = (listener or _listener(os.getpid())).getsockname()[1]
+    return [f"{address}:{port}" for address in usable]
+
+
+def _is_meant(wanted: str, name: str, address: str) -> bool:
+    try:
+        return wanted == name or ipaddress.ip_address(address) in ipaddress.ip_network(wanted, strict=False)
+    except ValueError:
+        return False
+
+
+def connect_hosts(world: World, listener: socket.socket | None = None) -> list[int]:
+    """Sockets to the leaders of all other hosts, by host, -1 for this one. Collective over the leaders of hosts."""
+    return _Meeting(world, listener or _listener(os.getpid())).run()
+
+
+class _Meeting:
+    def __init__(self, world: World, listener: socket.socket) -> None:
+        topology = world.topology
+        self._world, self._listener = world, listener
+        self._hosts = list(topology.ranks_by_host)
+        self._own = self._hosts.index(topology.host)
+        self._name = mac(world.secret, b"world", f"{world.job}/{world.meeting}/{world.index}".encode())
+        self._lock = threading.Lock()  # of what follows
+        self._found: dict[int, socket.socket] = {}
+        self._faults: dict[int, str] = {}  # of the last call of each host
+        self._is_over = False
+
+    def run(self) -> list[int]:
+        deadline, answering = Deadline(config().start_timeout_s), list[threading.Thread]()
+        for host in range(self._own):
+            threading.Thread(target=self._call, args=(host,), daemon=True).start()
+        try:
+            while len(self._found) < len(self._hosts) - 1:
+                check_wanted(self._world)
+                if deadline.left() <= 0:
+                    raise self._missing()
+                select.select([self._listener], [], [], deadline.wait_s(_LOOK_S))
+                answering = [thread for thread in answering if thread.is_alive()]
+                with contextlib.suppress(OSError):  # nobody calls, or nobody any more
+                    if len(answering) < _MOST_STRANGERS:
+                        thread = threading.Thread(target=self._answer, args=(self._listener.accept()[0],), daemon=True)
+                        thread.start()
+                        answering.append(thread)
+        except BaseException:
+            with self._lock:
+                for connection in self._found.values():
+                    connection.close()
+                self._found.clear()
+            raise
+        finally:
+            with self._lock:
+                self._is_over = True
+        return [self._found[host].detach() if host in self._found else -1 for host in range(len(self._hosts))]
+
+    def _keep(self, host: int, connection: socket.socket) -> None:
+        with self._lock:
+            # A second one: the other end has given the first one up, and calls again.
+            former = connection if self._is_over else self._found.pop(host, None)
+            if former is not connection:
+                connection.settimeout(None)
+                self._found[host] = connection
+        if former is not None:
+            former.close()
+
+    def _leader(self, host: int) -> int:
+        topology = self._world.topology
+        ranks = topology.ranks_by_host[self._hosts[host]]
+        return topology.rank_of_all(min(ranks, key=topology.places.__getitem__) if topology.places else ranks[0])
+
+    def _call(self, host: int) -> None:
+        """Call another host until it answers, at each of its addresses in turn."""
+        for address in itertools.cycle(self._world.addresses[self._leader(host)]):
+            if self._is_over:
+                return
+            name, _, port = address.rpartition(":")
+            with contextlib.ExitStack() as on_failure:
+                try:
+                    connection = on_failure.enter_context(socket.create_connection((name, int(port)), timeout=_ONE_S))
+                    self._prove(connection, host)
+                except (OSError, _Refused) as error:
+                    self._faults[host] = f"{address}: {getattr(error, 'strerror', None) or error}"
+                    time.sleep(_PAUSE_S)
+                else:
+                    on_failure.pop_all()
+                    self._keep(host, connection)
+                    return
+
+    def _prove(self, connection: socket.socket, host: int) -> None:
+        hello = _HELLO.pack(_MAGIC, self._own, host, secrets.token_bytes(NONCE_BYTES), self._name)
+        connection.sendall(hello)
+        nonce, proof = _receive(connection, NONCE_BYTES), _receive(connection, MAC_BYTES)
+        if not hmac.compare_digest(proof, mac(self._world.secret, b"called", hello, nonce)):
+            raise _Refused("another process answers there")
+        connection.sendall(mac(self._world.secret, b"calling", hello, nonce))
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_ONE_S)
+            hello = _receive(connection, _HELLO.size)
+            magic, host, called, _, name = _HELLO.unpack(hello)
+            is_ours = magic == _MAGIC and self._own < host < len(self._hosts) and called == self._own
+            if not is_ours or not hmac.compare_digest(name, self._name):
+                raise _Refused("it does not belong to this world")
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(nonce + mac(self._world.secret, b"called", hello, nonce))
+            proof = _receive(connection, MAC_BYTES)
+            if not hmac.compare_digest(proof, mac(self._world.secret, b"calling", hello, nonce)):
+                raise _Refused("it does not know the secret of the job")
+        except (OSError, _Refused) as error:
+            log.logger.info("refused a connection: %s", error)
+            connection.close()
+        else:
+            self._keep(host, connection)
+
+    def _missing(self) -> LaunchError:
+        topology = self._world.topology
+        absent = [host for host in range(len(self._hosts)) if host != self._own and host not in self._found]
+        ranks = [rank for host in absent for rank in topology.ranks_by_host[self._hosts[host]]]
+        details = []
+        for host in absent:
+            if host < self._own:
+                how = f"not reached at {self._faults.get(host, 'any address')}"
+            else:
+                how = f"it did not call {' or '.join(own_addresses(self._listener))}"
+            details.append(f"{self._hosts[host]}: {how}")
+        return LaunchError(
+            message(
+                f"{topology.rank_list(ranks)} did not arrive within {config().start_timeout_s:g} s.",
+                **topology.speaker,
+                details=details,
+                fix="see whether they failed or create no store, and whether a firewall lets workers of these hosts "
+                "connect to each other; KVHVD_NETWORK_INTERFACES chooses interfaces, KVHVD_START_TIMEOUT (seconds) "
+                "gives more time.",
+            )
+        )
+
+
+class _Refused(Exception):
+    """The other end is not the one that is meant."""
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """So many bytes."""
+    received = b""
+    while len(received) < count:
+        more = connection.recv(count - len(received))
+        if not more:
+            raise _Refused("the other end has closed the connection")
+        received += more
+    return received
