@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -50,10 +51,12 @@ def main() -> None:
     host, *words = sys.argv[1:]
     if host == "--serve":
         with socket.create_server(("", int(words[0]))) as server:
+            print("ready", flush=True)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             while True:
                 connection, _ = server.accept()
-                with connection, connection.makefile("r") as lines:
-                    run(lines.readline(), connection, connection)
+                with connection, connection.makefile("rb", buffering=0) as lines:
+                    run(lines.readline().decode(), connection, connection)
     if host == "refused":
         sys.exit("ssh: connect to host refused port 22: Connection refused")
     if host == "silent":
