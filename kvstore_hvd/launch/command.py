@@ -20,7 +20,15 @@ from kvstore_hvd.launch.as_horovod import through_this_package
 from kvstore_hvd.launch.capacity import check_count
 from kvstore_hvd.launch.discovery import FixedHosts
 from kvstore_hvd.launch.driver import Driver, StartError
-from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, refuse_others, slots_of
+from kvstore_hvd.launch.hosts import (
+    hosts_of_file,
+    hosts_of_option,
+    is_here,
+    most_together,
+    refuse_others,
+    remote_shell,
+    slots_of,
+)
 from kvstore_hvd.launch.options import Caller, Plan, add_elastic_options, elastic_plan, is_elastic
 from kvstore_hvd.launch.state import Settings
 
@@ -105,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line"
     )
+    parser.add_argument("--rsh-command", metavar="CMD", help=argparse.SUPPRESS)  # data does not cross hosts yet
     parser.add_argument(
         "--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd"
     )
@@ -187,9 +196,11 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     command, inherited = _program(options)
-    hosts = _hosts(options)
+    shell = remote_shell(options.rsh_command)
+    hosts = _hosts(options, are_others_used=bool(shell))
     count = _worker_count(options, hosts)
-    is_captured = count > 1 or options.output_filename is not None
+    hosts = hosts or {"localhost": count}
+    is_captured = count > 1 or options.output_filename is not None or not all(map(is_here, hosts))
     check_count(count, 2 if is_captured else 0)
     cfg = config()
     cores = usable_cores()
@@ -197,21 +208,32 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     if count > 1:
         # Each worker's OpenMP would start a thread per core; N workers would share each core N-fold and all slow down.
         if not inherited.get("OMP_NUM_THREADS"):
-            threads = max(1, len(cores) // count)
+            most = most_together([host for host, slots in hosts.items() for _ in range(slots)][:count])
+            threads = max(1, len(cores) // most)
             inherited["OMP_NUM_THREADS"] = str(threads)
-            notes.append(f"OMP_NUM_THREADS={threads}: {len(cores)} cores for {count} workers; set it to override")
+            notes.append(f"OMP_NUM_THREADS={threads}: {len(cores)} cores for {most} workers; set it to override")
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
     job = os.urandom(8).hex()
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
             _say(note)
+    start_timeout = options.start_timeout
     settings = Settings(
-        job, count, count, survivor_time_s=cfg.survivor_time_s, kill_grace_s=cfg.kill_grace_s, is_static=True
+        job,
+        count,
+        count,
+        start_timeout_s=cfg.start_timeout_s
+        if start_timeout is None
+        else option_value("--start-timeout", start_timeout, "start_timeout_s"),
+        survivor_time_s=cfg.survivor_time_s,
+        kill_grace_s=cfg.kill_grace_s,
+        lease_s=cfg.lease_s,
+        is_static=True,
     )
     return Plan(
         settings,
-        FixedHosts(hosts or {"localhost": count}),
+        FixedHosts(hosts),
         command,
         inherited,
         output_folder=options.output_filename,
@@ -220,6 +242,7 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
         prefix=count > 1 and not options.no_prefix,
         verbose=options.verbose,
         caller=caller,
+        shell=shell,
     )
 
 
@@ -228,6 +251,7 @@ def _is_of_outer_job(name: str) -> bool:
     return name.startswith(("KVHVD_LOCAL_", "KVHVD_DAEMON", "KVHVD_WORKER")) or name in (
         "KVHVD_RANK",
         "KVHVD_SIZE",
+        "KVHVD_HOSTS",
         "KVHVD_SLOT",
         "KVHVD_SECRET",
         "KVHVD_GENERATION",
@@ -245,15 +269,16 @@ def _set_timeline(variables: dict[str, str], path: str) -> None:
     variables.pop("KVHVD_TIMELINE", None)  # would come first
 
 
-def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
-    """The hosts that are named, which must be this one, with their slots; None if none is."""
+def _hosts(options: argparse.Namespace, *, are_others_used: bool) -> dict[str, int] | None:
+    """The hosts that are named, with their slots; None if none is."""
     if options.hosts is not None and options.hostfile is not None:
         raise LaunchError(message("both -H and --hostfile name hosts.", fix="give one of them."))
     if options.hosts is None and options.hostfile is None:
         return None
     entries = hosts_of_file(options.hostfile) if options.hosts is None else hosts_of_option(options.hosts)
     hosts = slots_of(entries)
-    refuse_others(hosts)
+    if not are_others_used:
+        refuse_others(hosts)
     return hosts
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore_hvd.horovod.variables import Seat
+from kvstore_hvd.launch.hosts import address_of, machine_of
 from kvstore_hvd.launch.state import (
     ADDED,
     EXIT_FAILED,
@@ -26,6 +27,7 @@ from kvstore_hvd.launch.state import (
     Phase,
     Roster,
     Settings,
+    Slot,
     Slots,
     Start,
     Tell,
@@ -33,9 +35,11 @@ from kvstore_hvd.launch.state import (
     Worker,
     because_of,
     local_ranks,
+    machines,
     rank_order,
     together_with,
 )
+from kvstore_hvd.worlds.topology import Host, Topology
 
 __all__ = ["Job"]
 
@@ -100,6 +104,8 @@ class Job:
 
     def seat(self, number: int) -> Seat:
         """Where a worker will be in its first world, if nothing happens until then; asked when it is started."""
+        if self._settings.is_static:
+            return _seat(number, [machine_of(slot.host) for slot in self.static_slots], ())
         worker = self._roster.get(number)
         assert worker is not None
         coming = [
@@ -107,9 +113,13 @@ class Job:
         ]
         if not self._generation.begun:
             coming.sort(key=lambda each: self._slots.place_of(each.slot))
-        ranked = [*(each for each in self._generation.left if each.slot in self._slots), *coming]
-        rank, places = ranked.index(worker), self._local_ranks(ranked)
-        return Seat(rank, len(ranked), places[rank], len(ranked))  # one host
+        ranked = rank_order([*(each for each in self._generation.left if each.slot in self._slots), *coming])
+        return _seat(ranked.index(worker), machines(ranked), self._local_ranks(ranked))
+
+    @property
+    def static_slots(self) -> list[Slot]:
+        """The slots of all ranks of a static job."""
+        return list(self._slots)[: self._settings.max_np]
 
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
@@ -153,6 +163,11 @@ class Job:
     def host_lost(self, host: str, text: str, now: float) -> None:
         """All workers of a host are gone, because of what `text` says."""
         workers = [worker for worker in self._roster.running if worker.slot.host == host]
+        if not self._over:
+            if any(_has_lived_long(worker, now) for worker in workers):
+                self._slots.forgive(host)
+            seconds = self._slots.crashed(host, now, had_begun=any(worker.pid for worker in workers))
+            self._note("host_lost", host=host, text=text, seconds=round(seconds, 3))
         self._ended(workers, -signal.SIGKILL, (), now, text)
         self._decide(now)
 
@@ -221,8 +236,7 @@ class Job:
         elif not self._generation.has(worker):
             others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
             ranked = rank_order([*self._generation.left, *others, worker])
-            place = {"rank": ranked.index(worker), "size": len(ranked), "hosts": [w.place for w in ranked]}
-            self._tell(worker.id, "place", **place, places=self._local_ranks(ranked))
+            self._tell(worker.id, "place", rank=ranked.index(worker), **self._world(ranked))
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
@@ -258,7 +272,7 @@ class Job:
                 continue
             if code == 0:
                 self._succeeded = True
-            else:
+            elif not lost:
                 self._on_crash(worker, now)
         for worker in missed:
             # A finished worker had met the others, also if not all of them have said so yet, and takes nothing with it
@@ -269,7 +283,7 @@ class Job:
 
     def _on_crash(self, worker: Worker, now: float) -> None:
         self._failures.crashed(worker, now)
-        if worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S:
+        if _has_lived_long(worker, now):
             self._slots.forgive(worker.slot)
         seconds = self._slots.crashed(worker.slot, now)
         if seconds > 0:
@@ -288,6 +302,11 @@ class Job:
 
     def _local_ranks(self, ranked: Sequence[Worker]) -> list[int]:
         return local_ranks(ranked, self._slots)
+
+    def _world(self, ranked: Sequence[Worker]) -> dict[str, Any]:
+        """What a worker is told of a world."""
+        hosts, addresses = [worker.place for worker in ranked], [address_of(worker.slot.host) for worker in ranked]
+        return {"size": len(ranked), "hosts": hosts, "places": self._local_ranks(ranked), "addresses": addresses}
 
     def _newcomers(self) -> list[Worker]:
         """Who waits to be in a world for the first time, oldest first."""
@@ -316,8 +335,9 @@ class Job:
 
     def _start_static(self, now: float) -> None:
         """Start the next worker, one at a time: signals and failures count from the first one on."""
-        slots, count = list(self._slots)[: self._settings.max_np], len(list(self._roster))
-        if count < len(slots) and all(worker.pid for worker in self._roster.running):
+        slots, count = self.static_slots, len(list(self._roster))
+        is_lost = any(worker.lost for worker in self._roster)
+        if count < len(slots) and all(worker.pid for worker in self._roster.running) and not is_lost:
             self._actions.append(Start(self._roster.add(slots[count], now, NO_CHANGE).id, slots[count]))
 
     def _decide_static(self, now: float) -> None:
@@ -504,8 +524,7 @@ class Job:
         before = self._generation.left
         self._generation = Generation(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
         self._short.end()
-        hosts, places = [worker.place for worker in ranked], self._local_ranks(ranked)
-        world = {"generation": number, "size": len(ranked), "hosts": hosts, "places": places, "job": settings.job}
+        world = {"generation": number, **self._world(ranked), "job": settings.job}
         for rank, worker in enumerate(ranked):
             worker.ready, worker.generation = False, number
             self._tell(worker.id, "world", **world, rank=rank)
@@ -569,3 +588,13 @@ class Job:
 
     def _tell(self, worker: int, kind: str, **fields: Any) -> None:
         self._actions.append(Tell(worker, {"t": kind, **fields}))
+
+
+def _has_lived_long(worker: Worker, now: float) -> bool:
+    return worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S
+
+
+def _seat(rank: int, hosts: Sequence[str], places: Sequence[int]) -> Seat:
+    """The place of a rank, by the hosts of all, and their local ranks if these differ from the order of ranks."""
+    world = Topology.of(rank, [Host(host, host) for host in hosts], source="launcher", places=places)
+    return Seat(rank, world.size, world.local_rank, world.local_size, world.cross_rank, world.cross_size)

@@ -11,7 +11,7 @@ from kvstore_hvd.config import config, option_value
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, slots_of
+from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, refuse_others, remote_shell, slots_of
 from kvstore_hvd.launch.state import Cooldown, Settings
 
 __all__ = ["Caller", "Plan", "add_elastic_options", "elastic_plan", "is_elastic"]
@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     prefix: bool = True
     verbose: bool = False
     caller: Caller | None = None
+    shell: Sequence[str] = ()  # the words that run a command on another host; empty: there is only this one
 
 
 def add_elastic_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +102,8 @@ def elastic_plan(
     least = _whole(options.min_np, "--min-np", 1) or first or 1
     most = _whole(options.max_np, "--max-np", 1)
     _check_order(least, first, most)
-    discovery = _discovery(options, (least, first, most))
+    shell = remote_shell(options.rsh_command)
+    discovery = _discovery(options, (least, first, most), are_others_used=bool(shell))
     check_count(most or max(least, first or 0, min(discovery.slots, MAX_WORKERS)), *ELASTIC_FILES)
     cfg = config()
     seconds = {
@@ -137,6 +139,7 @@ def elastic_plan(
         prefix=not options.no_prefix,
         verbose=options.verbose,
         caller=caller,
+        shell=shell,
     )
 
 
@@ -181,7 +184,9 @@ def _cooldown(given: Any) -> Cooldown:
     return Cooldown(lower, upper)
 
 
-def _discovery(options: argparse.Namespace, counts: tuple[int, int | None, int | None]) -> HostDiscovery:
+def _discovery(
+    options: argparse.Namespace, counts: tuple[int, int | None, int | None], *, are_others_used: bool
+) -> HostDiscovery:
     least, first, most = counts
     named = [
         name
@@ -203,6 +208,8 @@ def _discovery(options: argparse.Namespace, counts: tuple[int, int | None, int |
         hosts = slots_of(hosts_of_file(options.hostfile), default)
     else:
         hosts = {"localhost": most or first or least}
+    if not are_others_used:
+        refuse_others(hosts)
     count = max(least, first or 0)
     if sum(hosts.values()) < count:
         raise LaunchError(
