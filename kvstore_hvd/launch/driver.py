@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.base.cores import usable_cores
+from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launch import processes
@@ -322,11 +323,12 @@ class Driver:
         seat = self._job.seat(number)
         environment = environment_of(plan, number, slot, seat, self._secret)
         place, count = seat.local_rank, seat.local_size
-        if settings.is_static:
-            hosts = [each.host for each in self._job.static_slots]
-            if len(set(map(machine_of, hosts))) > 1:
-                environment["KVHVD_HOSTS"] = ",".join(map(address_of, hosts))
-        else:
+        hosts = [each.host for each in self._job.static_slots] if settings.is_static else [slot.host]
+        can_be_several = plan.shell and (not settings.is_static or len(set(map(machine_of, hosts))) > 1)
+        are_several = bool(can_be_several or config().test_hosts)
+        if are_several:
+            environment["KVHVD_HOSTS"] = ",".join(map(address_of, hosts))
+        if not settings.is_static:
             place, count = slot.index, max(slot.index + 1, sum(each.host == slot.host for each in self._job.slots))
             # Settled once: sums of workers with different numbers of threads could differ in their last bits.
             most = min(most_together(each.host for each in self._job.slots), settings.max_np)
@@ -343,7 +345,7 @@ class Driver:
             command=list(plan.command),
             environment=environment if is_here(slot.host) else travelling(environment),
             share=[place, count] if plan.bind_cores else [],
-            line=not settings.is_static,
+            line=are_several or not settings.is_static,
             stdin=settings.is_static and number == 0 and is_here(slot.host),
             stdout=self._output.size_for(1, prefix) if plan.capture else None,
             stderr=self._output.size_for(2, prefix) if plan.capture else None,

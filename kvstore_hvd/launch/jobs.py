@@ -11,8 +11,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvstore_hvd.errors import rank_list
 from kvstore_hvd.horovod.variables import Seat
-from kvstore_hvd.launch.hosts import address_of, machine_of
+from kvstore_hvd.launch.hosts import machine_of
 from kvstore_hvd.launch.state import (
     ADDED,
     EXIT_FAILED,
@@ -25,6 +26,7 @@ from kvstore_hvd.launch.state import (
     Kill,
     Note,
     Phase,
+    Place,
     Roster,
     Settings,
     Slot,
@@ -67,6 +69,8 @@ class Job:
         self._begun = False  # there were slots enough to start
         self._succeeded = False  # a worker has ended with 0
         self._short = Wait(now)  # for workers, of which there are too few
+        # In a static job, by worker: the ranks that it waits for, and until when.
+        self._meeting: dict[int, tuple[list[int], float]] = {}
         self._changes = 0  # of the hosts
         self._change = NO_CHANGE  # the one that is being attended to
         self._resets = 0  # how often the workers have met again, as `--reset-limit` counts it
@@ -124,7 +128,8 @@ class Job:
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
         if self._settings.is_static:
-            return None if self._over else self._fail_at
+            times = [self._fail_at, *(until for _, until in self._meeting.values())]
+            return min((time for time in times if time is not None), default=None) if not self._over else None
         times = [
             self._generation.kill_at,
             self._generation.wait.tell_at,
@@ -208,7 +213,7 @@ class Job:
         if message.get("generation", -1) > worker.generation:
             raise ValueError(f"worker {number} tells of a generation that it was not given")
         if kind == "enter":
-            self._on_enter(worker, message["host"], now)
+            self._on_enter(worker, message, now)
         elif kind == "ready":
             self._on_ready(worker, message, now)
         elif kind == "joined":
@@ -224,10 +229,13 @@ class Job:
 
     # -- What workers say -----------------------------------------------------------------------------------------
 
-    def _on_enter(self, worker: Worker, host: Sequence[str], now: float) -> None:
-        worker.place = (str(host[0]), str(host[1]))
+    def _on_enter(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
+        name, identity = map(str, message["host"])
+        worker.place = Place(name, identity, int(message["pid"]), tuple(map(str, message["addresses"])))
         self._note("worker_entered", worker=worker.id)
-        if worker.leaving:
+        if self._settings.is_static:
+            self._meeting[worker.id] = [int(rank) for rank in message["ranks"]], now + self._settings.start_timeout_s
+        elif worker.leaving:
             self._tell(worker.id, "leave", text=_NOT_NEEDED)
         elif not self._generation.begun:
             # There is nobody yet whom it could keep waiting while it prepares: it waits for the first world at once.
@@ -305,8 +313,14 @@ class Job:
 
     def _world(self, ranked: Sequence[Worker]) -> dict[str, Any]:
         """What a worker is told of a world."""
-        hosts, addresses = [worker.place for worker in ranked], [address_of(worker.slot.host) for worker in ranked]
-        return {"size": len(ranked), "hosts": hosts, "places": self._local_ranks(ranked), "addresses": addresses}
+        places = [worker.place or Place("", "") for worker in ranked]
+        return {
+            "size": len(ranked),
+            "hosts": [place[:2] for place in places],
+            "pids": [place.pid for place in places],
+            "addresses": [place.addresses for place in places],
+            "places": self._local_ranks(ranked),
+        }
 
     def _newcomers(self) -> list[Worker]:
         """Who waits to be in a world for the first time, oldest first."""
@@ -342,12 +356,30 @@ class Job:
 
     def _decide_static(self, now: float) -> None:
         """Nobody takes anybody's place: a failure ends the job, once the others have had their time to report it."""
+        self._meet_static(now)
         if self._fail_at is None and any(worker.code for worker in self._roster):
             self._fail_at = now + self._settings.survivor_time_s
         are_all_done = len(list(self._roster)) == self._settings.max_np and not self._roster.running
         if are_all_done or (self._fail_at is not None and now >= self._fail_at):
             culprit = self._roster.culprit(self._roster)
             self._end(End(0) if culprit is None else because_of(culprit, self._settings))
+
+    def _meet_static(self, now: float) -> None:
+        """Workers on several hosts learn of each other once all that one waits for have called init()."""
+        for number, (ranks, until) in list(self._meeting.items()):
+            chosen = [self._roster.get(rank) for rank in ranks]
+            there = [worker for worker in chosen if worker is not None and worker.place is not None]
+            if len(there) < len(ranks) and now < until:
+                continue
+            del self._meeting[number]
+            if len(there) == len(ranks):
+                world = {**self._world(there), "generation": 0, "job": self._settings.job}
+                self._tell(number, "world", rank=ranks.index(number), **world)
+            else:
+                absent = rank_list(rank for rank in ranks if rank not in {worker.id for worker in there})
+                text = f"{absent} did not call init() within {self._settings.start_timeout_s:g} s."
+                fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
+                self._tell(number, "fail", text=text, fix=fix)
 
     def _kill_late(self, now: float) -> None:
         if self._generation.kill_at is None:
@@ -549,7 +581,7 @@ class Job:
         self._over = True
         for worker in self._roster:
             if end.reason and worker.alive and worker.place is not None and not worker.leaving:
-                self._tell(worker.id, "fail", text=end.reason)
+                self._tell(worker.id, "fail", text=end.reason, fix="see the message of kvhvdrun.")
         self._actions.append(end)
 
     # -- Workers that have to go: told to leave, then ended, then killed ------------------------------------------

@@ -153,8 +153,14 @@ def how_it_ended(code: int) -> str:
 #: Stands for another reason than a change of the hosts.
 NO_CHANGE = 0
 
-#: Name and identity of a host, as a worker tells them: equal identities can share memory.
-Place = tuple[str, str]
+
+class Place(NamedTuple):
+    """Where a worker is, as it says itself. Hosts of equal identities can share memory."""
+
+    name: str
+    identity: str
+    pid: int = 0
+    addresses: tuple[str, ...] = ()  # where it listens for other hosts
 
 
 @dataclass
@@ -241,7 +247,7 @@ class Roster:
 
 def machines(workers: Sequence[Worker]) -> list[str]:
     """What tells the hosts of workers apart: their identities, or, as long as one is not known, the hosts' names."""
-    places = [worker.place[1] for worker in workers if worker.place]
+    places = [worker.place.identity for worker in workers if worker.place]
     return places if len(places) == len(workers) else [machine_of(worker.slot.host) for worker in workers]
 
 

@@ -10,6 +10,7 @@ The source is chosen once, in this order, and logged:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.config import Config, config, tell_unused
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
+from kvstore_hvd.worlds import worker_line
 from kvstore_hvd.worlds.mpi.world import check_ranks, initialised_mpi, mpi_world
-from kvstore_hvd.worlds.topology import Host, Topology, World, refuse_several
+from kvstore_hvd.worlds.topology import Host, Topology, World
 
 __all__ = ["Topology", "World", "discover", "single_world"]
 
@@ -103,8 +105,6 @@ def _launcher_world(cfg: Config, ranks: Sequence[int] | None) -> World | None:
         )
     if rank >= size:
         raise LaunchError(message(f"KVHVD_RANK={rank} is not below KVHVD_SIZE={size}.", fix="start with kvhvdrun."))
-    hosts = cfg.hosts.split(",")
-    refuse_several(hosts, hosts)
     launch = cfg.mpi_launch
     if launch is not None and launch.launcher != "Slurm" and launch.size != 1:
         raise LaunchError(
@@ -122,6 +122,8 @@ def _launcher_world(cfg: Config, ranks: Sequence[int] | None) -> World | None:
         if chosen != tuple(range(size)):
             # Worlds of one job must not meet each other's sockets.
             job += "." + hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
+    if cfg.hosts:
+        return dataclasses.replace(worker_line.meet(rank, chosen), job=job)
     topology = Topology.of(
         chosen.index(rank), [Host.here()] * len(chosen), generation=cfg.generation, source="launcher"
     )

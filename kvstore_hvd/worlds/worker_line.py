@@ -12,7 +12,7 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore_hvd import log
@@ -20,10 +20,11 @@ from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.worlds.authentication import peer_process
+from kvstore_hvd.worlds.connections import own_addresses
 from kvstore_hvd.worlds.leaving import end_by_force
-from kvstore_hvd.worlds.topology import Host, Topology, World, refuse_several
+from kvstore_hvd.worlds.topology import Host, Topology, World, virtual_hosts
 
-__all__ = ["WorkerLine", "current"]
+__all__ = ["WorkerLine", "current", "meet"]
 
 
 class WorkerLine:
@@ -50,10 +51,11 @@ class WorkerLine:
 
     # -- Worlds -------------------------------------------------------------------------------------------------------
 
-    def enter(self) -> tuple[World, bool]:
-        """The first world, as soon as all workers of a new job are there."""
+    def enter(self, ranks: Sequence[int] = ()) -> tuple[World, bool]:
+        """The first world, as soon as all workers of a new job are there; in a static one those with these ranks."""
         here = Host.here()
-        self._send({"t": "enter", "host": [here.name, here.identity]})
+        about = {"host": [here.name, here.identity], "pid": os.getpid(), "ranks": list(ranks)}
+        self._send({"t": "enter", **about, "addresses": own_addresses() if config().hosts else []})
         answer = self._take()
         return self._world(answer), answer["t"] == "world"
 
@@ -88,8 +90,8 @@ class WorkerLine:
         while True:
             answer = self._places.get()  # the launcher has deadlines; without it `_end` ends this process
             if answer["t"] == "fail":
-                fact, fix = f"the job ends: {answer['text']}", "see the message of kvhvdrun."
-                raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=fix))
+                fact = f"the job ends: {answer['text']}"
+                raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=answer["fix"]))
             if answer["t"] == "leave":
                 log.logger.info("this worker is not needed any more: %s", answer["text"])
                 raise SystemExit(0)
@@ -104,10 +106,20 @@ class WorkerLine:
     def _world(self, answer: dict[str, Any]) -> World:
         generation = answer.get("generation", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
-        refuse_several(answer["addresses"], [host.identity for host in hosts])
-        topology = Topology.of(answer["rank"], hosts, generation=generation, source="launcher", places=answer["places"])
-        job = answer.get("job", "")
-        return World(topology, job, self._secret, lost=lambda: self.void(generation), meeting=generation)
+        places = answer["places"]
+        if config().test_hosts:
+            hosts, places = virtual_hosts(hosts, config().test_hosts), ()
+        topology = Topology.of(
+            answer["rank"], hosts, generation=generation, source="launcher", places=places, pids=answer["pids"]
+        )
+        return World(
+            topology,
+            answer.get("job", ""),
+            self._secret,
+            lost=lambda: self.void(generation),
+            meeting=generation,
+            addresses=tuple(map(tuple, answer["addresses"])),
+        )
 
     # -- The connection -----------------------------------------------------------------------------------------------
 
@@ -177,11 +189,18 @@ _lock = threading.Lock()
 
 def current() -> WorkerLine | None:
     """The line of this process; None unless it is a worker of an elastic job."""
-    global _current
     known = config()
-    if not known.daemon or known.worker is None:
-        return None
+    return None if not known.daemon or known.worker is None else _line(known.worker)
+
+
+def meet(rank: int, ranks: Sequence[int]) -> World:
+    """The world of these ranks of a static job on several hosts. Collective over them."""
+    return _line(rank).enter(ranks)[0]
+
+
+def _line(worker: int) -> WorkerLine:
+    global _current
     with _lock:
         if _current is None:
-            _current = WorkerLine(known.daemon, known.secret, known.worker)
+            _current = WorkerLine(config().daemon, config().secret, worker)
         return _current

@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 // How often the thread yields after the last news before it sleeps: a small operation costs less than waking it, while
 // the ranks have work to do for a chunk.
 constexpr int kYields = 60, kYieldsForChunks = 10;
-// Messages of links that are over may move only while this process calls MPI.
+// Between calls of a transport whose links are over; and how many of those the end of the thread may take.
 constexpr std::chrono::milliseconds kAfterwards{20};
 constexpr int kCallsAfterwards = 50;
 
@@ -124,7 +124,7 @@ void LinkLoop::run() {
     if (moved) yields = yields_of(WaitPolicy{std::chrono::nanoseconds(0), has_chunks ? kYieldsForChunks : kYields});
     if (!links.empty()) {
       last = links.front()->transport();
-      calls = kCallsAfterwards;
+      calls = last->calls_afterwards();
     } else if (calls > 0) {
       --calls;
       progress(*last);

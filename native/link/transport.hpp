@@ -34,8 +34,9 @@ class Transport {
   virtual bool test(Transfer& transfer) = 0;
   // Gives a receive up; it is over when test() says so.
   virtual void cancel(const Transfer& transfer) = 0;
-  // A message that was handed over may move only while its sender calls.
+  // Moves what can be moved. MPI: a message that is sent, as far as test() says, may need more of its sender's calls.
   virtual void progress() = 0;
+  virtual int calls_afterwards() const { return 0; }
 };
 
 }  // namespace kvstore_hvd

@@ -55,11 +55,26 @@ def test_workers_get_their_places(run, tmp_path, options):
     assert [one["hosts"] for one in reports] == [[] if options else [me, me, "node2"]] * 4
 
 
-def test_data_does_not_cross_hosts(run):
-    program = "import kvstore_hvd; kvstore_hvd.init()"
-    err = run(f"{SHELL} -H node1:2,node2:1", program, code=1).err
-    assert "LaunchError: kvhvdrun has started workers on 2 hosts" in err
-    assert "Fix: start with mpirun: mpirun -np 3 --host node1:2,node2:1 python train.py" in err
+def test_hosts_that_are_one_share_memory(run):
+    program = """
+import numpy as np
+import kvstore_hvd
+topology = kvstore_hvd.init()
+report(rank=topology.rank, size=topology.local_size, total=float(kvstore_hvd.allreduce(np.ones(1), 'x')[0]))
+"""
+    reports = run(f"{SHELL} -H node1:2,node2:1", program).reports()
+    assert reports == [{"rank": rank, "size": 3, "total": 3.0} for rank in range(3)]
+
+
+def test_a_worker_that_does_not_come(run):
+    program = """
+import kvstore_hvd
+if rank != 2:
+    kvstore_hvd.init()
+forever()
+"""
+    err = run(f"{SHELL} -H node1:2,node2:1", program, code=1, KVHVD_START_TIMEOUT="1").err
+    assert "the job ends: rank 2 did not call init() within 1 s." in err
 
 
 # -- Hosts that do not come ---------------------------------------------------------------------------------------

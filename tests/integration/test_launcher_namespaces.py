@@ -42,16 +42,20 @@ def left(network, name):
     return [pid for pid, path in found if path.exists() and b"--serve" not in path.read_bytes()]
 
 
-def test_places_and_the_refusal_of_data(begin):
-    """The kernel tells hosts apart also where nothing else does, as in elastic jobs."""
-    program = """
-report(rank=rank, host=os.uname().nodename, local=int(os.environ['KVHVD_LOCAL_RANK']), hosts=os.environ['KVHVD_HOSTS'])
+SUM = """
+import numpy as np
+import kvstore_hvd
+topology = kvstore_hvd.init()
+total = kvstore_hvd.allreduce(np.full(100_000, topology.rank + 1.0), 'x')
+report(rank=topology.rank, place=[topology.local_rank, topology.cross_rank], total=total[[0, -1]].tolist())
 """
-    reports = begin("", program).end().reports()
-    assert [(one["host"], one["local"]) for one in reports] == [("node0", 0), ("node1", 0), ("node1", 1)]
-    assert {one["hosts"] for one in reports} == {"node0,node1,node1"}
-    err = begin("--min-np 3", "import kvstore_hvd; kvstore_hvd.init()").end(1).err
-    assert "Fix: start with mpirun: mpirun -np 3 --host node0:1,node1:2 python train.py" in err
+
+
+@pytest.mark.parametrize("options", ["", "--min-np 3"])
+def test_places_and_sums(begin, options):
+    reports = begin(options, SUM).end().reports()
+    assert [(one["rank"], one["place"]) for one in reports] == [(0, [0, 0]), (1, [0, 1]), (2, [1, 0])]
+    assert [one["total"] for one in reports] == [[6.0, 6.0]] * 3
 
 
 @pytest.mark.timing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd.launch.jobs import Job
@@ -12,19 +13,19 @@ from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, T
 
 # Fields of messages, by their type.
 OF_WORKERS = {
-    "enter": {"host"},
+    "enter": {"host", "pid", "addresses", "ranks"},
     "ready": {"generation", "cause", "text"},
     "joined": {"generation"},
     "synced": {"generation"},
     "finished": set(),
 }
 TO_WORKERS = {
-    "place": {"rank", "size", "hosts", "places", "addresses"},
-    "world": {"generation", "rank", "size", "hosts", "places", "addresses", "job"},
+    "place": {"rank", "size", "hosts", "pids", "addresses", "places"},
+    "world": {"generation", "rank", "size", "hosts", "pids", "addresses", "places", "job"},
     "void": {"generation", "text"},
     "updated": {"number", "result"},
     "leave": {"text"},
-    "fail": {"text"},
+    "fail": {"text", "fix"},
 }
 
 
@@ -61,8 +62,15 @@ class Play:
         self.job.heard(worker, message, self.now)
         self._take()
 
-    def enter(self, worker: int, identity: str = "machine") -> None:
-        self.say(worker, "enter", host=["name", identity])
+    def enter(self, worker: int, identity: str = "machine", ranks: Sequence[int] = ()) -> None:
+        self.say(worker, "enter", host=["name", identity], pid=100 + worker, addresses=[f"node:{worker}"], ranks=ranks)
+
+    def start_static(self) -> None:
+        """All workers of a static job start."""
+        for number in range(self.settings.max_np or 0):
+            self.job.tick(self.now)
+            self.job.started(number, 100 + number, self.now)
+        self._take()
 
     def ready(self, *workers: int, cause: str = "lost") -> None:
         """Workers wait for their next world: the first one of a job from init() on, others when they say so."""

@@ -16,12 +16,33 @@ def test_the_first_generation_begins_when_all_are_ready():
     assert play.generation == -1
     play.ready(1)
     rest = {"size": 3, "hosts": [("name", "machine")] * 3, "places": [0, 1, 2], "job": "play"}
-    rest["addresses"] = ["a", "a", "b"]
+    rest.update(pids=[100, 101, 102], addresses=[("node:0",), ("node:1",), ("node:2",)])
     for rank in range(3):
         assert play.told(rank) == [{"t": "world", "generation": 0, "rank": rank, **rest}]
     assert play.notes("generation_joined") == []
     play.meet()
     assert play.notes("generation_joined") == [{"generation": 0}]
+
+
+def test_workers_of_a_static_job_on_several_hosts_meet():
+    """Those that one waits for, in the order that it says; who does not come is named, and met later."""
+    play = Play({"a": 1, "b": 2}, min_np=3, max_np=3, is_static=True, start_timeout_s=30)
+    play.start_static()
+    play.enter(0, "a", [0, 1, 2])
+    play.enter(2, "b", [2, 0])
+    (world,) = play.told(2)
+    place = {key: world[key] for key in ("rank", "size", "pids", "addresses", "places", "generation")}
+    addresses = [("node:2",), ("node:0",)]
+    assert place == {
+        "rank": 0, "size": 2, "pids": [102, 100], "addresses": addresses, "places": [0, 0], "generation": 0
+    }  # fmt: skip
+    assert play.told(0) == []
+    play.wait(31)
+    (fail,) = play.told(0)
+    assert fail["text"] == "rank 1 did not call init() within 30 s."
+    play.enter(1, "b", [0, 1])
+    play.enter(0, "a", [0, 1])
+    assert [play.told(number)[-1]["rank"] for number in (0, 1)] == [0, 1]
 
 
 def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
@@ -40,7 +61,7 @@ def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
     play.wait(2)
     assert play.outcome == (1, reason := "1 workers are ready, 2 are needed, and no more came within 30 s.")
     assert play.ending.details == ("worker 1 (b:0) was killed by SIGKILL",)
-    assert play.told(0, "fail") == [{"t": "fail", "text": reason}]
+    assert [told["text"] for told in play.told(0, "fail")] == [reason]
 
 
 def test_a_program_that_always_fails_ends_the_job():
@@ -252,7 +273,7 @@ def test_too_many_resets():
     play.ready(0, 3)
     reason = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
     assert play.outcome == (1, reason)
-    assert play.told(0, "fail") == [{"t": "fail", "text": reason}]
+    assert [told["text"] for told in play.told(0, "fail")] == [reason]
     seen = len(play.seen)
     play.kill(0)
     play.wait(10_000)

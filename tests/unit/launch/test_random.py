@@ -71,7 +71,7 @@ class Actor:
         rng = self.rng
         if not self.entered:
             self.entered = self.waiting = True  # for the first world, or a place
-            self.say("enter", host=["name", self.identity])
+            self.say("enter", host=["name", self.identity], pid=1, addresses=[], ranks=[])
         elif self.placed:
             self.placed = False
             self.wait("start")

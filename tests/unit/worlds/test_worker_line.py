@@ -20,7 +20,7 @@ from support.patience import patient
 SECRET = b"s" * 32
 HOSTS = [["node", "this one"]] * 3
 PLACES = [0, 2, 1]
-WORLD = {"size": 3, "hosts": HOSTS, "places": PLACES, "addresses": ["node"] * 3}
+WORLD = {"size": 3, "hosts": HOSTS, "places": PLACES, "pids": [1, 2, 3], "addresses": [["a:1"], ["b:1"], ["c:1"]]}
 LONG_S = patient(30.0)
 
 
@@ -146,7 +146,7 @@ def test_updates(daemon, line):
 def test_the_end_of_the_job_and_of_a_worker_that_is_not_needed(daemon, line, kind):
     daemon.world(0)
     line.enter()
-    daemon.send(kind, text="too many resets.")
+    daemon.send(kind, text="too many resets.", fix="see it.")
     with pytest.raises(LaunchError if kind == "fail" else SystemExit) as end:
         line.next_world("updated", "")
     if kind == "fail":
