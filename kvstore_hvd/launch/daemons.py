@@ -271,7 +271,7 @@ def _last_lines(daemon: _Daemon) -> str:
     """What a remote shell has said last, with what else it printed in place of a daemon's messages."""
     said = daemon.line.skipped.decode("utf-8", "replace").splitlines() if not daemon.has_come else []
     lines = [line.strip() for line in [*said, *daemon.tail.lines()] if line.strip()][-_SHOWN_LINES:]
-    return f". '{daemon.shell}' says: {' / '.join(lines)}" if lines else ""
+    return f". '{daemon.shell}' says: {' / '.join(lines).rstrip('.')}" if lines else ""
 
 
 def _kill(daemon: _Daemon) -> None:

@@ -346,7 +346,7 @@ class Driver:
             environment=environment if is_here(slot.host) else travelling(environment),
             share=[place, count] if plan.bind_cores else [],
             line=not settings.is_static,
-            stdin=settings.is_static and number == 0 and is_here(slot.host),
+            stdin=settings.is_static and number == 0,  # on another host that of the daemon, which is empty
             stdout=self._output.size_for(1, prefix) if plan.capture else None,
             stderr=self._output.size_for(2, prefix) if plan.capture else None,
         )

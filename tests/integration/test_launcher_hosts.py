@@ -123,7 +123,10 @@ def test_a_shell_is_killed(start):
 
 
 def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
-    job = start(f"--min-np 1 {SHELL} -H localhost:1,node1:2", acts=f"until={tmp_path}/finish")
+    script = tmp_path / "hosts"
+    script.write_text("#!/bin/sh\necho localhost:1; echo node1:2")
+    script.chmod(0o755)
+    job = start(f"--min-np 1 {SHELL} --host-discovery-script {script}", acts=f"until={tmp_path}/finish")
     job.until_joined(0, 1, 2)
     os.kill(int(status_of(job.pid(1))[1]), signal.SIGKILL)
     assert job.until_joined(count=3, after=0)[0] == 0
