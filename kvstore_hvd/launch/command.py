@@ -218,14 +218,12 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
     if options.verbose:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
             _say(note)
-    start_timeout = options.start_timeout
+    start_timeout = options.start_timeout  # _program has checked it
     settings = Settings(
         job,
         count,
         count,
-        start_timeout_s=cfg.start_timeout_s
-        if start_timeout is None
-        else option_value("--start-timeout", start_timeout, "start_timeout_s"),
+        start_timeout_s=cfg.start_timeout_s if start_timeout is None else float(start_timeout),
         survivor_time_s=cfg.survivor_time_s,
         kill_grace_s=cfg.kill_grace_s,
         lease_s=cfg.lease_s,

@@ -166,15 +166,18 @@ class Daemons:
     # -- What happens ---------------------------------------------------------------------------------------------
 
     def _receive(self, daemon: _Daemon) -> None:
-        daemon.heard_at = self._clock.now()
+        now = self._clock.now()
+        if daemon.has_come:
+            daemon.heard_at = now
         try:
             messages = daemon.line.receive()
         except ChannelError as error:
-            daemon.fault = str(error).rstrip(".")
+            daemon.fault, daemon.heard_at = str(error).rstrip("."), now
             self._poller.close_channel(daemon.line)
             return
         for message in messages:
             if message["t"] == "up":
+                daemon.heard_at = now
                 if message["version"] != __version__:
                     self._poller.close_channel(daemon.line)
                     daemon.fault = f"kvstore_hvd has version {message['version']} there, and {__version__} here"
@@ -184,12 +187,14 @@ class Daemons:
             self._hear(message)
 
     def _read_errors(self, daemon: _Daemon) -> None:
+        """Take what the shell has written, which is no more than a pipe holds."""
+        if daemon.errors < 0:
+            return
         with contextlib.suppress(BlockingIOError):
-            while daemon.errors >= 0:
-                data = os.read(daemon.errors, 1 << 16)
-                daemon.tail.add(data)
-                if not data:
-                    self._close_errors(daemon)
+            data = os.read(daemon.errors, 1 << 16)
+            daemon.tail.add(data)
+            if not data:
+                self._close_errors(daemon)
 
     def _close_errors(self, daemon: _Daemon) -> None:
         if daemon.errors >= 0:
@@ -266,7 +271,7 @@ def _last_lines(daemon: _Daemon) -> str:
     """What a remote shell has said last, with what else it printed in place of a daemon's messages."""
     said = daemon.line.skipped.decode("utf-8", "replace").splitlines() if not daemon.has_come else []
     lines = [line.strip() for line in [*said, *daemon.tail.lines()] if line.strip()][-_SHOWN_LINES:]
-    return f". '{daemon.shell}' says: {' / '.join(lines)}" if lines else ""
+    return f". '{daemon.shell}' says: {' / '.join(lines).rstrip('.')}" if lines else ""
 
 
 def _kill(daemon: _Daemon) -> None:

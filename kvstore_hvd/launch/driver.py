@@ -186,10 +186,11 @@ class Driver:
         if self._end is None:
             self._discover(now)
             # All hosts of a static job are there before its first worker starts.
-            if not self._settings.is_static or not self._daemons.are_awaited():
-                self._job.tick(self._job_now)
-            if self._missing and not self._daemons.are_awaited():
+            is_first = self._settings.is_static and self._job.workers.get(0) is None
+            if is_first and self._missing and not self._daemons.are_awaited():
                 self._refuse_hosts()
+            elif not is_first or not self._daemons.are_awaited():
+                self._job.tick(self._job_now)
         elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
             self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
             self._daemons.end(self._end.reason)
@@ -280,7 +281,8 @@ class Driver:
             self._plan.discovery.lost(f"was lost: {why}")
         if self._settings.is_static and self._job.workers.get(0) is None:
             self._missing[host] = why
-        self._job.host_lost(host, why, self._job_now)
+        lines = {number: tail.lines() for number, tail in self._tails.items()}
+        self._job.host_lost(host, why, self._job_now, lines)
 
     def _refuse_hosts(self) -> None:
         """A static job does not begin without one of its hosts."""
@@ -346,7 +348,7 @@ class Driver:
             environment=environment if is_here(slot.host) else travelling(environment),
             share=[place, count] if plan.bind_cores else [],
             line=are_several or not settings.is_static,
-            stdin=settings.is_static and number == 0 and is_here(slot.host),
+            stdin=settings.is_static and number == 0,  # on another host that of the daemon, which is empty
             stdout=self._output.size_for(1, prefix) if plan.capture else None,
             stderr=self._output.size_for(2, prefix) if plan.capture else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -88,6 +89,7 @@ def refuse_others(hosts: Iterable[str]) -> None:
             )
 
 
+@functools.cache
 def is_here(host: str) -> bool:
     """Whether a name, in small letters, is one of this host: its own, localhost, or an address of the loopback."""
     if host == "localhost":

@@ -165,15 +165,15 @@ class Job:
         self._decide(now)
         self._change = NO_CHANGE
 
-    def host_lost(self, host: str, text: str, now: float) -> None:
-        """All workers of a host are gone, because of what `text` says."""
+    def host_lost(self, host: str, text: str, now: float, lines: Mapping[int, Sequence[str]] | None = None) -> None:
+        """All workers of a host are gone, because of what `text` says; `lines` are the last ones of each on stderr."""
         workers = [worker for worker in self._roster.running if worker.slot.host == host]
         if not self._over:
             if any(_has_lived_long(worker, now) for worker in workers):
                 self._slots.forgive(host)
             seconds = self._slots.crashed(host, now, had_begun=any(worker.pid for worker in workers))
             self._note("host_lost", host=host, text=text, seconds=round(seconds, 3))
-        self._ended(workers, -signal.SIGKILL, (), now, text)
+        self._ended(workers, -signal.SIGKILL, lines or {}, now, text)
         self._decide(now)
 
     def give_up(self, text: str) -> None:
@@ -197,7 +197,7 @@ class Job:
         """A worker has ended, with the exit code or minus the signal that killed it, and these last lines on stderr."""
         worker = self._roster.get(number)
         if worker is not None and worker.code is None:
-            self._ended([worker], code, lines, now)
+            self._ended([worker], code, {number: lines}, now)
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
@@ -271,11 +271,14 @@ class Job:
             self._failed_meetings = 0
             self._note("generation_joined", generation=generation)
 
-    def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
+    def _ended(
+        self, workers: Sequence[Worker], code: int, lines: Mapping[int, Sequence[str]], now: float, lost: str = ""
+    ) -> None:
         missed = [worker for worker in workers if self._generation.has(worker) and not worker.killed]
         for worker in workers:
-            self._roster.end(worker, code, lines, lost)
-            self._note("worker_exited", worker=worker.id, code=code, lines=list(lines))
+            last = lines.get(worker.id, ())
+            self._roster.end(worker, code, last, lost)
+            self._note("worker_exited", worker=worker.id, code=code, lines=list(last))
             if worker.leaving:
                 continue
             if code == 0:
@@ -337,7 +340,7 @@ class Job:
             self._decide_static(now)
             return
         self._kill_late(now)
-        self._ended(self._act_on_time(now), -signal.SIGKILL, (), now)
+        self._ended(self._act_on_time(now), -signal.SIGKILL, {}, now)
         self._start(now)
         if self._is_over():
             return

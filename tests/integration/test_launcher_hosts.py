@@ -81,8 +81,10 @@ forever()
 
 
 def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(run):
-    err = run(f"{SHELL} -H localhost:1,refused:1,node1:1,babbling:1,bare:2,old:1", "say('begun')", code=126).err
-    head, *hosts, fix = err.removeprefix("kvhvdrun: ").splitlines()
+    """No worker is started anywhere."""
+    job = run(f"{SHELL} -H localhost:1,refused:1,node1:1,babbling:1,bare:2,old:1", "say('begun')", code=126)
+    assert job.out == ""
+    head, *hosts, fix = job.err.removeprefix("kvhvdrun: ").splitlines()
     assert head == "the job cannot start on 4 of its hosts."
     told = {name: text for name, _, text in (line.strip().partition(": ") for line in hosts)}
     expected = {
@@ -136,7 +138,10 @@ def test_a_shell_is_killed(start):
 
 
 def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
-    job = start(f"--min-np 1 {SHELL} -H localhost:1,node1:2", acts=f"until={tmp_path}/finish")
+    script = tmp_path / "hosts"
+    script.write_text("#!/bin/sh\necho localhost:1; echo node1:2")
+    script.chmod(0o755)
+    job = start(f"--min-np 1 {SHELL} --host-discovery-script {script}", acts=f"until={tmp_path}/finish")
     job.until_joined(0, 1, 2)
     os.kill(int(status_of(job.pid(1))[1]), signal.SIGKILL)
     assert job.until_joined(count=3, after=0)[0] == 0
