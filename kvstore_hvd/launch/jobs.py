@@ -452,7 +452,11 @@ class Job:
         """Have those leave who are in no world and will not be."""
         for worker in self._roster.running:
             useless = worker.slot not in self._slots or (self._finishing and self._generation.begun)
-            if useless and worker.taking_part and not self._generation.has(worker):
+            if not (useless and worker.taking_part and not self._generation.has(worker)):
+                continue
+            if self._finishing and not worker.pid:  # its daemon has not come, and may never
+                self._ended([worker], -signal.SIGKILL, {}, now, "it had not been started")
+            else:
                 self._dismiss(worker, now)
 
     def _newcomers_join_at(self) -> float | None:

@@ -334,3 +334,13 @@ def test_words_out_of_place_change_nothing():
     play.kill(0)
     play.say(0, "finished")
     assert play.notes("worker_finished") == []
+
+
+def test_a_job_that_is_done_does_not_wait_for_a_host_that_has_not_come():
+    play = Play({"a": 1}, min_np=1)
+    play.job.started(0, 100, play.now)
+    play.begin()
+    play.hosts({"a": 1, "b": 1})
+    play.say(0, "finished")
+    play.end(0)
+    assert play.outcome == (0, "")
