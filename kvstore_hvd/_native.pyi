@@ -370,11 +370,9 @@ class TcpTransport(Transport):
     ----------
     connections : sequence of int
         By host, the descriptor of a connected socket; -1 for this one. The transport closes them.
-    silence_s : float
-        The kernel gives a connection up when the other end acknowledges nothing for so long.
     """
 
-    def __init__(self, connections: Sequence[int], silence_s: float) -> None: ...
+    def __init__(self, connections: Sequence[int]) -> None: ...
 
 class Link:
     """What moves bytes between this host and the others: served by a thread of this process until all have left.

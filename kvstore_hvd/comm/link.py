@@ -59,7 +59,7 @@ def end_links_at_exit() -> None:
 
 def _tcp_transport(world: World) -> native.TcpTransport:
     _close_in_children()
-    return native.TcpTransport(connect_hosts(world), config().link_timeout_s)
+    return native.TcpTransport(connect_hosts(world))
 
 
 @functools.lru_cache(maxsize=1)

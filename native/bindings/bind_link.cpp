@@ -38,11 +38,7 @@ void bind_link(py::module_& module) {
            }),
            py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"));
   py::class_<TcpTransport, Transport, std::shared_ptr<TcpTransport>>(module, "TcpTransport", "By TCP connections.")
-      .def(py::init([](const std::vector<int>& connections, double silence_s) {
-             return std::make_shared<TcpTransport>(
-                 connections, std::chrono::duration_cast<std::chrono::milliseconds>(nanoseconds(silence_s)));
-           }),
-           py::arg("connections"), py::arg("silence_s"));
+      .def(py::init<const std::vector<int>&>(), py::arg("connections"));
   py::class_<Link, std::shared_ptr<Link>>(module, "Link", "Moves bytes between this host and the others.")
       .def(py::init([](std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transport, double timeout_s,
                        double silence_s, const std::string& build, int dtype) {

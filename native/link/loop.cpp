@@ -104,6 +104,7 @@ void LinkLoop::run() {
         if (link->is_over()) links_.erase(std::remove(links_.begin(), links_.end(), link), links_.end());
         if (std::find(links_.begin(), links_.end(), link) == links_.end()) closing.push_back(link);
       }
+      if (links != links_) doorbell_.expect_connections();
       links = links_;
       if (stops_) is_running_ = false;
       changed_.notify_all();

@@ -41,8 +41,7 @@ std::set<int>& all_sockets = *new std::set<int>;
 
 }  // namespace
 
-TcpTransport::TcpTransport(const std::vector<int>& connections, std::chrono::milliseconds silence)
-    : peers_(connections.size()) {
+TcpTransport::TcpTransport(const std::vector<int>& connections) : peers_(connections.size()) {
   for (std::size_t host = 0; host < peers_.size(); ++host) {
     const int socket = peers_[host].socket = connections[host];
     if (socket < 0) continue;
@@ -50,7 +49,6 @@ TcpTransport::TcpTransport(const std::vector<int>& connections, std::chrono::mil
     const auto set = [&](int name, int value) { setsockopt(socket, IPPROTO_TCP, name, &value, sizeof(value)); };
     set(TCP_NODELAY, 1);
     set(TCP_NOTSENT_LOWAT, kUnsent);
-    set(TCP_USER_TIMEOUT, static_cast<int>(silence.count()));
     const std::lock_guard<std::mutex> lock(all_mutex);
     all_sockets.insert(socket);
   }

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <deque>
 #include <string>
 #include <vector>
@@ -17,9 +16,8 @@ namespace kvstore_hvd {
 
 class TcpTransport final : public Transport {
  public:
-  // `connections`: sockets by host, -1 for this one; they are owned. `silence`: the kernel gives a connection up when
-  // bytes are not acknowledged for so long.
-  TcpTransport(const std::vector<int>& connections, std::chrono::milliseconds silence);
+  // `connections`: sockets by host, -1 for this one; they are owned.
+  explicit TcpTransport(const std::vector<int>& connections);
   ~TcpTransport() override;
   TcpTransport(const TcpTransport&) = delete;
   TcpTransport& operator=(const TcpTransport&) = delete;

@@ -86,6 +86,11 @@ void Doorbell::sleep(bool is_busy, bool found_news) {
   woken_ = wait(is_busy ? std::max(look_, patience) : kIdleLook);
 }
 
+void Doorbell::expect_connections() {
+  begun_ = next_search_ = std::chrono::steady_clock::now();
+  ignored_.clear();
+}
+
 void Doorbell::learn(bool found_news) {
   if (found_news) vain_ = 0;
   if (!found_news && woken_ == Woken::kByConnection && ++vain_ >= kVain) ignore_readable();

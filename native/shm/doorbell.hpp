@@ -22,6 +22,9 @@ class Doorbell {
   // whether something has moved since the last call.
   void sleep(bool is_busy, bool found_news);
 
+  // There are new links, and with them connections.
+  void expect_connections();
+
   // From any process of this host. Neither waits nor fails: a thread that is gone needs no waking.
   static void ring(std::uint64_t number);
 
@@ -34,7 +37,7 @@ class Doorbell {
 
   std::uint64_t number_;
   int socket_, readable_, writable_;
-  const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point next_search_ = begun_, last_news_ = begun_;
   // Of the last sleep, and what was learnt.
   bool hears_ = false;

@@ -129,7 +129,7 @@ inline void with_hosts(const Placement& placement, const std::function<void(Engi
   std::vector<std::thread> threads;
   if (over_tcp) {
     for (const auto& sockets : tcp_connections(placement.size())) {
-      ends.push_back(std::make_shared<TcpTransport>(sockets, std::chrono::seconds(10)));
+      ends.push_back(std::make_shared<TcpTransport>(sockets));
     }
   }
   for (std::size_t host = 0; host < placement.size(); ++host) {

@@ -16,7 +16,7 @@ using testing::check;
 std::vector<std::unique_ptr<TcpTransport>> connected(std::size_t hosts) {
   std::vector<std::unique_ptr<TcpTransport>> ends;
   for (const auto& sockets : tcp_connections(hosts)) {
-    ends.push_back(std::make_unique<TcpTransport>(sockets, std::chrono::seconds(10)));
+    ends.push_back(std::make_unique<TcpTransport>(sockets));
   }
   return ends;
 }
@@ -134,7 +134,7 @@ const bool ended = testing::add("the end of a connection is told once, after all
 
 const bool strangers = testing::add("bytes of another program end the connection", [] {
   const auto sockets = tcp_connections(2);
-  TcpTransport end(sockets[0], std::chrono::seconds(10));
+  TcpTransport end(sockets[0]);
   const std::string text = "GET / HTTP/1.1\r\nHost: example.org\r\n\r\n";
   check(write(sockets[1][0], text.data(), text.size()) == static_cast<ssize_t>(text.size()), "sent");
   char memory[64];
