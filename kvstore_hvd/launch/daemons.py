@@ -111,7 +111,10 @@ class Daemons:
     def _start_elsewhere(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
         settings = self._settings
         limits = [str(settings.kill_grace_s), str(settings.lease_s)]
-        command = shell_command(self._shell, host, [sys.executable, _REMOTE, host, *limits, os.getcwd()])
+        folder = ""  # it has been deleted
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.getcwd()
+        command = shell_command(self._shell, host, [sys.executable, _REMOTE, host, *limits, folder])
         errors, write = os.pipe()
         try:
             pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), write])

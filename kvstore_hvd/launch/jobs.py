@@ -6,6 +6,7 @@ decisions depend only on what is known of the workers and slots: after each even
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,6 @@ from kvstore_hvd.launch.state import (
     rank_order,
     together_with,
 )
-from kvstore_hvd.worlds.topology import Host, Topology
 
 __all__ = ["Job"]
 
@@ -109,7 +109,9 @@ class Job:
     def seat(self, number: int) -> Seat:
         """Where a worker will be in its first world, if nothing happens until then; asked when it is started."""
         if self._settings.is_static:
-            return _seat(number, [machine_of(slot.host) for slot in self.static_slots], ())
+            hosts = [machine_of(slot.host) for slot in self.static_slots]
+            counts = {host: itertools.count() for host in hosts}
+            return _seat(number, hosts, [next(counts[host]) for host in hosts])
         worker = self._roster.get(number)
         assert worker is not None
         coming = [
@@ -634,6 +636,6 @@ def _has_lived_long(worker: Worker, now: float) -> bool:
 
 
 def _seat(rank: int, hosts: Sequence[str], places: Sequence[int]) -> Seat:
-    """The place of a rank, by the hosts of all, and their local ranks if these differ from the order of ranks."""
-    world = Topology.of(rank, [Host(host, host) for host in hosts], source="launcher", places=places)
-    return Seat(rank, world.size, world.local_rank, world.local_size, world.cross_rank, world.cross_size)
+    """The place of a rank, by the hosts and local ranks of all."""
+    column = [other for other, place in enumerate(places) if place == places[rank]]
+    return Seat(rank, len(hosts), places[rank], hosts.count(hosts[rank]), column.index(rank), len(column))
