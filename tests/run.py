@@ -1,10 +1,10 @@
 """The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
 
 Steps: unit (pytest), parallel (4 workers; those marked `sizes` also 3 and 2, those marked `mpi` also under mpirun; all
-also on virtual hosts, 2x2, with the other MPI 2+1), integration and hosts (pytest; the tests start jobs of their own,
-and mostly wait, so they run beside the others). The last line is the total, ``N passed, N failed``. A parallel test
-counts once for each number of workers, and has passed when it passed on all. What every rank printed stays in the
-folder given by ``--out``.
+also on virtual hosts, 2x2, with the other MPI 2+1, those marked `sizes` by TCP), integration and hosts (pytest; the
+tests start jobs of their own, and mostly wait, so they run beside the others). The last line is the total,
+``N passed, N failed``. A parallel test counts once for each number of workers, and has passed when it passed on all.
+What every rank printed stays in the folder given by ``--out``.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ SUITE = [
         Step("parallel", UNIT.marks, "kvhvdrun", 4),
         *(Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", ranks) for ranks in (3, 2)),
         Step("parallel", f"mpi and {UNIT.marks}", "mpirun", 3),
+        Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 4, hosts="2"),
         Step("parallel", UNIT.marks, "mpirun", 4, hosts="2"),
     ],
     [INTEGRATION, HOSTS],
