@@ -127,8 +127,8 @@ class Daemon:
     def _turn(self) -> None:
         for number in self._inbox.take():
             if number in processes.ENDING:
-                why = f"the daemon on {self._host} got {signal.Signals(number).name}"
-                self._tell("say", text=why)
+                why = f"the daemon on {self._host} (pid {os.getpid()}) was ended by {signal.Signals(number).name}"
+                self._tell("ending", text=f"{why}.", code=128 + number)
                 self._end(why, self._grace_s, code=1)
         by_pid = {worker.pid: worker for worker in self._workers.values()}
         for pid, code in self._reaper.reap():

@@ -184,6 +184,7 @@ class Driver:
         self._daemons.act_on_time(self._on_lost_host)
         if self._end is None:
             self._discover(now)
+            self._job.hosts_fault = self._plan.discovery.fault(now)
             self._job.tick(self._job_now)
         elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
             self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
@@ -235,9 +236,9 @@ class Driver:
                 self._discovery_fails_since = now
             limit = self._settings.elastic_timeout_s
             if not self._discovered:
-                self._job.give_up(f"{error}.")
+                self._job.give_up(str(error), error.code)
             elif now - self._discovery_fails_since >= limit:
-                self._job.give_up(f"{error}; it has failed for {limit:g} s.")
+                self._job.give_up(f"there have been no hosts for {limit:g} s: {error}", error.code)
             return
         if hosts is None:
             return
@@ -348,6 +349,11 @@ class Driver:
             self._output.feed(number, message["fd"], message.get("raw", b""))
         elif kind == "say":
             self._say(message["text"])
+        elif kind == "ending" and self._settings.is_static:
+            text = f"{message['text']}\n  Fix: to end a job, send the signal to kvhvdrun."
+            self._job.give_up(text, message["code"])
+        elif kind == "ending":  # its host is lost when it has ended
+            self._say(message["text"])
         elif kind == "started":
             self._job.started(number, message["pid"], now)
         elif kind == "not_started" and self._settings.is_static:
@@ -426,9 +432,9 @@ class Driver:
         if self._plan.caller is not None:
             self._plan.caller.tell(text)  # the last lines of who failed have been seen
         elif self._plan.capture or end.code > 128:  # else its words have just been seen
-            if self._settings.is_static and self._settings.max_np > 1:
+            if self._settings.is_static and self._settings.max_np > 1 and end.details is not None:
                 text += " Its last lines on stderr:" if end.details else " It wrote nothing to stderr."
-            self._say("\n    ".join((text, *end.details)))
+            self._say("\n    ".join((text, *(end.details or ()))))
         return code
 
     # -- Saying ---------------------------------------------------------------------------------------------------
@@ -484,5 +490,5 @@ def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     if event == "too_few":
         return f"{fields['text']}, {fields['needed']} are needed: waiting for more, for {fields['seconds']:.0f} s."
     if event == "discovery_failed":
-        return f"{fields['text']}."
+        return str(fields["text"])
     return ""

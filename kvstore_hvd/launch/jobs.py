@@ -73,6 +73,7 @@ class Job:
         self._failure = ""  # of the last of them
         self._fail_at: float | None = None  # of a static job: when the others have had their time
         self._over = False
+        self.hosts_fault = ""  # what is wrong with the discovery of hosts
         self._actions: list[Action] = []
         self._note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
 
@@ -156,10 +157,10 @@ class Job:
         self._ended(workers, -signal.SIGKILL, (), now, text)
         self._decide(now)
 
-    def give_up(self, text: str) -> None:
+    def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
         """There is a reason outside of it to end the job."""
         if not self._over:
-            self._end(End(EXIT_FAILED, text))
+            self._end(End(code, text))
 
     def stop(self) -> None:
         """The user ends the job: decide nothing any more."""
@@ -475,6 +476,7 @@ class Job:
             return
         details = [f"worker {w.id} ({w.slot}) has not called init()" for w in self._roster if w.alive and not w.place]
         details += [f"worker {w.id} ({w.slot}) {w.ending}" for w in self._last_of_slots() if w.code]
+        details += self.hosts_fault.splitlines()
         text = f"{what}, {needed} are needed, and no more came within {limit:g} s."
         self._end(End(EXIT_FAILED, text, tuple(details)))
 

@@ -470,7 +470,7 @@ class End(NamedTuple):
 
     code: int
     reason: str = ""
-    details: tuple[str, ...] = ()
+    details: tuple[str, ...] | None = None  # None: the reason is not the end of a worker
 
 
 Action = Union[Start, Tell, Kill, Note, End]

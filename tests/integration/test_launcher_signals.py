@@ -178,3 +178,11 @@ kvstore_hvd.barrier()
     # A control group may allow less than that, too.
     allowed = suffice([describe()] * 2)
     assert err.count("a worker that waits does not spin") == (0 if allowed and not together else 2), err
+
+
+def test_a_signal_that_ends_the_daemon_is_not_the_workers_fault(start):
+    job = start("-np 2", "say(f'{os.getppid()}\\n')\nforever()").until_printed("[", 2)
+    daemon = int(job.out.split()[1])
+    os.kill(daemon, signal.SIGTERM)
+    last = f"kvhvdrun: the daemon on localhost (pid {daemon}) was ended by SIGTERM."
+    assert job.end(143).err == f"{last}\n  Fix: to end a job, send the signal to kvhvdrun.\n"
