@@ -6,7 +6,6 @@ import argparse
 import errno
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import Config, config, environment, option_value
 from kvstore_hvd.errors import ConfigError, LaunchError, message
-from kvstore_hvd.launch.as_horovod import through_this_package
 from kvstore_hvd.launch.capacity import check_count
 from kvstore_hvd.launch.discovery import FixedHosts
 from kvstore_hvd.launch.driver import Driver, StartError
@@ -92,14 +90,17 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    whole = _Parser(
         prog="kvhvdrun",
         usage="kvhvdrun -np N [options] command [arguments]",
         description="Start N workers on this host. Ends them all when one fails, and leaves no process behind.",
         epilog=f"Environment variables (docs/errors.md lists all):\n{Config.describe()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser = whole.add_argument_group("options")  # not `parser.add_argument`, which imports shutil
+    parser.add_argument("-h", "--help", action="help", help="show this help message and exit")
     parser.add_argument("-np", "--num-proc", "-n", metavar="N", help="number of workers")
     parser.add_argument("-H", "--hosts", metavar="HOST:N,...", help="where they run; only this host: localhost:N")
     parser.add_argument(
@@ -121,9 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, and how it ended")
     parser.add_argument("-cb", "--check-build", action="store_true", help="Show installed components and exit.")
     parser.add_argument("--version", action="store_true", help="Show the version and exit.")
-    add_elastic_options(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
-    return parser
+    add_elastic_options(whole)
+    program = whole.add_argument_group("program")
+    program.add_argument("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
+    return whole
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -168,6 +170,8 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     if not command:
         raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
     if options.as_horovod:
+        from kvstore_hvd.launch.as_horovod import through_this_package
+
         command = through_this_package(command)
     inherited = {
         name: value
@@ -281,9 +285,10 @@ def _worker_count(options: argparse.Namespace, hosts: dict[str, int] | None) -> 
 def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     """The path of the program, found as the shell would."""
     program = command[0]
-    found = shutil.which(program, path=variables.get("PATH", os.defpath))
-    if found is not None:
-        return found
+    folders = [""] if os.path.dirname(program) else variables.get("PATH", os.defpath).split(os.pathsep)
+    for path in (os.path.join(folder, program) for folder in folders):
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
     fix = f"kvhvdrun -np N {os.path.basename(sys.executable)} {' '.join(command)}" if program.endswith(".py") else ""
     if os.path.exists(program):
         if os.path.isdir(program):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import select
 import signal
@@ -22,18 +21,17 @@ import termios
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.config import config
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.connections import Poller
-from kvstore_hvd.log import logger
 from kvstore_hvd.worlds.authentication import peer_process
 
-__all__ = ["BEAT_S", "WINDOW", "Daemon", "Diagnostics"]
+__all__ = ["BEAT_S", "WINDOW", "Daemon"]
 
 BEAT_S = 0.5
 #: Bytes of output that a daemon may send before the launcher has acknowledged some of it.
@@ -51,27 +49,15 @@ _READS = 100  # of a line whose end is awaited: a worker that writes without end
 _CHUNK = 1 << 16  # what a pipe holds
 
 
-class Diagnostics(logging.Handler):
-    """Has the launcher say the diagnostics of this process, in order with what the workers write."""
-
-    def __init__(self, say: Any) -> None:
-        super().__init__()
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.Handler.emit`."""
-        self._say(record.getMessage())
-
-
-@dataclass
 class _Worker:
-    """A process that this daemon has started."""
+    """A process that this daemon has started; a negative number is that of a task of the launcher's own."""
 
-    id: int  # a negative one is a task of the launcher's own
-    pid: int  # also of its group and session
-    streams: dict[int, int]  # our ends, by its descriptors 1 and 2
     line: Channel | None = None
     kill_at: float | None = None  # when it is killed, because it has been told to end
+
+    def __init__(self, number: int, pid: int, streams: dict[int, int]) -> None:
+        # `pid` is also of its group and session, `streams` are our ends by its descriptors 1 and 2.
+        self.id, self.pid, self.streams = number, pid, streams
 
 
 class Daemon:
@@ -116,7 +102,6 @@ class Daemon:
             self._poller.watch(self._listener.fileno(), self._accept)
             self._poller.add(self._launcher, self._hear_launcher)
             self._tell("up", pid=os.getpid())
-            logging.getLogger().handlers = [Diagnostics(lambda text: self._tell("say", text=f"daemon: {text}"))]
             while not self._done():
                 self._poller.wait(self._next_event())
                 self._turn()
@@ -237,7 +222,7 @@ class Daemon:
     def _pass_on(self, number: int, message: dict[str, Any]) -> None:
         worker = self._workers.get(number)
         if worker is None or worker.line is None:
-            logger.info("worker %d has no line any more; not delivered: %s", number, message["t"])
+            self._inform(f"worker {number} has no line any more; not delivered: {message['t']}")
             return
         worker.line.send(message)
 
@@ -256,6 +241,10 @@ class Daemon:
     def _tell(self, kind: str, raw: bytes = b"", **fields: Any) -> None:
         if self._launcher_is_there:
             self._launcher.send({"t": kind, **fields}, raw)
+
+    def _inform(self, text: str) -> None:
+        if config().log_level in ("debug", "info"):
+            self._tell("say", text=f"daemon: {text}")
 
     # -- What workers write ---------------------------------------------------------------------------------------
 
@@ -300,7 +289,7 @@ class Daemon:
         except BlockingIOError:
             return
         except OSError as error:
-            logger.warning("a connection could not be accepted, and has to wait: %s", error.strerror)
+            self._tell("say", text=f"daemon: a connection could not be accepted, and has to wait: {error.strerror}")
             time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
             return
         line, pid = Channel(accepted, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
@@ -314,7 +303,7 @@ class Daemon:
             self._poller.add(line, lambda: self._hear(worker))
             return
         text = f"another process of worker {worker.id} has called init() already." if worker else "it is no worker."
-        logger.info("refused the connection of process %d: %s", pid, text)
+        self._inform(f"refused the connection of process {pid}: {text}")
         line.send({"t": "refused", "text": text})
         line.close()
 
@@ -331,7 +320,7 @@ class Daemon:
             messages = worker.line.receive()
         except ChannelError as error:
             # Its process decides what that means for it; the end of the process is what counts.
-            logger.info("closed the line of worker %d: %s", worker.id, error)
+            self._inform(f"closed the line of worker {worker.id}: {error}")
             self._hang_up(worker)
             return False
         for message in messages:

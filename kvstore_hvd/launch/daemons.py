@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
@@ -29,21 +28,19 @@ _START_S = 60.0
 _NEWS_S = 4.0
 
 
-@dataclass
 class _Daemon:
     """The daemon of a host, and the guard beside it."""
 
-    host: str
-    guard: int  # process ids; guard: 0 when it was killed, -1 when both have ended
-    pid: int
-    line: Channel
-    heard_at: float
     has_come: bool = False  # it has said something
     fault: str = ""  # how the line ended
     ending: bool = False  # it was told to end
     given_up: bool = False  # it was killed because it did not
     code: int | None = None  # its own, or that of its guard
     unacknowledged: int = 0  # bytes of output
+
+    def __init__(self, host: str, guard: int, line: Channel, heard_at: float) -> None:
+        self.host, self.line, self.heard_at = host, line, heard_at
+        self.guard = self.pid = guard  # process ids; guard: 0 when it was killed, -1 when both have ended
 
 
 class Daemons:
@@ -82,7 +79,7 @@ class Daemons:
             except OSError:
                 ours.close()
                 raise
-        daemon = self._running[host] = _Daemon(host, guard, guard, Channel(ours), self._clock.now())
+        daemon = self._running[host] = _Daemon(host, guard, Channel(ours), self._clock.now())
         self._poller.add(daemon.line, lambda: self._receive(daemon))
 
     # -- Sending --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import time
@@ -17,7 +16,6 @@ from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
-from kvstore_hvd.launch.daemon import Diagnostics
 from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript
 from kvstore_hvd.launch.hosts import is_here
@@ -25,7 +23,6 @@ from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.options import Plan
 from kvstore_hvd.launch.output import Output, Tail
 from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Slot, Start, Tell
-from kvstore_hvd.log import logger
 
 __all__ = ["Driver", "StartError", "environment_of"]
 
@@ -118,9 +115,6 @@ class Driver:
             except OSError as error:
                 raise _not_started("the launcher", error.errno, str(error)) from None
             self._poller.watch(self._inbox.fileno(), lambda: None)
-            handler = Diagnostics(self._say)
-            logging.getLogger().addHandler(handler)
-            stack.callback(logging.getLogger().removeHandler, handler)
             keep = () if plan.caller is None else plan.caller.descriptors
             # The end of a launcher ends its line; a lease is for one on another host, and for one that stands still.
             lease_s = float("inf") if settings.is_static else settings.lease_s
@@ -366,7 +360,7 @@ class Driver:
             try:
                 self._job.heard(number, message["message"], now)
             except (ValueError, TypeError, LookupError) as error:
-                logger.warning("worker %d says what makes no sense: %r", number, error)
+                self._say(f"worker {number} says what makes no sense: {error!r}")
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:

@@ -6,10 +6,9 @@ decisions depend only on what is known of the workers and slots: after each even
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.horovod.variables import Seat
 from kvstore_hvd.launch.state import (
@@ -36,6 +35,9 @@ from kvstore_hvd.launch.state import (
     rank_order,
     together_with,
 )
+
+if TYPE_CHECKING:
+    import random
 
 __all__ = ["Job"]
 

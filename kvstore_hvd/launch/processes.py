@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -190,6 +189,8 @@ def fork_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 code = run()
         except BaseException:  # noqa: BLE001 - nothing of the launcher may run in these processes
+            import traceback  # the launcher starts without it
+
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(code)
@@ -359,10 +360,17 @@ class Reaper:
             with contextlib.suppress(OSError):
                 os.killpg(leader, signal.SIGTERM)
 
+    def _has_others(self, leader: int) -> bool:
+        """Whether there are others in the group of a leader that has ended."""
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
+            if {int(pid) for pid in file.read().split()} <= self._leaders | self._ended:
+                return False  # its children would be ours by now, or children of those
+        return any(int(stat[2]) == leader for _, stat in _running())
+
     def _act_on_time(self) -> None:
         now = self._clock.now()
         for leader, kill_at in list(self._kill_at.items()):
-            is_over = leader in self._ended and not any(int(stat[2]) == leader for _, stat in _running())
+            is_over = leader in self._ended and not self._has_others(leader)
             if now >= kill_at and not is_over:
                 with contextlib.suppress(OSError):
                     os.killpg(leader, signal.SIGKILL)

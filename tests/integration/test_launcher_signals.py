@@ -49,7 +49,7 @@ def test_ctrl_c_of_a_terminal_while_workers_start(start):
 def test_ctrl_c_while_the_launcher_is_imported(start, tmp_path):
     if len(kvhvdrun().prefix) > 1:
         pytest.skip("the package is not installed, and with it the command")
-    (tmp_path / "dataclasses.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
+    (tmp_path / "argparse.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
     job = start("-np 2", "", PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGES}").until_printed("importing")
     assert job.end(128 + signal.SIGINT, signal.SIGINT).err == ""
 

@@ -23,7 +23,8 @@ from kvstore_hvd.launch.state import Cooldown, Slot, Slots
     ],
 )
 def test_how_long_a_daemon_may_be_silent(state, within_s, fate):
-    daemon = _Daemon("host", 7, 8, Mock(), 100.0, **state)
+    daemon = _Daemon("host", 7, Mock(), 100.0)
+    vars(daemon).update(state, pid=8)
     assert within_s < 0.1 or _fate(daemon, 100.0 + within_s - 0.01, lease_s=4.0) == ""
     assert _fate(daemon, 100.0 + within_s, lease_s=4.0) == fate
 
