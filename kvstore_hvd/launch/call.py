@@ -423,7 +423,7 @@ def _error(code: int, reason: str, failed: list[_Report], missing: list[int]) ->
 def run_job() -> int:
     """Run kvhvdrun, and tell the program why a job fails; returns its exit code."""
     from kvstore_hvd.launch import command
-    from kvstore_hvd.launch.options import Caller
+    from kvstore_hvd.launch.driver import Caller
 
     parent, call, reports = map(int, sys.argv[1:4])
     # When the thread that has started it ends, which waits for it as long as the program lives, the job ends as by

@@ -6,9 +6,9 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.base.cores import usable_cores
@@ -17,14 +17,13 @@ from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import Daemons
-from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript
+from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscovery, HostDiscoveryScript
 from kvstore_hvd.launch.hosts import is_here
 from kvstore_hvd.launch.jobs import Job
-from kvstore_hvd.launch.options import Plan
 from kvstore_hvd.launch.output import Output, Tail
-from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Slot, Start, Tell
+from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Settings, Slot, Start, Tell
 
-__all__ = ["Driver", "StartError", "environment_of"]
+__all__ = ["Caller", "Driver", "Plan", "StartError", "environment_of"]
 
 _EXIT_NOT_STARTED = 126
 # A daemon may take this much longer to end than its workers.
@@ -42,6 +41,36 @@ _FIXES = {
     ),
     errno.ENOEXEC: "a script's first line names its interpreter, such as #!/bin/sh.",
 }
+
+
+class Caller(NamedTuple):
+    """A program that has started the launcher to call one of its functions in the workers, see launch/call.py.
+
+    Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
+    has failed; the launcher writes neither then: the program raises it.
+    """
+
+    descriptors: tuple[int, ...]
+    refuse: Callable[[str], None]
+    tell: Callable[[str], None]
+
+
+class Plan(NamedTuple):
+    """How to run a job. `environment` is that of the workers, but for what differs between them."""
+
+    settings: Settings
+    discovery: HostDiscovery
+    command: Sequence[str]
+    environment: dict[str, str]
+    event_log: str | None = None
+    output_folder: str | None = None  # where what the workers write is kept too
+    bind_cores: bool = False
+    capture: bool = True  # False: the worker writes straight to the launcher's streams
+    prefix: bool = True
+    timestamps: bool = False
+    shown: Collection[int] | None = None  # ranks whose output is shown; None: all
+    verbose: bool = False
+    caller: Caller | None = None
 
 
 class StartError(LaunchError):
@@ -108,7 +137,9 @@ class Driver:
         with ExitStack() as stack:
             self._poller = Poller()
             stack.callback(self._poller.close)
-            self._output = Output(self._poller, plan.output_folder, settings.max_np, plan.event_log)
+            self._output = Output(
+                self._poller, plan.output_folder, settings.max_np, plan.event_log, plan.timestamps, plan.shown
+            )
             stack.callback(self._output.close)
             try:
                 self._inbox = stack.enter_context(processes.SignalInbox())

@@ -360,17 +360,10 @@ class Reaper:
             with contextlib.suppress(OSError):
                 os.killpg(leader, signal.SIGTERM)
 
-    def _has_others(self, leader: int) -> bool:
-        """Whether there are others in the group of a leader that has ended."""
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
-            if {int(pid) for pid in file.read().split()} <= self._leaders | self._ended:
-                return False  # its children would be ours by now, or children of those
-        return any(int(stat[2]) == leader for _, stat in _running())
-
     def _act_on_time(self) -> None:
         now = self._clock.now()
         for leader, kill_at in list(self._kill_at.items()):
-            is_over = leader in self._ended and not self._has_others(leader)
+            is_over = leader in self._ended and not any(int(stat[2]) == leader for _, stat in _running())
             if now >= kill_at and not is_over:
                 with contextlib.suppress(OSError):
                     os.killpg(leader, signal.SIGKILL)

@@ -108,6 +108,17 @@ def test_a_full_disk_is_told_once(output_to):
     assert output.take_lost() == []
 
 
+def test_ranks_that_are_not_shown_are_kept_all_the_same(capfd, tmp_path, output_to):
+    output, tail = output_to(str(tmp_path), 2, shown=[1]), Tail()
+    for rank in range(2):
+        output.add(rank, b"", tail)
+        output.feed(rank, 2, b"of %d\n" % rank)
+    written(output)
+    assert capfd.readouterr().err == "of 1\n"
+    assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\n", "of 1\n"]
+    assert tail.lines() == ["of 0", "of 1"]
+
+
 def test_files_of_ranks(tmp_path, output_to):
     """Their folders have as many digits as the last rank."""
     for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
