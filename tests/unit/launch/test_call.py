@@ -14,6 +14,8 @@ import kvstore_hvd
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, LaunchError, PeerLostError, RunError
 from kvstore_hvd.launch import call
 
+pytestmark = pytest.mark.alike
+
 
 class Launcher:
     """In the place of `subprocess.Popen`: tells what it is given at once, and has ended."""

@@ -1,7 +1,6 @@
 """kvhvdrun without its processes: options, shares of cores, and how output is cut into lines."""
 
 import os
-import platform
 import random
 import re
 import resource
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import kvstore_hvd
-from kvstore_hvd import native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.horovod.variables import Seat
 from kvstore_hvd.launch import capacity, command
@@ -22,6 +19,8 @@ from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
 from kvstore_hvd.launch.state import Slot
 from support.patience import patient
+
+pytestmark = pytest.mark.alike
 
 
 def sink_of():
@@ -269,33 +268,6 @@ def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
     assert plan("-np", "1", "true").environment["HOROVOD_TIMELINE"] == "other.json"
     made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
     assert made.environment["HOROVOD_TIMELINE"] == "DYNAMIC"
-
-
-def test_check_build(capfd, monkeypatch):
-    import mxnet
-
-    def rows():
-        assert command.main(["--check-build"]) == 0
-        out, _ = capfd.readouterr()
-        assert out.startswith(f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}")
-        return dict(re.findall(r"^  (.*?): +(.*)$", out, re.MULTILINE))
-
-    found = rows()
-    assert found["MXNet"] == f"yes: {mxnet.__version__}"
-    assert re.fullmatch("yes: sums with (scalar|avx2|avx512)", found["native engine"])
-    assert all(found[name].startswith(("yes: ", "no: ")) for name in ("MPI", "GPUs", "NCCL"))
-    assert found["several hosts"][:4] == found["MPI"][:4]
-    assert found["horovod"].startswith("not installed")
-    assert found["--config-file"].startswith("yes: PyYAML ")
-    for name in ("mxnet", "mpi4py", "kvstore_hvd._native", "yaml"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(vars(native), "simd_target", raising=False)  # kept since the first use
-    missing = rows()
-    assert missing["MXNet"].startswith("no: ")
-    assert missing["native engine"].startswith("no: ")
-    assert missing["MPI"].startswith("no: mpi4py is not installed")
-    assert missing["several hosts"].startswith("no: needs mpirun")
-    assert missing["--config-file"] == "no: PyYAML is not installed"
 
 
 def test_variables_of_the_workers(monkeypatch):

@@ -10,6 +10,8 @@ from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import _Daemon, _fate
 from kvstore_hvd.launch.state import Cooldown, Slot, Slots
 
+pytestmark = pytest.mark.alike
+
 
 @pytest.mark.parametrize(
     ("state", "within_s", "fate"),

@@ -10,6 +10,8 @@ from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launch.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript, hosts_of_script
 from support.patience import patient
 
+pytestmark = pytest.mark.alike
+
 LIMIT_S = patient(30)
 
 

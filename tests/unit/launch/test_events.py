@@ -11,6 +11,8 @@ from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.output import Output, Tail
 
+pytestmark = pytest.mark.alike
+
 LIMIT_S = 60
 
 

@@ -6,6 +6,8 @@ from kvstore_hvd.launch import command
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscoveryScript
 from kvstore_hvd.launch.state import Cooldown
 
+pytestmark = pytest.mark.alike
+
 
 def plan(*arguments):
     return command._plan(command._options(arguments))
