@@ -17,7 +17,7 @@ from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from kvstore_hvd.launch.driver import Caller, Driver, Plan, StartError
+from kvstore_hvd.launch.driver import Driver, Plan, StartError
 from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, slots_of
 from kvstore_hvd.launch.state import Cooldown, Settings
 
@@ -66,9 +66,10 @@ def _print(text: str) -> None:
         raise SystemExit(_EXIT_LOST_OUTPUT) from None
 
 
-def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int:
+def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | None = None) -> int:
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code."""
-    # A `caller` is told what otherwise is written: why options are refused, or why the job has failed.
+    # A program that calls a function is told what otherwise is written: why options are 'refused', or why the job has
+    # 'ended'.
     # 0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
     # 130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher, however the workers ended; 141 when
     # the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
@@ -84,11 +85,11 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
 
             _print(build_report())
             return 0
-        return Driver(_plan(options, caller)).run()
+        return Driver(_plan(options, tell)).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
     except (LaunchError, ConfigError) as error:
-        (_say if caller is None else caller.refuse)(str(error))
+        _say(str(error)) if tell is None else tell("refused", str(error))
         return error.code if isinstance(error, StartError) else _EXIT_USAGE
 
 
@@ -217,7 +218,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     return command, inherited
 
 
-def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
+def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None = None) -> Plan:
     is_static = all(getattr(options, name) is None for name in _DECISIVE)
     for name in _OF_ELASTIC if is_static else _OF_STATIC:
         if getattr(options, name) is not None:
@@ -289,7 +290,7 @@ def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
         timestamps=options.timestamps,
         shown=shown,
         verbose=options.verbose,
-        caller=caller,
+        tell=tell,
     )
 
 

@@ -63,12 +63,10 @@ class _Worker:
 class Daemon:
     """Runs the workers of one host; use once, in a process of its own."""
 
-    def __init__(
-        self, launcher: Channel, host: str, kill_grace_s: float, lease_s: float, keep: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, launcher: Channel, host: str, kill_grace_s: float, lease_s: float) -> None:
         # `host` is its name, as the user wrote it; a worker is killed `kill_grace_s` after SIGTERM; the launcher may be
-        # silent for `lease_s`; workers inherit the descriptors of `keep`.
-        self._launcher, self._host, self._keep = launcher, host, keep
+        # silent for `lease_s`.
+        self._launcher, self._host = launcher, host
         self._grace_s, self._lease_s = kill_grace_s, lease_s
         # Every worker that has a line carries it in its environment.
         self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
@@ -206,7 +204,7 @@ class Daemon:
                         theirs.callback(os.close, end)
                         on_failure.callback(os.close, ours[fd])
                         os.set_blocking(ours[fd], False)
-                pid = processes.spawn(message["command"], environment, streams, message["cores"], self._keep)
+                pid = processes.spawn(message["command"], environment, streams, message["cores"])
                 on_failure.pop_all()
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             text = str(error) or type(error).__name__

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd.base.channel import Channel, ChannelError
@@ -52,10 +52,9 @@ class Daemons:
         clock: RunningClock,
         kill_grace_s: float,
         lease_s: float,
-        keep: Sequence[int],
         hear: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._poller, self._clock, self._keep, self._hear = poller, clock, keep, hear
+        self._poller, self._clock, self._hear = poller, clock, hear
         self._grace_s, self._lease_s = kill_grace_s, lease_s
         self._running: dict[str, _Daemon] = {}
         self._beat_at = 0.0
@@ -71,10 +70,10 @@ class Daemons:
             return
         ours, theirs = socket.socketpair()
         with theirs:
-            run = lambda: Daemon(Channel(theirs), host, self._grace_s, self._lease_s, self._keep).run()  # noqa: E731
+            run = lambda: Daemon(Channel(theirs), host, self._grace_s, self._lease_s).run()  # noqa: E731
             grace_s = min(processes.LEFT_GRACE_S, self._grace_s)
             try:
-                keep = {0, 1, 2, theirs.fileno(), *self._keep}
+                keep = {0, 1, 2, theirs.fileno()}
                 guard = processes.fork_guarded(f"of {os.getpid()} for {host}", keep, run, grace_s)
             except OSError:
                 ours.close()

@@ -23,7 +23,7 @@ from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output, Tail
 from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Settings, Slot, Start, Tell
 
-__all__ = ["Caller", "Driver", "Plan", "StartError", "environment_of"]
+__all__ = ["Driver", "Plan", "StartError", "environment_of"]
 
 _EXIT_NOT_STARTED = 126
 # A daemon may take this much longer to end than its workers.
@@ -43,18 +43,6 @@ _FIXES = {
 }
 
 
-class Caller(NamedTuple):
-    """A program that has started the launcher to call one of its functions in the workers, see launch/call.py.
-
-    Every worker inherits the `descriptors`. `refuse` is called with why the job cannot be started, `tell` with why it
-    has failed; the launcher writes neither then: the program raises it.
-    """
-
-    descriptors: tuple[int, ...]
-    refuse: Callable[[str], None]
-    tell: Callable[[str], None]
-
-
 class Plan(NamedTuple):
     """How to run a job. `environment` is that of the workers, but for what differs between them."""
 
@@ -70,7 +58,7 @@ class Plan(NamedTuple):
     timestamps: bool = False
     shown: Collection[int] | None = None  # ranks whose output is shown; None: all
     verbose: bool = False
-    caller: Caller | None = None
+    tell: Callable[[str, str], None] | None = None  # a program that calls a function, see launch/call.py
 
 
 class StartError(LaunchError):
@@ -146,10 +134,9 @@ class Driver:
             except OSError as error:
                 raise _not_started("the launcher", error.errno, str(error)) from None
             self._poller.watch(self._inbox.fileno(), lambda: None)
-            keep = () if plan.caller is None else plan.caller.descriptors
             # The end of a launcher ends its line; a lease is for one on another host, and for one that stands still.
             lease_s = float("inf") if settings.is_static else settings.lease_s
-            self._daemons = Daemons(self._poller, self._clock, settings.kill_grace_s, lease_s, keep, self._take)
+            self._daemons = Daemons(self._poller, self._clock, settings.kill_grace_s, lease_s, self._take)
             if isinstance(plan.discovery, HostDiscoveryScript):
                 plan.discovery.start, plan.discovery.kill = self._start_task, self._kill_task
             while not self._done():
@@ -454,8 +441,8 @@ class Driver:
         if not end.reason or self._asked is not None:
             return code
         text = end.reason
-        if self._plan.caller is not None:
-            self._plan.caller.tell(text)  # the last lines of who failed have been seen
+        if self._plan.tell is not None:
+            self._plan.tell("ended", text)  # the last lines of who failed have been seen
         elif self._plan.capture or end.code > 128:  # else its words have just been seen
             if self._settings.is_static and self._settings.max_np > 1 and end.details is not None:
                 text += " Its last lines on stderr:" if end.details else " It wrote nothing to stderr."

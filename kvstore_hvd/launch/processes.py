@@ -136,10 +136,9 @@ def spawn(
     environment: dict[str, str],
     streams: Sequence[int | None],
     cores: Iterable[int] = (),
-    keep: Iterable[int] = (),
 ) -> int:
     """Start a process in its own session; returns its process id, which is also its group and session."""
-    # `streams` are its descriptors 0 to 2, or None to share ours; it has those of `keep` too. `cores` pins it. The
+    # `streams` are its descriptors 0 to 2, or None to share ours. `cores` pins it. The
     # caller reaps it with waitpid. For the main thread: the kernel kills it when the thread ends that has started it.
     us, pinned = os.getpid(), set(cores)
 
@@ -160,7 +159,6 @@ def spawn(
             stdout=streams[1],
             stderr=streams[2],
             start_new_session=True,
-            pass_fds=tuple(keep),
             preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
         )
     process.returncode = 0  # reaped by our own waitpid; the object must not wait too
