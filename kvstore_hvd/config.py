@@ -392,6 +392,9 @@ class Config:
     size: int | None = _knob(_count, None, "KVHVD_SIZE", doc="Set by kvhvdrun: number of workers.")
     local_rank: int | None = _knob(_count, None, "KVHVD_LOCAL_RANK", doc="Set by kvhvdrun: rank on this host.")
     local_size: int | None = _knob(_count, None, "KVHVD_LOCAL_SIZE", doc="Set by kvhvdrun: workers on this host.")
+    hosts: str = _knob(
+        _text, "", "KVHVD_HOSTS", doc="Set by kvhvdrun: the host of each rank, where there are several hosts."
+    )
     slot: str = _knob(
         _text, "", "KVHVD_SLOT", doc="Set by kvhvdrun: this worker's slot, HOST:INDEX; as long as it runs."
     )

@@ -1,4 +1,4 @@
-"""Messages over a stream socket: JSON objects whose ``"t"`` is their type, each with bytes behind it, or without.
+"""Messages over a stream socket or a pair of pipes: JSON objects whose ``"t"`` is their type, and bytes behind them.
 
 Nobody proves here who it is: that is known of a socket before messages pass over it.
 """
@@ -7,48 +7,66 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
+import os
 import struct
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = ["Channel", "ChannelError"]
 
 _LENGTHS = struct.Struct("!II")  # of the object, and of the bytes behind it
 _CHUNK = 1 << 18
+_MOST_SKIPPED = 1 << 16
+_MOST_SHOWN = 1 << 11
 
 
 class ChannelError(Exception):
     """The other side is gone, or says what is no message; the text is a sentence."""
 
 
+class _End(Protocol):
+    """A socket, or a file of a pipe."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class Channel:
     """One side. Never waits: what cannot be sent at once is kept for `flush`."""
 
-    # A message of more than `longest` bytes is not received. One thread may receive while another sends or flushes;
-    # more than one of a kind need a lock.
+    # A message of more than `longest` bytes is not received. `writer` is the file to write to where that is another
+    # one than `reader`. Bytes that come before the `greeting` are no messages; `skipped` is the end of them. One thread
+    # may receive while another sends or flushes; more than one of a kind need a lock.
 
-    def __init__(self, connected: socket.socket, longest: int = 1 << 26) -> None:
-        self._socket, self._longest = connected, longest
-        self._socket.setblocking(False)
+    def __init__(
+        self, reader: _End, longest: int = 1 << 26, *, writer: _End | None = None, greeting: bytes = b""
+    ) -> None:
+        self._ends, self._longest = (reader, writer or reader), longest
+        self._fd, self.write_fd = (end.fileno() for end in self._ends)
+        for fd in (self._fd, self.write_fd):
+            os.set_blocking(fd, False)
         self._received, self._unsent = bytearray(), bytearray()
+        self._greeting, self.skipped = greeting, b""
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether something waits until the socket can be written; then call `flush`."""
+        """Whether something waits until `write_fd` can be written; then call `flush`."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
-        """The descriptor, for selectors; -1 once closed."""
-        return self._socket.fileno()
+        """The descriptor to read from, for selectors; -1 once closed."""
+        return self._fd
 
     def close(self) -> None:
-        """Close the socket; what has not been written is dropped. May be called again."""
-        self._socket.close()
+        """Close both descriptors; what has not been written is dropped. May be called again."""
+        self._fd = self.write_fd = -1
+        for end in self._ends:
+            end.close()
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come, bytes under ``"raw"``. Raises ChannelError when none will come any more."""
         try:
-            data = self._socket.recv(_CHUNK)
+            data = os.read(self._fd, _CHUNK)
         except BlockingIOError:
             return []
         except ConnectionResetError:
@@ -56,8 +74,11 @@ class Channel:
         except OSError as error:
             raise ChannelError(f"the connection broke: {error.strerror}.") from None
         if not data:
-            raise ChannelError(f"the other side closed the connection{' within a message' * bool(self._received)}.")
+            is_cut = self._received and not self._greeting
+            raise ChannelError(f"the other side closed the connection{' within a message' if is_cut else ''}.")
         self._received += data
+        if self._greeting and not self._skip():
+            return []
         messages, at = [], 0
         while len(self._received) - at >= _LENGTHS.size:
             length, more = _LENGTHS.unpack_from(self._received, at)
@@ -74,6 +95,16 @@ class Channel:
         del self._received[:at]
         return messages
 
+    def _skip(self) -> bool:
+        """Drop what has come before the greeting; whether the greeting has come."""
+        before, found, behind = self._received.partition(self._greeting)
+        self.skipped = bytes(before[-_MOST_SHOWN:])
+        if found:
+            self._received, self._greeting = behind, b""
+        elif len(before) > _MOST_SKIPPED:
+            raise ChannelError("the other side says something else than messages.")
+        return bool(found)
+
     def send(self, message: dict[str, Any], raw: bytes = b"") -> None:
         """Send a message. If the other side is gone, `receive` tells, after everything that had still arrived."""
         body = json.dumps(message).encode("ascii")
@@ -81,11 +112,11 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, as far as the socket takes it now."""
+        """Write what waits, as far as the other side takes it now."""
         try:
             while self._unsent:
                 # Copied: a view would forbid to shorten the buffer.
-                del self._unsent[: self._socket.send(bytes(self._unsent[:_CHUNK]))]
+                del self._unsent[: os.write(self.write_fd, bytes(self._unsent[:_CHUNK]))]
         except BlockingIOError:
             pass
         except OSError:

@@ -73,18 +73,20 @@ OF_WORKERS = (
 
 
 class Seat(NamedTuple):
-    """A worker's place among all workers, and among those on its host."""
+    """A worker's place among all workers, among those on its host, and among those with its local rank."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    cross_rank: int = 0
+    cross_size: int = 1
 
 
 def of_worker(host: str, seat: Seat) -> dict[str, str]:
-    """The variables of a worker on this host, the only one; `host` is how the user calls it."""
+    """The variables of a worker on this host; `host` is how the user calls it."""
     # Programs ask the last two for what Horovod's launcher says, when it needs no MPI.
-    values = (*seat, 0, 1, host, "gloo", "gloo")
+    values = (*seat, host, "gloo", "gloo")
     return dict(zip(OF_WORKERS, map(str, values)))
 
 

@@ -18,7 +18,15 @@ from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from kvstore_hvd.launch.driver import Driver, Plan, StartError
-from kvstore_hvd.launch.hosts import hosts_of_file, hosts_of_option, slots_of
+from kvstore_hvd.launch.hosts import (
+    hosts_of_file,
+    hosts_of_option,
+    is_here,
+    most_together,
+    refuse_others,
+    remote_shell,
+    slots_of,
+)
 from kvstore_hvd.launch.state import Cooldown, Settings
 
 __all__ = ["main"]
@@ -133,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", "-n", metavar="N", type=count, help="number of workers")
     add("-H", "--hosts", metavar="HOST:N,...", help="where they run; only this host: localhost:N")
     add("--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line")
+    add("--rsh-command", metavar="CMD", help=argparse.SUPPRESS)  # data does not cross hosts yet
     add("-m", "--module", action="store_true", help="the command is a module: as `python -m command`")
     add("--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd")
     add("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
@@ -233,27 +242,32 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
             raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
     least = options.min_np or first or 1
     _check_order(least, first, most)
-    needed = max(least, first or 0)
+    needed, shell = max(least, first or 0), remote_shell(options.rsh_command)
+    hosts = hosts or {"localhost": most or needed}
+    if not shell:
+        refuse_others(hosts)
     discovery: HostDiscovery
     if options.host_discovery_script is not None:
         discovery = HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1)
     else:
-        discovery = FixedHosts(hosts or {"localhost": most or needed})
+        discovery = FixedHosts(hosts)
         if discovery.slots < needed:
             fact = f"{needed} workers are needed, but the hosts have {discovery.slots} slots."
             raise LaunchError(message(fact, fix="give more slots, as in -H localhost:N."))
     shown = options.ranks
     if shown is not None and max(shown) >= most:
         raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))
-    capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps))
+    are_here = all(map(is_here, hosts))
+    capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, not are_here))
     count = most or max(needed, min(discovery.slots, MAX_WORKERS))
     check_count(count, *((2 if capture else 0,) if is_static else ELASTIC_FILES))
     cfg, cores = config(), usable_cores()
     notes = []
     if is_static and count > 1 and not inherited.get("OMP_NUM_THREADS"):
         # Each worker's OpenMP would start a thread per core; N workers would share each core N-fold and all slow down.
-        inherited["OMP_NUM_THREADS"] = str(max(1, len(cores) // count))
-        notes.append(f"OMP_NUM_THREADS={inherited['OMP_NUM_THREADS']}: {len(cores)} cores for {count} workers")
+        together = most_together([host for host, slots in hosts.items() for _ in range(slots)][:count])
+        inherited["OMP_NUM_THREADS"] = str(max(1, len(cores) // together))
+        notes.append(f"OMP_NUM_THREADS={inherited['OMP_NUM_THREADS']}: {len(cores)} cores for {together} workers")
     if capture:
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
@@ -290,6 +304,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         timestamps=options.timestamps,
         shown=shown,
         verbose=options.verbose,
+        shell=shell,
         tell=tell,
     )
 
@@ -317,6 +332,7 @@ def _is_of_outer_job(name: str) -> bool:
     return name.startswith(("KVHVD_LOCAL_", "KVHVD_DAEMON", "KVHVD_WORKER")) or name in (
         "KVHVD_RANK",
         "KVHVD_SIZE",
+        "KVHVD_HOSTS",
         "KVHVD_SLOT",
         "KVHVD_SECRET",
         "KVHVD_GENERATION",

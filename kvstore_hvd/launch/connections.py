@@ -40,12 +40,18 @@ class Poller:
         """Close a channel; without effect on one that is closed."""
         if self._channels.pop(channel.fileno(), None) is not None:
             self.forget(channel.fileno())
+            self.forget(channel.write_fd)
         channel.close()
 
     def wait(self, seconds: float) -> None:
         """Wait for so long at most, and call what is due."""
         for fd, channel in self._channels.items():
-            self.watch(fd, self._known[fd][0], select.EPOLLIN | select.EPOLLOUT * channel.wants_to_write)
+            if channel.write_fd == fd:
+                self.watch(fd, self._known[fd][0], select.EPOLLIN | select.EPOLLOUT * channel.wants_to_write)
+            elif channel.wants_to_write:
+                self.watch(channel.write_fd, channel.flush, select.EPOLLOUT)
+            else:
+                self.forget(channel.write_fd)
         for fd, events in self._epoll.poll(max(0.0, seconds)):
             if fd in self._channels and events & select.EPOLLOUT:
                 self._channels[fd].flush()

@@ -4,13 +4,15 @@ Starts and reaps the workers of its host as the launcher tells it, and passes on
 them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing while this daemon ran
 for the length of its lease, it ends its workers and itself.
 
-It is a fork of the launcher, and outlives it: it has to end the workers, and to say why.
+It outlives the launcher: it has to end the workers, and to say why. On the launcher's host it is a fork of it;
+elsewhere a remote shell starts `serve`, and its standard input and output are the line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import select
 import signal
@@ -19,21 +21,25 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
-from kvstore_hvd.config import config
+from kvstore_hvd.base.cores import usable_cores
+from kvstore_hvd.config import config, environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.worlds.authentication import peer_process
 
-__all__ = ["BEAT_S", "WINDOW", "Daemon"]
+__all__ = ["BEAT_S", "GREETING", "WINDOW", "Daemon", "serve"]
 
 BEAT_S = 0.5
+#: Ends what a login shell prints before the first message of a daemon on another host.
+GREETING = b"\0kvstore_hvd daemon\n"
 #: Bytes of output that a daemon may send before the launcher has acknowledged some of it.
 WINDOW = 1 << 18
 # After the loss of the launcher everything has to be gone within five seconds.
@@ -63,10 +69,17 @@ class _Worker:
 class Daemon:
     """Runs the workers of one host; use once, in a process of its own."""
 
-    def __init__(self, launcher: Channel, host: str, kill_grace_s: float, lease_s: float) -> None:
+    def __init__(
+        self,
+        launcher: Channel,
+        host: str,
+        kill_grace_s: float,
+        lease_s: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         # `host` is its name, as the user wrote it; a worker is killed `kill_grace_s` after SIGTERM; the launcher may be
-        # silent for `lease_s`.
-        self._launcher, self._host = launcher, host
+        # silent for `lease_s`; workers inherit those `variables` that the launcher does not set.
+        self._launcher, self._host, self._variables = launcher, host, variables or {}
         self._grace_s, self._lease_s = kill_grace_s, lease_s
         # Every worker that has a line carries it in its environment.
         self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
@@ -99,7 +112,7 @@ class Daemon:
             self._poller.watch(self._inbox.fileno(), lambda: None)
             self._poller.watch(self._listener.fileno(), self._accept)
             self._poller.add(self._launcher, self._hear_launcher)
-            self._tell("up", pid=os.getpid())
+            self._tell("up", pid=os.getpid(), version=__version__)
             while not self._done():
                 self._poller.wait(self._next_event())
                 self._turn()
@@ -190,7 +203,10 @@ class Daemon:
         if self._why:
             self._tell("not_started", worker=number, text=self._why, errno=0)
             return
-        environment = {**message["environment"], **({"KVHVD_DAEMON": self._name} if message["line"] else {})}
+        variables = {**self._variables, **message["environment"]}
+        if message["line"]:
+            variables["KVHVD_DAEMON"] = self._name
+        cores = processes.share_of_cores(usable_cores(), *message["share"]) if message["share"] else ()
         ours: dict[int, int] = {}
         try:
             with ExitStack() as theirs, ExitStack() as on_failure:
@@ -204,7 +220,7 @@ class Daemon:
                         theirs.callback(os.close, end)
                         on_failure.callback(os.close, ours[fd])
                         os.set_blocking(ours[fd], False)
-                pid = processes.spawn(message["command"], environment, streams, message["cores"])
+                pid = processes.spawn(message["command"], variables, streams, cores)
                 on_failure.pop_all()
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             text = str(error) or type(error).__name__
@@ -374,3 +390,19 @@ def _two_ends(size: Sequence[int]) -> tuple[int, int]:
             fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
             return ours, theirs
     return os.pipe()
+
+
+def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
+    """Be the guard of a daemon on another host than the launcher's, in this folder if it is there; does not return."""
+    reader, writer = io.FileIO(os.dup(0)), io.FileIO(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # nothing else comes between messages
+    os.close(null)
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+    writer.write(GREETING)
+    grace_s, variables = float(kill_grace_s), environment()
+    run = lambda: Daemon(Channel(reader, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731
+    keep = {0, 1, 2, reader.fileno(), writer.fileno()}
+    processes.run_guarded(f"for {host}", keep, run, min(processes.LEFT_GRACE_S, grace_s), fork=False)

@@ -1,4 +1,7 @@
-"""The launcher's side of its daemons: one process and one line for each host."""
+"""The launcher's side of its daemons: one process and one line for each host.
+
+On another host than this one a remote shell starts the daemon. Then the process is the shell.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
-from kvstore_hvd.launch.daemon import BEAT_S, Daemon
-from kvstore_hvd.launch.state import how_it_ended
+from kvstore_hvd.launch.daemon import BEAT_S, GREETING, Daemon
+from kvstore_hvd.launch.hosts import is_here, shell_command
+from kvstore_hvd.launch.output import Tail
+from kvstore_hvd.launch.state import Settings, how_it_ended
 
 __all__ = ["Daemons"]
 
@@ -22,25 +31,42 @@ __all__ = ["Daemons"]
 _SILENT_S = 3 * BEAT_S
 # By so much longer than a daemon waits for us: when we count its host as lost, it has ended everything there.
 _LEASE_EXTRA_S = 1.0
-# Or the lease, where that is longer.
+# For a daemon of this host; or the lease, where that is longer.
 _START_S = 60.0
 # A line that ends because its daemon died is followed by the end of the guard, which first ends what is left there.
 _NEWS_S = 4.0
+_CLOSED = "the other side closed the connection"
+_SHOWN_LINES = 3  # the last ones of a remote shell
+_REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
 
 
 class _Daemon:
-    """The daemon of a host, and the guard beside it."""
+    """The daemon of a host, and the guard beside it, or the remote shell that leads to both."""
 
-    has_come: bool = False  # it has said something
+    has_come: bool = False  # it has said that it is up
     fault: str = ""  # how the line ended
     ending: bool = False  # it was told to end
     given_up: bool = False  # it was killed because it did not
     code: int | None = None  # its own, or that of its guard
     unacknowledged: int = 0  # bytes of output
 
-    def __init__(self, host: str, guard: int, line: Channel, heard_at: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        guard: int,
+        line: Channel,
+        heard_at: float,
+        lease_s: float,
+        start_s: float,
+        shell: str = "",
+        errors: int = -1,
+    ) -> None:
         self.host, self.line, self.heard_at = host, line, heard_at
-        self.guard = self.pid = guard  # process ids; guard: 0 when it was killed, -1 when both have ended
+        # Process ids; guard: or that of the shell; 0 when it was killed, -1 when both have ended.
+        self.guard = self.pid = guard
+        self.lease_s, self.start_s = lease_s, start_s  # `start_s`: within which it has to come
+        # The name of the shell, what it writes to standard error, and the last lines that were read there.
+        self.shell, self.errors, self.tail = shell, errors, Tail()
 
 
 class Daemons:
@@ -50,12 +76,12 @@ class Daemons:
         self,
         poller: Poller,
         clock: RunningClock,
-        kill_grace_s: float,
-        lease_s: float,
+        settings: Settings,
+        shell: Sequence[str],
         hear: Callable[[dict[str, Any]], None],
     ) -> None:
         self._poller, self._clock, self._hear = poller, clock, hear
-        self._grace_s, self._lease_s = kill_grace_s, lease_s
+        self._settings, self._shell = settings, shell
         self._running: dict[str, _Daemon] = {}
         self._beat_at = 0.0
 
@@ -68,18 +94,46 @@ class Daemons:
         """Start the daemon of a host, if there is none."""
         if host in self._running:
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            run = lambda: Daemon(Channel(theirs), host, self._grace_s, self._lease_s).run()  # noqa: E731
-            grace_s = min(processes.LEFT_GRACE_S, self._grace_s)
-            try:
-                keep = {0, 1, 2, theirs.fileno()}
-                guard = processes.fork_guarded(f"of {os.getpid()} for {host}", keep, run, grace_s)
-            except OSError:
-                ours.close()
-                raise
-        daemon = self._running[host] = _Daemon(host, guard, Channel(ours), self._clock.now())
+        with ExitStack() as theirs, ExitStack() as on_failure:
+            ours, end = socket.socketpair()
+            theirs.enter_context(end)
+            on_failure.enter_context(ours)
+            start = self._start_here if is_here(host) else self._start_elsewhere
+            daemon = self._running[host] = start(host, ours, end)
+            on_failure.pop_all()
         self._poller.add(daemon.line, lambda: self._receive(daemon))
+
+    def _start_here(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
+        settings = self._settings
+        # The end of a launcher ends its line; the lease is for one that stands still, which a static job waits for.
+        lease_s = float("inf") if settings.is_static else settings.lease_s
+        run = lambda: Daemon(Channel(theirs), host, settings.kill_grace_s, lease_s).run()  # noqa: E731
+        grace_s = min(processes.LEFT_GRACE_S, settings.kill_grace_s)
+        keep = {0, 1, 2, theirs.fileno()}
+        guard = processes.run_guarded(f"of {os.getpid()} for {host}", keep, run, grace_s)
+        return _Daemon(host, guard, Channel(ours), self._clock.now(), lease_s, max(_START_S, lease_s))
+
+    def _start_elsewhere(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
+        settings = self._settings
+        limits = [str(settings.kill_grace_s), str(settings.lease_s)]
+        folder = ""  # it has been deleted
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.getcwd()
+        command = shell_command(self._shell, host, [sys.executable, _REMOTE, host, *limits, folder])
+        errors, write = os.pipe()
+        try:
+            pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), write])
+        except OSError:
+            os.close(errors)
+            raise
+        finally:
+            os.close(write)
+        os.set_blocking(errors, False)
+        line, name = Channel(ours, greeting=GREETING), os.path.basename(command[0])
+        times = self._clock.now(), settings.lease_s, settings.start_timeout_s
+        daemon = _Daemon(host, pid, line, *times, shell=name, errors=errors)
+        self._poller.watch(errors, lambda: self._read_errors(daemon))
+        return daemon
 
     # -- Sending --------------------------------------------------------------------------------------------------
 
@@ -105,32 +159,61 @@ class Daemons:
         """Have all of them end their workers and themselves."""
         for daemon in self._running.values():
             daemon.ending = True
+            if daemon.shell and not daemon.has_come:
+                _kill(daemon)
         self.send_all("end", text=text)
 
     def give_up(self) -> None:
         """Kill them, and their workers with them; the second time, those that the kernel does not end are let go."""
         for host, daemon in list(self._running.items()):
             if daemon.given_up:
-                self._poller.close_channel(self._running.pop(host).line)
+                self._remove(self._running[host])
             daemon.given_up = True
             _kill(daemon)
 
     # -- What happens ---------------------------------------------------------------------------------------------
 
     def _receive(self, daemon: _Daemon) -> None:
-        daemon.heard_at = self._clock.now()
+        now = self._clock.now()
+        if daemon.has_come:
+            daemon.heard_at = now
         try:
             messages = daemon.line.receive()
         except ChannelError as error:
-            daemon.fault = str(error).rstrip(".")
+            daemon.fault, daemon.heard_at = str(error).rstrip("."), now
             self._poller.close_channel(daemon.line)
             return
         for message in messages:
-            daemon.has_come = True
             if message["t"] == "up":
-                daemon.pid = message["pid"]
+                daemon.heard_at = now
+                if message["version"] != __version__:
+                    self._poller.close_channel(daemon.line)
+                    daemon.fault = f"kvstore_hvd has version {message['version']} there, and {__version__} here"
+                    return
+                daemon.pid, daemon.has_come = message["pid"], True
             daemon.unacknowledged += len(message.get("raw", b""))
             self._hear(message)
+
+    def _read_errors(self, daemon: _Daemon) -> None:
+        """Take what the shell has written, which is no more than a pipe holds."""
+        if daemon.errors < 0:
+            return
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(daemon.errors, 1 << 16)
+            daemon.tail.add(data)
+            if not data:
+                self._close_errors(daemon)
+
+    def _close_errors(self, daemon: _Daemon) -> None:
+        if daemon.errors >= 0:
+            self._poller.forget(daemon.errors)
+            os.close(daemon.errors)
+            daemon.errors = -1
+
+    def _remove(self, daemon: _Daemon) -> None:
+        self._poller.close_channel(daemon.line)
+        self._close_errors(daemon)
+        del self._running[daemon.host]
 
     def reaped(self, pid: int, code: int) -> None:
         """A child of ours has ended."""
@@ -138,6 +221,8 @@ class Daemons:
             if pid == daemon.guard:
                 # A guard that was killed has left us the daemon itself.
                 daemon.code, daemon.guard = code if code <= 128 else 128 - code, 0 if code < 0 else -1
+                if daemon.shell:
+                    daemon.code, daemon.guard = code, -1
             elif pid == daemon.pid:
                 daemon.code, daemon.guard = code, -1
 
@@ -148,13 +233,17 @@ class Daemons:
             self._beat_at = now + BEAT_S
             self.send_all("beat")
         for host, daemon in list(self._running.items()):
-            why = _fate(daemon, now, self._lease_s)
+            why = _fate(daemon, now)
             if not why:
                 continue
             _kill(daemon)
-            self._poller.close_channel(daemon.line)
-            del self._running[host]
-            lost(host, why)
+            self._read_errors(daemon)
+            self._remove(daemon)
+            lost(host, why + _last_lines(daemon))
+
+    def are_awaited(self) -> bool:
+        """Whether one of them has been started, and has not come."""
+        return any(not daemon.has_come for daemon in self._running.values())
 
     def are_silent(self) -> bool:
         """Whether one of them has missed beats, and with it what its workers may have said."""
@@ -167,14 +256,18 @@ class Daemons:
         return self._beat_at
 
 
-def _fate(daemon: _Daemon, now: float, lease_s: float) -> str:
+def _fate(daemon: _Daemon, now: float) -> str:
     """What happened to a daemon that is lost; empty while it is not."""
     silent = now - daemon.heard_at
     if daemon.fault:
-        if daemon.code is not None:
+        if daemon.code is not None and not daemon.shell:
             return f"its daemon (pid {daemon.pid}) {how_it_ended(daemon.code)}"
+        if daemon.code is not None:
+            what = "the line to its daemon was lost" if daemon.has_come else "its daemon did not come"
+            fault = f"{daemon.fault}; " if daemon.fault != _CLOSED else ""
+            return f"{what}: {fault}'{daemon.shell}' {how_it_ended(daemon.code)}"
         return f"the line to its daemon was lost: {daemon.fault}" if silent >= _NEWS_S and not daemon.ending else ""
-    limit_s = lease_s + _LEASE_EXTRA_S if daemon.has_come else max(_START_S, lease_s)
+    limit_s = daemon.lease_s + _LEASE_EXTRA_S if daemon.has_come else daemon.start_s
     if silent < limit_s:
         return ""
     if not daemon.has_come:
@@ -182,10 +275,19 @@ def _fate(daemon: _Daemon, now: float, lease_s: float) -> str:
     return f"its daemon has said nothing for {limit_s:g} s (KVHVD_LEASE)"
 
 
+def _last_lines(daemon: _Daemon) -> str:
+    """What a remote shell has said last, with what else it printed in place of a daemon's messages."""
+    said = daemon.line.skipped.decode("utf-8", "replace").splitlines() if not daemon.has_come else []
+    lines = [line.strip() for line in [*said, *daemon.tail.lines()] if line.strip()][-_SHOWN_LINES:]
+    return f". '{daemon.shell}' says: {' / '.join(lines).rstrip('.')}" if lines else ""
+
+
 def _kill(daemon: _Daemon) -> None:
     # Only children of ours get a signal, unreaped: a number is nobody else's then.
     with contextlib.suppress(OSError):
-        if daemon.guard > 0:
+        if daemon.guard > 0 and daemon.shell:
+            os.killpg(daemon.guard, signal.SIGKILL)
+        elif daemon.guard > 0:
             os.kill(daemon.guard, processes.KILL_DAEMON)
         elif daemon.guard == 0:
             os.kill(daemon.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from typing import Any, Union
 
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.launch.capacity import MAX_WORKERS
-from kvstore_hvd.launch.hosts import refuse_others, slots_of
+from kvstore_hvd.launch.hosts import slots_of
 from kvstore_hvd.launch.state import EXIT_FAILED, how_it_ended
 
 __all__ = ["DiscoveryError", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "hosts_of_script"]
@@ -34,7 +34,6 @@ class FixedHosts:
     """Hosts that stay as they are."""
 
     def __init__(self, hosts: Mapping[str, int]) -> None:
-        refuse_others(hosts)
         self._hosts: dict[str, int] | None = _usable(hosts)
         self.slots = sum(self._hosts.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscovery, HostDiscoveryScript
-from kvstore_hvd.launch.hosts import is_here
+from kvstore_hvd.launch.hosts import address_of, is_here, machine_of, most_together, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output, Tail
 from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Settings, Slot, Start, Tell
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
     timestamps: bool = False
     shown: Collection[int] | None = None  # ranks whose output is shown; None: all
     verbose: bool = False
+    shell: Sequence[str] = ()  # the words that run a command on another host; empty: there is only this one
     tell: Callable[[str, str], None] | None = None  # a program that calls a function, see launch/call.py
 
 
@@ -102,6 +104,7 @@ class Driver:
         self._discovery_fails_since: float | None = None
         self._discovered = False
         self._strange_hosts: set[str] = set()
+        self._missing: dict[str, str] = {}  # hosts of a static job whose daemons did not come, and why
         self._last_event = ""
         self._not_started: StartError | None = None
         self._asked: int | None = None  # the first signal that asked the job to end
@@ -134,9 +137,7 @@ class Driver:
             except OSError as error:
                 raise _not_started("the launcher", error.errno, str(error)) from None
             self._poller.watch(self._inbox.fileno(), lambda: None)
-            # The end of a launcher ends its line; a lease is for one on another host, and for one that stands still.
-            lease_s = float("inf") if settings.is_static else settings.lease_s
-            self._daemons = Daemons(self._poller, self._clock, settings.kill_grace_s, lease_s, self._take)
+            self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
             if isinstance(plan.discovery, HostDiscoveryScript):
                 plan.discovery.start, plan.discovery.kill = self._start_task, self._kill_task
             while not self._done():
@@ -197,7 +198,12 @@ class Driver:
         if self._end is None:
             self._discover(now)
             self._job.hosts_fault = self._plan.discovery.fault(now)
-            self._job.tick(self._job_now)
+            # All hosts of a static job are there before its first worker starts.
+            is_first = self._settings.is_static and self._job.workers.get(0) is None
+            if is_first and self._missing and not self._daemons.are_awaited():
+                self._refuse_hosts()
+            elif not is_first or not self._daemons.are_awaited():
+                self._job.tick(self._job_now)
         elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
             self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
             self._daemons.end(self._end.reason)
@@ -256,12 +262,18 @@ class Driver:
             return
         self._discovered, self._discovery_fails_since = True, None
         for host in hosts.keys() - self._strange_hosts:
-            if not is_here(host):
+            if not self._plan.shell and not is_here(host):
                 self._strange_hosts.add(host)
                 self._say(f"'{host}' is another host, and kvhvdrun uses this one only.")
         self._job.hosts(
             {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_now
         )
+        if self._settings.is_static and self._plan.shell:
+            for host in dict.fromkeys(slot.host for slot in self._job.static_slots):
+                try:
+                    self._daemons.start(host)
+                except OSError as error:
+                    self._missing[host] = f"its daemon could not be started: {error}"
 
     def _start_task(self, task: int) -> None:
         assert isinstance(self._plan.discovery, HostDiscoveryScript)
@@ -270,7 +282,7 @@ class Driver:
         except OSError as error:
             self._plan.discovery.lost(f"cannot be started: {error}")
             return
-        none: dict[str, Any] = {"cores": [], "line": False, "stdin": False, "stdout": [], "stderr": []}
+        none: dict[str, Any] = {"share": [], "line": False, "stdin": False, "stdout": [], "stderr": []}
         command, environment = self._plan.discovery.command, self._plan.environment
         self._daemons.send(_HERE, "start", worker=task, command=command, environment=environment, **none)
 
@@ -280,7 +292,20 @@ class Driver:
     def _on_lost_host(self, host: str, why: str) -> None:
         if host == _HERE and isinstance(self._plan.discovery, HostDiscoveryScript):
             self._plan.discovery.lost(f"was lost: {why}")
-        self._job.host_lost(host, why, self._job_now)
+        if self._settings.is_static and self._job.workers.get(0) is None:
+            self._missing[host] = why
+        lines = {number: tail.lines() for number, tail in self._tails.items()}
+        self._job.host_lost(host, why, self._job_now, lines)
+
+    def _refuse_hosts(self) -> None:
+        """A static job does not begin without one of its hosts."""
+        hosts = [host for host in dict.fromkeys(slot.host for slot in self._job.static_slots) if host in self._missing]
+        details = [f"{host}: {self._missing[host]}" for host in hosts]
+        words = shell_command(self._plan.shell, hosts[0], [sys.executable, "--version"])
+        fix = f"try {' '.join(words)}; Python and this package have the same path on every host."
+        fact = f"the job cannot start on {len(details)} of its hosts."
+        self._not_started = StartError(message(fact, details=details, fix=fix))
+        self._job.give_up("")
 
     # -- What the job decides -------------------------------------------------------------------------------------
 
@@ -310,13 +335,17 @@ class Driver:
             else:
                 self._job.host_lost(slot.host, f"its daemon could not be started: {error}", self._job_now)
             return
-        seat = Seat(number, settings.max_np, number, settings.max_np) if settings.is_static else self._job.seat(number)
+        seat = self._job.seat(number)
         environment = environment_of(plan, number, slot, seat, self._secret)
-        place, count = number, settings.max_np
-        if not settings.is_static:
+        place, count = seat.local_rank, seat.local_size
+        if settings.is_static:
+            hosts = [each.host for each in self._job.static_slots]
+            if len(set(map(machine_of, hosts))) > 1:
+                environment["KVHVD_HOSTS"] = ",".join(map(address_of, hosts))
+        else:
             place, count = slot.index, max(slot.index + 1, sum(each.host == slot.host for each in self._job.slots))
             # Settled once: sums of workers with different numbers of threads could differ in their last bits.
-            most = max(1, min(len(self._job.slots), settings.max_np))
+            most = min(most_together(each.host for each in self._job.slots), settings.max_np)
             self._threads = self._threads or max(1, len(self._cores) // most)
             environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(self._threads)
         prefix = f"[{number}] ".encode() if plan.prefix else b""
@@ -328,10 +357,10 @@ class Driver:
             "start",
             worker=number,
             command=list(plan.command),
-            environment=environment,
-            cores=processes.share_of_cores(self._cores, place, count) if plan.bind_cores else [],
+            environment=environment if is_here(slot.host) else travelling(environment),
+            share=[place, count] if plan.bind_cores else [],
             line=not settings.is_static,
-            stdin=settings.is_static and number == 0,
+            stdin=settings.is_static and number == 0,  # on another host that of the daemon, which is empty
             stdout=self._output.size_for(1, prefix) if plan.capture else None,
             stderr=self._output.size_for(2, prefix) if plan.capture else None,
         )
@@ -486,8 +515,11 @@ def _event_text(event: str, fields: Mapping[str, Any]) -> str:
 def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     """What everybody is told of an event; empty for those that are no news."""
     worker = job.workers.get(fields.get("worker", -1))
-    if event == "worker_exited" and worker is not None and worker.code and not worker.leaving:
+    if event == "worker_exited" and worker is not None and worker.code and not worker.leaving and not worker.lost:
         return f"worker {worker.id} ({worker.slot}) {worker.ending}."
+    if event == "host_lost":
+        cooldown = f" It gets no worker for {fields['seconds']:.0f} s." if fields["seconds"] else ""
+        return f"host {fields['host']} is lost: {fields['text']}.{cooldown}"
     if event == "worker_killed" and worker is not None:
         return f"worker {worker.id} ({worker.slot}) is killed: {fields['why']}."
     if event == "slot_blacklisted":

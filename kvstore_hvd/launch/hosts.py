@@ -1,17 +1,39 @@
-"""Where workers run: the hosts of ``-H`` and of host files, and how many workers each takes."""
+"""Where workers run: the hosts of ``-H`` and of host files, how many workers each takes, and the way to other hosts."""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore_hvd.errors import LaunchError, message
 
-__all__ = ["hosts_of_file", "hosts_of_option", "is_here", "refuse_others", "slots_of"]
+__all__ = [
+    "address_of",
+    "hosts_of_file",
+    "hosts_of_option",
+    "is_here",
+    "machine_of",
+    "most_together",
+    "refuse_others",
+    "remote_shell",
+    "shell_command",
+    "slots_of",
+    "travelling",
+]
 
 _ENTRY = re.compile(
     r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"
+)
+
+# For ssh, behind the user's own words: of two options alike, ssh takes the first. It asks for no password, and ends 45
+# seconds after a host has said its last.
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+# Variables that belong to a host or a session on it.
+_OF_HOST = re.compile(
+    r"(HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|TMPDIR|USER|_)$|SSH_|XDG_|DBUS_|DISPLAY$|BASH_FUNC_|SLURM_"
 )
 
 
@@ -65,6 +87,7 @@ def refuse_others(hosts: Iterable[str]) -> None:
             )
 
 
+@functools.cache
 def is_here(host: str) -> bool:
     """Whether a name, in small letters, is one of this host: its own, localhost, or an address of the loopback."""
     if host == "localhost":
@@ -76,3 +99,51 @@ def is_here(host: str) -> bool:
     except ValueError:
         name = socket.gethostname().lower()
         return host in (name, name.partition(".")[0])
+
+
+def machine_of(host: str) -> str:
+    """Equal for all names of this host; other hosts are told apart by their names."""
+    return "" if is_here(host) else host
+
+
+def address_of(host: str) -> str:
+    """The name by which other hosts know a host."""
+    return socket.gethostname() if is_here(host) else host
+
+
+def most_together(hosts: Iterable[str]) -> int:
+    """How many of these workers, given by their hosts, are on one machine at most."""
+    machines = [machine_of(host) for host in hosts]
+    return max(map(machines.count, set(machines)), default=1)
+
+
+def remote_shell(text: str | None) -> list[str]:
+    """The words of ``--rsh-command``; empty where it is not given. The options of ssh that a job needs are added."""
+    if text is None:
+        return []
+    import shlex  # the launcher of one host starts without both
+    import shutil
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        words, why = [], f": {error}"
+    else:
+        why = " is not there"
+    if not words or shutil.which(words[0]) is None:
+        raise LaunchError(message(f"--rsh-command: '{text}'{why}.", fix="name a command such as ssh."))
+    return [*words, *_SSH_OPTIONS] if os.path.basename(words[0]) == "ssh" else words
+
+
+def shell_command(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+    """The words that run a command on another host: ``{host}`` in the shell's is replaced, else the host follows."""
+    there = [word.replace("{host}", host) for word in shell]
+    import shlex
+
+    # Quoted only where the remote shell, if there is one, would take a word for something else.
+    return [*there, *([] if there != list(shell) else [host]), *map(shlex.quote, command)]
+
+
+def travelling(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those variables of a worker that are set on another host, too."""
+    return {name: value for name, value in variables.items() if not _OF_HOST.match(name)}

@@ -6,11 +6,13 @@ decisions depend only on what is known of the workers and slots: after each even
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.horovod.variables import Seat
+from kvstore_hvd.launch.hosts import address_of, machine_of
 from kvstore_hvd.launch.state import (
     ADDED,
     EXIT_FAILED,
@@ -25,6 +27,7 @@ from kvstore_hvd.launch.state import (
     Phase,
     Roster,
     Settings,
+    Slot,
     Slots,
     Start,
     Tell,
@@ -32,6 +35,7 @@ from kvstore_hvd.launch.state import (
     Worker,
     because_of,
     local_ranks,
+    machines,
     rank_order,
     together_with,
 )
@@ -103,6 +107,10 @@ class Job:
 
     def seat(self, number: int) -> Seat:
         """Where a worker will be in its first world, if nothing happens until then; asked when it is started."""
+        if self._settings.is_static:
+            hosts = [machine_of(slot.host) for slot in self.static_slots]
+            counts = {host: itertools.count() for host in hosts}
+            return _seat(number, hosts, [next(counts[host]) for host in hosts])
         worker = self._roster.get(number)
         assert worker is not None
         coming = [
@@ -110,9 +118,13 @@ class Job:
         ]
         if not self._generation.begun:
             coming.sort(key=lambda each: self._slots.place_of(each.slot))
-        ranked = [*(each for each in self._generation.left if each.slot in self._slots), *coming]
-        rank, places = ranked.index(worker), self._local_ranks(ranked)
-        return Seat(rank, len(ranked), places[rank], len(ranked))  # one host
+        ranked = rank_order([*(each for each in self._generation.left if each.slot in self._slots), *coming])
+        return _seat(ranked.index(worker), machines(ranked), self._local_ranks(ranked))
+
+    @property
+    def static_slots(self) -> list[Slot]:
+        """The slots of all ranks of a static job."""
+        return list(self._slots)[: self._settings.max_np]
 
     def deadline(self, now: float) -> float | None:
         """When `tick` must be called even if nothing happens; None for never."""
@@ -153,10 +165,15 @@ class Job:
         self._decide(now)
         self._change = NO_CHANGE
 
-    def host_lost(self, host: str, text: str, now: float) -> None:
-        """All workers of a host are gone, because of what `text` says."""
+    def host_lost(self, host: str, text: str, now: float, lines: Mapping[int, Sequence[str]] | None = None) -> None:
+        """All workers of a host are gone, because of what `text` says; `lines` are the last ones of each on stderr."""
         workers = [worker for worker in self._roster.running if worker.slot.host == host]
-        self._ended(workers, -signal.SIGKILL, (), now, text)
+        if not self._over:
+            if any(_has_lived_long(worker, now) for worker in workers):
+                self._slots.forgive(host)
+            seconds = self._slots.crashed(host, now, had_begun=any(worker.pid for worker in workers))
+            self._note("host_lost", host=host, text=text, seconds=round(seconds, 3))
+        self._ended(workers, -signal.SIGKILL, lines or {}, now, text)
         self._decide(now)
 
     def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
@@ -180,7 +197,7 @@ class Job:
         """A worker has ended, with the exit code or minus the signal that killed it, and these last lines on stderr."""
         worker = self._roster.get(number)
         if worker is not None and worker.code is None:
-            self._ended([worker], code, lines, now)
+            self._ended([worker], code, {number: lines}, now)
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
@@ -224,8 +241,7 @@ class Job:
         elif not self._generation.has(worker):
             others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
             ranked = rank_order([*self._generation.left, *others, worker])
-            place = {"rank": ranked.index(worker), "size": len(ranked), "hosts": [w.place for w in ranked]}
-            self._tell(worker.id, "place", **place, places=self._local_ranks(ranked))
+            self._tell(worker.id, "place", rank=ranked.index(worker), **self._world(ranked))
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
@@ -252,16 +268,19 @@ class Job:
             self._failed_meetings = 0
             self._note("generation_joined", generation=generation)
 
-    def _ended(self, workers: Sequence[Worker], code: int, lines: Sequence[str], now: float, lost: str = "") -> None:
+    def _ended(
+        self, workers: Sequence[Worker], code: int, lines: Mapping[int, Sequence[str]], now: float, lost: str = ""
+    ) -> None:
         missed = [worker for worker in workers if self._generation.has(worker) and not worker.killed]
         for worker in workers:
-            self._roster.end(worker, code, lines, lost)
-            self._note("worker_exited", worker=worker.id, code=code, lines=list(lines))
+            last = lines.get(worker.id, ())
+            self._roster.end(worker, code, last, lost)
+            self._note("worker_exited", worker=worker.id, code=code, lines=list(last))
             if worker.leaving:
                 continue
             if code == 0:
                 self._succeeded = True
-            else:
+            elif not lost:
                 self._on_crash(worker, now)
         for worker in missed:
             # A finished worker had met the others, also if not all of them have said so yet, and takes nothing with it
@@ -272,7 +291,7 @@ class Job:
 
     def _on_crash(self, worker: Worker, now: float) -> None:
         self._failures.crashed(worker, now)
-        if worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S:
+        if _has_lived_long(worker, now):
             self._slots.forgive(worker.slot)
         seconds = self._slots.crashed(worker.slot, now)
         if seconds > 0:
@@ -292,6 +311,11 @@ class Job:
     def _local_ranks(self, ranked: Sequence[Worker]) -> list[int]:
         return local_ranks(ranked, self._slots)
 
+    def _world(self, ranked: Sequence[Worker]) -> dict[str, Any]:
+        """What a worker is told of a world."""
+        hosts, addresses = [worker.place for worker in ranked], [address_of(worker.slot.host) for worker in ranked]
+        return {"size": len(ranked), "hosts": hosts, "places": self._local_ranks(ranked), "addresses": addresses}
+
     def _newcomers(self) -> list[Worker]:
         """Who waits to be in a world for the first time, oldest first."""
         return [
@@ -307,7 +331,7 @@ class Job:
             self._decide_static(now)
             return
         self._kill_late(now)
-        self._ended(self._act_on_time(now), -signal.SIGKILL, (), now)
+        self._ended(self._act_on_time(now), -signal.SIGKILL, {}, now)
         self._start(now)
         if self._is_over():
             return
@@ -319,8 +343,9 @@ class Job:
 
     def _start_static(self, now: float) -> None:
         """Start the next worker, one at a time: signals and failures count from the first one on."""
-        slots, count = list(self._slots)[: self._settings.max_np], len(list(self._roster))
-        if count < len(slots) and all(worker.pid for worker in self._roster.running):
+        slots, count = self.static_slots, len(list(self._roster))
+        is_lost = any(worker.lost for worker in self._roster)
+        if count < len(slots) and all(worker.pid for worker in self._roster.running) and not is_lost:
             self._actions.append(Start(self._roster.add(slots[count], now, NO_CHANGE).id, slots[count]))
 
     def _decide_static(self, now: float) -> None:
@@ -508,8 +533,7 @@ class Job:
         before = self._generation.left
         self._generation = Generation(number, ranked, now, settings.start_timeout_s, settings.timeout_s)
         self._short.end()
-        hosts, places = [worker.place for worker in ranked], self._local_ranks(ranked)
-        world = {"generation": number, "size": len(ranked), "hosts": hosts, "places": places, "job": settings.job}
+        world = {"generation": number, **self._world(ranked), "job": settings.job}
         for rank, worker in enumerate(ranked):
             worker.ready, worker.generation = False, number
             self._tell(worker.id, "world", **world, rank=rank)
@@ -573,3 +597,13 @@ class Job:
 
     def _tell(self, worker: int, kind: str, **fields: Any) -> None:
         self._actions.append(Tell(worker, {"t": kind, **fields}))
+
+
+def _has_lived_long(worker: Worker, now: float) -> bool:
+    return worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S
+
+
+def _seat(rank: int, hosts: Sequence[str], places: Sequence[int]) -> Seat:
+    """The place of a rank, by the hosts and local ranks of all."""
+    column = [other for other, place in enumerate(places) if place == places[rank]]
+    return Seat(rank, len(hosts), places[rank], hosts.count(hosts[rank]), column.index(rank), len(column))

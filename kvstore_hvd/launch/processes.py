@@ -32,8 +32,8 @@ __all__ = [
     "children",
     "descends_from",
     "end_children",
-    "fork_guarded",
     "reap",
+    "run_guarded",
     "share_of_cores",
     "spawn",
 ]
@@ -165,13 +165,12 @@ def spawn(
     return process.pid
 
 
-def fork_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace_s: float) -> int:
+def run_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace_s: float, *, fork: bool = True) -> int:
     """Run a function as a daemon, a process that outlives us, with these descriptors; returns the pid of its guard."""
     # The guard ends what the daemon has left, `grace_s` after SIGTERM by SIGKILL, and then exits with the code of the
-    # daemon, or with 128 and the number of the signal that has killed the daemon.
+    # daemon, or with 128 and the number of the signal that has killed the daemon. Without `fork`, it is this process.
     with _signals_blocked() as blocked:
-        pid = os.fork()
-        if pid:
+        if fork and (pid := os.fork()):
             return pid
         code = 1
         try:
@@ -197,7 +196,8 @@ def fork_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace
 def _detach(name: bytes, keep: Collection[int]) -> None:
     """Give a forked process a session and a name, and of our descriptors only these."""
     # With our name, `pkill kvhvdrun` would hit both. Holding our sockets, others would take us for alive.
-    os.setsid()
+    with contextlib.suppress(OSError):  # a remote shell has made it the leader of a session
+        os.setsid()
     _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)  # its first 15 bytes
     try:
         fields, descriptors = _stat(os.getpid()), [int(entry) for entry in os.listdir("/proc/self/fd")]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from kvstore_hvd.launch.capacity import MAX_WORKERS
+from kvstore_hvd.launch.hosts import machine_of
 
 if TYPE_CHECKING:
     import random
@@ -37,6 +38,7 @@ __all__ = [
     "because_of",
     "how_it_ended",
     "local_ranks",
+    "machines",
     "rank_order",
     "together_with",
 ]
@@ -75,12 +77,13 @@ class Slots:
         self._cooldown = cooldown
         self._chance = chance
         self._hosts: dict[str, int] = {}
-        # Crashes of slots, and until when a slot gets no worker. Slots that have gone keep theirs: they may come back.
-        self._crashes: Counter[Slot] = Counter()
-        self._until: dict[Slot, float] = {}
+        # Crashes of slots and losses of hosts, and until when they get no worker. Slots and hosts that have gone keep
+        # theirs: they may come back.
+        self._crashes: Counter[Slot | str] = Counter()
+        self._until: dict[Slot | str, float] = {}
 
-    def __contains__(self, slot: Slot) -> bool:
-        return slot.index < self._hosts.get(slot.host, 0)
+    def __contains__(self, place: Slot | str) -> bool:
+        return place in self._hosts if isinstance(place, str) else place.index < self._hosts.get(place.host, 0)
 
     def __iter__(self) -> Iterator[Slot]:
         return (Slot(host, index) for host, count in self._hosts.items() for index in range(count))
@@ -100,21 +103,22 @@ class Slots:
                 del self._hosts[host]
         return changes
 
-    def crashed(self, slot: Slot, now: float) -> float:
-        """The worker of this slot has crashed; returns for how many seconds the slot gets no other: 0 at first."""
-        self._crashes[slot] += 1
-        if self._crashes[slot] == 1:
+    def crashed(self, place: Slot | str, now: float, *, had_begun: bool = True) -> float:
+        """The worker of a slot has crashed, or a host is lost; returns for how many seconds it gets no other."""
+        # 0 for the first time, unless nothing had begun there.
+        self._crashes[place] += 1
+        if self._crashes[place] == 1 and had_begun:
             return 0.0
         import random  # the launcher starts without it
 
-        seconds = self._cooldown.seconds(self._crashes[slot] - 1, (self._chance or random).random())
-        self._until[slot] = now + seconds
+        seconds = self._cooldown.seconds(self._crashes[place] - 1, (self._chance or random).random())
+        self._until[place] = now + seconds
         return seconds
 
-    def forgive(self, slot: Slot) -> None:
-        """The worker of this slot has lived long: earlier crashes count no more."""
-        del self._crashes[slot]
-        self._until.pop(slot, None)
+    def forgive(self, place: Slot | str) -> None:
+        """A worker has lived long in this slot, or on this host: earlier crashes count no more."""
+        del self._crashes[place]
+        self._until.pop(place, None)
 
     def place_of(self, slot: Slot) -> tuple[int, str, int]:
         """What puts slots into their order, those that are gone behind the others."""
@@ -123,11 +127,11 @@ class Slots:
 
     def usable(self, slot: Slot, now: float) -> bool:
         """Whether the slot is there and may get a worker now."""
-        return slot in self and self._until.get(slot, 0.0) <= now
+        return slot in self and all(self._until.get(place, 0.0) <= now for place in (slot, slot.host))
 
     def next_return(self, now: float) -> float | None:
-        """When the first slot that is left alone may get a worker; None when there is no such slot."""
-        return min((until for slot, until in self._until.items() if until > now and slot in self), default=None)
+        """When the first slot or host that is left alone may get a worker; None when there is no such one."""
+        return min((until for place, until in self._until.items() if until > now and place in self), default=None)
 
 
 # -- Workers ----------------------------------------------------------------------------------------------------------
@@ -193,7 +197,7 @@ class Worker:
     def ending(self) -> str:
         """How it ended, as the end of a sentence."""
         if self.lost:
-            return f"was lost with its host: {self.lost}"
+            return f"was lost with its host {self.slot.host}: {self.lost}"
         text = how_it_ended(self.code or 0)
         return f"{text} ({self.killed})" if self.killed else text
 
@@ -236,23 +240,26 @@ class Roster:
         return next(iter(first or failed), None)
 
 
-def rank_order(workers: Iterable[Worker]) -> list[Worker]:
+def machines(workers: Sequence[Worker]) -> list[str]:
+    """What tells the hosts of workers apart: their identities, or, as long as one is not known, the hosts' names."""
+    places = [worker.place[1] for worker in workers if worker.place]
+    return places if len(places) == len(workers) else [machine_of(worker.slot.host) for worker in workers]
+
+
+def rank_order(workers: Sequence[Worker]) -> list[Worker]:
     """Workers, given oldest first, in the order of their ranks: host by host, the host of the oldest worker first."""
     hosts: dict[str, list[Worker]] = {}
-    for worker in workers:
-        assert worker.place is not None
-        hosts.setdefault(worker.place[1], []).append(worker)
+    for worker, host in zip(workers, machines(workers)):
+        hosts.setdefault(host, []).append(worker)
     return [worker for same in hosts.values() for worker in same]
 
 
 def local_ranks(ranked: Sequence[Worker], slots: Slots) -> list[int]:
     """The local ranks of workers: on each host in the order of their slots, whoever came first."""
     # So a worker that takes the place of another one gets the local rank, and with that the device, that is free.
-    are_known = all(worker.place for worker in ranked)  # else all are taken for workers of one host
     counts: Counter[str] = Counter()
     places: dict[int, int] = {}
-    for worker in sorted(ranked, key=lambda worker: slots.place_of(worker.slot)):
-        host = worker.place[1] if are_known and worker.place else ""
+    for worker, host in sorted(zip(ranked, machines(ranked)), key=lambda each: slots.place_of(each[0].slot)):
         places[worker.id] = counts[host]
         counts[host] += 1
     return [places[worker.id] for worker in ranked]

@@ -19,7 +19,7 @@ from kvstore_hvd import log
 from kvstore_hvd.config import Config, config, tell_unused
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.worlds.mpi.world import check_ranks, initialised_mpi, mpi_world
-from kvstore_hvd.worlds.topology import Host, Topology, World
+from kvstore_hvd.worlds.topology import Host, Topology, World, refuse_several
 
 __all__ = ["Topology", "World", "discover", "single_world"]
 
@@ -103,6 +103,8 @@ def _launcher_world(cfg: Config, ranks: Sequence[int] | None) -> World | None:
         )
     if rank >= size:
         raise LaunchError(message(f"KVHVD_RANK={rank} is not below KVHVD_SIZE={size}.", fix="start with kvhvdrun."))
+    hosts = cfg.hosts.split(",")
+    refuse_several(hosts, hosts)
     launch = cfg.mpi_launch
     if launch is not None and launch.launcher != "Slurm" and launch.size != 1:
         raise LaunchError(

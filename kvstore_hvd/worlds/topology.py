@@ -11,7 +11,16 @@ from typing import Any, TypedDict
 
 from kvstore_hvd import errors
 
-__all__ = ["Host", "Inside", "Speaker", "Topology", "World", "virtual_hosts", "watching_namespaces"]
+__all__ = [
+    "Host",
+    "Inside",
+    "Speaker",
+    "Topology",
+    "World",
+    "refuse_several",
+    "virtual_hosts",
+    "watching_namespaces",
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,16 @@ class Host:
         except OSError:
             boot = name
         return cls(name, " ".join((boot, _namespace("net") or name, *watching_namespaces())))
+
+
+def refuse_several(hosts: Sequence[str], world: Sequence[str]) -> None:
+    """Refuse a job of kvhvdrun on several hosts, named by rank in `hosts`: `world` tells them apart."""
+    if len(set(world)) > 1:
+        counts = {host: list(hosts).count(host) for host in hosts}
+        where = ",".join(f"{host}:{count}" for host, count in counts.items())
+        fact = f"kvhvdrun has started workers on {len(set(world))} hosts; only mpirun's exchange data between hosts."
+        fix = f"start with mpirun: mpirun -np {len(hosts)} --host {where} python train.py"
+        raise errors.LaunchError(errors.message(fact, fix=fix))
 
 
 def virtual_hosts(hosts: Sequence[Host], placement: str) -> list[Host]:

@@ -21,7 +21,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.worlds.authentication import peer_process
 from kvstore_hvd.worlds.leaving import end_by_force
-from kvstore_hvd.worlds.topology import Host, Topology, World
+from kvstore_hvd.worlds.topology import Host, Topology, World, refuse_several
 
 __all__ = ["WorkerLine", "current"]
 
@@ -104,6 +104,7 @@ class WorkerLine:
     def _world(self, answer: dict[str, Any]) -> World:
         generation = answer.get("generation", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
+        refuse_several(answer["addresses"], [host.identity for host in hosts])
         topology = Topology.of(answer["rank"], hosts, generation=generation, source="launcher", places=answer["places"])
         job = answer.get("job", "")
         return World(topology, job, self._secret, lost=lambda: self.void(generation), meeting=generation)

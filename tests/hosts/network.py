@@ -126,13 +126,11 @@ class Network:
         else:
             options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", hosts, "-np", size]
         words = [*mpi.prefix, *options, sys.executable, *map(str, program)]
-        mount = f'mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
-        command = ["ip", "netns", "exec", self._bridge, "unshare", "--mount", "bash", "-c", mount, "mpirun", *words]
         variables = {**with_tests(environment(mpi)), "PYTHONUNBUFFERED": "1", **more}
         variables |= {"FI_TCP_IFACE": "eth0", "TMPDIR": str(self.folder)}
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
             return subprocess.Popen(
-                command,
+                [*self.beside, *words],
                 cwd=self.folder,
                 env=variables,
                 stdin=subprocess.DEVNULL,
@@ -140,6 +138,19 @@ class Network:
                 stderr=err,
                 start_new_session=True,
             )
+
+    @property
+    def beside(self) -> list[str]:
+        """What a command begins with that runs in the network of the hosts, on none of them."""
+        mount = f'mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
+        return ["ip", "netns", "exec", self._bridge, "unshare", "--mount", "bash", "-c", mount, "beside"]
+
+    def serve(self, port: int) -> None:
+        """Have all hosts run commands for `support/remote_shell.py`."""
+        shell = Path(__file__).parents[1] / "support" / "remote_shell.py"
+        for name in self.names:
+            command = [self.folder / "agent", name, str(shell), "--serve", str(port)]
+            subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE).stdout.readline()
 
     def processes(self, name: str) -> list[int]:
         """The running processes of a host, by their numbers on this machine, without its first one."""

@@ -19,8 +19,8 @@ OF_WORKERS = {
     "finished": set(),
 }
 TO_WORKERS = {
-    "place": {"rank", "size", "hosts", "places"},
-    "world": {"generation", "rank", "size", "hosts", "places", "job"},
+    "place": {"rank", "size", "hosts", "places", "addresses"},
+    "world": {"generation", "rank", "size", "hosts", "places", "addresses", "job"},
     "void": {"generation", "text"},
     "updated": {"number", "result"},
     "leave": {"text"},

@@ -103,7 +103,7 @@ class FakeWorker:
     def first_world(self) -> dict[str, Any]:
         """Enter the job; the first world."""
         self.moment("enter")
-        self.say("enter", host=["fake", "fake"])
+        self.say("enter", host=[os.uname().nodename] * 2)
         answer = self.take("place", "world")
         return answer if answer["t"] == "world" else self.next_world("start")
 

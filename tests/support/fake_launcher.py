@@ -89,9 +89,9 @@ class FakeLauncher:
     def start(self, worker: int, program: str) -> None:
         self.start_command(worker, [sys.executable, "-c", LINE + program])
 
-    def start_command(self, worker: int, command: list[str], cores: tuple[int, ...] = (), **variables: str) -> None:
+    def start_command(self, worker: int, command: list[str], share: tuple[int, ...] = (), **variables: str) -> None:
         environment = {**self._environment, "PYTHONUNBUFFERED": "1", **variables}
-        how: Any = {"cores": list(cores), "line": True, "stdin": False, "stdout": [], "stderr": []}
+        how: Any = {"share": list(share), "line": True, "stdin": False, "stdout": [], "stderr": []}
         self.send("start", worker=worker, command=command, environment=environment, **how)
 
     def pump(self) -> None:

@@ -36,6 +36,16 @@ def test_messages_pass_in_order_byte_by_byte(pair):
     assert channel.receive() == []
 
 
+def test_what_comes_before_the_greeting_is_no_message():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel, received = Channel(ours, greeting=b"hello\n"), []
+        for byte in b"hell no\nhello\n" + frame(b'{"t":"x"}'):
+            theirs.send(bytes([byte]))
+            received += channel.receive()
+        assert (received, channel.skipped) == ([{"t": "x"}], b"hell no\n")
+
+
 def test_what_is_not_taken_at_once_waits_for_flush(pair):
     channel, theirs = pair
     message = {"t": "x" * 1_000_000}

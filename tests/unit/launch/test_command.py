@@ -15,6 +15,7 @@ from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.horovod.variables import Seat
 from kvstore_hvd.launch import capacity, command
 from kvstore_hvd.launch.driver import environment_of
+from kvstore_hvd.launch.hosts import shell_command, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
 from kvstore_hvd.launch.state import Slot
@@ -293,6 +294,20 @@ def test_variables_of_the_workers(monkeypatch):
         assert len(environ["KVHVD_SECRET"]) == 64
         assert environ["KVHVD_SECRET"] not in " ".join(made.command)
     assert len({(environ["KVHVD_JOB"], environ["KVHVD_SECRET"]) for environ in environs}) == 1
+
+
+def test_the_way_to_other_hosts(capfd):
+    where = ["true", "/path with space/x"]
+    ssh = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
+    assert shell_command(["env", *ssh], "node1", where) == ["env", *ssh, "node1", "true", "'/path with space/x'"]
+    assert shell_command(["srun", "-w", "{host}"], "node1", ["true"]) == ["srun", "-w", "node1", "true"]
+    given = dict.fromkeys(("PATH", "KVHVD_RANK", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
+    assert list(travelling(given)) == ["PATH", "KVHVD_RANK", "USERS"]
+    for text, fault in [("no-such-shell -x", "is not there"), ("", "is not there"), ("ssh 'x", "No closing quotation")]:
+        assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
+        assert fault in capfd.readouterr().err
+    made = plan("-np", "3", "-H", "node1:2,localhost:2", "--rsh-command", "env", "true")
+    assert (made.shell, made.discovery.poll(0.0)) == (["env"], {"node1": 2, "localhost": 2})
 
 
 def test_shares_of_cores():

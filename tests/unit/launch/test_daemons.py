@@ -25,15 +25,15 @@ pytestmark = pytest.mark.alike
     ],
 )
 def test_how_long_a_daemon_may_be_silent(state, within_s, fate):
-    daemon = _Daemon("host", 7, Mock(), 100.0)
+    daemon = _Daemon("host", 7, Mock(), 100.0, lease_s=4.0, start_s=60.0)
     vars(daemon).update(state, pid=8)
-    assert within_s < 0.1 or _fate(daemon, 100.0 + within_s - 0.01, lease_s=4.0) == ""
-    assert _fate(daemon, 100.0 + within_s, lease_s=4.0) == fate
+    assert within_s < 0.1 or _fate(daemon, 100.0 + within_s - 0.01) == ""
+    assert _fate(daemon, 100.0 + within_s) == fate
 
 
 def test_the_loop_is_woken_to_write_only_while_there_is_something_to_write():
     ours, theirs = socket.socketpair()
-    channel = Mock(fileno=ours.fileno, close=ours.close, wants_to_write=False)
+    channel = Mock(fileno=ours.fileno, write_fd=ours.fileno(), close=ours.close, wants_to_write=False)
     channel.flush.side_effect = lambda: setattr(channel, "wants_to_write", False)
     heard, poller = Mock(), Poller()
     poller.add(channel, heard)

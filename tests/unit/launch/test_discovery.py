@@ -7,17 +7,12 @@ import subprocess
 import pytest
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript, hosts_of_script
+from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript, hosts_of_script
 from support.patience import patient
 
 pytestmark = pytest.mark.alike
 
 LIMIT_S = patient(30)
-
-
-def test_a_fixed_host_that_is_another_one():
-    with pytest.raises(LaunchError, match="'elsewhere' is another host"):
-        FixedHosts({"localhost": 2, "elsewhere": 1})
 
 
 def test_what_a_script_may_print():

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from kvstore_hvd.launch.state import Cooldown
 from support.elastic_jobs import Play
 
 pytestmark = pytest.mark.alike
@@ -18,6 +19,7 @@ def test_the_first_generation_begins_when_all_are_ready():
     assert play.generation == -1
     play.ready(1)
     rest = {"size": 3, "hosts": [("name", "machine")] * 3, "places": [0, 1, 2], "job": "play"}
+    rest["addresses"] = ["a", "a", "b"]
     for rank in range(3):
         assert play.told(rank) == [{"t": "world", "generation": 0, "rank": rank, **rest}]
     assert play.notes("generation_joined") == []
@@ -112,7 +114,7 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first():
     assert play.meet() == [0, 1, 2, 3]
     assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
     play.kill(0)
-    assert play.job.seat(4)[:3] == (3, 4, 0)  # what it begins with
+    assert play.job.seat(4) == (2, 4, 0, 3, 0, 2)  # what it begins with
     play.ready(1, 2, 3)
     play.meet()
     assert places(play) == {"a:1": 0, "a:2": 1, "b:0": 0}
@@ -125,6 +127,39 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first():
 
 
 # -- Crashes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_again():
+    play = Play({"a": 1, "b": 3}, min_np=1, cooldown=Cooldown(10.0, 300.0))
+
+    def lose():
+        play.job.host_lost("b", "a storm", play.now, {1: ["last"]})
+        play._take()
+        return play.notes("host_lost")[-1]
+
+    for worker in range(4):
+        play.job.started(worker, 70 + worker, play.now)
+    play.begin()
+    assert lose() == {"host": "b", "text": "a storm", "seconds": 0.0}
+    assert [note["lines"] for note in play.notes("worker_exited")] == [["last"], [], []]
+    assert len(play.starts()) == 7  # at once
+    assert 20 <= lose()["seconds"] <= 30
+    play.wait(19)
+    assert len(play.starts()) == 7
+    play.wait(11)
+    assert len(play.starts()) == 10
+    assert play.notes("slot_blacklisted") == []
+
+
+def test_a_host_that_was_never_there_is_left_alone_at_once():
+    play = Play({"a": 1, "b": 3}, min_np=1)
+    play.job.host_lost("b", "a storm", play.now)
+    play._take()
+    (lost,) = play.notes("host_lost")
+    assert 10 <= lost["seconds"] <= 20
+    play.begin()
+    assert play.members == [0]
+    assert len(play.starts()) == 4
 
 
 def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():

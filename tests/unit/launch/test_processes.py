@@ -137,7 +137,7 @@ def run():
     subprocess.Popen(['setsid', 'env', '-i', 'sh', '-c', 'sleep 1000 & sleep 1000'])
     os.write(write, b'x')
     time.sleep(100)
-guard = processes.fork_guarded('of a test', [write], run, 1.0)
+guard = processes.run_guarded('of a test', [write], run, 1.0)
 os.close(write)
 assert os.read(read, 1) == b'x'
 end = time.monotonic() + 60

@@ -1,5 +1,6 @@
 """The pages: links lead somewhere, and tables of names have all names."""
 
+import argparse
 import re
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def test_every_name_is_on_its_page():
     names = [name for name in config.known_variables() if name.startswith("HOROVOD_")]
     names += [*horovod_variables._REASONS, *(prefix.rstrip("_") for prefix in horovod_variables._PREFIXES)]
     missing += [name for name in names if f"`{name}" not in migrating]
-    options = [action.option_strings[-1] for action in _parser()._actions if action.option_strings]
+    shown = [action for action in _parser()._actions if action.help != argparse.SUPPRESS]
+    options = [action.option_strings[-1] for action in shown if action.option_strings]
     missing += [each for each in options if each not in migrating and each not in ("--help", "-n")]
     assert not missing, f"docs/{', '.join(PAGES_OF_NAMES)} do not name {missing}"

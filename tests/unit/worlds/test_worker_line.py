@@ -20,6 +20,7 @@ from support.patience import patient
 SECRET = b"s" * 32
 HOSTS = [["node", "this one"]] * 3
 PLACES = [0, 2, 1]
+WORLD = {"size": 3, "hosts": HOSTS, "places": PLACES, "addresses": ["node"] * 3}
 LONG_S = patient(30.0)
 
 
@@ -54,7 +55,7 @@ class Daemon:
 
     def world(self, generation, rank=1):
         """Give out a world."""
-        self.send("world", generation=generation, rank=rank, size=3, hosts=HOSTS, places=PLACES, job="job")
+        self.send("world", generation=generation, rank=rank, job="job", **WORLD)
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_the_first_world_of_a_new_job(daemon, line):
 
 
 def test_a_running_job_gives_a_guess(daemon, line):
-    daemon.send("place", rank=2, size=3, hosts=HOSTS, places=PLACES)
+    daemon.send("place", rank=2, **WORLD)
     world, is_real = line.enter()
     assert not is_real
     assert (world.topology.rank, world.topology.generation) == (2, -1)

@@ -1,0 +1,155 @@
+"""Jobs of kvhvdrun on several hosts, which are this one: a program that stands for ssh starts their daemons."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.jobs import processes, status_of, stopped
+
+pytestmark = pytest.mark.alike
+
+SHELL = f"--rsh-command {Path(__file__).parents[1] / 'support' / 'remote_shell.py'}"
+PLACE = """
+names = ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')
+place = [int(os.environ['HOROVOD_' + name]) for name in names]
+mine = [os.environ[name] for name in ('KVHVD_SLOT', 'MINE')]
+report(rank=rank, place=place, mine=mine, hosts=os.environ.get('KVHVD_HOSTS', '').split(',')[1:],
+       is_there=os.environ['HOME'] == '/there', folder=os.getcwd(), stdin=sys.stdin.read())
+"""
+
+
+def shells(job):
+    """The processes that stand for ssh, by the names of their hosts."""
+    found = {}
+    for pid in processes(job.marker):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if len(words) > 2 and words[1].endswith(b"remote_shell.py"):
+                found[words[2].decode()] = pid
+    return found
+
+
+@pytest.mark.parametrize("options", ["", "--min-np 4"])
+def test_workers_get_their_places(run, tmp_path, options):
+    """Those of the job come along, and those of the host stay; what a login shell prints is passed over."""
+    (tmp_path / "input").write_text("given")
+    hosts = "node1:1,localhost:2,node2:1"
+    with (tmp_path / "input").open() as file:
+        job = run(f"-np 4 {SHELL} -H {hosts} {options}", PLACE, stdin=file, MINE="ä")
+    assert job.err == ""
+    reports = job.reports()
+    assert [one["place"] for one in reports] == [
+        [0, 4, 0, 1, 0, 3],
+        [1, 4, 0, 2, 1, 3],
+        [2, 4, 1, 2, 0, 1],
+        [3, 4, 0, 1, 2, 3],
+    ]
+    slots = ["node1:0", "localhost:0", "localhost:1", "node2:0"]
+    assert [one["mine"] for one in reports] == [[slot, "ä"] for slot in slots]
+    assert [one["is_there"] for one in reports] == [True, False, False, True]
+    assert {(one["folder"], one["stdin"]) for one in reports} == {(str(tmp_path), "")}
+    me = os.uname().nodename
+    assert [one["hosts"] for one in reports] == [[] if options else [me, me, "node2"]] * 4
+
+
+def test_data_does_not_cross_hosts(run):
+    program = "import kvstore_hvd; kvstore_hvd.init()"
+    err = run(f"{SHELL} -H node1:2,node2:1", program, code=1).err
+    assert "LaunchError: kvhvdrun has started workers on 2 hosts" in err
+    assert "Fix: start with mpirun: mpirun -np 3 --host node1:2,node2:1 python train.py" in err
+
+
+# -- Hosts that do not come ---------------------------------------------------------------------------------------
+
+
+def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(run):
+    """No worker is started anywhere."""
+    job = run(f"{SHELL} -H localhost:1,refused:1,node1:1,babbling:1,bare:2,old:1", "say('begun')", code=126)
+    assert job.out == ""
+    head, *hosts, fix = job.err.removeprefix("kvhvdrun: ").splitlines()
+    assert head == "the job cannot start on 4 of its hosts."
+    told = {name: text for name, _, text in (line.strip().partition(": ") for line in hosts)}
+    expected = {
+        "refused": "its daemon did not come: 'remote_shell.py' exited with code 1. "
+        "'remote_shell.py' says: ssh: connect to host refused port 22: Connection refused",
+        "babbling": "the other side says something else than messages",
+        "bare": "/nowhere/python: not found",
+        "old": "kvstore_hvd has version 99 there, and ",
+    }
+    assert told.keys() == expected.keys()
+    assert [text for host, text in expected.items() if text not in told[host]] == []
+    assert "says: no daemon at all" in told["babbling"]
+    assert fix.startswith("  Fix: try ")
+
+
+def test_a_host_that_says_nothing(run):
+    err = run(f"{SHELL} -H localhost:1,silent:1 --start-timeout 1", "say('begun')", code=126).err
+    assert "  silent: its daemon did not come within 1 s." in err
+    assert " says: Password:\n" in err
+
+
+def test_ctrl_c_while_a_host_is_awaited(start):
+    job = start(f"{SHELL} -H silent:1", "forever()")
+    job.until(lambda: "silent" in shells(job), "the shell")
+    job.end(130, signal.SIGINT)
+
+
+def test_an_unreachable_host_costs_an_elastic_job_one_start(start, tmp_path):
+    job = start(f"--min-np 2 {SHELL} -H localhost:2,refused:8", acts=f"until={tmp_path}/finish")
+    job.until_joined(count=2)
+    (tmp_path / "finish").touch()
+    err = job.end().err
+    assert err.count("\n") == 1
+    assert err.startswith("kvhvdrun: host refused is lost: its daemon did not come: ")
+    assert "Connection refused. It gets no worker for " in err
+    assert len(job.events("host_lost")) == 1
+    assert job.events("slot_blacklisted") == []
+
+
+# -- Hosts that are lost ------------------------------------------------------------------------------------------
+
+
+def test_a_shell_is_killed(start):
+    """The workers behind it end, and a static job with them."""
+    job = start(f"{SHELL} -H localhost:1,node1:2", "say('ready\\n')\nforever()", KVHVD_SURVIVOR_TIME="0.1")
+    job.until_printed("ready", 3)
+    os.kill(shells(job)["node1"], signal.SIGKILL)
+    err = job.end(137).err
+    assert "was lost with its host node1: the line to its daemon was lost: 'remote_shell.py' " in err
+    assert "was killed by SIGKILL" in err
+
+
+def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
+    script = tmp_path / "hosts"
+    script.write_text("#!/bin/sh\necho localhost:1; echo node1:2")
+    script.chmod(0o755)
+    job = start(f"--min-np 1 {SHELL} --host-discovery-script {script}", acts=f"until={tmp_path}/finish")
+    job.until_joined(0, 1, 2)
+    os.kill(int(status_of(job.pid(1))[1]), signal.SIGKILL)
+    assert job.until_joined(count=3, after=0)[0] == 0
+    (tmp_path / "finish").touch()
+    err = job.end().err
+    assert err.count("host node1 is lost: the line to its daemon was lost: ") == 1
+
+
+@pytest.mark.timing
+def test_a_line_is_silent(start, tmp_path):
+    """Both sides find out by the lease: the workers there end while nobody can tell them to."""
+    job = start(f"--min-np 1 {SHELL} -H localhost:1,node1:1", acts=f"until={tmp_path}/finish", KVHVD_LEASE="2")
+    job.until_joined(0, 1)
+    lost = job.pid(1)
+    with stopped(shells(job)["node1"]):
+        job.until(lambda: status_of(lost)[0] in "XZ", "the end of the worker there")
+        assert job.until_event("host_lost")["text"].startswith("its daemon has said nothing for 3 s (KVHVD_LEASE)")
+        job.until_joined(count=2, after=0)
+    (tmp_path / "finish").touch()
+    job.end()
+
+
+def test_the_launcher_is_killed(start):
+    job = start(f"{SHELL} -H localhost:1,node1:2", "signal.signal(15, signal.SIG_IGN)\nsay('ready\\n')\nforever()")
+    job.until_printed("ready", 3)
+    job.end(-signal.SIGKILL, signal.SIGKILL)

@@ -1,0 +1,99 @@
+"""Jobs of kvhvdrun on several hosts, which are namespaces of this machine, behind a remote shell over their network."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hosts.network import Network, unavailable
+
+from support.jobs import stopped
+from support.launchers import kvhvdrun
+from support.patience import patient
+
+pytestmark = [pytest.mark.alike, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+
+PORT = "2222"
+SHELL = f"--rsh-command {Path(__file__).parents[1] / 'support' / 'remote_shell.py'}"
+
+
+@pytest.fixture
+def network(tmp_path):
+    """Two hosts that run commands."""
+    with Network(tmp_path, 2) as made:
+        made.serve(int(PORT))
+        yield made
+
+
+@pytest.fixture
+def begin(network, start):
+    """Start a job beside these hosts."""
+
+    def begin_one(options, *program, **more):
+        words, shell = [*network.beside, *kvhvdrun().prefix], {"KVHVD_TEST_SHELL_PORT": PORT}
+        return start(f"{SHELL} -H node0:1,node1:2 {options}", *program, launcher=words, **shell, **more)
+
+    return begin_one
+
+
+def left(network, name):
+    """The processes of a host but for the server of its shell."""
+    found = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in network.processes(name)]
+    return [pid for pid, path in found if path.exists() and b"--serve" not in path.read_bytes()]
+
+
+def test_places_and_the_refusal_of_data(begin):
+    """The kernel tells hosts apart also where nothing else does, as in elastic jobs."""
+    program = """
+report(rank=rank, host=os.uname().nodename, local=int(os.environ['KVHVD_LOCAL_RANK']), hosts=os.environ['KVHVD_HOSTS'])
+"""
+    reports = begin("", program).end().reports()
+    assert [(one["host"], one["local"]) for one in reports] == [("node0", 0), ("node1", 0), ("node1", 1)]
+    assert {one["hosts"] for one in reports} == {"node0,node1,node1"}
+    err = begin("--min-np 3", "import kvstore_hvd; kvstore_hvd.init()").end(1).err
+    assert "Fix: start with mpirun: mpirun -np 3 --host node0:1,node1:2 python train.py" in err
+
+
+@pytest.mark.timing
+def test_a_host_is_cut_off_and_comes_back(begin, network, tmp_path):
+    """Workers there end by the lease; the others go on, and the host gets workers once it can be reached."""
+    options = "--min-np 1 --blacklist-cooldown-range 1 2"
+    job = begin(options, acts=f"until={tmp_path}/finish", KVHVD_LEASE="3")
+    job.until_joined(0, 1, 2)
+    network.cut("node1")
+    job.until(lambda: not left(network, "node1"), "the end of the workers there")
+    lost = job.until_event("host_lost", host="node1")
+    assert lost["text"].startswith("its daemon has said nothing for 4 s (KVHVD_LEASE)")
+    job.until_joined(0)
+    network.heal("node1")
+    job.until_joined(count=3, after=1)
+    (tmp_path / "finish").touch()
+    job.end()
+
+
+def test_pauses_of_launcher_and_daemon_cost_nothing(begin, network, tmp_path):
+    job = begin("--min-np 3", acts=f"until={tmp_path}/finish")
+    job.until_joined(0, 1, 2)
+    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in left(network, "node1")}
+    (daemon,) = [pid for pid, name in names.items() if name.startswith("job-daemon")]
+    for pid in (job.process.pid, daemon):
+        with stopped(pid):
+            time.sleep(5)  # longer than all limits but the lease
+    (tmp_path / "finish").touch()
+    assert job.end().err == ""
+
+
+def test_the_launcher_is_killed(begin, network):
+    """No host has anything left of the job, whatever its workers have started."""
+    program = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(['sleep', '1000'], start_new_session=True)
+say('ready\\n')
+forever()
+"""
+    job = begin("", program, KVHVD_KILL_GRACE="0.5").until_printed("ready", 3)
+    job.end(-signal.SIGKILL, signal.SIGKILL)
+    limit = time.monotonic() + patient(15)
+    while any(left(network, name) for name in network.names):
+        assert time.monotonic() < limit, "something is left"
+        time.sleep(0.01)
