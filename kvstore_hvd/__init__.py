@@ -12,17 +12,17 @@ Importing this package registers the store, now if MXNet is imported already, el
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from kvstore_hvd.errors import (
         ConfigError,
         DivergedError,
@@ -139,6 +139,8 @@ class _BeforeMXNet:
         """Install the finders that answer for MXNet."""
         if name != "mxnet" or cls not in sys.meta_path:
             return None
+        import importlib.util  # the launcher starts without it
+
         sys.meta_path.remove(cls)  # type: ignore[arg-type]  # a finder needs no base class
         try:
             _hook_mxnet()

@@ -7,18 +7,17 @@ exist is an error, so that a misspelt knob cannot be overlooked; two prefixes ar
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from kvstore_hvd import log
 from kvstore_hvd.errors import ConfigError, message
 from kvstore_hvd.horovod import variables as horovod_variables
 
 __all__ = [
+    "KNOBS",
     "RESERVED_PREFIXES",
     "Config",
     "MPILaunch",
@@ -157,16 +156,26 @@ def _choice(*names: str) -> Callable[[str], str]:
     return parse
 
 
-def _knob(parse: Callable[[str], Any], default: Any, *variables: str, doc: str, hidden: bool = False) -> Any:
-    """A field that is read from the first of `variables` that is set; `hidden` values are not printed."""
-    return field(default=default, repr=not hidden, metadata={"parse": parse, "variables": variables, "doc": doc})
+class _Knob:
+    """A field of `Config` that is read from the first of `variables` that is set; `hidden` values are not printed."""
+
+    # Not a field of a dataclass: importing those takes a tenth of the time in which the launcher starts.
+
+    def __init__(self, parse: Any, default: Any, *variables: str, doc: str, hidden: bool = False) -> None:
+        self.parse, self.default, self.variables, self.doc, self.hidden = parse, default, variables, doc, hidden
+
+    def __get__(self, instance: Config | None, owner: type[Config]) -> Any:
+        return self if instance is None else self.default  # a value that was read hides this
+
+
+def _knob(*arguments: Any, **more: Any) -> Any:
+    return _Knob(*arguments, **more)
 
 
 # -- The launcher of an MPI, as far as its variables tell ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MPILaunch:
+class MPILaunch(NamedTuple):
     """What the variables of an MPI launcher say about this process; nothing here has asked MPI itself."""
 
     launcher: str  # 'Open MPI', 'MPICH' (or another user of PMI), 'PMIx', 'Slurm'
@@ -224,9 +233,8 @@ _OF_USERS = (
 # -- The object ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Config:
-    """Every knob, with its unit, default and variable; `describe` prints them all."""
+    """Every knob, with its unit, default and variable. Does not change."""
 
     timeout_s: float = _knob(
         _seconds, 600.0, "KVHVD_TIMEOUT", doc="Seconds that an operation may wait for the other workers."
@@ -415,6 +423,12 @@ class Config:
     horovod_size: int | None = None  # HOROVOD_SIZE, where Horovod's own launcher has set it
     unused: tuple[str, ...] = ()  # HOROVOD_* variables that are set and have no effect here
 
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name} of a configuration does not change.")
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
         """Read a configuration from `environ`."""
@@ -427,17 +441,16 @@ class Config:
 
                 close = get_close_matches(name, known, n=1, cutoff=0.6)
                 faults.append(f"{name} does not exist" + (f"; did you mean {close[0]}?" if close else "."))
-        for knob in fields(cls):
-            for variable in knob.metadata.get("variables", ()):
+        for name, knob in KNOBS.items():
+            for variable in knob.variables:
                 text = environ.get(variable, "").strip()
                 if not text:
                     continue
-                parse = knob.metadata["parse"]
                 try:
-                    values[knob.name] = parse(text)
+                    values[name] = knob.parse(text)
                 except ValueError:
-                    shown = "its value" if not knob.repr else repr(text)
-                    faults.append(f"{variable}: {shown} is not {parse.expected}.")
+                    shown = "its value" if knob.hidden else repr(text)
+                    faults.append(f"{variable}: {shown} is not {knob.parse.expected}.")
                 break
         if faults:
             raise ConfigError(
@@ -459,12 +472,11 @@ class Config:
     @classmethod
     def describe(cls) -> str:
         """A table of the variables that users need (name, default, meaning), one line each, for ``kvhvdrun --help``."""
-        lines = []
-        for knob in fields(cls):
-            if knob.name in _OF_USERS:
-                default = "" if knob.default in (None, "", b"", ()) else f" [{_shown(knob.default)}]"
-                lines.append(f"{' or '.join(knob.metadata['variables'])}{default}: {knob.metadata['doc']}")
-        return "\n".join(lines)
+        knobs = [KNOBS[name] for name in _OF_USERS]
+        return "\n".join(f"{' or '.join(knob.variables)} [{_shown(knob.default)}]: {knob.doc}" for knob in knobs)
+
+
+KNOBS = {name: knob for name, knob in vars(Config).items() if isinstance(knob, _Knob)}
 
 
 def _shown(value: object) -> str:
@@ -475,7 +487,7 @@ def _shown(value: object) -> str:
 
 def option_value(option: str, text: str, knob: str) -> Any:
     """The value of an option of a command line that stands for the knob with this name."""
-    parse = next(each.metadata["parse"] for each in fields(Config) if each.name == knob)
+    parse = KNOBS[knob].parse
     try:
         return parse(text)
     except ValueError:
@@ -484,7 +496,7 @@ def option_value(option: str, text: str, knob: str) -> Any:
 
 def known_variables() -> tuple[str, ...]:
     """The names of all variables that have an effect."""
-    return tuple(name for knob in fields(Config) for name in knob.metadata.get("variables", ()))
+    return tuple(name for knob in KNOBS.values() for name in knob.variables)
 
 
 _current: Config | None = None
@@ -507,11 +519,15 @@ def _read() -> Config:
     """Replace the configuration; what the program itself has told `logging` stays unless the environment changes."""
     global _current
     before, now = _current, Config.from_environ(os.environ)
+    _current = now
+    if now.log_level == KNOBS["log_level"].default and now.log_hide_time and "kvstore_hvd.log" not in sys.modules:
+        return now  # so is `log` at its import, which loads `logging`; the launcher starts without it
+    from kvstore_hvd import log
+
     if before is None or before.log_level != now.log_level:
         log.set_level(now.log_level)
     if before is None or before.log_hide_time != now.log_hide_time:
         log.set_time(not now.log_hide_time)
-    _current = now
     return now
 
 
@@ -519,6 +535,10 @@ def tell_unused() -> None:
     """Say once which variables of Horovod are set and have no effect here, and why."""
     unused = config().unused
     if unused:
+        import logging
+
+        from kvstore_hvd import log
+
         log.once(
             "unused-horovod-variables",
             logging.WARNING,

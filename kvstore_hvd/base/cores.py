@@ -86,10 +86,10 @@ def _groups(root: str) -> Iterator[str]:
     for line in mounts:
         # proc(5): ... root, mount point, options ... - type, source, options
         before, _, behind = line.partition(" - ")
-        _, _, _, top, point, *_ = map(_decoded, before.split())
         kind, _, options = behind.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "cpu" not in options.split(",")):
             continue
+        _, _, _, top, point, *_ = map(_decoded, before.split())
         # A path that does not begin with the mount's root is seen from another namespace: only that root can be seen.
         path, top = paths[kind].rstrip("/") + "/", top.rstrip("/") + "/"
         inside = path[len(top) :].rstrip("/") if path.startswith(top) and ".." not in path.split("/") else ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import platform
-from importlib import metadata
-from typing import Any
+from collections.abc import Callable
 
 import kvstore_hvd
 from kvstore_hvd import mxnet_compat, native
@@ -19,61 +18,38 @@ __all__ = ["build_report"]
 
 def build_report() -> str:
     """What was found: one line each, with the reason where something cannot be used. Imports MXNet, MPI and CuPy."""
-    mpi = _mpi()
+    which = " (for starting with mpirun only; kvhvdrun needs none)"
+    mpi = _found(lambda: f"{mpi_world.library()}, for starting with its mpirun", which)
     rows = [
-        ("MXNet", _mxnet()),
-        ("native engine", _engine()),
+        ("MXNet", _found(lambda: mxnet_compat.require_mxnet().__version__)),
+        ("native engine", _found(lambda: f"sums with {native.simd_target()}")),
         ("one host", "yes: workers meet in shared memory; needs no MPI"),
         ("several hosts", "yes: under mpirun" if mpi.startswith("yes") else "no: needs mpirun, and its MPI in mpi4py"),
         ("MPI", mpi),
-        ("GPUs", _gpus()),
-        ("NCCL", _nccl()),
+        ("GPUs", "no: there is no driver (libcuda.so.1)" if runtime.driver_version() is None else _found(_gpus)),
+        ("NCCL", _found(_nccl, " (for workers that each have a GPU; others need none)")),
         ("horovod", _horovod()),
-        ("--config-file", _yaml()),
+        ("--config-file", _found(lambda: f"PyYAML {importlib.import_module('yaml').__version__}")),
     ]
     head = f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}, {platform.machine()}"
     return "\n".join([head, *(f"  {name + ':':<15} {text}" for name, text in rows)]) + "\n"
 
 
-def _mxnet() -> str:
+def _found(tell: Callable[[], str], if_not: str = "") -> str:
     try:
-        return f"yes: {mxnet_compat.require_mxnet().__version__}"
-    except KVHvdError as error:
-        return _no(error)
-
-
-def _engine() -> str:
-    try:
-        return f"yes: sums with {native.simd_target()}"
-    except ImportError as error:
-        return _no(error)
-
-
-def _mpi() -> str:
-    try:
-        return f"yes: {mpi_world.library()}, for starting with its mpirun"
-    except KVHvdError as error:
-        return f"{_no(error)} (for starting with mpirun only; kvhvdrun needs none)"
+        return f"yes: {tell()}"
+    except (KVHvdError, ImportError) as error:
+        return "no: " + str(error).split("\n", 1)[0] + if_not
 
 
 def _gpus() -> str:
-    version = runtime.driver_version()
-    if version is None:
-        return "no: there is no driver (libcuda.so.1)"
-    try:
-        cupy = runtime.cupy()
-    except KVHvdError as error:
-        return _no(error)
-    count = cupy.cuda.runtime.getDeviceCount()
-    return f"yes: {count}, CuPy {cupy.__version__}, driver for CUDA up to {runtime.version_text(version)}"
+    cupy, version = runtime.cupy(), runtime.version_text(runtime.driver_version() or 0)
+    return f"{cupy.cuda.runtime.getDeviceCount()}, CuPy {cupy.__version__}, driver for CUDA up to {version}"
 
 
 def _nccl() -> str:
-    try:
-        found = nccl_library.library()
-    except KVHvdError as error:
-        return f"{_no(error)} (for workers that each have a GPU; others need none)"
-    return f"yes: {found.version_text} ({found.path})"
+    found = nccl_library.library()
+    return f"{found.version_text} ({found.path})"
 
 
 def _horovod() -> str:
@@ -81,13 +57,3 @@ def _horovod() -> str:
     if found is None:
         return "not installed: with --as-horovod kvstore_hvd answers for it"
     return f"installed ({found.origin}): --as-horovod leaves `import horovod` to it"
-
-
-def _yaml() -> str:
-    if importlib.util.find_spec("yaml") is None:
-        return "no: PyYAML is not installed"
-    return f"yes: PyYAML {metadata.version('PyYAML')}"
-
-
-def _no(error: Any) -> str:
-    return "no: " + str(error).split("\n", 1)[0]

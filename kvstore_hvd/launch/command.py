@@ -6,20 +6,18 @@ import argparse
 import errno
 import os
 import re
-import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
-from kvstore_hvd.config import Config, config, environment, option_value
+from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, LaunchError, message
-from kvstore_hvd.launch.as_horovod import through_this_package
-from kvstore_hvd.launch.capacity import check_count
-from kvstore_hvd.launch.discovery import FixedHosts
-from kvstore_hvd.launch.driver import Driver, StartError
+from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
+from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
+from kvstore_hvd.launch.driver import Driver, Plan, StartError
 from kvstore_hvd.launch.hosts import (
     hosts_of_file,
     hosts_of_option,
@@ -29,14 +27,18 @@ from kvstore_hvd.launch.hosts import (
     remote_shell,
     slots_of,
 )
-from kvstore_hvd.launch.options import Caller, Plan, add_elastic_options, elastic_plan, is_elastic
-from kvstore_hvd.launch.state import Settings
+from kvstore_hvd.launch.state import Cooldown, Settings
 
 __all__ = ["main"]
 
 # Folder of the workers' sitecustomize.
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-_HOSTS = ("hosts", "hostfile", "host-discovery-script")
+_HOSTS = ("hosts", "hostfile", "host_discovery_script")
+# Options that make a job elastic, those that are for such a job only, and those that are not.
+_DECISIVE = ("min_np", "max_np", "host_discovery_script")
+_OF_ELASTIC = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldown_range", "event_log")
+_OF_STATIC = ("output_filename", "ranks")
+_COOLDOWN_LIMITS_S = (1.0, 3600.0)
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
 _EXIT_NOT_EXECUTABLE = 126
@@ -72,9 +74,10 @@ def _print(text: str) -> None:
         raise SystemExit(_EXIT_LOST_OUTPUT) from None
 
 
-def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int:
+def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | None = None) -> int:
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code."""
-    # A `caller` is told what otherwise is written: why options are refused, or why the job has failed.
+    # A program that calls a function is told what otherwise is written: why options are 'refused', or why the job has
+    # 'ended'.
     # 0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
     # 130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher, however the workers ended; 141 when
     # the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
@@ -90,13 +93,35 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
 
             _print(build_report())
             return 0
-        plan = elastic_plan(options, *_program(options), caller) if is_elastic(options) else _plan(options, caller)
-        return Driver(plan).run()
+        return Driver(_plan(options, tell)).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
     except (LaunchError, ConfigError) as error:
-        (_say if caller is None else caller.refuse)(str(error))
+        _say(str(error)) if tell is None else tell("refused", str(error))
         return error.code if isinstance(error, StartError) else _EXIT_USAGE
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """What argparse makes a count from."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
+        return int(text)
+
+    return count
+
+
+def _seconds(text: str) -> float:
+    parse = KNOBS["timeout_s"].parse
+    try:
+        return float(parse(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not {parse.expected}") from None
+
+
+def _ranks(text: str) -> list[int]:
+    return [_whole(0)(rank.strip()) for rank in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,38 +132,56 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Environment variables (docs/errors.md lists all):\n{Config.describe()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument("-np", "--num-proc", "-n", metavar="N", help="number of workers")
-    parser.add_argument("-H", "--hosts", metavar="HOST:N,...", help="where they run; only this host: localhost:N")
-    parser.add_argument(
-        "--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line"
-    )
-    parser.add_argument("--rsh-command", metavar="CMD", help=argparse.SUPPRESS)  # data does not cross hosts yet
-    parser.add_argument(
-        "--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd"
-    )
-    parser.add_argument("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
-    parser.add_argument("--start-timeout", metavar="S", help="seconds the workers may take to find each other [30]")
-    parser.add_argument(
-        "--timeline-filename", metavar="FILE", help="record a timeline: HOROVOD_TIMELINE of the workers"
-    )
-    parser.add_argument(
-        "--output-filename", metavar="DIR", help="also keep what workers write: DIR/rank.N/stdout and DIR/rank.N/stderr"
-    )
-    parser.add_argument("--no-prefix", action="store_true", help="do not put '[rank] ' before lines of output")
-    parser.add_argument("--bind-cores", action="store_true", help="pin each worker to its share of the cores")
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, and how it ended")
-    parser.add_argument("-cb", "--check-build", action="store_true", help="Show installed components and exit.")
-    parser.add_argument("--version", action="store_true", help="Show the version and exit.")
-    add_elastic_options(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
+    # Groups: `parser.add_argument` would import shutil.
+    add = parser.add_argument_group("options").add_argument
+    count = _whole(1)
+    add("-h", "--help", action="help", help="show this text and exit")
+    add("-np", "--num-proc", "-n", metavar="N", type=count, help="number of workers")
+    add("-H", "--hosts", metavar="HOST:N,...", help="where they run; only this host: localhost:N")
+    add("--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line")
+    add("--rsh-command", metavar="CMD", help=argparse.SUPPRESS)  # data does not cross hosts yet
+    add("-m", "--module", action="store_true", help="the command is a module: as `python -m command`")
+    add("--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd")
+    add("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
+    add("--start-timeout", metavar="S", type=_seconds, help="seconds the workers may take to find each other [30]")
+    add("--timeline-filename", metavar="FILE", help="record a timeline: HOROVOD_TIMELINE of the workers")
+    add("--output-filename", metavar="DIR", help="also keep all output: DIR/rank.N/stdout and DIR/rank.N/stderr")
+    add("--ranks", metavar="RANK,...", type=_ranks, help="show what these ranks write only")
+    add("--no-prefix", action="store_true", help="do not put '[rank] ' before lines of output")
+    add("--timestamps", action="store_true", help="put the time before lines of output")
+    add("--bind-cores", action="store_true", help="pin each worker to its share of the cores")
+    add("-v", "--verbose", action="store_true", help="say what is started, and how it ended")
+    add("-cb", "--check-build", action="store_true", help="show installed components and exit")
+    add("--version", action="store_true", help="show the version and exit")
+    elastic = "Workers may leave or join. `--min-np`, `--max-np` or `--host-discovery-script` enables this."
+    add = parser.add_argument_group("elastic jobs", elastic).add_argument
+    add("--min-np", "--min-num-proc", metavar="N", type=count, help="minimum world size [-np, or 1]")
+    add("--max-np", "--max-num-proc", metavar="N", type=count, help="maximum world size [number of slots]")
+    script = "prints the hosts, one HOST or HOST:N a line; run every second"
+    add("--host-discovery-script", metavar="CMD", help=script)
+    slots = "slots of a host that is listed without a number [1]"
+    add("--slots-per-host", "--slots", metavar="N", type=count, help=slots)
+    add("--elastic-timeout", metavar="S", type=_seconds, help="seconds to wait for enough workers [600]")
+    add("--reset-limit", metavar="N", type=_whole(0), help="end the job when it has been reset more often than this")
+    cooldown = "seconds, 1 to 3600, that a slot stays empty after repeated crashes [10 300]"
+    pair = {"metavar": ("LOWER", "UPPER"), "nargs": 2, "type": _seconds}
+    add("--blacklist-cooldown-range", help=cooldown, **pair)  # type: ignore[arg-type]
+    add("--event-log", metavar="FILE", help="write what happens to a file, one JSON object a line")
+    add = parser.add_argument_group("program").add_argument
+    add("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
     return parser
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line; what is not given there comes from the file of ``--config-file``."""
-    parser = _parser()
-    options, unknown = parser.parse_known_args(argv)
+    parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in environment():  # a shell asks for completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:
         word = unknown[0].partition("=")[0]
         import difflib
@@ -148,27 +191,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
     if options.config_file is None:
         return options
-    from kvstore_hvd.launch.config_file import read_options
+    from kvstore_hvd.launch.config_file import arguments_of_file
 
-    names = {
-        text[2:]: action
-        for action in parser._actions
-        for text in action.option_strings
-        if text.startswith("--") and action.dest not in ("help", "config_file", "check_build", "version")
-    }
-    flags = [name for name, action in names.items() if action.nargs == 0]
-    lists = [name for name, action in names.items() if isinstance(action.nargs, int) and action.nargs > 1]
-    of_file = read_options(options.config_file, [name for name in names if name not in flags], flags, lists)
-    if any(getattr(options, names[name].dest) is not None for name in _HOSTS):  # one takes the place of the others
-        of_file = {name: value for name, value in of_file.items() if name not in _HOSTS}
-    for name, value in of_file.items():
-        same = [other for other in of_file if names[other] is names[name]]
-        if len(same) > 1:
-            fact = f"{options.config_file}: {' and '.join(same)} are the same option."
-            raise LaunchError(message(fact, fix="leave one of them."))
-        if getattr(options, names[name].dest) in (None, False):  # not given on the command line
-            setattr(options, names[name].dest, value)
-    return options
+    others = ("help", "config_file", "check_build", "version")
+    known = {name[2:]: action for name, action in parser._option_string_actions.items() if name.startswith("--")}
+    of_file = arguments_of_file(options.config_file, {n: a for n, a in known.items() if a.dest not in others})
+    if any(getattr(options, name) is not None for name in _HOSTS):  # one takes the place of the others
+        of_file = {name: words for name, words in of_file.items() if name not in _HOSTS}
+    return parser.parse_args([*(word for words in of_file.values() for word in words), *arguments])
 
 
 def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -176,7 +206,11 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
+    if options.module:
+        command = [sys.executable, "-m", *command]
     if options.as_horovod:
+        from kvstore_hvd.launch.as_horovod import through_this_package
+
         command = through_this_package(command)
     inherited = {
         name: value
@@ -184,8 +218,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         if not _MPI_RANK_VARIABLES.match(name) and not _is_of_outer_job(name)
     }
     if options.start_timeout is not None:
-        option_value("--start-timeout", options.start_timeout, "start_timeout_s")
-        inherited["KVHVD_START_TIMEOUT"] = options.start_timeout
+        inherited["KVHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
     if options.timeline_filename is not None:
         _set_timeline(inherited, options.timeline_filename)
     paths = (_SITE, inherited.get("PYTHONPATH", ""))
@@ -194,54 +227,104 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     return command, inherited
 
 
-def _plan(options: argparse.Namespace, caller: Caller | None = None) -> Plan:
+def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None = None) -> Plan:
+    is_static = all(getattr(options, name) is None for name in _DECISIVE)
+    for name in _OF_ELASTIC if is_static else _OF_STATIC:
+        if getattr(options, name) is not None:
+            fact = f"--{name.replace('_', '-')} is {'' if is_static else 'not '}for elastic jobs."
+            fix = "give --min-np, or omit it." if is_static else "omit it: workers of elastic jobs change their ranks."
+            raise LaunchError(message(fact, fix=fix))
     command, inherited = _program(options)
-    shell = remote_shell(options.rsh_command)
-    hosts = _hosts(options, are_others_used=bool(shell))
-    count = _worker_count(options, hosts)
-    hosts = hosts or {"localhost": count}
-    is_captured = count > 1 or options.output_filename is not None or not all(map(is_here, hosts))
-    check_count(count, 2 if is_captured else 0)
-    cfg = config()
-    cores = usable_cores()
+    hosts, first, most = _hosts(options), options.num_proc, options.max_np
+    if is_static:  # as many as there are
+        first = most = first or (None if hosts is None else sum(hosts.values()))
+        if first is None:
+            raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
+    least = options.min_np or first or 1
+    _check_order(least, first, most)
+    needed, shell = max(least, first or 0), remote_shell(options.rsh_command)
+    hosts = hosts or {"localhost": most or needed}
+    if not shell:
+        refuse_others(hosts)
+    discovery: HostDiscovery
+    if options.host_discovery_script is not None:
+        discovery = HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1)
+    else:
+        discovery = FixedHosts(hosts)
+        if discovery.slots < needed:
+            fact = f"{needed} workers are needed, but the hosts have {discovery.slots} slots."
+            raise LaunchError(message(fact, fix="give more slots, as in -H localhost:N."))
+    shown = options.ranks
+    if shown is not None and max(shown) >= most:
+        raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))
+    are_here = all(map(is_here, hosts))
+    capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, not are_here))
+    count = most or max(needed, min(discovery.slots, MAX_WORKERS))
+    check_count(count, *((2 if capture else 0,) if is_static else ELASTIC_FILES))
+    cfg, cores = config(), usable_cores()
     notes = []
-    if count > 1:
+    if is_static and count > 1 and not inherited.get("OMP_NUM_THREADS"):
         # Each worker's OpenMP would start a thread per core; N workers would share each core N-fold and all slow down.
-        if not inherited.get("OMP_NUM_THREADS"):
-            most = most_together([host for host, slots in hosts.items() for _ in range(slots)][:count])
-            threads = max(1, len(cores) // most)
-            inherited["OMP_NUM_THREADS"] = str(threads)
-            notes.append(f"OMP_NUM_THREADS={threads}: {len(cores)} cores for {most} workers; set it to override")
+        together = most_together([host for host, slots in hosts.items() for _ in range(slots)][:count])
+        inherited["OMP_NUM_THREADS"] = str(max(1, len(cores) // together))
+        notes.append(f"OMP_NUM_THREADS={inherited['OMP_NUM_THREADS']}: {len(cores)} cores for {together} workers")
+    if capture:
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
     job = os.urandom(8).hex()
-    if options.verbose:
+    if options.verbose and is_static:
         for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
             _say(note)
-    start_timeout = options.start_timeout  # _program has checked it
     settings = Settings(
-        job,
-        count,
-        count,
-        start_timeout_s=cfg.start_timeout_s if start_timeout is None else float(start_timeout),
+        job=job,
+        min_np=least,
+        max_np=most or MAX_WORKERS,
+        first_np=first,
+        reset_limit=options.reset_limit,
+        elastic_timeout_s=options.elastic_timeout or cfg.elastic_timeout_s,
+        start_timeout_s=options.start_timeout or cfg.start_timeout_s,
+        timeout_s=cfg.timeout_s,
         survivor_time_s=cfg.survivor_time_s,
+        exit_timeout_s=cfg.exit_timeout_s,
         kill_grace_s=cfg.kill_grace_s,
         lease_s=cfg.lease_s,
-        is_static=True,
+        cooldown=_cooldown(options.blacklist_cooldown_range),
+        is_static=is_static,
     )
     return Plan(
         settings,
-        FixedHosts(hosts),
+        discovery,
         command,
         inherited,
+        event_log=None if options.event_log is None else os.path.abspath(options.event_log),
         output_folder=options.output_filename,
         bind_cores=options.bind_cores,
-        capture=is_captured,
-        prefix=count > 1 and not options.no_prefix,
+        capture=capture,
+        prefix=not options.no_prefix and (most != 1 or not is_static),
+        timestamps=options.timestamps,
+        shown=shown,
         verbose=options.verbose,
-        caller=caller,
         shell=shell,
+        tell=tell,
     )
+
+
+def _check_order(least: int, first: int | None, most: int | None) -> None:
+    named = [("--min-np", least), ("-np", first), ("--max-np", most)]
+    given = [(name, count) for name, count in named if count is not None]
+    for (name, count), (other, limit) in zip(given, given[1:]):
+        if count > limit:
+            fix = f"{other} {count}, or {name} {limit}."
+            raise LaunchError(message(f"{name} {count} is more than {other} {limit}.", fix=fix))
+
+
+def _cooldown(given: Sequence[float] | None) -> Cooldown:
+    lower, upper = given or Cooldown()
+    low, high = _COOLDOWN_LIMITS_S
+    if low <= lower <= upper <= high:
+        return Cooldown(lower, upper)
+    fact = f"--blacklist-cooldown-range {lower:g} {upper:g}: expected {low:g} to {high:g} s, the lower one first."
+    raise LaunchError(message(fact, fix="for example --blacklist-cooldown-range 10 300"))
 
 
 def _is_of_outer_job(name: str) -> bool:
@@ -267,46 +350,24 @@ def _set_timeline(variables: dict[str, str], path: str) -> None:
     variables.pop("KVHVD_TIMELINE", None)  # would come first
 
 
-def _hosts(options: argparse.Namespace, *, are_others_used: bool) -> dict[str, int] | None:
+def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
     """The hosts that are named, with their slots; None if none is."""
-    if options.hosts is not None and options.hostfile is not None:
-        raise LaunchError(message("both -H and --hostfile name hosts.", fix="give one of them."))
+    named = [f"--{name.replace('_', '-')}" for name in _HOSTS if getattr(options, name) is not None]
+    if len(named) > 1:
+        raise LaunchError(message(f"both {named[0]} and {named[1]} name hosts.", fix="give one of them."))
     if options.hosts is None and options.hostfile is None:
         return None
     entries = hosts_of_file(options.hostfile) if options.hosts is None else hosts_of_option(options.hosts)
-    hosts = slots_of(entries)
-    if not are_others_used:
-        refuse_others(hosts)
-    return hosts
-
-
-def _worker_count(options: argparse.Namespace, hosts: dict[str, int] | None) -> int:
-    slots = None if hosts is None else sum(hosts.values())
-    if options.num_proc is None:
-        if slots is None:
-            raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
-        return slots
-    try:
-        count = int(options.num_proc)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise LaunchError(
-            message(f"-np {options.num_proc}: expected a whole number of at least 1.", fix="kvhvdrun -np 2")
-        )
-    if slots is not None and count > slots:
-        raise LaunchError(
-            message(f"-np {count}, but the hosts have {slots} slots.", fix="give more slots, as in -H localhost:N.")
-        )
-    return count
+    return slots_of(entries, options.slots_per_host or 1)
 
 
 def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     """The path of the program, found as the shell would."""
     program = command[0]
-    found = shutil.which(program, path=variables.get("PATH", os.defpath))
-    if found is not None:
-        return found
+    folders = [""] if os.path.dirname(program) else variables.get("PATH", os.defpath).split(os.pathsep)
+    for path in (os.path.join(folder, program) for folder in folders):
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
     fix = f"kvhvdrun -np N {os.path.basename(sys.executable)} {' '.join(command)}" if program.endswith(".py") else ""
     if os.path.exists(program):
         if os.path.isdir(program):

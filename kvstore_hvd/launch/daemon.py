@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import logging
 import os
 import select
 import signal
@@ -24,21 +23,19 @@ import termios
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.base.cores import usable_cores
-from kvstore_hvd.config import environment
+from kvstore_hvd.config import config, environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.connections import Poller
-from kvstore_hvd.log import logger
 from kvstore_hvd.worlds.authentication import peer_process
 
-__all__ = ["BEAT_S", "GREETING", "WINDOW", "Daemon", "Diagnostics", "serve"]
+__all__ = ["BEAT_S", "GREETING", "WINDOW", "Daemon", "serve"]
 
 BEAT_S = 0.5
 #: Ends what a login shell prints before the first message of a daemon on another host.
@@ -58,27 +55,15 @@ _READS = 100  # of a line whose end is awaited: a worker that writes without end
 _CHUNK = 1 << 16  # what a pipe holds
 
 
-class Diagnostics(logging.Handler):
-    """Has the launcher say the diagnostics of this process, in order with what the workers write."""
-
-    def __init__(self, say: Any) -> None:
-        super().__init__()
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.Handler.emit`."""
-        self._say(record.getMessage())
-
-
-@dataclass
 class _Worker:
-    """A process that this daemon has started."""
+    """A process that this daemon has started; a negative number is that of a task of the launcher's own."""
 
-    id: int  # a negative one is a task of the launcher's own
-    pid: int  # also of its group and session
-    streams: dict[int, int]  # our ends, by its descriptors 1 and 2
     line: Channel | None = None
     kill_at: float | None = None  # when it is killed, because it has been told to end
+
+    def __init__(self, number: int, pid: int, streams: dict[int, int]) -> None:
+        # `pid` is also of its group and session, `streams` are our ends by its descriptors 1 and 2.
+        self.id, self.pid, self.streams = number, pid, streams
 
 
 class Daemon:
@@ -90,13 +75,11 @@ class Daemon:
         host: str,
         kill_grace_s: float,
         lease_s: float,
-        keep: Sequence[int] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
         # `host` is its name, as the user wrote it; a worker is killed `kill_grace_s` after SIGTERM; the launcher may be
-        # silent for `lease_s`; workers inherit the descriptors of `keep`, and those `variables` that the launcher does
-        # not set.
-        self._launcher, self._host, self._keep, self._variables = launcher, host, keep, variables or {}
+        # silent for `lease_s`; workers inherit those `variables` that the launcher does not set.
+        self._launcher, self._host, self._variables = launcher, host, variables or {}
         self._grace_s, self._lease_s = kill_grace_s, lease_s
         # Every worker that has a line carries it in its environment.
         self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
@@ -130,7 +113,6 @@ class Daemon:
             self._poller.watch(self._listener.fileno(), self._accept)
             self._poller.add(self._launcher, self._hear_launcher)
             self._tell("up", pid=os.getpid(), version=__version__)
-            logging.getLogger().handlers = [Diagnostics(lambda text: self._tell("say", text=f"daemon: {text}"))]
             while not self._done():
                 self._poller.wait(self._next_event())
                 self._turn()
@@ -141,8 +123,8 @@ class Daemon:
     def _turn(self) -> None:
         for number in self._inbox.take():
             if number in processes.ENDING:
-                why = f"the daemon on {self._host} got {signal.Signals(number).name}"
-                self._tell("say", text=why)
+                why = f"the daemon on {self._host} (pid {os.getpid()}) was ended by {signal.Signals(number).name}"
+                self._tell("ending", text=f"{why}.", code=128 + number)
                 self._end(why, self._grace_s, code=1)
         by_pid = {worker.pid: worker for worker in self._workers.values()}
         for pid, code in self._reaper.reap():
@@ -238,7 +220,7 @@ class Daemon:
                         theirs.callback(os.close, end)
                         on_failure.callback(os.close, ours[fd])
                         os.set_blocking(ours[fd], False)
-                pid = processes.spawn(message["command"], variables, streams, cores, self._keep)
+                pid = processes.spawn(message["command"], variables, streams, cores)
                 on_failure.pop_all()
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             text = str(error) or type(error).__name__
@@ -254,7 +236,7 @@ class Daemon:
     def _pass_on(self, number: int, message: dict[str, Any]) -> None:
         worker = self._workers.get(number)
         if worker is None or worker.line is None:
-            logger.info("worker %d has no line any more; not delivered: %s", number, message["t"])
+            self._inform(f"worker {number} has no line any more; not delivered: {message['t']}")
             return
         worker.line.send(message)
 
@@ -273,6 +255,10 @@ class Daemon:
     def _tell(self, kind: str, raw: bytes = b"", **fields: Any) -> None:
         if self._launcher_is_there:
             self._launcher.send({"t": kind, **fields}, raw)
+
+    def _inform(self, text: str) -> None:
+        if config().log_level in ("debug", "info"):
+            self._tell("say", text=f"daemon: {text}")
 
     # -- What workers write ---------------------------------------------------------------------------------------
 
@@ -317,7 +303,7 @@ class Daemon:
         except BlockingIOError:
             return
         except OSError as error:
-            logger.warning("a connection could not be accepted, and has to wait: %s", error.strerror)
+            self._tell("say", text=f"daemon: a connection could not be accepted, and has to wait: {error.strerror}")
             time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
             return
         line, pid = Channel(accepted, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
@@ -331,7 +317,7 @@ class Daemon:
             self._poller.add(line, lambda: self._hear(worker))
             return
         text = f"another process of worker {worker.id} has called init() already." if worker else "it is no worker."
-        logger.info("refused the connection of process %d: %s", pid, text)
+        self._inform(f"refused the connection of process {pid}: {text}")
         line.send({"t": "refused", "text": text})
         line.close()
 
@@ -348,7 +334,7 @@ class Daemon:
             messages = worker.line.receive()
         except ChannelError as error:
             # Its process decides what that means for it; the end of the process is what counts.
-            logger.info("closed the line of worker %d: %s", worker.id, error)
+            self._inform(f"closed the line of worker {worker.id}: {error}")
             self._hang_up(worker)
             return False
         for message in messages:
@@ -417,6 +403,6 @@ def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
         os.chdir(folder)
     writer.write(GREETING)
     grace_s, variables = float(kill_grace_s), environment()
-    run = lambda: Daemon(Channel(reader, writer=writer), host, grace_s, float(lease_s), (), variables).run()  # noqa: E731
+    run = lambda: Daemon(Channel(reader, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731
     keep = {0, 1, 2, reader.fileno(), writer.fileno()}
     processes.run_guarded(f"for {host}", keep, run, min(processes.LEFT_GRACE_S, grace_s), fork=False)

@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_hvd import __version__
@@ -41,26 +40,33 @@ _SHOWN_LINES = 3  # the last ones of a remote shell
 _REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
 
 
-@dataclass
 class _Daemon:
     """The daemon of a host, and the guard beside it, or the remote shell that leads to both."""
 
-    host: str
-    guard: int  # process ids; guard: or that of the shell; 0 when it was killed, -1 when both have ended
-    pid: int
-    line: Channel
-    heard_at: float
-    lease_s: float
-    start_s: float  # within which it has to come
-    shell: str = ""  # its name
-    errors: int = -1  # what the shell writes to standard error, and the last lines that were read there
-    tail: Tail = field(default_factory=Tail)
     has_come: bool = False  # it has said that it is up
     fault: str = ""  # how the line ended
     ending: bool = False  # it was told to end
     given_up: bool = False  # it was killed because it did not
     code: int | None = None  # its own, or that of its guard
     unacknowledged: int = 0  # bytes of output
+
+    def __init__(
+        self,
+        host: str,
+        guard: int,
+        line: Channel,
+        heard_at: float,
+        lease_s: float,
+        start_s: float,
+        shell: str = "",
+        errors: int = -1,
+    ) -> None:
+        self.host, self.line, self.heard_at = host, line, heard_at
+        # Process ids; guard: or that of the shell; 0 when it was killed, -1 when both have ended.
+        self.guard = self.pid = guard
+        self.lease_s, self.start_s = lease_s, start_s  # `start_s`: within which it has to come
+        # The name of the shell, what it writes to standard error, and the last lines that were read there.
+        self.shell, self.errors, self.tail = shell, errors, Tail()
 
 
 class Daemons:
@@ -72,10 +78,9 @@ class Daemons:
         clock: RunningClock,
         settings: Settings,
         shell: Sequence[str],
-        keep: Sequence[int],
         hear: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._poller, self._clock, self._keep, self._hear = poller, clock, keep, hear
+        self._poller, self._clock, self._hear = poller, clock, hear
         self._settings, self._shell = settings, shell
         self._running: dict[str, _Daemon] = {}
         self._beat_at = 0.0
@@ -102,11 +107,11 @@ class Daemons:
         settings = self._settings
         # The end of a launcher ends its line; the lease is for one that stands still, which a static job waits for.
         lease_s = float("inf") if settings.is_static else settings.lease_s
-        run = lambda: Daemon(Channel(theirs), host, settings.kill_grace_s, lease_s, self._keep).run()  # noqa: E731
+        run = lambda: Daemon(Channel(theirs), host, settings.kill_grace_s, lease_s).run()  # noqa: E731
         grace_s = min(processes.LEFT_GRACE_S, settings.kill_grace_s)
-        keep = {0, 1, 2, theirs.fileno(), *self._keep}
+        keep = {0, 1, 2, theirs.fileno()}
         guard = processes.run_guarded(f"of {os.getpid()} for {host}", keep, run, grace_s)
-        return _Daemon(host, guard, guard, Channel(ours), self._clock.now(), lease_s, max(_START_S, lease_s))
+        return _Daemon(host, guard, Channel(ours), self._clock.now(), lease_s, max(_START_S, lease_s))
 
     def _start_elsewhere(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
         settings = self._settings
@@ -126,7 +131,7 @@ class Daemons:
         os.set_blocking(errors, False)
         line, name = Channel(ours, greeting=GREETING), os.path.basename(command[0])
         times = self._clock.now(), settings.lease_s, settings.start_timeout_s
-        daemon = _Daemon(host, pid, pid, line, *times, shell=name, errors=errors)
+        daemon = _Daemon(host, pid, line, *times, shell=name, errors=errors)
         self._poller.watch(errors, lambda: self._read_errors(daemon))
         return daemon
 

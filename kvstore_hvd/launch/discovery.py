@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
-from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.hosts import slots_of
-from kvstore_hvd.launch.state import how_it_ended
+from kvstore_hvd.launch.state import EXIT_FAILED, how_it_ended
 
 __all__ = ["DiscoveryError", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "hosts_of_script"]
 
@@ -17,10 +17,17 @@ _EVERY_S = 1.0
 _LIMIT_S = 10.0
 _MAX_OUTPUT = 1 << 16
 _MAX_ERRORS = 8192  # the end of what it writes to standard error
+_MAX_LINE = 200  # of a line that an error quotes
+_FIX = f"it has to end within {_LIMIT_S:g} s, and to print HOST or HOST:N in each line."
+_FIXES = {126: "chmod +x the script.", 127: "check the path of the script, as in ./discover.sh."}
 
 
-class DiscoveryError(Exception):
-    """The hosts could not be found out; the text says why."""
+class DiscoveryError(LaunchError):
+    """The hosts could not be found out; `code` is the exit code of a job that ends because of that."""
+
+    def __init__(self, text: str, code: int = EXIT_FAILED) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class FixedHosts:
@@ -38,6 +45,10 @@ class FixedHosts:
     def deadline(self) -> float | None:
         """Never."""
         return None
+
+    def fault(self, now: float) -> str:
+        """There is none."""
+        return ""
 
 
 def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
@@ -61,6 +72,7 @@ class HostDiscoveryScript:
     slots = 0
 
     def __init__(self, command: str, default: int) -> None:
+        self._name = f"the host discovery script '{command}'"
         self.command = ["/bin/sh", "-c", command]
         self.start: Callable[[int], None]
         self.kill: Callable[[int], None]
@@ -69,30 +81,47 @@ class HostDiscoveryScript:
         self._running = False
         self._ended = ""  # how it ended, until `poll` has been told; else empty
         self._code = 0
-        self._next = self._kill_at = 0.0
-        self._late = False
+        self._next = self._started = 0.0
+        self._killed = ""  # why this run was killed
+        self._fault = ""  # of the last run
         self._output, self._errors = bytearray(), bytearray()
 
     def poll(self, now: float) -> dict[str, int] | None:
         """The hosts that the script has printed, once it has ended; starts it when it is time."""
         if self._ended:
-            return self._hosts()
+            try:
+                hosts = self._hosts()
+            except DiscoveryError as error:
+                self._fault = str(error)
+                raise
+            self._fault = ""
+            return hosts
         if not self._running and now >= self._next:
-            self._next, self._kill_at, self._late = now + _EVERY_S, now + _LIMIT_S, False
+            self._next, self._started, self._killed = now + _EVERY_S, now, ""
             self._output.clear()
             self._errors.clear()
             self._task, self._running = self._task - 1, True
             self.start(self._task)
-        elif self._running and now >= self._kill_at and not self._late:
-            self._late = True
-            self.kill(self._task)
+        elif self._running and now >= self._started + _LIMIT_S:
+            self._kill(f"took more than {_LIMIT_S:g} s")
         return None
+
+    def _kill(self, why: str) -> None:
+        if not self._killed:
+            self._killed = why
+            self.kill(self._task)
 
     def deadline(self) -> float | None:
         """When the script is started, or killed."""
         if not self._running:
             return self._next
-        return None if self._late else self._kill_at
+        return None if self._killed else self._started + _LIMIT_S
+
+    def fault(self, now: float) -> str:
+        """What is wrong with the script now: how its last run failed, or that this one takes long; else empty."""
+        if self._fault or not self._running or now < self._started + _EVERY_S:
+            return self._fault
+        return message(f"{self._name} is still running after {now - self._started:.0f} s{self._said()}.", fix=_FIX)
 
     def heard(self, message: Mapping[str, Any]) -> None:
         """A daemon says something of a run."""
@@ -100,6 +129,8 @@ class HostDiscoveryScript:
             return
         if message["t"] == "out" and message["fd"] == 1:
             self._output += message.get("raw", b"")[: _MAX_OUTPUT + 1 - len(self._output)]
+            if len(self._output) > _MAX_OUTPUT:
+                self._kill(f"printed more than {_MAX_OUTPUT} bytes")
         elif message["t"] == "out":
             self._errors += message.get("raw", b"")
             del self._errors[:-_MAX_ERRORS]
@@ -113,21 +144,28 @@ class HostDiscoveryScript:
         if self._running:
             self._code, self._running, self._ended = -1, False, text
 
+    def _said(self) -> str:
+        """The last lines on standard error, or else of the hosts, for the end of a sentence."""
+        text = (self._errors.strip() or self._output[-_MAX_ERRORS:].strip()).decode("utf-8", "backslashreplace")
+        return f"; it says: {' / '.join(line[:_MAX_LINE] for line in text.splitlines()[-3:])}" if text else ""
+
     def _hosts(self) -> dict[str, int]:
         how, self._ended = self._ended, ""
-        words = self._errors.decode("utf-8", "replace").strip().splitlines()[-3:]
-        said = f"; it says: {' / '.join(words)}" if words else ""
-        if self._late:
-            raise DiscoveryError(f"the host discovery script took more than {_LIMIT_S:g} s and was killed{said}")
+        if self._killed:
+            raise DiscoveryError(message(f"{self._name} {self._killed} and was killed{self._said()}.", fix=_FIX))
         if self._code:
-            raise DiscoveryError(f"the host discovery script {how}{said}")
-        if len(self._output) > _MAX_OUTPUT:
-            raise DiscoveryError(f"the host discovery script printed more than {_MAX_OUTPUT} bytes{said}")
+            fix = _FIXES.get(self._code, "see what it says; it is run by /bin/sh, in the working folder.")
+            code = self._code if self._code in _FIXES else EXIT_FAILED
+            raise DiscoveryError(message(f"{self._name} {how}{self._said()}.", fix=fix), code)
         try:
             return hosts_of_script(self._output.decode(), self._default)
-        except (UnicodeDecodeError, LaunchError) as error:
-            first = str(error).splitlines()[0].rstrip(".")
-            raise DiscoveryError(f"what the host discovery script printed are no hosts: {first}") from None
+        except UnicodeDecodeError as error:
+            number = self._output.count(b"\n", 0, error.start)
+            line = bytes(self._output.split(b"\n")[number][:_MAX_LINE])
+            fact = f"line {number + 1} is not UTF-8: {line!r}"
+        except LaunchError as error:
+            fact = str(error).splitlines()[0].rstrip(".")
+        raise DiscoveryError(message(f"what {self._name} printed are no hosts: {fact}.", fix=_FIX))
 
 
 HostDiscovery = Union[FixedHosts, HostDiscoveryScript]

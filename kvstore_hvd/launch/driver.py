@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.base.cores import usable_cores
@@ -19,17 +18,14 @@ from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
-from kvstore_hvd.launch.daemon import Diagnostics
 from kvstore_hvd.launch.daemons import Daemons
-from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript
+from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscovery, HostDiscoveryScript
 from kvstore_hvd.launch.hosts import address_of, is_here, machine_of, most_together, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
-from kvstore_hvd.launch.options import Plan
 from kvstore_hvd.launch.output import Output, Tail
-from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Slot, Start, Tell
-from kvstore_hvd.log import logger
+from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Settings, Slot, Start, Tell
 
-__all__ = ["Driver", "StartError", "environment_of"]
+__all__ = ["Driver", "Plan", "StartError", "environment_of"]
 
 _EXIT_NOT_STARTED = 126
 # A daemon may take this much longer to end than its workers.
@@ -47,6 +43,25 @@ _FIXES = {
     ),
     errno.ENOEXEC: "a script's first line names its interpreter, such as #!/bin/sh.",
 }
+
+
+class Plan(NamedTuple):
+    """How to run a job. `environment` is that of the workers, but for what differs between them."""
+
+    settings: Settings
+    discovery: HostDiscovery
+    command: Sequence[str]
+    environment: dict[str, str]
+    event_log: str | None = None
+    output_folder: str | None = None  # where what the workers write is kept too
+    bind_cores: bool = False
+    capture: bool = True  # False: the worker writes straight to the launcher's streams
+    prefix: bool = True
+    timestamps: bool = False
+    shown: Collection[int] | None = None  # ranks whose output is shown; None: all
+    verbose: bool = False
+    shell: Sequence[str] = ()  # the words that run a command on another host; empty: there is only this one
+    tell: Callable[[str, str], None] | None = None  # a program that calls a function, see launch/call.py
 
 
 class StartError(LaunchError):
@@ -114,18 +129,16 @@ class Driver:
         with ExitStack() as stack:
             self._poller = Poller()
             stack.callback(self._poller.close)
-            self._output = Output(self._poller, plan.output_folder, settings.max_np, plan.event_log)
+            self._output = Output(
+                self._poller, plan.output_folder, settings.max_np, plan.event_log, plan.timestamps, plan.shown
+            )
             stack.callback(self._output.close)
             try:
                 self._inbox = stack.enter_context(processes.SignalInbox())
             except OSError as error:
                 raise _not_started("the launcher", error.errno, str(error)) from None
             self._poller.watch(self._inbox.fileno(), lambda: None)
-            handler = Diagnostics(self._say)
-            logging.getLogger().addHandler(handler)
-            stack.callback(logging.getLogger().removeHandler, handler)
-            keep = () if plan.caller is None else plan.caller.descriptors
-            self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, keep, self._take)
+            self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
             if isinstance(plan.discovery, HostDiscoveryScript):
                 plan.discovery.start, plan.discovery.kill = self._start_task, self._kill_task
             while not self._done():
@@ -185,6 +198,7 @@ class Driver:
         self._daemons.act_on_time(self._on_lost_host)
         if self._end is None:
             self._discover(now)
+            self._job.hosts_fault = self._plan.discovery.fault(now)
             # All hosts of a static job are there before its first worker starts.
             is_first = self._settings.is_static and self._job.workers.get(0) is None
             if is_first and self._missing and not self._daemons.are_awaited():
@@ -241,9 +255,9 @@ class Driver:
                 self._discovery_fails_since = now
             limit = self._settings.elastic_timeout_s
             if not self._discovered:
-                self._job.give_up(f"{error}.")
+                self._job.give_up(str(error), error.code)
             elif now - self._discovery_fails_since >= limit:
-                self._job.give_up(f"{error}; it has failed for {limit:g} s.")
+                self._job.give_up(f"there have been no hosts for {limit:g} s: {error}", error.code)
             return
         if hosts is None:
             return
@@ -378,6 +392,11 @@ class Driver:
             self._output.feed(number, message["fd"], message.get("raw", b""))
         elif kind == "say":
             self._say(message["text"])
+        elif kind == "ending" and self._settings.is_static:
+            text = f"{message['text']}\n  Fix: to end a job, send the signal to kvhvdrun."
+            self._job.give_up(text, message["code"])
+        elif kind == "ending":  # its host is lost when it has ended
+            self._say(message["text"])
         elif kind == "started":
             self._job.started(number, message["pid"], now)
         elif kind == "not_started" and self._settings.is_static:
@@ -390,7 +409,7 @@ class Driver:
             try:
                 self._job.heard(number, message["message"], now)
             except (ValueError, TypeError, LookupError) as error:
-                logger.warning("worker %d says what makes no sense: %r", number, error)
+                self._say(f"worker {number} says what makes no sense: {error!r}")
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -453,12 +472,12 @@ class Driver:
         if not end.reason or self._asked is not None:
             return code
         text = end.reason
-        if self._plan.caller is not None:
-            self._plan.caller.tell(text)  # the last lines of who failed have been seen
+        if self._plan.tell is not None:
+            self._plan.tell("ended", text)  # the last lines of who failed have been seen
         elif self._plan.capture or end.code > 128:  # else its words have just been seen
-            if self._settings.is_static and self._settings.max_np > 1:
+            if self._settings.is_static and self._settings.max_np > 1 and end.details is not None:
                 text += " Its last lines on stderr:" if end.details else " It wrote nothing to stderr."
-            self._say("\n    ".join((text, *end.details)))
+            self._say("\n    ".join((text, *(end.details or ()))))
         return code
 
     # -- Saying ---------------------------------------------------------------------------------------------------
@@ -517,5 +536,5 @@ def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     if event == "too_few":
         return f"{fields['text']}, {fields['needed']} are needed: waiting for more, for {fields['seconds']:.0f} s."
     if event == "discovery_failed":
-        return f"{fields['text']}."
+        return str(fields["text"])
     return ""

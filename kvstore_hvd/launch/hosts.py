@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shlex
-import shutil
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -123,6 +121,9 @@ def remote_shell(text: str | None) -> list[str]:
     """The words of ``--rsh-command``; empty where it is not given. The options of ssh that a job needs are added."""
     if text is None:
         return []
+    import shlex  # the launcher of one host starts without both
+    import shutil
+
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -137,6 +138,8 @@ def remote_shell(text: str | None) -> list[str]:
 def shell_command(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     """The words that run a command on another host: ``{host}`` in the shell's is replaced, else the host follows."""
     there = [word.replace("{host}", host) for word in shell]
+    import shlex
+
     # Quoted only where the remote shell, if there is one, would take a word for something else.
     return [*there, *([] if there != list(shell) else [host]), *map(shlex.quote, command)]
 

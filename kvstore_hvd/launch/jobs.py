@@ -7,10 +7,9 @@ decisions depend only on what is known of the workers and slots: after each even
 from __future__ import annotations
 
 import itertools
-import random
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.errors import rank_list
 from kvstore_hvd.horovod.variables import Seat
@@ -42,6 +41,9 @@ from kvstore_hvd.launch.state import (
     rank_order,
     together_with,
 )
+
+if TYPE_CHECKING:
+    import random
 
 __all__ = ["Job"]
 
@@ -81,6 +83,7 @@ class Job:
         self._failure = ""  # of the last of them
         self._fail_at: float | None = None  # of a static job: when the others have had their time
         self._over = False
+        self.hosts_fault = ""  # what is wrong with the discovery of hosts
         self._actions: list[Action] = []
         self._note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
 
@@ -178,10 +181,10 @@ class Job:
         self._ended(workers, -signal.SIGKILL, lines or {}, now, text)
         self._decide(now)
 
-    def give_up(self, text: str) -> None:
+    def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
         """There is a reason outside of it to end the job."""
         if not self._over:
-            self._end(End(EXIT_FAILED, text))
+            self._end(End(code, text))
 
     def stop(self) -> None:
         """The user ends the job: decide nothing any more."""
@@ -536,6 +539,7 @@ class Job:
             return
         details = [f"worker {w.id} ({w.slot}) has not called init()" for w in self._roster if w.alive and not w.place]
         details += [f"worker {w.id} ({w.slot}) {w.ending}" for w in self._last_of_slots() if w.code]
+        details += self.hosts_fault.splitlines()
         text = f"{what}, {needed} are needed, and no more came within {limit:g} s."
         self._end(End(EXIT_FAILED, text, tuple(details)))
 

@@ -17,7 +17,7 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvstore_hvd.errors import LaunchError, message
@@ -115,10 +115,18 @@ class Sink:
 class LineStream:
     """The output of one worker on one of its streams, cut into lines; each is told to all of `on_line`, too."""
 
-    def __init__(self, sink: Sink, prefix: bytes = b"", *on_line: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        prefix: bytes = b"",
+        *on_line: Callable[[bytes], None],
+        timestamps: bool = False,
+        shown: bool = True,
+    ) -> None:
         self._sink = sink
         self._prefix = prefix
         self._on_line = on_line
+        self._timestamps, self._shown = timestamps, shown
         self._at_start = True
         self._held = b""
         self._since = 0.0  # when the unfinished line grew last
@@ -160,16 +168,23 @@ class LineStream:
             return
         for tell in self._on_line:
             tell(piece)
-        sink = self._sink
+        if not self._shown:
+            return
+        sink, prefix = self._sink, (_time() if self._timestamps else b"") + self._prefix
         if sink.open_line not in (None, self):
             sink.put(b"\n")
             sink.open_line = None
         # A piece that goes on where this stream stopped within a line has its prefix already.
         begins = sink.open_line is None or self._at_start
-        prefixed = piece[:-1].replace(b"\n", b"\n" + self._prefix) + piece[-1:] if self._prefix else piece
-        sink.put(self._prefix + prefixed if begins else prefixed)
+        prefixed = piece[:-1].replace(b"\n", b"\n" + prefix) + piece[-1:] if prefix else piece
+        sink.put(prefix + prefixed if begins else prefixed)
         self._at_start = piece.endswith((b"\n", b"\r"))
         sink.open_line = None if piece.endswith(b"\n") else self
+
+
+def _time() -> bytes:
+    now = time.time()
+    return time.strftime(f"%Y-%m-%d %H:%M:%S.{int(now % 1 * 1000):03d} ", time.localtime(now)).encode()
 
 
 class Output:
@@ -179,8 +194,16 @@ class Output:
     # this host), ``event`` and the fields of that event. Beyond 4 MiB that wait to be written, events are counted and
     # left out; the event ``events_lost`` says later how many there were.
 
-    def __init__(self, poller: Poller, folder: str | None = None, count: int = 0, event_log: str | None = None) -> None:
-        self._poller = poller
+    def __init__(
+        self,
+        poller: Poller,
+        folder: str | None = None,
+        count: int = 0,
+        event_log: str | None = None,
+        timestamps: bool = False,
+        shown: Collection[int] | None = None,
+    ) -> None:
+        self._poller, self._timestamps, self._shown_ranks = poller, timestamps, shown
         self._ours = {1: Sink(1, "standard output")}
         # One for both if they are the same file, so that lines do not mix.
         self._ours[2] = self._ours[1] if os.path.sameopenfile(1, 2) else Sink(2, "standard error")
@@ -231,13 +254,20 @@ class Output:
         if not self._ours[fd].terminal:
             return []
         columns, rows = os.get_terminal_size(fd)
-        return [rows, max(columns - len(prefix), 1)]
+        return [rows, max(columns - len(prefix) - self._timestamps * len(_time()), 1)]
 
     def add(self, worker: int, prefix: bytes, tail: Tail) -> None:
         """Take the streams of a worker that is to be started."""
         for fd in (1, 2):
             kept = [self._files[worker, fd].put] if self._files else []
-            self._streams[worker, fd] = LineStream(self._ours[fd], prefix, *([tail.add] if fd == 2 else []), *kept)
+            self._streams[worker, fd] = LineStream(
+                self._ours[fd],
+                prefix,
+                *([tail.add] if fd == 2 else []),
+                *kept,
+                timestamps=self._timestamps,
+                shown=self._shown_ranks is None or worker in self._shown_ranks,
+            )
 
     def feed(self, worker: int, fd: int, data: bytes) -> None:
         """A worker has written this; nothing: it has closed the stream."""
@@ -250,7 +280,8 @@ class Output:
 
     def say(self, text: str) -> None:
         """Put a line of the launcher's own on stderr, in order with what the workers write there."""
-        LineStream(self._ours[2]).feed(f"kvhvdrun: {text}\n".encode("utf-8", "surrogateescape"))
+        line = f"kvhvdrun: {text}\n".encode("utf-8", "surrogateescape")
+        LineStream(self._ours[2], timestamps=self._timestamps).feed(line)
 
     def log(self, event: str, fields: Mapping[str, Any]) -> None:
         """Write to the event log."""

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -137,10 +136,9 @@ def spawn(
     environment: dict[str, str],
     streams: Sequence[int | None],
     cores: Iterable[int] = (),
-    keep: Iterable[int] = (),
 ) -> int:
     """Start a process in its own session; returns its process id, which is also its group and session."""
-    # `streams` are its descriptors 0 to 2, or None to share ours; it has those of `keep` too. `cores` pins it. The
+    # `streams` are its descriptors 0 to 2, or None to share ours. `cores` pins it. The
     # caller reaps it with waitpid. For the main thread: the kernel kills it when the thread ends that has started it.
     us, pinned = os.getpid(), set(cores)
 
@@ -161,7 +159,6 @@ def spawn(
             stdout=streams[1],
             stderr=streams[2],
             start_new_session=True,
-            pass_fds=tuple(keep),
             preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
         )
     process.returncode = 0  # reaped by our own waitpid; the object must not wait too
@@ -189,6 +186,8 @@ def run_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace_
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 code = run()
         except BaseException:  # noqa: BLE001 - nothing of the launcher may run in these processes
+            import traceback  # the launcher starts without it
+
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(code)

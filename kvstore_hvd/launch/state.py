@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-import random
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.hosts import machine_of
+
+if TYPE_CHECKING:
+    import random
 
 __all__ = [
     "ADDED",
@@ -47,12 +48,11 @@ EXIT_FAILED = 1
 # -- Slots ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for one worker: the `index`-th of a host."""
 
     host: str
-    index: int
+    index: int  # type: ignore[assignment]  # a method of tuples has this name, too
 
     def __str__(self) -> str:
         return f"{self.host}:{self.index}"
@@ -75,7 +75,7 @@ class Slots:
 
     def __init__(self, cooldown: Cooldown, chance: random.Random | None = None) -> None:
         self._cooldown = cooldown
-        self._chance = chance or random.Random()
+        self._chance = chance
         self._hosts: dict[str, int] = {}
         # Crashes of slots and losses of hosts, and until when they get no worker. Slots and hosts that have gone keep
         # theirs: they may come back.
@@ -109,7 +109,9 @@ class Slots:
         self._crashes[place] += 1
         if self._crashes[place] == 1 and had_begun:
             return 0.0
-        seconds = self._cooldown.seconds(self._crashes[place] - 1, self._chance.random())
+        import random  # the launcher starts without it
+
+        seconds = self._cooldown.seconds(self._crashes[place] - 1, (self._chance or random).random())
         self._until[place] = now + seconds
         return seconds
 
@@ -163,14 +165,9 @@ class Place(NamedTuple):
     addresses: tuple[str, ...] = ()  # where it listens for other hosts
 
 
-@dataclass
 class Worker:
     """One worker, from the moment it is to be started until after its end. Times are of the job's clock."""
 
-    id: int
-    slot: Slot
-    started_at: float = 0.0
-    change: int = NO_CHANGE  # of the hosts, because of which it was started
     removed_by: int = NO_CHANGE  # that removed its slot
     place: Place | None = None  # once it has called init()
     generation: int = -1  # the last one that it was told to meet as
@@ -187,6 +184,10 @@ class Worker:
     lines: Sequence[str] = ()  # its last ones on stderr
     lost: str = ""  # what ended its host, and it with that
     pid: int = 0  # once it runs
+
+    def __init__(self, number: int, slot: Slot, started_at: float, change: int) -> None:
+        # `change` is of the hosts, because of which it was started.
+        self.id, self.slot, self.started_at, self.change = number, slot, started_at, change
 
     @property
     def alive(self) -> bool:
@@ -285,12 +286,12 @@ _AFTER_MEETING_S = 5.0
 _MEETING_EXTRA_S = 10.0
 
 
-@dataclass
 class Wait:
     """Since when something is waited for, and whether that was told. Times are of the job's clock."""
 
-    since: float | None = None  # None: it is not
-    told: bool = False
+    def __init__(self, since: float | None = None) -> None:
+        self.since = since  # None: it is not
+        self.told = False
 
     def begin(self, now: float) -> float:
         """Wait from now on, unless it does already; returns since when."""
@@ -483,7 +484,7 @@ class End(NamedTuple):
 
     code: int
     reason: str = ""
-    details: tuple[str, ...] = ()
+    details: tuple[str, ...] | None = None  # None: the reason is not the end of a worker
 
 
 Action = Union[Start, Tell, Kill, Note, End]

@@ -184,15 +184,18 @@ def test_fewer_slots_than_needed(run):
     assert job.events("worker_started") == []
 
 
-@pytest.mark.parametrize(
-    ("script", "text"),
-    [
-        ("echo no idea >&2; exit 4", "the host discovery script exited with code 4; it says: no idea."),
-        ("echo a b c", "what the host discovery script printed are no hosts: 'a b c' is not HOST:N"),
-    ],
-)
-def test_a_script_that_is_of_no_use_at_first(run, script, text):
-    assert text in run(f"--min-np 1 --host-discovery-script '{script}'", ["true"], code=1).err
+def test_a_script_that_is_of_no_use_at_first(run):
+    job = run("--min-np 1 --host-discovery-script 'echo no idea >&2; exit 127'", ["true"], code=127)
+    text = "kvhvdrun: the host discovery script 'echo no idea >&2; exit 127' exited with code 127; it says: no idea.\n"
+    assert job.err == f"{text}  Fix: check the path of the script, as in ./discover.sh.\n"
+
+
+def test_a_script_without_end_is_named(run):
+    job = run("--min-np 1 --host-discovery-script 'exec sleep 1000' --elastic-timeout 2", ["true"], code=1)
+    first, second, fix = job.err.splitlines()
+    assert first == "kvhvdrun: there are 0 slots, 1 are needed, and no more came within 2 s."
+    assert second.startswith("    the host discovery script 'exec sleep 1000' is still running after 2 s.")
+    assert fix.strip().startswith("Fix: ")
 
 
 def test_another_host_is_not_used(run):

@@ -49,7 +49,7 @@ def test_ctrl_c_of_a_terminal_while_workers_start(start):
 def test_ctrl_c_while_the_launcher_is_imported(start, tmp_path):
     if len(kvhvdrun().prefix) > 1:
         pytest.skip("the package is not installed, and with it the command")
-    (tmp_path / "dataclasses.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
+    (tmp_path / "argparse.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
     job = start("-np 2", "", PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGES}").until_printed("importing")
     assert job.end(128 + signal.SIGINT, signal.SIGINT).err == ""
 
@@ -178,3 +178,11 @@ kvstore_hvd.barrier()
     # A control group may allow less than that, too.
     allowed = suffice([describe()] * 2)
     assert err.count("a worker that waits does not spin") == (0 if allowed and not together else 2), err
+
+
+def test_a_signal_that_ends_the_daemon_is_not_the_workers_fault(start):
+    job = start("-np 2", "say(f'{os.getppid()}\\n')\nforever()").until_printed("[", 2)
+    daemon = int(job.out.split()[1])
+    os.kill(daemon, signal.SIGTERM)
+    last = f"kvhvdrun: the daemon on localhost (pid {daemon}) was ended by SIGTERM."
+    assert job.end(143).err == f"{last}\n  Fix: to end a job, send the signal to kvhvdrun.\n"

@@ -274,10 +274,10 @@ def test_options_that_cannot_be_are_refused(notebook):
     """Before any worker starts."""
     refused = {
         "np=2, hosts='elsewhere:2'": "'elsewhere' is another host",
-        "np=2, hosts='localhost:1'": "-np 2, but the hosts have 1 slots.",
+        "np=2, hosts='localhost:1'": "2 workers are needed, but the hosts have 1 slots.",
         "np=2, reset_limit=3": "--reset-limit is for elastic jobs.",
         "np=2, executable='/no/python'": "command '/no/python' was not found.",
-        "min_np=1, output_filename='x'": "--output-filename keeps what each rank writes",
+        "min_np=1, output_filename='x'": "--output-filename is not for elastic jobs.",
     }
     program = f"""
         def work(): open("started", "w").close()

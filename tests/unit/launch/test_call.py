@@ -13,6 +13,9 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, LaunchError, PeerLostError, RunError
 from kvstore_hvd.launch import call
+from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
+
+pytestmark = pytest.mark.alike
 
 
 class Launcher:
@@ -25,19 +28,24 @@ class Launcher:
         assert self.ends, "a process is started"
         self.command = command
         for report in self.told:
-            report(int(command[6]))
-        for data in self.output:
-            os.write(options["stdout"], data)
+            report(command[5])
+        self.stdout = self.stderr = None
+        if options["stdout"] == subprocess.PIPE:
+            reader, writer = os.pipe()
+            self.stdout = os.fdopen(reader, "rb")
+            for data in self.output:
+                os.write(writer, data)
+            os.close(writer)
         return self
 
-    def tell(self, kind, value, *sender):
-        self.told.append(lambda fd: call._report(fd, kind, value, call._Sender(*sender)))
+    def tell(self, kind, value, *place):
+        self.told.append(lambda folder: call._report(folder, kind, value, *place))
 
-    def fail(self, error, *sender):
-        def report(fd):
+    def fail(self, error, place=(-1, 0, 1)):
+        def report(folder):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(call, "_sender", lambda: call._Sender(*sender))
-                call._fail(fd, "the function raised", "correct it.", error, None)
+                patch.setattr(call, "_place", lambda: place)
+                call._fail(folder, f"the function raised {in_one_line(error)}", "correct it.", error, of_function=True)
 
         self.told.append(report)
 
@@ -68,10 +76,9 @@ def test_the_signature_is_horovods():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"func": 3}, "func is 3, which cannot be called"),
-        ({"args": "ab"}, "args is a str, expected a tuple"),
+        ({"func": 3}, "func is 3, args a tuple, kwargs a NoneType"),
+        ({"args": "ab"}, "args a str, kwargs a NoneType"),
         ({"args": (threading.Lock(),)}, "the function or its arguments cannot be pickled: TypeError: cannot pickle"),
-        ({"hosts": "localhost:2", "hostfile": "hosts"}, "both hosts and hostfile name hosts"),
         ({"use_mpi": True}, "use_mpi and mpi_args cannot be honoured"),
         ({"num_proc": 2, "np": 3}, "num_proc is 2 and np is 3, which are the same option"),
         ({"min_np": 1, "cooldown_range": (1, 2, 3)}, "expected two numbers of seconds"),
@@ -89,7 +96,7 @@ def test_options_become_those_of_kvhvdrun(launcher):
     def options(**given):
         launcher.tell("result", 1)
         assert run(**given) == [1]
-        return launcher.command[7 : launcher.command.index("--")]
+        return launcher.command[6 : launcher.command.index("--")]
 
     assert options() == ["--num-proc=1"]
     fixed = options(num_proc=3, hosts="localhost:3", start_timeout=2.5, output_filename="a b", verbose=2)
@@ -115,20 +122,20 @@ def test_a_launcher_that_cannot_be_started(monkeypatch):
 
 
 def test_results_are_those_of_the_last_world(launcher):
-    launcher.tell("result", "old", 1, 0, 3, True)
-    launcher.tell("result", "left", 1, 2, 3, True)
-    launcher.tell("result", "b" * 1_000_000, 2, 1, 2, True)
-    launcher.tell("result", "a", 2, 0, 2, True)
+    launcher.tell("result", "old", (1, 0, 3))
+    launcher.tell("result", "left", (1, 2, 3))
+    launcher.tell("result", "b" * 1_000_000, (2, 1, 2))
+    launcher.tell("result", "a", (2, 0, 2))
     assert run() == ["a", "b" * 1_000_000]
     launcher.told = []
-    launcher.tell("result", "a", 2, 0, 3, True)
+    launcher.tell("result", "a", (2, 0, 3))
     with pytest.raises(RunError, match="ranks 1-2 ended without a result"):
         run()
 
 
 def test_workers_without_a_world_are_in_the_order_of_their_numbers(launcher):
     for number in (3, 1):
-        launcher.tell("result", number, -1, number, 0, True)
+        launcher.tell("result", number, (-1, number, 0))
     assert run() == [1, 3]
 
 
@@ -137,18 +144,18 @@ def test_consequences_are_not_taken_for_the_cause(launcher):
     launcher.code = 1
     lost, bad = PeerLostError("rank 1 died"), ValueError("the cause")
     for rank, error in ((0, lost), (1, bad), (2, KeyError("later"))):
-        launcher.fail(error, -1, rank, 3)
+        launcher.fail(error, (-1, rank, 3))
     with pytest.raises(RunError, match=r"^\[rank 1/3\] run: the function raised ValueError: the cause\.") as caught:
         run()
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_failures_of_earlier_worlds_do_not_count(launcher):
-    launcher.fail(ValueError("early"), 0, 1, 2, True)
-    launcher.tell("result", "a", 1, 0, 1, True)
+    launcher.fail(ValueError("early"), (0, 1, 2))
+    launcher.tell("result", "a", (1, 0, 1))
     assert run() == ["a"]
     launcher.code = 1
-    launcher.fail(ValueError("late"), 1, 0, 1, True)
+    launcher.fail(ValueError("late"), (1, 0, 1))
     with pytest.raises(RunError, match="ValueError: late"):
         run()
 

@@ -6,6 +6,8 @@ import pytest
 
 from support.elastic_jobs import Play
 
+pytestmark = pytest.mark.alike
+
 KILLED = [(signal.SIGKILL, False)]
 
 

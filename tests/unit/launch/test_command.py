@@ -1,18 +1,16 @@
 """kvhvdrun without its processes: options, shares of cores, and how output is cut into lines."""
 
 import os
-import platform
 import random
 import re
 import resource
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import kvstore_hvd
-from kvstore_hvd import native
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.horovod.variables import Seat
 from kvstore_hvd.launch import capacity, command
@@ -21,6 +19,9 @@ from kvstore_hvd.launch.hosts import shell_command, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
 from kvstore_hvd.launch.state import Slot
+from support.patience import patient
+
+pytestmark = pytest.mark.alike
 
 
 def sink_of():
@@ -48,6 +49,15 @@ def test_lines_of_workers_do_not_tear(fed, written):
     for rank, data in fed:
         both[rank].feed(data) if data else both[rank].flush()
     assert bytes(sink.pending) == written
+
+
+def test_times_stand_before_lines():
+    sink = sink_of()
+    stream = LineStream(sink, b"[0] ", timestamps=True)
+    stream.feed(b"one\ntwo\nth")
+    stream.feed(b"ree\n")
+    time = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
+    assert re.fullmatch(time + rb"\[0\] one\n" + time + rb"\[0\] two\n" + time + rb"\[0\] three\n", sink.pending)
 
 
 def test_binary_junk_passes_whatever_the_cuts():
@@ -103,14 +113,16 @@ def test_the_tail_leaves_out_what_python_ignores():
     ("arguments", "code", "text"),
     [
         (["true"], 2, "the number of workers is missing"),
-        (["-np", "0", "true"], 2, "-np 0: expected a whole number of at least 1"),
+        (["-np", "0", "true"], 2, "argument -np/--num-proc/-n: '0' is not a whole number of at least 1."),
         (["--ouput-filename", "x", "-np", "2", "true"], 2, "--ouput-filename does not exist; did you mean --output-"),
         (["--np", "2", "true"], 2, "--np does not exist; did you mean -np?\n  Fix: "),
         (["-np", "2", "/"], 126, "'/' is a directory"),
-        (["-np", "3", "-H", "localhost:2", "true"], 2, "-np 3, but the hosts have 2 slots"),
+        (["-np", "3", "-H", "localhost:2", "true"], 2, "3 workers are needed, but the hosts have 2 slots"),
         (["-H", "localhost:0", "true"], 2, "'localhost:0': a host takes at least 1 worker"),
         (["-H", "localhost:2,LOCALHOST:1", "true"], 2, "the host 'localhost' is named twice"),
-        (["-H", "localhost:2", "--hostfile", "x", "true"], 2, "both -H and --hostfile name hosts"),
+        (["-H", "localhost:2", "--hostfile", "x", "true"], 2, "both --hosts and --hostfile name hosts"),
+        (["-np", "2", "--ranks", "0,2", "true"], 2, "--ranks: there is no rank 2.\n  Fix: the ranks are 0 to 1."),
+        (["-np", "2", "--ranks", "0-1", "true"], 2, "argument --ranks: '0-1' is not a whole number of at least 0"),
         (["-np", "2", "--output-filename", "/dev/null", "true"], 2, "'/dev/null/rank.0' cannot be made"),
     ],
 )
@@ -165,6 +177,22 @@ def plan(*arguments):
 def test_options_of_the_program_are_its_own():
     command = plan("-np", "2", "-v", "true", "-np", "7", "--no-prefix", "--", "-v").command
     assert command[1:] == ["-np", "7", "--no-prefix", "--", "-v"]
+
+
+def test_a_module(monkeypatch):
+    """Run by the Python of the launcher, with arguments of its own."""
+    assert plan("-np", "2", "-m", "train", "-m", "x").command == [sys.executable, "-m", "train", "-m", "x"]
+    assert plan("-np", "1", "-m", "--as-horovod", "train").command[1:] == ["-m", "kvstore_hvd", "-m", "train"]
+
+
+def test_a_shell_completes_options():
+    """The launcher loads the library for it only when a shell asks."""
+    pytest.importorskip("argcomplete")
+    program = "from kvstore_hvd.launch import command; command.main()"
+    told = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "COMP_LINE": "kvhvdrun --hostf", "COMP_POINT": "16"}
+    command = ["bash", "-c", '"$@" 8>&1 9>&2', "bash", sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=patient(60))
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "--hostfile", "")
 
 
 def test_hosts_that_are_this_one(tmp_path):
@@ -241,33 +269,6 @@ def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
     assert plan("-np", "1", "true").environment["HOROVOD_TIMELINE"] == "other.json"
     made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
     assert made.environment["HOROVOD_TIMELINE"] == "DYNAMIC"
-
-
-def test_check_build(capfd, monkeypatch):
-    import mxnet
-
-    def rows():
-        assert command.main(["--check-build"]) == 0
-        out, _ = capfd.readouterr()
-        assert out.startswith(f"kvstore_hvd {kvstore_hvd.__version__}, Python {platform.python_version()}")
-        return dict(re.findall(r"^  (.*?): +(.*)$", out, re.MULTILINE))
-
-    found = rows()
-    assert found["MXNet"] == f"yes: {mxnet.__version__}"
-    assert re.fullmatch("yes: sums with (scalar|avx2|avx512)", found["native engine"])
-    assert all(found[name].startswith(("yes: ", "no: ")) for name in ("MPI", "GPUs", "NCCL"))
-    assert found["several hosts"][:4] == found["MPI"][:4]
-    assert found["horovod"].startswith("not installed")
-    assert found["--config-file"].startswith("yes: PyYAML ")
-    for name in ("mxnet", "mpi4py", "kvstore_hvd._native", "yaml"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(vars(native), "simd_target", raising=False)  # kept since the first use
-    missing = rows()
-    assert missing["MXNet"].startswith("no: ")
-    assert missing["native engine"].startswith("no: ")
-    assert missing["MPI"].startswith("no: mpi4py is not installed")
-    assert missing["several hosts"].startswith("no: needs mpirun")
-    assert missing["--config-file"] == "no: PyYAML is not installed"
 
 
 def test_variables_of_the_workers(monkeypatch):

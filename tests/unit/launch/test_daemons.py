@@ -10,6 +10,8 @@ from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import _Daemon, _fate
 from kvstore_hvd.launch.state import Cooldown, Slot, Slots
 
+pytestmark = pytest.mark.alike
+
 
 @pytest.mark.parametrize(
     ("state", "within_s", "fate"),
@@ -23,7 +25,8 @@ from kvstore_hvd.launch.state import Cooldown, Slot, Slots
     ],
 )
 def test_how_long_a_daemon_may_be_silent(state, within_s, fate):
-    daemon = _Daemon("host", 7, 8, Mock(), 100.0, lease_s=4.0, start_s=60.0, **state)
+    daemon = _Daemon("host", 7, Mock(), 100.0, lease_s=4.0, start_s=60.0)
+    vars(daemon).update(state, pid=8)
     assert within_s < 0.1 or _fate(daemon, 100.0 + within_s - 0.01) == ""
     assert _fate(daemon, 100.0 + within_s) == fate
 

@@ -7,9 +7,10 @@ import subprocess
 import pytest
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch import discovery
 from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript, hosts_of_script
 from support.patience import patient
+
+pytestmark = pytest.mark.alike
 
 LIMIT_S = patient(30)
 
@@ -33,7 +34,7 @@ class Poller:
 
     def __init__(self, command):
         self.script = HostDiscoveryScript(command, 1)
-        self.script.start, self.script.kill = self._start, lambda task: os.killpg(self.process.pid, 9)
+        self.script.start, self.script.kill = self._start, lambda task: self._kill()
         self.process = None
         self.now = 0.0
 
@@ -43,22 +44,25 @@ class Poller:
             self.script.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
 
-    def next(self):
-        """What the next run says."""
+    def next(self, after=0.0):
+        """What the next run says, which is looked at again after so many seconds."""
         self.now += 1.0
         assert self.script.poll(self.now) is None
+        self.now += after
         assert self.script.poll(self.now) is None  # it runs, or is killed now
-        for fd, data in enumerate(self.process.communicate(timeout=LIMIT_S), 1):
+        for fd, stream in enumerate((self.process.stdout, self.process.stderr), 1):
             self.script.heard({"t": "out", "worker": self.task - 1, "fd": fd, "raw": b"of another run"})
-            for begin in range(0, len(data), 1 << 16):
-                self.script.heard({"t": "out", "worker": self.task, "fd": fd, "raw": data[begin : begin + (1 << 16)]})
-        self.script.heard({"t": "exited", "worker": self.task, "code": self.process.returncode})
+            while data := stream.read1(1 << 16):
+                self.script.heard({"t": "out", "worker": self.task, "fd": fd, "raw": data})
+        self.script.heard({"t": "exited", "worker": self.task, "code": self.process.wait(LIMIT_S)})
         return self.script.poll(self.now)
 
-    def close(self):
+    def _kill(self):
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, 9)
+
+    close = _kill
 
 
 @pytest.fixture
@@ -80,32 +84,38 @@ def test_a_script_is_run_again_and_again(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "fact"),
+    ("command", "fact", "code"),
     [
-        ("echo one; echo two >&2; echo three >&2; exit 1", "exited with code 1; it says: two / three$"),
-        ("echo a b", "printed are no hosts: 'a b' is not HOST:N"),
-        ("yes | head -c 100000", "printed more than 65536 bytes$"),
+        ("echo one; echo two >&2; echo three >&2; exit 3", r"' exited with code 3; it says: two / three\.", 1),
+        ("echo a b", "printed are no hosts: 'a b' is not HOST:N", 1),
+        (r"printf 'a\n\377b:2\nc\n'", r"printed are no hosts: line 2 is not UTF-8: b'\\xffb:2'\.", 1),
+        ("yes no | head -c 100000", r"printed more than 65536 bytes and was killed; it says: no / no / no\.", 1),
+        ("./there-is-none", r"'./there-is-none' exited with code 127; it says: .*\n  Fix: check the path", 127),
+        ("/etc/passwd", r"exited with code 126; it says: .*\n  Fix: chmod", 126),
     ],
 )
-def test_a_script_that_fails(script, command, fact):
-    with pytest.raises(DiscoveryError, match=fact):
+def test_a_script_that_fails(script, command, fact, code):
+    with pytest.raises(DiscoveryError, match=fact) as caught:
         script(command).next()
+    assert (caught.value.code, "\n  Fix: " in str(caught.value)) == (code, True)
 
 
-def test_a_script_that_hangs_is_killed(script, monkeypatch, tmp_path):
+def test_a_script_that_hangs_is_named_and_killed(script, tmp_path):
     path = tmp_path / "hosts"
-    poller = script(f"echo localhost; test -e {path} || sleep 1000")
-    with monkeypatch.context() as patched:
-        patched.setattr(discovery, "_LIMIT_S", 0.0)
-        with pytest.raises(DiscoveryError, match="took more than 0 s and was killed"):
-            poller.next()
+    poller = script(f"echo localhost; test -e {path} || exec sleep 1000")
+    with pytest.raises(DiscoveryError, match="sleep 1000' took more than 10 s and was killed") as caught:
+        poller.next(after=10.0)
+    assert poller.script.fault(poller.now) == str(caught.value)
     path.touch()
     assert poller.next() == {"localhost": 1}  # the next run has its own time
+    assert poller.script.fault(poller.now) == ""
+    poller.script.poll(poller.now + 1.0)
+    assert "' is still running after 7 s.\n  Fix: " in poller.script.fault(poller.now + 8.0)
 
 
 def test_a_script_whose_daemon_is_lost():
     script = HostDiscoveryScript("true", 1)
     script.start = lambda task: script.lost("was lost: its daemon was killed")
     assert script.poll(1.0) is None
-    with pytest.raises(DiscoveryError, match=r"the host discovery script was lost: its daemon was killed$"):
+    with pytest.raises(DiscoveryError, match="the host discovery script 'true' was lost: its daemon was killed"):
         script.poll(1.0)

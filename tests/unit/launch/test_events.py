@@ -11,6 +11,8 @@ from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.output import Output, Tail
 
+pytestmark = pytest.mark.alike
+
 LIMIT_S = 60
 
 
@@ -106,6 +108,17 @@ def test_a_full_disk_is_told_once(output_to):
     text = "the event log cannot be written: No space left on device. What follows is lost there."
     assert output.take_lost() == [(False, text)]
     assert output.take_lost() == []
+
+
+def test_ranks_that_are_not_shown_are_kept_all_the_same(capfd, tmp_path, output_to):
+    output, tail = output_to(str(tmp_path), 2, shown=[1]), Tail()
+    for rank in range(2):
+        output.add(rank, b"", tail)
+        output.feed(rank, 2, b"of %d\n" % rank)
+    written(output)
+    assert capfd.readouterr().err == "of 1\n"
+    assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\n", "of 1\n"]
+    assert tail.lines() == ["of 0", "of 1"]
 
 
 def test_files_of_ranks(tmp_path, output_to):

@@ -7,6 +7,8 @@ import pytest
 from kvstore_hvd.launch.state import Cooldown
 from support.elastic_jobs import Play
 
+pytestmark = pytest.mark.alike
+
 
 def test_the_first_generation_begins_when_all_are_ready():
     play = Play({"a": 2}, min_np=2, first_np=3)

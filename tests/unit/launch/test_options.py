@@ -4,14 +4,13 @@ import pytest
 
 from kvstore_hvd.launch import command
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscoveryScript
-from kvstore_hvd.launch.options import elastic_plan, is_elastic
 from kvstore_hvd.launch.state import Cooldown
+
+pytestmark = pytest.mark.alike
 
 
 def plan(*arguments):
-    options = command._options(arguments)
-    assert is_elastic(options)
-    return elastic_plan(options, *command._program(options))
+    return command._plan(command._options(arguments))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +31,7 @@ def test_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     made = plan(*arguments, "true")
+    assert not made.settings.is_static
     assert (made.settings.min_np, made.settings.first_np, made.settings.max_np) == numbers
     assert isinstance(made.discovery, FixedHosts)
     assert made.discovery.poll(0.0) == slots
@@ -63,8 +63,8 @@ def test_a_file_of_options(tmp_path, capfd):
     assert (settings.min_np, settings.max_np, settings.reset_limit) == (1, 3, 9)
     assert settings.cooldown == Cooldown(5.0, 50.0)
     for line, text in (
-        ("blacklist-cooldown-range: 5", "range 5: expected two numbers"),
-        ("min-num-proc: 2", "min-np and min-num-proc are the same option."),
+        ("blacklist-cooldown-range: 5", "argument --blacklist-cooldown-range: expected 2 arguments."),
+        ("min-num-proc: 2", "yaml:2: 'min-num-proc' is given twice."),
     ):
         path.write_text(f"min-np: 1\n{line}\n")
         assert command.main(["--config-file", str(path), "true"]) == 2
@@ -74,17 +74,18 @@ def test_a_file_of_options(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--min-np", "0"], "--min-np 0: expected a whole number of at least 1."),
+        (["--min-np", "0"], "argument --min-np/--min-num-proc: '0' is not a whole number of at least 1."),
         (["--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2."),
         (["--min-np", "3", "-np", "2"], "--min-np 3 is more than -np 2."),
         (["--max-np", "257"], "a job has at most 256 workers"),
-        (["--min-np", "1", "--elastic-timeout", "soon"], "--elastic-timeout soon: expected a number of seconds"),
+        (["--min-np", "1", "--elastic-timeout", "soon"], "--elastic-timeout: 'soon' is not a number of seconds"),
         (["--min-np", "1", "--blacklist-cooldown-range", "9", "8"], "the lower one first"),
-        (["--host-discovery-script", "x", "-H", "localhost"], "both --host-discovery-script and -H name hosts."),
+        (["--host-discovery-script", "x", "-H", "localhost"], "both --hosts and --host-discovery-script name hosts."),
         (["--min-np", "3", "-H", "localhost:2,elsewhere:1"], "'elsewhere' is another host"),
         (["--min-np", "3", "-H", "localhost:2"], "3 workers are needed, but the hosts have 2 slots."),
-        (["--min-np", "1", "--output-filename", "out"], "--output-filename keeps what each rank writes"),
-        (["--reset-limit", "1", "-np", "2"], "--reset-limit is for elastic jobs."),
+        (["--min-np", "1", "--output-filename", "out"], "--output-filename is not for elastic jobs.\n  Fix: omit it: "),
+        (["--min-np", "1", "--ranks", "0"], "--ranks is not for elastic jobs."),
+        (["--reset-limit", "1", "-np", "2"], "--reset-limit is for elastic jobs.\n  Fix: "),
     ],
 )
 def test_what_cannot_be_is_said(capfd, arguments, text):

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.alike
+
 # For a process of its own: a reaper collects every child of its process.
 REAPER = """
 import os, select, signal, subprocess, sys, time

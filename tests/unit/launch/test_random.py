@@ -13,6 +13,8 @@ import pytest
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.state import Cooldown, End, Kill, Note, Settings, Start, Tell
 
+pytestmark = pytest.mark.alike
+
 HOSTS = ("a", "b", "c")
 HISTORIES = 1500
 

@@ -21,7 +21,7 @@ PROTOCOLS = {
 INTERNAL = {
     "config.py": "what a parser of a setting refuses; Config.from_environ makes a ConfigError of all of them",
     "launch/jobs.py": "what a worker says and makes no sense is ignored",
-    "launch/options.py": "caught by its caller, which names the option",
+    "launch/command.py": "argparse makes a text of it",
     "gpu/kernels.py": "arguments of our own code",
     "gpu/launcher.py": "arguments of our own code",
     "gpu/tables.py": "arguments of our own code",
@@ -34,7 +34,6 @@ INTERNAL = {
 # Lines for the developer, or facts that become part of a text that has a fix.
 WITHOUT_FIX = {
     "worlds/mpi/world.py": "a row of kvhvdrun --check-build",
-    "launch/discovery.py": "said once by the launcher, which tries again",
     "gpu/launcher.py": "a fact for native/request/messages.cpp, which adds the fix",
     "gpu/nccl.py": "as in launcher.py",
     "comm/device/ring.py": "a detail of the error of comm/device/executors.py",
