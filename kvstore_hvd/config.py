@@ -253,7 +253,7 @@ class Config:
         _text,
         "",
         "KVHVD_NETWORK_INTERFACES",
-        doc="kvhvdrun: interfaces over which hosts are connected: names and networks, eth0,10.0.0.0/8.",
+        doc="kvhvdrun: interfaces and networks between hosts, as --network-interfaces: eth0 or 10.0.0.0/8.",
     )
     link_compression: str = _knob(
         _choice("none", "fp16", "bf16"),
@@ -384,7 +384,7 @@ class Config:
         _lease,
         60.0,
         "KVHVD_LEASE",
-        doc="kvhvdrun: seconds for which launcher and daemons of an elastic job may hear nothing of each other.",
+        doc="kvhvdrun, elastic or over hosts: seconds for which launcher and daemons may hear nothing of each other.",
     )
     elastic_timeout_s: float = _knob(
         _seconds,

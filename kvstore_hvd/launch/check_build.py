@@ -24,7 +24,7 @@ def build_report() -> str:
         ("MXNet", _found(lambda: mxnet_compat.require_mxnet().__version__)),
         ("native engine", _found(lambda: f"sums with {native.simd_target()}")),
         ("one host", "yes: workers meet in shared memory; needs no MPI"),
-        ("several hosts", "yes: under mpirun" if mpi.startswith("yes") else "no: needs mpirun, and its MPI in mpi4py"),
+        ("several hosts", "yes: by ssh and TCP" + (", under mpirun by its MPI" if mpi.startswith("yes") else "")),
         ("MPI", mpi),
         ("GPUs", "no: there is no driver (libcuda.so.1)" if runtime.driver_version() is None else _found(_gpus)),
         ("NCCL", _found(_nccl, " (for workers that each have a GPU; others need none)")),

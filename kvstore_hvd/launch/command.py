@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="kvhvdrun",
         usage="kvhvdrun -np N [options] command [arguments]",
-        description="Start N workers on this host. Ends them all when one fails, and leaves no process behind.",
+        description="Start N workers, here or on several hosts. Ends all when one fails, and leaves no process behind.",
         epilog=f"Environment variables (docs/errors.md lists all):\n{Config.describe()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -139,9 +139,10 @@ def _parser() -> argparse.ArgumentParser:
     count = _whole(1)
     add("-h", "--help", action="help", help="show this text and exit")
     add("-np", "--num-proc", "-n", metavar="N", type=count, help="number of workers")
-    add("-H", "--hosts", metavar="HOST:N,...", help="where they run; only this host: localhost:N")
+    add("-H", "--hosts", metavar="HOST:N,...", help="where they run [localhost:N]")
     add("--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line")
-    add("--rsh-command", metavar="CMD", help=argparse.SUPPRESS)  # data does not cross hosts yet
+    add("--rsh-command", metavar="CMD", help="runs a command on another host: CMD HOST COMMAND [ssh]")
+    add("--network-interfaces", metavar="NAME,...", help="those between hosts: eth0 or 10.0.0.0/8")
     add("-m", "--module", action="store_true", help="the command is a module: as `python -m command`")
     add("--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd")
     add("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
@@ -217,6 +218,8 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         for name, value in environment().items()
         if not _MPI_RANK_VARIABLES.match(name) and not _is_of_outer_job(name)
     }
+    if options.network_interfaces is not None:
+        inherited["KVHVD_NETWORK_INTERFACES"] = options.network_interfaces
     if options.start_timeout is not None:
         inherited["KVHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
     if options.timeline_filename is not None:
@@ -242,10 +245,15 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
             raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
     least = options.min_np or first or 1
     _check_order(least, first, most)
-    needed, shell = max(least, first or 0), remote_shell(options.rsh_command)
+    needed = max(least, first or 0)
     hosts = hosts or {"localhost": most or needed}
-    if not shell:
+    if tell is not None:  # functions and results travel in a folder of this host
         refuse_others(hosts)
+    can_be_several = options.host_discovery_script is not None or not all(map(is_here, hosts))
+    shell = remote_shell(options.rsh_command) if can_be_several else []
+    if not (shell or all(map(is_here, hosts))):
+        fact = f"{', '.join(hosts)}: other hosts than this one, and there is no ssh that could start workers there."
+        raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
     discovery: HostDiscovery
     if options.host_discovery_script is not None:
         discovery = HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1)

@@ -265,7 +265,7 @@ class Driver:
         for host in hosts.keys() - self._strange_hosts:
             if not self._plan.shell and not is_here(host):
                 self._strange_hosts.add(host)
-                self._say(f"'{host}' is another host, and kvhvdrun uses this one only.")
+                self._say(f"'{host}' is another host, and there is no ssh that could start workers there.")
         self._job.hosts(
             {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_now
         )

@@ -76,13 +76,13 @@ def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
 
 
 def refuse_others(hosts: Iterable[str]) -> None:
-    """Refuse hosts that are not this one."""
+    """Refuse hosts that are not this one, for `run`."""
     for host in hosts:
         if not is_here(host):
             raise LaunchError(
                 message(
-                    f"'{host}' is another host; kvhvdrun starts workers on this one only.",
-                    fix=f"start on this host, '{socket.gethostname()}': -H localhost:N, or omit -H; several: mpirun.",
+                    f"'{host}' is another host; run() starts workers on this one, '{socket.gethostname()}', only.",
+                    fix=f"omit hosts; for several, put the function into a script: kvhvdrun -H {host}:2 python it.py",
                 )
             )
 
@@ -118,14 +118,14 @@ def most_together(hosts: Iterable[str]) -> int:
 
 
 def remote_shell(text: str | None) -> list[str]:
-    """The words of ``--rsh-command``; empty where it is not given. The options of ssh that a job needs are added."""
-    if text is None:
-        return []
+    """The words of ``--rsh-command``, by default ssh, with the options that a job needs; empty if there is no ssh."""
     import shlex  # the launcher of one host starts without both
     import shutil
 
+    if text is None and shutil.which("ssh") is None:
+        return []
     try:
-        words = shlex.split(text)
+        words = shlex.split("ssh" if text is None else text)
     except ValueError as error:
         words, why = [], f": {error}"
     else:

@@ -32,5 +32,5 @@ def test_check_build(capfd, monkeypatch):
     assert missing["MXNet"].startswith("no: ")
     assert missing["native engine"].startswith("no: ")
     assert missing["MPI"].startswith("no: mpi4py is not installed")
-    assert missing["several hosts"].startswith("no: needs mpirun")
+    assert missing["several hosts"] == "yes: by ssh and TCP"
     assert missing["--config-file"].startswith("no: ")

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -296,7 +297,7 @@ def test_variables_of_the_workers(monkeypatch):
     assert len({(environ["KVHVD_JOB"], environ["KVHVD_SECRET"]) for environ in environs}) == 1
 
 
-def test_the_way_to_other_hosts(capfd):
+def test_the_way_to_other_hosts(capfd, monkeypatch):
     where = ["true", "/path with space/x"]
     ssh = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
     assert shell_command(["env", *ssh], "node1", where) == ["env", *ssh, "node1", "true", "'/path with space/x'"]
@@ -308,6 +309,13 @@ def test_the_way_to_other_hosts(capfd):
         assert fault in capfd.readouterr().err
     made = plan("-np", "3", "-H", "node1:2,localhost:2", "--rsh-command", "env", "true")
     assert (made.shell, made.discovery.poll(0.0)) == (["env"], {"node1": 2, "localhost": 2})
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert plan("-H", "node1:2", "true").shell == ["ssh", *ssh]
+    assert plan("-H", "localhost:2", "true").shell == []
+    assert plan("-H", "node1:2", "--network-interfaces", "e0", "true").environment["KVHVD_NETWORK_INTERFACES"] == "e0"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert command.main(["-H", "node1:2", "true"]) == 2
+    assert "node1: other hosts than this one, and there is no ssh" in capfd.readouterr().err
 
 
 def test_shares_of_cores():
