@@ -425,8 +425,11 @@ class Job:
     def _is_over(self) -> bool:
         """End the job when nobody is left who could go on."""
         running, generation = self._roster.running, self._generation
-        culprit = self._roster.culprit(generation.members if generation.begun else self._last_of_slots())
+        among = generation.members if generation.begun else self._last_of_slots()
+        culprit = self._roster.culprit(among)
         if self._succeeded and not running:
+            # A host that was lost, or never there, before its workers had called init() takes nothing from the success.
+            culprit = self._roster.culprit(worker for worker in among if worker.place is not None or not worker.lost)
             self._end(because_of(culprit, self._settings) if culprit is not None else End(0))
         elif generation.begun and self._state_is_lost:
             if not self._succeeded:

@@ -1,6 +1,7 @@
 """The launcher of elastic jobs, with its daemons, real processes and real signals; the workers train nothing."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -198,11 +199,13 @@ def test_a_script_without_end_is_named(run):
     assert fix.strip().startswith("Fix: ")
 
 
-def test_another_host_is_not_used(run):
+def test_without_ssh_other_hosts_are_not_used(run, tmp_path):
     """And what a script leaves behind is not waited for."""
+    for name in ("sh", "setsid", "sleep", "true"):
+        (tmp_path / name).symlink_to(shutil.which(name))
     script = "setsid sleep 1000 & echo localhost; echo elsewhere:4"
-    err = run(f"--min-np 1 --host-discovery-script '{script}'", ["true"]).err
-    assert err == "kvhvdrun: 'elsewhere' is another host, and kvhvdrun uses this one only.\n"
+    err = run(f"--min-np 1 --host-discovery-script '{script}'", ["true"], PATH=str(tmp_path)).err
+    assert err == "kvhvdrun: 'elsewhere' is another host, and there is no ssh that could start workers there.\n"
 
 
 def test_a_script_that_hangs_does_not_hold_the_job_up(start, hosts, tmp_path):

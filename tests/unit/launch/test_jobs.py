@@ -338,6 +338,14 @@ def test_words_out_of_place_change_nothing():
     assert play.notes("worker_finished") == []
 
 
+def test_a_host_that_never_came_does_not_spoil_a_success():
+    play = Play({"a": 1, "b": 1}, min_np=1)
+    play.end(0)
+    play.job.host_lost("b", "it cannot be reached", play.now)
+    play._take()
+    assert play.outcome == (0, "")
+
+
 def test_a_job_that_is_done_does_not_wait_for_a_host_that_has_not_come():
     play = Play({"a": 1}, min_np=1)
     play.job.started(0, 100, play.now)
