@@ -20,7 +20,7 @@ Line = dict[str, Any]
 class ElasticJob(Job):
     """A training under ``kvhvdrun --min-np --max-np``; `slots` is what the discovery script says at first, if any.
 
-    `points` says what happens at which point to which worker: see elastic_trainee.py.
+    `beside` is what its command begins with. `points` says what happens at which point to which worker: see elastic_trainee.py.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class ElasticJob(Job):
         workers: int = 3,
         min_np: int = 1,
         slots: Optional[Sequence[tuple[str, int]]] = None,
+        beside: Sequence[str] = (),
         options: Sequence[str] = ("--blacklist-cooldown-range", "1", "2"),
         arguments: Sequence[str] = (),
         points: Sequence[Line] = (),
@@ -40,7 +41,7 @@ class ElasticJob(Job):
         self._write("points.json", json.dumps(list(points)))
         self._positions: dict[Path, int] = defaultdict(int)
         self._found: dict[int, list[Line]] = defaultdict(list)
-        command = [*kvhvdrun().prefix, "--min-np", str(min_np), "--max-np", str(workers), "--event-log", "{log}"]
+        command = [*beside, *kvhvdrun().prefix, "--min-np", str(min_np), "--max-np", str(workers), "--event-log", "{log}"]
         command += options
         if slots is not None:
             self.set_slots(slots)
