@@ -20,7 +20,8 @@ Line = dict[str, Any]
 class ElasticJob(Job):
     """A training under ``kvhvdrun --min-np --max-np``; `slots` is what the discovery script says at first, if any.
 
-    `beside` is what its command begins with. `points` says what happens at which point to which worker: see elastic_trainee.py.
+    `beside` is what its command begins with. `points` says what happens at which point to which worker: see
+    elastic_trainee.py.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class ElasticJob(Job):
         self._write("points.json", json.dumps(list(points)))
         self._positions: dict[Path, int] = defaultdict(int)
         self._found: dict[int, list[Line]] = defaultdict(list)
-        command = [*beside, *kvhvdrun().prefix, "--min-np", str(min_np), "--max-np", str(workers), "--event-log", "{log}"]
-        command += options
+        command = [*beside, *kvhvdrun().prefix, "--min-np", str(min_np), "--max-np", str(workers)]
+        command += ["--event-log", "{log}", *options]
         if slots is not None:
             self.set_slots(slots)
             command += ["--host-discovery-script", f"cat {folder}/hosts"]
