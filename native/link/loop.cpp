@@ -118,6 +118,7 @@ void LinkLoop::run() {
     for (const auto& link : links) {
       is_busy = is_busy || link->is_busy();
       has_chunks = has_chunks || link->has_chunks();
+      has_moved = link->transport()->has_received() || has_moved;
     }
     const auto is_closed = [](const auto& link) { return link->close(); };
     closing.erase(std::remove_if(closing.begin(), closing.end(), is_closed), closing.end());

@@ -191,6 +191,7 @@ void TcpTransport::read(int host) {
     if (found < 0 && errno == EINTR) continue;
     if (found < 0 && errno == EAGAIN) return;
     if (found <= 0) return end(peer, found == 0 ? "the other end has closed it" : text_of(errno));
+    has_received_ = true;
     const auto count = static_cast<std::size_t>(found);
     const std::size_t direct = std::min(count, rest);
     peer.at += direct;

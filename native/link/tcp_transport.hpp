@@ -8,6 +8,7 @@
 #include <array>
 #include <deque>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "link/transport.hpp"
@@ -28,6 +29,7 @@ class TcpTransport final : public Transport {
   // Also gives up what is being sent to that host: a link cancels when it is over.
   void cancel(const Transfer& transfer) override;
   void progress() override;
+  bool has_received() override { return std::exchange(has_received_, false); }
 
   // Closes the sockets of all transports of this process: in a forked child, whose parent alone uses them.
   static void close_all();
@@ -77,6 +79,7 @@ class TcpTransport final : public Transport {
   static void end(Peer& peer, const std::string& fault);
 
   std::vector<Peer> peers_;
+  bool has_received_ = false;
 };
 
 }  // namespace kvstore_hvd
