@@ -5,7 +5,7 @@
 Horovod (for MXNet, with MPI) has an environment of its own; mpirun is that of its MPI, Open MPI. A size is in bytes;
 `resnet` is the gradients of ResNet-50, all submitted in priority; `trainer` the same by a DistributedTrainer. A
 repetition counts as its slowest rank. 'yield': Horovod's ranks give up their cores while they wait for MPI
-(`mpi_yield_when_idle`). 'best' is the least of Horovod's medians, or minima.
+(`mpi_yield_when_idle`). 'TCP': under kvhvdrun, in place of MPI. 'best' is the least of Horovod's medians, or minima.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRADIENTS = ("resnet", "trainer")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MXNET_CPU_WORKER_NTHREADS": "1"}
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 OFTEN = {**YIELD, "HOROVOD_CYCLE_TIME": "0.1"}
-COLUMNS = {"ours": {}, "Horovod, yield": YIELD, "yield, cycle 0.1 ms": OFTEN, "as installed": {}}
+COLUMNS = {"ours": {}, "ours, TCP": {}, "Horovod, yield": YIELD, "yield, cycle 0.1 ms": OFTEN, "as installed": {}}
 EXECUTE = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"  # another interpreter than the network's
 
 
@@ -86,9 +86,9 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     from hosts.network import Network
 
-    from support.launchers import Launcher, mpirun
+    from support.launchers import Launcher, environment, mpirun, with_tests
 
-    own, rows = mpirun(), []
+    own, rows, shell = mpirun(), [], [ROOT / "tests/support/remote_shell.py", 2222]
     answer = subprocess.run([options.mpirun, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.sub("mpirun |[()]", "", answer.splitlines()[0])
     theirs = Launcher("mpirun", (str(options.mpirun),), version, own.environment)
@@ -98,20 +98,30 @@ def main() -> None:
         job = network.mpirun(mpi, [2, 2], *program, **ONE_THREAD, **COLUMNS[column])
         assert job.wait(TIMEOUT_S) == 0, (network.folder / "err").read_text()
 
+    def start_by_tcp(*program: object) -> None:
+        words = [*network.beside, sys.executable, "-m", "kvstore_hvd.launch", "--rsh-command", shell[0]]
+        words += ["-H", "node0:2,node1:2", sys.executable, *program]
+        variables = {**with_tests(environment()), **ONE_THREAD, "KVHVD_TEST_SHELL_PORT": str(shell[1])}
+        subprocess.run(list(map(str, words)), env=variables, check=True, timeout=TIMEOUT_S)
+
     with tempfile.TemporaryDirectory() as folder, Network(Path(folder), 2) as network:
+        network.serve(shell[1])
         program = [Path(__file__).resolve(), "--repetitions", options.repetitions, *options.sizes, "--rank"]
         for column in (column for n in range(options.launches) for column in list(COLUMNS)[:: -1 if n % 2 else 1]):
             if column == "ours":
                 start(own, *program, "kvstore_hvd.mxnet", folder)
+            elif column == "ours, TCP":
+                start_by_tcp(*program, "kvstore_hvd.mxnet", folder)
             else:
                 start(theirs, "-c", EXECUTE, options.python.absolute(), *program, "horovod.mxnet", folder)
             launches[column].append(slowest([load_samples(Path(folder), rank) for rank in range(4)]))
     for size in options.sizes:
         values = [joined(of)[size] for of in launches.values()]
-        ratios = [each(values[0]) / min(map(each, values[1:])) for each in (median, min)]
+        best = [min(map(each, values[2:])) for each in (median, min)]
+        ratios = [each(ours) / least for ours in values[:2] for each, least in zip((median, min), best)]
         times = [f"{time_text(median(of))} ({time_text(min(of))})" for of in values]
         rows.append([size if size in GRADIENTS else size_text(int(size)), *times, *map(ratio_text, ratios)])
-    head = ["us: median (min)", *COLUMNS, "ours/best", "of minima"]
+    head = ["us: median (min)", *COLUMNS, "ours/best", "of minima", "TCP/best", "of minima"]
     about = f"2 hosts of 2 ranks, {options.launches} launches; ours: {own.version}; Horovod: {version}"
     return write(options.json, run, launches, f"{about}\n\n{table(head, rows)}")
 
