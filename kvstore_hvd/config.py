@@ -25,7 +25,6 @@ __all__ = [
     "config",
     "environment",
     "known_variables",
-    "option_value",
     "pass_alias_on",
     "prepare_mxnet",
     "reload",
@@ -477,15 +476,6 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def option_value(option: str, text: str, knob: str) -> Any:
-    """The value of an option of a command line that stands for the knob with this name."""
-    parse = KNOBS[knob].parse
-    try:
-        return parse(text)
-    except ValueError:
-        raise ConfigError(message(f"{option} {text}: expected {parse.expected}.", fix="see kvhvdrun --help.")) from None
 
 
 def known_variables() -> tuple[str, ...]:
