@@ -36,7 +36,6 @@ from kvstore_hvd.errors import (
 
 __all__ = ["call_function", "run", "run_job"]
 
-_EXIT_FAILED = 1
 _PR_SET_PDEATHSIG = 1
 # The end of the launcher shows itself by the end of its output; unless somebody else holds a pipe open.
 _LOOK_MS = 500
@@ -364,7 +363,7 @@ def run_job() -> int:
             _report(folder, kind, text)
 
     try:
-        return command.main(sys.argv[3:], tell) if os.getppid() == parent else _EXIT_FAILED
+        return command.main(sys.argv[3:], tell) if os.getppid() == parent else 1
     finally:
         if os.getppid() != parent:
             shutil.rmtree(folder, ignore_errors=True)
@@ -390,7 +389,7 @@ def call_function() -> int:
         fact = f"the function called sys.exit({'' if error.code is None else repr(error.code)}), and has no result."
         _fail(folder, fact, "return from the function instead.", error)
         if config().worker is None and error.code in (None, 0):
-            return _EXIT_FAILED  # the others need not go on; but one of an elastic job may have been told to leave
+            return 1  # the others need not go on; but one of an elastic job may have been told to leave
         raise
     except BaseException as error:
         fix = "correct what the traceback shows."
@@ -399,13 +398,13 @@ def call_function() -> int:
     try:
         _report(folder, "result", result, _place())
     except FileNotFoundError:
-        return _EXIT_FAILED  # the program has gone: nobody waits for it
+        return 1  # the program has gone: nobody waits for it
     except Exception as error:  # noqa: BLE001 - pickling may raise anything; the program has to be told
         verb = "written" if isinstance(error, OSError) else "pickled"
         name = f"{type(result).__module__}.{type(result).__qualname__}"
         fix = "return what can be pickled, such as numbers, arrays and dictionaries of them."
         _fail(folder, f"the result, a {name}, cannot be {verb}: {in_one_line(error)}", fix, error)
-        return _EXIT_FAILED
+        return 1
     return 0
 
 
