@@ -529,6 +529,8 @@ def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     if event == "generation_ready" and fields["generation"] > 0:
         members = fields["workers"]
         return f"generation {fields['generation']}: {len(members)} workers ({', '.join(map(str, members))})."
+    if event == "generation_void" and fields["cause"] == "meeting":
+        return f"generation {fields['generation']} has not met: {fields['text']}"
     if event == "waiting":
         late = [job.workers.get(number) for number in fields["workers"]]
         names = ", ".join(f"{each.id} ({each.slot})" for each in late if each is not None)

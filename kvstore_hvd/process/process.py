@@ -262,7 +262,7 @@ class Process:
                 break
             except LaunchError as error:
                 log.logger.info("the rendezvous failed: %s", error)
-                world = line.next_world("meeting", str(error).partition("\n")[0])
+                world = line.next_world("meeting", " ".join(map(str.strip, str(error).splitlines())))
         line.joined(world)
         why = world.lost()  # before there was anything that `_on_void` could have failed
         if why:

@@ -2,15 +2,14 @@
 
 Every worker listens on a port of its own, and the launcher tells all workers the addresses of all. Of two hosts the
 later one calls. Both ends prove by HMAC-SHA256 over fresh nonces of both that they know the job's secret; the proof
-names the world and both hosts, so that an attempt of one world never meets that of another. Whoever proves nothing is
-given a few seconds in a thread of its own, and holds up nobody.
+names the world and both hosts, so that an attempt of one world never meets that of another. A stranger, who proves
+nothing, gets a thread of its own and a few seconds; past a number of them the oldest is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hmac
 import ipaddress
 import itertools
@@ -35,17 +34,21 @@ __all__ = ["connect_hosts", "own_addresses"]
 _SIOCGIFADDR = 0x8915
 _HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s{MAC_BYTES}s")  # magic, calling and called host, nonce, world
 _MAGIC = b"KVHVDtcp"
-_ONE_S, _LOOK_S, _PAUSE_S = 5.0, 0.02, 0.05  # for one connection; between looks; before the next call
+_ONE_S, _LOOK_S, _PAUSE_S = 5.0, 0.02, 0.05  # for one handshake; between looks; before the next call
 _MOST_STRANGERS = 64
 
 
-@functools.lru_cache(maxsize=1)
-def _listener(owner: int) -> socket.socket:
-    """The listening socket of this process, which a forked child closes."""
-    listener = socket.create_server(("", 0), backlog=128)
-    listener.setblocking(False)
-    os.register_at_fork(after_in_child=listener.close)
-    return listener
+_listeners: dict[int, socket.socket] = {}  # by process: a forked child closes that of its parent, and has none
+
+
+def _listener(address: str = "") -> socket.socket:
+    """The listening socket of this process; made at the first call, at this address or at all."""
+    owner = os.getpid()
+    if owner not in _listeners:
+        _listeners[owner] = listener = socket.create_server((address, 0), backlog=128)
+        listener.setblocking(False)
+        os.register_at_fork(after_in_child=listener.close)
+    return _listeners[owner]
 
 
 def own_addresses(listener: socket.socket | None = None) -> list[str]:
@@ -65,9 +68,11 @@ def own_addresses(listener: socket.socket | None = None) -> list[str]:
         usable = outside or [address for _, address in every]
     if not usable:
         has = ", ".join(f"{name} {address}" for name, address in every) or "none with an IPv4 address"
-        fact = f"this host has no network interface that the job may use ({has}; wanted: {' '.join(chosen) or 'any'})."
-        raise LaunchError(message(fact, fix="KVHVD_NETWORK_INTERFACES takes names and networks: eth0,10.0.0.0/8"))
-    port = (listener or _listener(os.getpid())).getsockname()[1]
+        fact = f"{socket.gethostname()} has none of the network interfaces that the job may use: {', '.join(chosen)}."
+        fix = "--network-interfaces takes names and networks of all hosts: eth0,10.0.0.0/8; or omit it."
+        raise LaunchError(message(fact, details=[f"it has: {has}"], fix=fix))
+    # One address: nothing listens at others.
+    port = (listener or _listener(usable[0] if len(usable) == 1 else "")).getsockname()[1]
     return [f"{address}:{port}" for address in usable]
 
 
@@ -80,7 +85,7 @@ def _is_meant(wanted: str, name: str, address: str) -> bool:
 
 def connect_hosts(world: World, listener: socket.socket | None = None) -> list[int]:
     """Sockets to the leaders of all other hosts, by host, -1 for this one. Collective over the leaders of hosts."""
-    return _Meeting(world, listener or _listener(os.getpid())).run()
+    return _Meeting(world, listener or _listener()).run()
 
 
 class _Meeting:
@@ -92,11 +97,12 @@ class _Meeting:
         self._name = mac(world.secret, b"world", f"{world.job}/{world.meeting}/{world.index}".encode())
         self._lock = threading.Lock()  # of what follows
         self._found: dict[int, socket.socket] = {}
+        self._strangers: list[socket.socket] = []  # who has called and has proved nothing yet, oldest first
         self._faults: dict[int, str] = {}  # of the last call of each host
         self._is_over = False
 
     def run(self) -> list[int]:
-        deadline, answering = Deadline(config().start_timeout_s), list[threading.Thread]()
+        deadline = Deadline(config().start_timeout_s)
         for host in range(self._own):
             threading.Thread(target=self._call, args=(host,), daemon=True).start()
         try:
@@ -105,12 +111,9 @@ class _Meeting:
                 if deadline.left() <= 0:
                     raise self._missing()
                 select.select([self._listener], [], [], deadline.wait_s(_LOOK_S))
-                answering = [thread for thread in answering if thread.is_alive()]
                 with contextlib.suppress(OSError):  # nobody calls, or nobody any more
-                    if len(answering) < _MOST_STRANGERS:
-                        thread = threading.Thread(target=self._answer, args=(self._listener.accept()[0],), daemon=True)
-                        thread.start()
-                        answering.append(thread)
+                    while True:
+                        self._take(self._listener.accept()[0])
         except BaseException:
             with self._lock:
                 for connection in self._found.values():
@@ -121,6 +124,14 @@ class _Meeting:
             with self._lock:
                 self._is_over = True
         return [self._found[host].detach() if host in self._found else -1 for host in range(len(self._hosts))]
+
+    def _take(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.append(connection)
+            if len(self._strangers) > _MOST_STRANGERS:
+                with contextlib.suppress(OSError):  # it has gone
+                    self._strangers.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _keep(self, host: int, connection: socket.socket) -> None:
         with self._lock:
@@ -156,24 +167,25 @@ class _Meeting:
                     return
 
     def _prove(self, connection: socket.socket, host: int) -> None:
+        until = time.monotonic() + _ONE_S
         hello = _HELLO.pack(_MAGIC, self._own, host, secrets.token_bytes(NONCE_BYTES), self._name)
         connection.sendall(hello)
-        nonce, proof = _receive(connection, NONCE_BYTES), _receive(connection, MAC_BYTES)
+        nonce, proof = _receive(connection, NONCE_BYTES, until), _receive(connection, MAC_BYTES, until)
         if not hmac.compare_digest(proof, mac(self._world.secret, b"called", hello, nonce)):
             raise _Refused("another process answers there")
         connection.sendall(mac(self._world.secret, b"calling", hello, nonce))
 
     def _answer(self, connection: socket.socket) -> None:
+        until = time.monotonic() + _ONE_S
         try:
-            connection.settimeout(_ONE_S)
-            hello = _receive(connection, _HELLO.size)
+            hello = _receive(connection, _HELLO.size, until)
             magic, host, called, _, name = _HELLO.unpack(hello)
             is_ours = magic == _MAGIC and self._own < host < len(self._hosts) and called == self._own
             if not is_ours or not hmac.compare_digest(name, self._name):
                 raise _Refused("it does not belong to this world")
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(nonce + mac(self._world.secret, b"called", hello, nonce))
-            proof = _receive(connection, MAC_BYTES)
+            proof = _receive(connection, MAC_BYTES, until)
             if not hmac.compare_digest(proof, mac(self._world.secret, b"calling", hello, nonce)):
                 raise _Refused("it does not know the secret of the job")
         except (OSError, _Refused) as error:
@@ -181,6 +193,10 @@ class _Meeting:
             connection.close()
         else:
             self._keep(host, connection)
+        finally:
+            with self._lock:
+                if connection in self._strangers:
+                    self._strangers.remove(connection)
 
     def _missing(self) -> LaunchError:
         topology = self._world.topology
@@ -209,10 +225,11 @@ class _Refused(Exception):
     """The other end is not the one that is meant."""
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    """So many bytes."""
+def _receive(connection: socket.socket, count: int, until: float) -> bytes:
+    """So many bytes, by then."""
     received = b""
     while len(received) < count:
+        connection.settimeout(max(0.001, until - time.monotonic()))
         more = connection.recv(count - len(received))
         if not more:
             raise _Refused("the other end has closed the connection")

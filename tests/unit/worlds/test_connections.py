@@ -109,6 +109,28 @@ def test_strangers(listeners):
         check_connected(connect(listeners, worlds(listeners)))
 
 
+@pytest.mark.parametrize("trickles", [False, True])
+def test_crowds_of_strangers_hold_nobody_up(listeners, setting, trickles):
+    """More than are let in at a time; they say nothing, or a byte now and then."""
+    setting("KVHVD_START_TIMEOUT", "4")  # one of them alone is given longer
+    is_over = threading.Event()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        where = [listener.getsockname() for listener in listeners]
+        crowd = [stack.enter_context(socket.create_connection(each)) for each in where for _ in range(100)]
+
+        def trickle():
+            while trickles and not is_over.wait(0.2):
+                for each in crowd:
+                    with contextlib.suppress(OSError):
+                        each.send(b"x")
+
+        pool.submit(trickle)
+        try:
+            check_connected(connect(listeners, worlds(listeners)))
+        finally:
+            is_over.set()
+
+
 def test_a_host_with_another_secret(listeners, setting):
     setting("KVHVD_START_TIMEOUT", "1")
     results = connect(listeners, worlds(listeners, secrets=(b"s", b"s", b"x")))
@@ -136,5 +158,5 @@ def test_addresses(listeners, setting):
         setting("KVHVD_NETWORK_INTERFACES", chosen)
         assert own_addresses(listeners[0]) == [f"127.0.0.1:{port}"]
     setting("KVHVD_NETWORK_INTERFACES", "nothing0")
-    with pytest.raises(LaunchError, match="wanted: nothing0"):
+    with pytest.raises(LaunchError, match="may use: nothing0"):
         own_addresses(listeners[0])
