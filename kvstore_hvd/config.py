@@ -168,6 +168,7 @@ class _Knob:
 
 
 def _knob(*arguments: Any, **more: Any) -> Any:
+    """A `_Knob`, which type checkers take for a value of its field."""
     return _Knob(*arguments, **more)
 
 
@@ -408,7 +409,7 @@ class Config:
         _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
     )
     test_hosts: str = _knob(
-        _text, "", "KVHVD_TEST_HOSTS", doc="For tests: splits mpirun's workers into virtual hosts.", hidden=True
+        _text, "", "KVHVD_TEST_HOSTS", doc="For tests: splits the workers of one host into virtual hosts.", hidden=True
     )
     generation: int = _knob(_count, 0, "KVHVD_GENERATION", doc="Set by kvhvdrun: number of the world, counted from 0.")
     worker: int | None = _knob(

@@ -41,8 +41,10 @@ class ShmCommunicator(Communicator):
         topology = world.topology
         check_room(topology)
         self._is_over_hosts = topology.host_count > 1
-        if self._is_over_hosts:
-            (end_links_at_exit if world.communicator is None else end_with_mpi)()
+        if self._is_over_hosts and world.communicator is None:
+            end_links_at_exit()
+        elif self._is_over_hosts:
+            end_with_mpi()
         changes = _thresholds()
         place = topology.ranks_by_host[topology.host].index(topology.rank)
         core = affinity.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)

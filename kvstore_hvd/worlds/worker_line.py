@@ -1,4 +1,5 @@
-"""A worker's line to the launcher of an elastic job: where its worlds come from, one after the other.
+"""A worker's line to the launcher of an elastic job: where its worlds come from, one after the other. A static job on
+several hosts has it too, for its only one.
 
 The daemon that started the worker passes messages on. A thread listens: it keeps the place in the next world for who
 waits for it, and tells at once when the present world is lost or other workers are to come or go. When the line itself

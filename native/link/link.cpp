@@ -122,7 +122,7 @@ void Link::lose(int host, const std::string& why) {
   if (other.has_left) return;
   other.has_failed = true;
   alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " is lost: the connection to it has ended (" + why +
-                                         ")\n  Fix: see whether that host and its first rank are up");
+                                         ")\n  Fix: see whether that host is up, and what its workers have printed");
 }
 
 bool Link::close() {
