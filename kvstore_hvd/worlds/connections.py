@@ -112,10 +112,11 @@ class _Meeting:
                     raise self._missing()
                 select.select([self._listener], [], [], deadline.wait_s(_LOOK_S))
                 with contextlib.suppress(OSError):  # nobody calls, or nobody any more
-                    while True:
+                    for _ in range(_MOST_STRANGERS):  # then the clock is looked at again
                         self._take(self._listener.accept()[0])
         except BaseException:
             with self._lock:
+                self._is_over = True  # who comes now is closed
                 for connection in self._found.values():
                     connection.close()
                 self._found.clear()
