@@ -386,6 +386,12 @@ class Config:
         "KVHVD_LEASE",
         doc="kvhvdrun, elastic or over hosts: seconds for which launcher and daemons may hear nothing of each other.",
     )
+    checkpoint: str = _knob(
+        _text, "", "KVHVD_CHECKPOINT", doc="Elastic training: file that rank 0 writes the state to, and begins from."
+    )
+    checkpoint_every_s: float = _knob(
+        _seconds, 600.0, "KVHVD_CHECKPOINT_EVERY", doc="Seconds after which the next commit is written to that file."
+    )
     elastic_timeout_s: float = _knob(
         _seconds,
         600.0,

@@ -91,6 +91,22 @@ class ArraysHandler(StagedHandler):
                     Request("broadcast", _NAME, "values of arrays", place, place, memory.shape, "uint8")
                 )
 
+    def content(self) -> Any:
+        """See `StateHandler.content`."""
+        return self._saved.details, self._saved.image.specs, self._saved.image.memory
+
+    def misfit(self, content: Any) -> str:
+        """See `StateHandler.misfit`."""
+        return self.fault(*content[:2])
+
+    def take(self, content: Any) -> None:
+        """See `StateHandler.take`."""
+        spare = self._spare
+        spare.details, specs, values = content
+        spare.image.fit(specs)
+        spare.image.memory[:] = values
+        spare.own = self.own()
+
     def adopt(self) -> None:
         """See `StagedHandler.adopt`."""
         self._saved, self._spare = self._spare, self._saved

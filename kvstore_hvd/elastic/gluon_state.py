@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kvstore_hvd.elastic.array_handlers import drain
@@ -64,16 +65,26 @@ class GluonState(ObjectState):
         self._handlers.update(handlers)
         self._add_left_out()
 
-    def save(self) -> None:
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:
         """Save everything; waits for the arrays.
+
+        Parameters
+        ----------
+        path : path-like, optional
+            As `ObjectState.save`. Residuals of gradient compression are not written.
 
         Raises
         ------
         MXNetError, HorovodInternalError
             The computation of an array failed, or the world is lost; what was saved last is still there.
         InvalidRequestError
-            A value cannot be copied; likewise.
+            A value cannot be copied, likewise; or it cannot be pickled, or its handler has no ``content``.
+        OSError
+            As `ObjectState.save`.
         """
+        super().save(path)
+
+    def _save(self) -> None:
         staged = self._staged()
         for handler in staged:
             handler.stage()
@@ -100,8 +111,7 @@ class GluonState(ObjectState):
         HorovodInternalError
             The world is lost; what was saved last is still there.
         """
-        here = [*(f"{name} (with a handler)" for name in sorted(self._handlers)), *sorted(self._saved_state)]
-        self._check_same(here, self._bcast_object(here))
+        self._check_same(self._names(), self._bcast_object(self._names()))
         staged = self._staged()
         for handler in staged:
             handler.receive()
@@ -111,6 +121,24 @@ class GluonState(ObjectState):
         for handler in staged:
             handler.settle()
         super().restore()
+
+    def _content(self) -> dict[str, Any]:
+        return {**super()._content(), "handlers": {name: each.content() for name, each in self._handlers.items()}}
+
+    def _fault(self, content: dict[str, Any]) -> str:
+        fault = super()._fault(content)
+        for name, each in self._handlers.items():
+            fault = fault or each.misfit(content["handlers"][name])
+        return fault
+
+    def _take(self, content: dict[str, Any]) -> None:
+        staged = self._staged()
+        for name, each in self._handlers.items():
+            each.take(content["handlers"][name])
+        self._adopt(staged, content["objects"])
+
+    def _names(self) -> list[str]:
+        return [*(f"{name} (with a handler)" for name in sorted(self._handlers)), *super()._names()]
 
     def reset(self) -> None:
         """Adapt samplers to the new world."""

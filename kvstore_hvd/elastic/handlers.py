@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvstore_hvd.errors import InvalidRequestError, message
+
 __all__ = ["StagedHandler", "StateHandler"]
 
 
@@ -34,6 +36,20 @@ class StateHandler:
 
     def reset(self) -> None:
         """Adapt the value to a new world; nothing here."""
+
+    def content(self) -> Any:
+        """What was saved last, for a file; can be pickled. Only handlers that have these three support files."""
+        fact = f"a {type(self).__name__} does not say how its value is written to a file."
+        fix = "define content(), misfit() and take() in it."
+        raise InvalidRequestError(message(fact, operation="save", name=type(self.value).__name__, fix=fix))
+
+    def misfit(self, content: Any) -> str:
+        """Why the value cannot become like what `content` returned, as a sentence; '' if it can."""
+        raise NotImplementedError
+
+    def take(self, content: Any) -> None:
+        """Take what `content` returned as saved last; a `StagedHandler`: as the first phase of that."""
+        raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
         """Take another value, and save it; without effect if that fails."""

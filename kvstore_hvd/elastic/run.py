@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from kvstore_hvd import log
+from kvstore_hvd.elastic import checkpoint
 from kvstore_hvd.elastic.notification import notification_manager
 from kvstore_hvd.elastic.recovery import REPLACES, as_lost_world, check_recoverable
 from kvstore_hvd.errors import (
@@ -109,6 +110,7 @@ def run_fn(
                 loop.meet("start")
             else:
                 notification_manager.repeat()  # of what came while the program prepared
+            loop.resume()
             while True:
                 lost: HorovodInternalError | None = None
                 try:
@@ -196,6 +198,11 @@ class _Loop:
                 check_recoverable(lost)
                 self.skips_sync = False
                 cause, text = _cause_of(lost), str(lost).partition("\n")[0]
+
+    def resume(self) -> None:
+        """Begin the program's first call from the job's checkpoint, if there is one."""
+        if self._number == 1:
+            checkpoint.resume(self._state, process.current().topology.rank)
 
     def has_state(self) -> None:
         """The training can go on from this worker, should it be the only one that is left."""

@@ -33,12 +33,27 @@ class SamplerHandler(StagedHandler):
         self.stage()
         if world.is_alone:
             return
-        here = {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
-        there, state = broadcast_object((here, self._spare))
-        faults = [f"{name}={here[name]} here, but {there[name]} there" for name in here if here[name] != there[name]]
+        content = broadcast_object((self._settings(), self._spare))
         with world.submitting():
-            raise_on_all(world, f"the sampler has {', '.join(faults)}." if faults else "")
-        self._spare = state
+            raise_on_all(world, self.misfit(content))
+        self.take(content)
+
+    def content(self) -> Any:
+        """See `StateHandler.content`."""
+        return self._settings(), self._saved
+
+    def misfit(self, content: Any) -> str:
+        """See `StateHandler.misfit`."""
+        here, there = self._settings(), content[0]
+        faults = [f"{name}={here[name]} here, but {there[name]} there" for name in here if here[name] != there[name]]
+        return f"the sampler has {', '.join(faults)}." if faults else ""
+
+    def take(self, content: Any) -> None:
+        """See `StateHandler.take`."""
+        self._spare = content[1]
+
+    def _settings(self) -> dict[str, Any]:
+        return {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
 
     def adopt(self) -> None:
         """See `StagedHandler.adopt`."""

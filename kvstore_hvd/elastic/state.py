@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from kvstore_hvd.elastic import checkpoint
 from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
@@ -142,17 +144,70 @@ class ObjectState(State):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def save(self) -> None:
+    def commit(self) -> None:
+        """See `State.commit`; writes the job's checkpoint (``kvhvdrun --checkpoint``) when that is due."""
+        checkpoint.save(self, self._rank)
+        self.check_host_updates()
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:
         """Keep copies of the attributes that the state was made with.
+
+        Parameters
+        ----------
+        path : path-like, optional
+            Rank 0 writes what was saved to this file, too; other workers write nothing. The file is replaced as a whole
+            once the new one is on the disk.
 
         Raises
         ------
         InvalidRequestError
-            A value cannot be copied; what was saved last is still there.
+            A value cannot be copied, and what was saved last is still there; or it cannot be pickled.
         HorovodInternalError
-            The world is lost; likewise.
+            The world is lost; what was saved last is still there.
+        OSError
+            The file cannot be written; the one that was there still is.
         """
+        self._save()
+        if path is not None and self._rank() == 0:
+            checkpoint.write(path, self._content())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take and save what was written by ``save(path)``. Not collective: a `sync` gives all workers rank 0's state.
+
+        Parameters
+        ----------
+        path : path-like
+            Of a file that can be trusted: it is unpickled, which can run any program.
+
+        Raises
+        ------
+        InvalidRequestError
+            The file is damaged, or of a state with other attributes, networks or Trainers; nothing was changed.
+        OSError
+            It cannot be read.
+        """
+        content = checkpoint.read(path)
+        fault = self._fault(content)
+        if fault:
+            fix = "build the state as it was when the file was written."
+            raise InvalidRequestError(message(f"{os.fspath(path)} does not fit: {fault}", operation="load", fix=fix))
+        self._take(content)
+        self.restore()
+
+    def _save(self) -> None:
         self._saved_state = self._present()
+
+    def _content(self) -> dict[str, Any]:
+        """What was saved last; can be pickled."""
+        return {"names": self._names(), "objects": self._saved_state}
+
+    def _fault(self, content: dict[str, Any]) -> str:
+        """Why the state cannot become like this, as a sentence; '' if it can."""
+        here, there = self._names(), content["names"]
+        return "" if here == there else f"it has {_listed(there)}, but the state has {_listed(here)}."
+
+    def _take(self, content: dict[str, Any]) -> None:
+        self._saved_state = content["objects"]
 
     def restore(self) -> None:
         """Give the attributes the values saved last."""
@@ -172,9 +227,12 @@ class ObjectState(State):
             As ``broadcast_object``.
         """
         received = self._bcast_object(self._saved_state)
-        self._check_same(sorted(self._saved_state), sorted(received))
+        self._check_same(self._names(), sorted(received))
         self._saved_state = received
         self.restore()
+
+    def _names(self) -> list[str]:
+        return sorted(self._saved_state)
 
     def _check_same(self, here: list[str], there: list[str]) -> None:
         """Raise on all workers if one has not what rank 0 has."""
@@ -182,7 +240,7 @@ class ObjectState(State):
             return
         world = process.current().member
         if not world.is_alone:
-            fault = f"it has {', '.join(here) or 'nothing'}, but rank 0 has {', '.join(there) or 'nothing'}."
+            fault = f"it has {_listed(here)}, but rank 0 has {_listed(there)}."
             with world.submitting():
                 raise_on_all(world, fault if here != there else "")
 
@@ -199,3 +257,7 @@ class ObjectState(State):
         if process.current().is_initialized:
             process.current().member.check()
         return copies
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"

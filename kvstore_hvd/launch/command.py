@@ -148,6 +148,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
     add("--start-timeout", metavar="S", type=_seconds, help="seconds the workers may take to find each other [30]")
     add("--timeline-filename", metavar="FILE", help="record a timeline: HOROVOD_TIMELINE of the workers")
+    add("--checkpoint", metavar="FILE", help="keep the state of elastic training there, and begin from it")
+    add("--checkpoint-every", metavar="S", type=_seconds, help="seconds between checkpoints [600]")
     add("--output-filename", metavar="DIR", help="also keep all output: DIR/rank.N/stdout and DIR/rank.N/stderr")
     add("--ranks", metavar="RANK,...", type=_ranks, help="show what these ranks write only")
     add("--no-prefix", action="store_true", help="do not put '[rank] ' before lines of output")
@@ -222,6 +224,12 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         inherited["KVHVD_NETWORK_INTERFACES"] = options.network_interfaces
     if options.start_timeout is not None:
         inherited["KVHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
+    if options.checkpoint is not None:  # the workers may change their folder first
+        inherited["KVHVD_CHECKPOINT"] = _absolute("--checkpoint", options.checkpoint)
+    if options.checkpoint_every is not None:
+        if not inherited.get("KVHVD_CHECKPOINT"):
+            raise LaunchError(message("--checkpoint-every: there is no file.", fix="name it with --checkpoint."))
+        inherited["KVHVD_CHECKPOINT_EVERY"] = f"{options.checkpoint_every:g}"
     if options.timeline_filename is not None:
         _set_timeline(inherited, options.timeline_filename)
     paths = (_SITE, inherited.get("PYTHONPATH", ""))
@@ -347,13 +355,16 @@ def _is_of_outer_job(name: str) -> bool:
     )
 
 
+def _absolute(option: str, path: str) -> str:
+    path = os.path.abspath(path)
+    if os.path.isdir(os.path.dirname(path)):
+        return path
+    raise LaunchError(message(f"{option}: there is no folder '{os.path.dirname(path)}'.", fix="make it first."))
+
+
 def _set_timeline(variables: dict[str, str], path: str) -> None:
     if path != "DYNAMIC":  # the program says when, and where
-        path = os.path.abspath(path)  # the workers may change their folder first
-        if not os.path.isdir(os.path.dirname(path)):
-            raise LaunchError(
-                message(f"--timeline-filename: there is no folder '{os.path.dirname(path)}'.", fix="make it first.")
-            )
+        path = _absolute("--timeline-filename", path)
     variables["HOROVOD_TIMELINE"] = path
     variables.pop("KVHVD_TIMELINE", None)  # would come first
 

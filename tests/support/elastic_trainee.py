@@ -76,10 +76,10 @@ class WatchedState(elastic.GluonState):  # type: ignore[misc]
     epoch: int
     worlds: list[list[int]]
 
-    def save(self) -> None:
+    def save(self, path: Any = None) -> None:
         """The first half of commit()."""
         self.points.reach("save")
-        super().save()
+        super().save(path)
 
     def check_host_updates(self) -> None:
         """The second half of commit()."""

@@ -323,3 +323,77 @@ def test_what_rank_0_has_must_fit():
         copy = there[name]._saved
         found = mine[name].fault(copy.details, copy.image.specs)
         assert (text in found, bool(found)) == (True, bool(text))
+
+
+def complete(optimizer="sgd", width=8, samples=40, **objects):
+    """A state with all that can be in one."""
+    net = network(nn.Dense(6), nn.BatchNorm(), nn.Dense(3)) if width is None else make_net()
+    sampler = ElasticSampler(range(samples))
+    return GluonState(net, make_trainer(net, optimizer), sampler=sampler, **{"epoch": 0, **objects})
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_another_process_goes_on_from_a_file(deferred, tmp_path):
+    """save(path), load(path): parameters, optimizer, sampler and objects, whether layers know their shapes or not."""
+    path = tmp_path / "state"
+    one = complete(losses=[1.0])
+    train(one.net, one.trainer, 3)
+    one.sampler.record_batch(0, 8)
+    one.epoch, one.losses = 4, [1.0, 0.5]
+    one.save(path)
+    saved = values(one.net), states(one.trainer), one.sampler.state_dict(), 4, [1.0, 0.5]
+    train(one.net, one.trainer, 2, seed=9)
+    two = complete(width=None if deferred else 8, losses=[])
+    two.load(path)
+    assert (values(two.net), states(two.trainer), two.sampler.state_dict(), two.epoch, two.losses) == saved
+    train(two.net, two.trainer, 2, seed=9)
+    assert (values(two.net), states(two.trainer)) == (values(one.net), states(one.trainer))
+    two.restore()  # what was loaded is saved
+    assert (values(two.net), states(two.trainer), two.sampler.state_dict(), two.epoch, two.losses) == saved
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda: complete("nadam"), "the Trainer's optimizer is Nadam here, but SGD there"),
+        (lambda: complete(samples=41), "the sampler has samples=41 here, but 40 there"),
+        (lambda: complete(steps=0), "but the state has net"),
+        (lambda: GluonState(net=network(nn.Dense(3, in_units=2)), epoch=0), "it has net"),
+    ],
+)
+def test_a_file_that_does_not_fit_changes_nothing(other, text, tmp_path):
+    """The error says what differs."""
+    complete().save(tmp_path / "state")
+    state = other()
+    before = values(state.net)
+    with pytest.raises(InvalidRequestError, match=f"state does not fit: .*{text}(.|\n)*Fix: "):
+        state.load(tmp_path / "state")
+    assert values(state.net) == before
+
+
+def test_files_that_are_not_whole(tmp_path, monkeypatch):
+    """A cut, changed or foreign file is refused; a write that fails or is interrupted leaves the last file."""
+    path = tmp_path / "state"
+    state = complete()
+    state.save(path)
+    good = path.read_bytes()
+    for bad in (good[:-1], good[:-100] + b"x" + good[-99:], good.replace(b"state-1", b"state-2", 1), b"", b"\n"):
+        path.write_bytes(bad)
+        with pytest.raises(InvalidRequestError, match=r"is damaged|is no checkpoint"):
+            state.load(path)
+    path.write_bytes(good)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+
+        def fsync(_):
+            raise OSError("full")
+
+        patch.setattr("os.fsync", fsync)
+        state.save(path)
+    assert path.read_bytes() == good
+    state.epoch = lambda: None  # can be copied, but not pickled
+    with pytest.raises(InvalidRequestError, match=r"cannot be written: .*pickle(.|\n)*Fix: "):
+        state.save(path)
+    assert path.read_bytes() == good
+    state.epoch = 1
+    state.save(path)  # over what was left
+    assert [each.name for each in tmp_path.iterdir()] == ["state"]

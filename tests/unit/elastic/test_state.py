@@ -1,6 +1,7 @@
 """`State` and `ObjectState` in one process: what is saved, what comes back, and in which order things are called."""
 
 import importlib
+import os
 import threading
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd import elastic
-from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State
+from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, checkpoint
 from kvstore_hvd.elastic.copies import deep_copy
 from kvstore_hvd.elastic.notification import NotificationManager
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError
@@ -43,6 +44,30 @@ def test_attributes_roll_back():
     one.losses.append(7)
     one.restore()
     assert one.losses == [1.0, 0.5]
+
+
+def test_the_jobs_checkpoint(monkeypatch, tmp_path, caplog):
+    """Rank 0 writes a commit when it is due; training goes on if that fails, and others write nothing."""
+    path = tmp_path / "kept"
+    settings = SimpleNamespace(checkpoint=str(path), checkpoint_every_s=600)
+    monkeypatch.setattr(checkpoint, "config", lambda: settings)
+    one = state(step=1)
+    one.commit()
+    assert not path.exists()
+    settings.checkpoint_every_s = 0
+    ObjectState(lambda value: value, lambda: 1, step=7).commit()
+    assert not path.exists()
+    one.commit()
+    two = state(step=0)
+    two.load(path)
+    assert two.step == 1
+    one.step = 2
+    monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
+    one.commit()
+    assert "the checkpoint was not written, the last one stays" in caplog.text
+    two.load(path)
+    one.restore()
+    assert (one.step, two.step) == (2, 1)
 
 
 def test_a_save_that_fails_keeps_the_last_one():
