@@ -522,6 +522,11 @@ def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     if event == "host_lost":
         cooldown = f" It gets no worker for {fields['seconds']:.0f} s." if fields["seconds"] else ""
         return f"host {fields['host']} is lost: {fields['text']}.{cooldown}"
+    if event == "host_left_out":
+        pair = f"it and {', '.join(fields['unreached'])} do not reach each other"
+        fact = f"host {fields['host']} is left out for {fields['seconds']:.0f} s: {pair}."
+        fix = "see whether a firewall lets workers connect; --network-interfaces chooses what they use."
+        return message(fact, fix=fix)
     if event == "worker_killed" and worker is not None:
         return f"worker {worker.id} ({worker.slot}) is killed: {fields['why']}."
     if event == "slot_blacklisted":

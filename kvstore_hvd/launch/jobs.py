@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ _NOT_NEEDED = "this worker is not needed any more"
 _KILL_TAKES_S = 5.0
 # Nobody dies, and still they do not meet: there is no end to that.
 _MAX_FAILED_MEETINGS = 20
+# One of two hosts that have not reached each other in so many meetings is left out.
+_MOST_APART = 3
 
 
 class Job:
@@ -81,6 +84,8 @@ class Job:
         self._failures = Failures()
         self._failed_meetings = 0  # in a row
         self._failure = ""  # of the last of them
+        # In how many meetings two hosts have not reached each other, since they last met.
+        self._apart: Counter[frozenset[str]] = Counter()
         self._fail_at: float | None = None  # of a static job: when the others have had their time
         self._over = False
         self.hosts_fault = ""  # what is wrong with the discovery of hosts
@@ -257,6 +262,7 @@ class Job:
         cause, text = str(message["cause"]), str(message["text"])
         worker.ready, worker.finished = True, False
         if self._generation.has(worker):
+            self._hear_of_hosts(worker, [self._generation.members[int(rank)] for rank in message["unreached"]])
             if self._generation.phase is Phase.MEETING or cause in _LOST:
                 self._void(cause, text, now)
             if cause == "updated":
@@ -266,6 +272,12 @@ class Job:
             worker.ready_at = now
             self._note("newcomer_ready", worker=worker.id)
 
+    def _hear_of_hosts(self, worker: Worker, unreached: Sequence[Worker]) -> None:
+        """A worker has not reached these others; its meeting counts once for each two hosts."""
+        pairs = {frozenset((worker.slot.host, other.slot.host)) for other in unreached}
+        self._apart.update(pair for pair in pairs - self._generation.apart if len(pair) == 2)
+        self._generation.apart |= pairs
+
     def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
         if generation != self._generation.number or self._generation.phase is not Phase.MEETING:
             return
@@ -274,6 +286,8 @@ class Job:
                 member.joined_at = now if member.joined_at is None else member.joined_at
             self._failures.joined(now)
             self._failed_meetings = 0
+            hosts = {member.slot.host for member in self._generation.members}
+            self._apart = Counter({pair: count for pair, count in self._apart.items() if not pair <= hosts})
             self._note("generation_joined", generation=generation)
 
     def _ended(
@@ -353,6 +367,7 @@ class Job:
         if self._generation.phase is Phase.TRAINING:
             self._tell_changes(now)
         if self._generation.phase is not Phase.MEETING:
+            self._leave_out(now)
             self._form(now)
 
     def _start_static(self, now: float) -> None:
@@ -499,6 +514,25 @@ class Job:
         self._note("updated", generation=self._generation.number, number=self._updates, result=self._generation.told)
         for worker in self._generation.left:
             self._tell(worker.id, "updated", number=self._updates, result=self._generation.told)
+
+    def _leave_out(self, now: float) -> None:
+        """Go on without hosts that others have not reached in several meetings."""
+        left = self._generation.left
+        while all(worker.ready for worker in left):
+            hosts, having = {worker.slot.host for worker in left}, Counter(w.slot.host for w in left if w.synced)
+            pairs = [pair for pair, count in self._apart.items() if count >= _MOST_APART and pair <= hosts]
+            unreached = Counter(host for pair in pairs for host in pair if set(having) != {host})
+            if not unreached:
+                return
+            places = {host: self._slots.place_of(Slot(host, 0)) for host in hosts}
+            out = max(unreached, key=lambda host: (unreached[host], -having[host], places[host]))
+            others = sorted((host for pair in pairs if out in pair for host in pair - {out}), key=places.__getitem__)
+            seconds = self._slots.crashed(out, now, had_begun=False)
+            self._note("host_left_out", host=out, unreached=others, seconds=round(seconds, 3))
+            for worker in self._roster.running:
+                if worker.slot.host == out and not worker.leaving:
+                    self._dismiss(worker, now)
+            left = self._generation.left
 
     def _form(self, now: float) -> None:
         """Give the next generation out, if all are there who must be."""

@@ -32,6 +32,7 @@ class Actor:
         self.entered = self.placed = self.waiting = self.meeting = self.training = False
         self.synced = False
         self.asked = 0  # to come to a commit
+        self.unreached = []  # ranks of its world on a host that its own does not reach
         self.generation = -1
 
     def say(self, kind, **fields):
@@ -39,7 +40,9 @@ class Actor:
 
     def wait(self, cause):
         self.training, self.waiting, self.asked = False, True, 0
-        self.say("ready", generation=self.generation, cause="start" if self.generation < 0 else cause, text="")
+        cause = "start" if self.generation < 0 else cause
+        unreached = self.unreached if cause == "meeting" else []
+        self.say("ready", generation=self.generation, cause=cause, text="", unreached=unreached)
 
     def exit(self, code):
         if self.code is None:
@@ -79,7 +82,7 @@ class Actor:
             self.wait("start")
         elif self.meeting:
             self.meeting = False
-            if not well and rng.random() < 0.05:
+            if not well and (self.unreached or rng.random() < 0.05):
                 self.wait("meeting")
             else:
                 self.training = True
@@ -120,6 +123,7 @@ class History:
         self.synced = set()
         self.dismissed = set()
         self.gone_well = False
+        self.apart = rng.choice((set(), {"a", "b"}, {"b", "c"}))  # hosts that do not reach each other
         self.ending = None
         self.kinds = set()
         self.job = Job(self.settings, self.now, random.Random(seed))
@@ -128,6 +132,7 @@ class History:
     # -- What the launcher does
 
     def apply(self):
+        self.known_dead |= {worker.id for worker in self.job.workers if worker.lost}  # also those that never started
         for action in self.job.take():
             assert self.ending is None or isinstance(action, Note), "something is done after the end"
             self.check(action)
@@ -179,6 +184,10 @@ class History:
             assert (world["generation"], world["rank"], world["size"]) == (number, rank, len(world["hosts"]))
             assert (world["size"], member in self.known_dead, member in self.dismissed) == (size, False, False)
         self.worlds.clear()
+        of_members = [self.actors[member] for member in members]
+        for actor in of_members:
+            hosts = [{actor.slot.host, other.slot.host} for other in of_members]
+            actor.unreached = [rank for rank, pair in enumerate(hosts) if pair == self.apart]
         assert size <= self.settings.max_np
         somebody_finished = any(worker.finished for worker in self.job.workers)
         assert self.gone_well or size >= self.settings.min_np or somebody_finished, "below --min-np"
@@ -314,5 +323,6 @@ def test_random_histories(part):
         assert history.ending is not None
         seen |= history.kinds
         codes.add(history.ending.code)
-    assert {"world", "void", "updated", "leave", "fail", "place", "slot_blacklisted", "worker_killed"} <= seen
+    assert {"world", "void", "updated", "leave", "fail", "place"} <= seen
+    assert {"slot_blacklisted", "host_left_out", "worker_killed"} <= seen
     assert {0, 1, 137} <= codes
