@@ -393,10 +393,10 @@ class Driver:
         elif kind == "say":
             self._say(message["text"])
         elif kind == "ending" and self._settings.is_static:
-            text = f"{message['text']}\n  Fix: to end a job, send the signal to kvhvdrun."
+            text = f"{message['text']}.\n  Fix: to end a job, send the signal to kvhvdrun."
             self._job.give_up(text, message["code"])
-        elif kind == "ending":  # its host is lost when it has ended
-            self._say(message["text"])
+        elif kind == "ending":
+            self._job.host_leaves(message["host"], message["text"], now)
         elif kind == "started":
             self._job.started(number, message["pid"], now)
         elif kind == "not_started" and self._settings.is_static:
@@ -522,6 +522,8 @@ def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     if event == "host_lost":
         cooldown = f" It gets no worker for {fields['seconds']:.0f} s." if fields["seconds"] else ""
         return f"host {fields['host']} is lost: {fields['text']}.{cooldown}"
+    if event == "host_leaves":
+        return f"host {fields['host']} leaves: {fields['text']}."
     if event == "host_left_out":
         pair = f"it and {', '.join(fields['unreached'])} do not reach each other"
         fact = f"host {fields['host']} is left out for {fields['seconds']:.0f} s: {pair}."

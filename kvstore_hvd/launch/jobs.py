@@ -76,6 +76,8 @@ class Job:
         self._short = Wait(now)  # for workers, of which there are too few
         # In a static job, by worker: the ranks that it waits for, and until when.
         self._meeting: dict[int, tuple[list[int], float]] = {}
+        self._known: Mapping[str, int] = {}  # the hosts that were discovered last
+        self._leaving: dict[str, str] = {}  # those that will be lost, and why
         self._changes = 0  # of the hosts
         self._change = NO_CHANGE  # the one that is being attended to
         self._resets = 0  # how often the workers have met again, as `--reset-limit` counts it
@@ -163,7 +165,8 @@ class Job:
 
     def hosts(self, hosts: Mapping[str, int], now: float) -> None:
         """These are the hosts now, with so many slots each."""
-        changes = self._slots.update(hosts)
+        self._known = hosts
+        changes = self._slots.update({host: count for host, count in hosts.items() if host not in self._leaving})
         for event, host, count in changes:
             self._note(event, host=host, slots=count)
         if changes:
@@ -175,16 +178,25 @@ class Job:
         self._decide(now)
         self._change = NO_CHANGE
 
+    def host_leaves(self, host: str, text: str, now: float) -> None:
+        """A host will be lost soon, because of what `text` says: its workers leave in good order, if they have time."""
+        if not self._over:
+            self._leaving[host] = text
+            self._note("host_leaves", host=host, text=text)
+            self.hosts(self._known, now)
+
     def host_lost(self, host: str, text: str, now: float, lines: Mapping[int, Sequence[str]] | None = None) -> None:
         """All workers of a host are gone, because of what `text` says; `lines` are the last ones of each on stderr."""
         workers = [worker for worker in self._roster.running if worker.slot.host == host]
         if not self._over:
             if any(_has_lived_long(worker, now) for worker in workers):
                 self._slots.forgive(host)
-            seconds = self._slots.crashed(host, now, had_begun=any(worker.pid for worker in workers))
+            had_begun = any(worker.pid for worker in workers) and host not in self._leaving
+            seconds = self._slots.crashed(host, now, had_begun=had_begun)
+            text = self._leaving.pop(host, text)
             self._note("host_lost", host=host, text=text, seconds=round(seconds, 3))
         self._ended(workers, -signal.SIGKILL, lines or {}, now, text)
-        self._decide(now)
+        self.hosts(self._known, now)
 
     def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
         """There is a reason outside of it to end the job."""

@@ -172,6 +172,26 @@ def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_a
     assert play.notes("slot_blacklisted") == []
 
 
+def test_a_host_that_leaves_is_as_good_as_removed_until_it_is_lost():
+    play = Play({"a": 1, "b": 1}, min_np=1, cooldown=Cooldown(10, 20))
+    play.begin()
+    play.job.host_leaves("b", "a notice", play.now)
+    play.hosts({"a": 1, "b": 1})  # a script may list it for longer
+    assert [told["result"] for told in play.told(0, "updated")] == [1]
+    assert play.commit() == [0]
+    assert [told["t"] for told in play.told(1)][-1] == "leave"
+    play.end(1)
+    play.wait(30)
+    assert len(play.starts()) == 2
+    play.job.host_lost("b", "the line is closed", play.now)
+    play.hosts({"a": 1, "b": 1})
+    (lost,) = play.notes("host_lost")
+    assert (lost["text"], lost["seconds"] >= 10) == ("a notice", True)
+    play.wait(lost["seconds"] + 1)
+    assert play.starts()[2:] == [(2, "b:0")]
+    assert play.notes("generation_void") == []
+
+
 def test_a_host_that_was_never_there_is_left_alone_at_once():
     play = Play({"a": 1, "b": 3}, min_np=1)
     play.job.host_lost("b", "a storm", play.now)

@@ -116,7 +116,8 @@ class History:
             cooldown=Cooldown(1.0, 10.0),
         )
         self.actors = {}
-        self.hosts = {}
+        self.hosts = {}  # but for those that are about to leave
+        self.leaving = set()
         self.generations = []
         self.worlds = {}  # of the generation that is being given out
         self.known_dead = set()
@@ -236,12 +237,24 @@ class History:
 
     def discover(self):
         rng = self.rng
-        self.hosts = {host: rng.randint(1, 3) for host in HOSTS if rng.random() < 0.7}
-        self.job.hosts(self.hosts, self.now)
+        self.discovered = {host: rng.randint(1, 3) for host in HOSTS if rng.random() < 0.7}
+        self.see_hosts()
+        self.job.hosts(self.discovered, self.now)
         self.apply()
 
-    def lose_host(self):
+    def see_hosts(self):
+        self.hosts = {host: count for host, count in self.discovered.items() if host not in self.leaving}
+
+    def warn_of_host(self):
         host = self.rng.choice(HOSTS)
+        self.leaving.add(host)
+        self.see_hosts()
+        self.job.host_leaves(host, "a notice", self.now)
+        self.apply()
+
+    def lose_host(self, host):
+        self.leaving.discard(host)
+        self.see_hosts()
         for actor in self.actors.values():
             if actor.slot.host == host and actor.code is None:
                 actor.code = -9
@@ -270,7 +283,9 @@ class History:
         if not well and roll < 0.04:
             self.discover()
         elif not well and roll < 0.045:
-            self.lose_host()
+            self.lose_host(rng.choice(HOSTS))
+        elif not well and roll < 0.05:
+            self.warn_of_host()
         elif roll < 0.10:
             self.pass_time(rng.choice((0.1, 0.6, 3.0)))
         elif living:
@@ -298,7 +313,9 @@ class History:
                 return
             self.step(well=False)
         # From here on all goes well, and the job has to come to its end.
-        self.hosts = {"a": 3, "b": 1}
+        for host in set(self.leaving):
+            self.lose_host(host)
+        self.hosts = self.discovered = {"a": 3, "b": 1}
         self.job.hosts(self.hosts, self.now)
         self.apply()
         for _ in range(20_000):
