@@ -143,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line")
     add("--rsh-command", metavar="CMD", help="runs a command on another host: CMD HOST COMMAND [ssh]")
     add("--network-interfaces", metavar="NAME,...", help="those between hosts: eth0 or 10.0.0.0/8")
+    add("-x", metavar="NAME[=VALUE]", action="append", default=[], help="set a variable of all workers, or send it")
     add("-m", "--module", action="store_true", help="the command is a module: as `python -m command`")
     add("--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd")
     add("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
@@ -218,6 +219,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         for name, value in environment().items()
         if not _MPI_RANK_VARIABLES.match(name) and not _is_of_outer_job(name)
     }
+    inherited.update(_variables(options.x))
     if options.network_interfaces is not None:
         inherited["KVHVD_NETWORK_INTERFACES"] = options.network_interfaces
     if options.start_timeout is not None:
@@ -228,6 +230,23 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     inherited["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command[0] = _executable(command, inherited)
     return command, inherited
+
+
+def _variables(given: Sequence[str]) -> dict[str, str]:
+    """The variables of ``-x NAME=VALUE``, and of ``-x NAME`` with the value that they have here."""
+    found = {}
+    for name, equals, value in (text.partition("=") for text in given):
+        fact, fix = "", "give -x NAME or -x NAME=VALUE."
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            fact = f"'{name}' is not the name of a variable"
+        elif _MPI_RANK_VARIABLES.match(name) or _is_of_outer_job(name):
+            fact, fix = f"{name} differs between workers", "omit it: kvhvdrun sets what they need."
+        elif not equals and name not in environment():
+            fact, fix = f"{name} is not set here, and what is set all workers have", f"-x {name}=VALUE sets it."
+        if fact:
+            raise LaunchError(message(f"-x {name}{equals}{value}: {fact}.", fix=fix))
+        found[name] = value if equals else environment()[name]
+    return found
 
 
 def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None = None) -> Plan:
@@ -313,6 +332,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         shown=shown,
         verbose=options.verbose,
         shell=shell,
+        sent=frozenset(text.partition("=")[0] for text in options.x),
         tell=tell,
     )
 
@@ -342,6 +362,7 @@ def _is_of_outer_job(name: str) -> bool:
         "KVHVD_SIZE",
         "KVHVD_HOSTS",
         "KVHVD_SLOT",
+        "KVHVD_JOB",
         "KVHVD_SECRET",
         "KVHVD_GENERATION",
     )

@@ -61,6 +61,7 @@ class Plan(NamedTuple):
     shown: Collection[int] | None = None  # ranks whose output is shown; None: all
     verbose: bool = False
     shell: Sequence[str] = ()  # the words that run a command on another host; empty: there is only this one
+    sent: Collection[str] = ()  # variables that go to other hosts, although they belong to a host
     tell: Callable[[str, str], None] | None = None  # a program that calls a function, see launch/call.py
 
 
@@ -359,7 +360,7 @@ class Driver:
             "start",
             worker=number,
             command=list(plan.command),
-            environment=environment if is_here(slot.host) else travelling(environment),
+            environment=environment if is_here(slot.host) else travelling(environment, plan.sent),
             share=[place, count] if plan.bind_cores else [],
             line=are_several or not settings.is_static,
             stdin=settings.is_static and number == 0,  # on another host that of the daemon, which is empty

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvstore_hvd.errors import LaunchError, message
 
@@ -144,6 +144,6 @@ def shell_command(shell: Sequence[str], host: str, command: Sequence[str]) -> li
     return [*there, *([] if there != list(shell) else [host]), *map(shlex.quote, command)]
 
 
-def travelling(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of a worker that are set on another host, too."""
-    return {name: value for name, value in variables.items() if not _OF_HOST.match(name)}
+def travelling(variables: Mapping[str, str], sent: Collection[str]) -> dict[str, str]:
+    """Those variables of a worker that are set on another host, too: those of no host, and those that are `sent`."""
+    return {name: value for name, value in variables.items() if name in sent or not _OF_HOST.match(name)}

@@ -32,13 +32,15 @@ def shells(job):
     return found
 
 
-@pytest.mark.parametrize("options", ["", "--min-np 4"])
-def test_workers_get_their_places(run, tmp_path, options):
-    """Those of the job come along, and those of the host stay; what a login shell prints is passed over."""
+@pytest.mark.parametrize(
+    ("options", "is_there"), [("", [True, False, False, True]), ("--min-np 4 -x HOME", [False] * 4)]
+)
+def test_workers_get_their_places(run, tmp_path, options, is_there):
+    """Variables of the job come along, those of the host stay unless sent; what a login shell prints is passed over."""
     (tmp_path / "input").write_text("given")
     hosts = "node1:1,localhost:2,node2:1"
     with (tmp_path / "input").open() as file:
-        job = run(f"-np 4 {SHELL} -H {hosts} {options}", PLACE, stdin=file, MINE="ä")
+        job = run(f"-np 4 {SHELL} -H {hosts} {options} -x MINE=ä=", PLACE, stdin=file, MINE="another")
     assert job.err == ""
     reports = job.reports()
     assert [one["place"] for one in reports] == [
@@ -48,8 +50,8 @@ def test_workers_get_their_places(run, tmp_path, options):
         [3, 4, 0, 1, 2, 3],
     ]
     slots = ["node1:0", "localhost:0", "localhost:1", "node2:0"]
-    assert [one["mine"] for one in reports] == [[slot, "ä"] for slot in slots]
-    assert [one["is_there"] for one in reports] == [True, False, False, True]
+    assert [one["mine"] for one in reports] == [[slot, "ä="] for slot in slots]
+    assert [one["is_there"] for one in reports] == is_there
     assert {(one["folder"], one["stdin"]) for one in reports} == {(str(tmp_path), "")}
     me = os.uname().nodename
     assert [one["hosts"] for one in reports] == [[] if options else [me, me, "node2"]] * 4

@@ -122,6 +122,9 @@ def test_the_tail_leaves_out_what_python_ignores():
         (["-H", "localhost:0", "true"], 2, "'localhost:0': a host takes at least 1 worker"),
         (["-H", "localhost:2,LOCALHOST:1", "true"], 2, "the host 'localhost' is named twice"),
         (["-H", "localhost:2", "--hostfile", "x", "true"], 2, "both --hosts and --hostfile name hosts"),
+        (["-np", "2", "-x", "A B=1", "true"], 2, "-x A B=1: 'A B' is not the name of a variable.\n  Fix: "),
+        (["-np", "2", "-x", "KVHVD_RANK=1", "true"], 2, "-x KVHVD_RANK=1: KVHVD_RANK differs between workers."),
+        (["-np", "2", "-x", "NOT_SET", "true"], 2, "-x NOT_SET: NOT_SET is not set here, and what is set all"),
         (["-np", "2", "--ranks", "0,2", "true"], 2, "--ranks: there is no rank 2.\n  Fix: the ranks are 0 to 1."),
         (["-np", "2", "--ranks", "0-1", "true"], 2, "argument --ranks: '0-1' is not a whole number of at least 0"),
         (["-np", "2", "--output-filename", "/dev/null", "true"], 2, "'/dev/null/rank.0' cannot be made"),
@@ -303,7 +306,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     assert shell_command(["env", *ssh], "node1", where) == ["env", *ssh, "node1", "true", "'/path with space/x'"]
     assert shell_command(["srun", "-w", "{host}"], "node1", ["true"]) == ["srun", "-w", "node1", "true"]
     given = dict.fromkeys(("PATH", "KVHVD_RANK", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
-    assert list(travelling(given)) == ["PATH", "KVHVD_RANK", "USERS"]
+    assert list(travelling(given, ["TMPDIR"])) == ["PATH", "KVHVD_RANK", "USERS", "TMPDIR"]
     for text, fault in [("no-such-shell -x", "is not there"), ("", "is not there"), ("ssh 'x", "No closing quotation")]:
         assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
         assert fault in capfd.readouterr().err
