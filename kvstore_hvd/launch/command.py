@@ -27,6 +27,7 @@ from kvstore_hvd.launch.hosts import (
     remote_shell,
     slots_of,
 )
+from kvstore_hvd.launch.slurm import SRUN, hosts_of_allocation
 from kvstore_hvd.launch.state import Cooldown, Settings
 
 __all__ = ["main"]
@@ -258,6 +259,9 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
             raise LaunchError(message(fact, fix=fix))
     command, inherited = _program(options)
     hosts, first, most = _hosts(options), options.num_proc, options.max_np
+    of_slurm = None
+    if hosts is None and options.host_discovery_script is None and tell is None:
+        hosts = of_slurm = hosts_of_allocation(environment())
     if is_static:  # as many as there are
         first = most = first or (None if hosts is None else sum(hosts.values()))
         if first is None:
@@ -269,7 +273,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     if tell is not None:  # functions and results travel in a folder of this host
         refuse_others(hosts)
     can_be_several = options.host_discovery_script is not None or not all(map(is_here, hosts))
-    shell = remote_shell(options.rsh_command) if can_be_several else []
+    way = SRUN if of_slurm and options.rsh_command is None else options.rsh_command
+    shell = remote_shell(way) if can_be_several else []
     if not (shell or all(map(is_here, hosts))):
         fact = f"{', '.join(hosts)}: other hosts than this one, and there is no ssh that could start workers there."
         raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
@@ -280,7 +285,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         discovery = FixedHosts(hosts)
         if discovery.slots < needed:
             fact = f"{needed} workers are needed, but the hosts have {discovery.slots} slots."
-            raise LaunchError(message(fact, fix="give more slots, as in -H localhost:N."))
+            fix = "sbatch --ntasks-per-node=N" if of_slurm else "-H localhost:N"
+            raise LaunchError(message(fact, fix=f"give more slots, as in {fix}."))
     shown = options.ranks
     if shown is not None and max(shown) >= most:
         raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))

@@ -57,6 +57,24 @@ def test_workers_get_their_places(run, tmp_path, options, is_there):
     assert [one["hosts"] for one in reports] == [[] if options else [me, me, "node2"]] * 4
 
 
+@pytest.mark.parametrize("options", ["", "--min-np 2"])
+def test_an_allocation_of_slurm(run, tmp_path, monkeypatch, options):
+    """Its hosts are used, as many of their tasks as are wanted, and srun is the way to them."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).symlink_to(Path(SHELL.split()[1]).with_name("fake_slurm.py"))
+    program = """
+report(rank=rank, slot=os.environ['KVHVD_SLOT'], node=os.environ.get('SLURMD_NODENAME'), folder=os.getcwd())
+say('a' * 10_000 + '\\n' * 3)  # srun cuts long lines
+"""
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2,3", "FAKE_SCONTROL": "node1 node2"}
+    job = run(f"-np 3 --start-timeout 10 {options}", program, **slurm, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert job.err == ""
+    slots = ["node1:0", "node1:1", "node2:0", "node2:1", "node2:2"][: 5 if options else 3]
+    places = [{"rank": rank, "slot": slot, "node": slot.partition(":")[0]} for rank, slot in enumerate(slots)]
+    assert job.reports() == [{**place, "folder": str(tmp_path)} for place in places]
+    assert job.out.count("a" * 10_000) == len(slots)
+
+
 def test_hosts_that_are_one_share_memory(run):
     program = """
 import numpy as np

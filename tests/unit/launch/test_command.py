@@ -19,6 +19,7 @@ from kvstore_hvd.launch.driver import environment_of
 from kvstore_hvd.launch.hosts import shell_command, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
+from kvstore_hvd.launch.slurm import hosts_of_allocation
 from kvstore_hvd.launch.state import Slot
 from support.patience import patient
 
@@ -319,6 +320,31 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert command.main(["-H", "node1:2", "true"]) == 2
     assert "node1: other hosts than this one, and there is no ssh" in capfd.readouterr().err
+
+
+def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no scontrol
+    for nodes, tasks, hosts in [
+        ("a[1-2,08-10]b,C[1-2]d[3-4]", "2(x4),1,3(x4)", "a1b:2 a2b:2 a08b:2 a09b:2 a10b:1 C1d3:3 C1d4:3 C2d3:3 C2d4:3"),
+        ("n1,n2.x-y", "1(x2)", "n1:1 n2.x-y:1"),
+    ]:
+        found = hosts_of_allocation({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
+        assert " ".join(f"{host}:{count}" for host, count in found.items()) == hosts
+    assert hosts_of_allocation({"SLURM_JOB_NODELIST": "a1", "SLURM_TASKS_PER_NODE": "1"}) is None
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a[1-2]")
+    assert command.main(["/bin/true"]) == 2
+    assert "SLURM_TASKS_PER_NODE= does not tell the tasks of each host in SLURM" in capfd.readouterr().err
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    (tmp_path / "srun").symlink_to("/bin/true")
+    made = plan("/bin/true")
+    assert (made.settings.max_np, made.shell[0]) == (4, "srun")
+    words = shell_command(made.shell, "a1", ["python", "/a folder"])
+    assert words[-3:] == ["--nodelist=a1", "python", "/a folder"]  # there is no shell at the other end
+    assert plan("-np", "7", "-H", "localhost:8", "/bin/true").shell == []
+    assert command.main(["-np", "5", "/bin/true"]) == 2
+    assert "hosts have 4 slots.\n  Fix: give more slots, as in sbatch --ntasks-per-node=N." in capfd.readouterr().err
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # each of them starts a job of its own
+    assert plan("-np", "5", "/bin/true").settings.max_np == 5
 
 
 def test_shares_of_cores():
