@@ -158,13 +158,14 @@ def test_a_shell_is_killed(start):
 
 
 def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
-    script = tmp_path / "hosts"
-    script.write_text("#!/bin/sh\necho localhost:1; echo node1:2")
+    """The script prints bare names, as that of the MPI Operator."""
+    script = tmp_path / "discover_hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost\necho node1\n")
     script.chmod(0o755)
-    job = start(f"--min-np 1 {SHELL} --host-discovery-script {script}", acts=f"until={tmp_path}/finish")
-    job.until_joined(0, 1, 2)
-    os.kill(int(status_of(job.pid(1))[1]), signal.SIGKILL)
-    assert job.until_joined(count=3, after=0)[0] == 0
+    job = start(f"--min-np 1 --slots 2 {SHELL} --host-discovery-script {script}", acts=f"until={tmp_path}/finish")
+    job.until_joined(0, 1, 2, 3)
+    os.kill(int(status_of(job.pid(2))[1]), signal.SIGKILL)
+    assert job.until_joined(count=4, after=0)[:2] == [0, 1]
     (tmp_path / "finish").touch()
     err = job.end().err
     assert err.count("host node1 is lost: the line to its daemon was lost: ") == 1
