@@ -1,5 +1,6 @@
-"""Messages over a stream socket or a pair of pipes: JSON objects whose ``"t"`` is their type, and bytes behind them.
+"""Messages over a stream socket or a pair of pipes: JSON objects whose ``"t"`` is their type, and bytes before them.
 
+Each ends with the end of a line: srun passes on whole lines only.
 Nobody proves here who it is: that is known of a socket before messages pass over it.
 """
 
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 __all__ = ["Channel", "ChannelError"]
 
-_LENGTHS = struct.Struct("!II")  # of the object, and of the bytes behind it
+_LENGTHS = struct.Struct("!II")  # of the object, and of the bytes before it
 _CHUNK = 1 << 18
 _MOST_SKIPPED = 1 << 16
 _MOST_SHOWN = 1 << 11
@@ -85,13 +86,13 @@ class Channel:
             if length + more > self._longest:
                 said = f"a message of {length + more} bytes was announced"
                 raise ChannelError(f"{said}; at most {self._longest} are allowed.")
-            begin, end = at + _LENGTHS.size, at + _LENGTHS.size + length
-            if len(self._received) < end + more:
+            begin, end = at + _LENGTHS.size, at + _LENGTHS.size + more + length
+            if len(self._received) < end:
                 break
-            messages.append(_message(bytes(self._received[begin:end])))
+            messages.append(_message(bytes(self._received[begin + more : end])))
             if more:
-                messages[-1]["raw"] = bytes(self._received[end : end + more])
-            at = end + more
+                messages[-1]["raw"] = bytes(self._received[begin : begin + more])
+            at = end
         del self._received[:at]
         return messages
 
@@ -107,8 +108,8 @@ class Channel:
 
     def send(self, message: dict[str, Any], raw: bytes = b"") -> None:
         """Send a message. If the other side is gone, `receive` tells, after everything that had still arrived."""
-        body = json.dumps(message).encode("ascii")
-        self._unsent += _LENGTHS.pack(len(body), len(raw)) + body + raw
+        body = json.dumps(message).encode("ascii") + b"\n"
+        self._unsent += _LENGTHS.pack(len(body), len(raw)) + raw + body
         self.flush()
 
     def flush(self) -> None:

@@ -27,6 +27,7 @@ from kvstore_hvd.launch.hosts import (
     remote_shell,
     slots_of,
 )
+from kvstore_hvd.launch.slurm import SRUN, hosts_of_allocation
 from kvstore_hvd.launch.state import Cooldown, Settings
 
 __all__ = ["main"]
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line")
     add("--rsh-command", metavar="CMD", help="runs a command on another host: CMD HOST COMMAND [ssh]")
     add("--network-interfaces", metavar="NAME,...", help="those between hosts: eth0 or 10.0.0.0/8")
+    add("-x", metavar="NAME[=VALUE]", action="append", default=[], help="set a variable of all workers, or send it")
     add("-m", "--module", action="store_true", help="the command is a module: as `python -m command`")
     add("--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd")
     add("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
@@ -220,6 +222,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         for name, value in environment().items()
         if not _MPI_RANK_VARIABLES.match(name) and not _is_of_outer_job(name)
     }
+    inherited.update(_variables(options.x))
     if options.network_interfaces is not None:
         inherited["KVHVD_NETWORK_INTERFACES"] = options.network_interfaces
     if options.start_timeout is not None:
@@ -238,6 +241,23 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     return command, inherited
 
 
+def _variables(given: Sequence[str]) -> dict[str, str]:
+    """The variables of ``-x NAME=VALUE``, and of ``-x NAME`` with the value that they have here."""
+    found = {}
+    for name, equals, value in (text.partition("=") for text in given):
+        fact, fix = "", "give -x NAME or -x NAME=VALUE."
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            fact = f"'{name}' is not the name of a variable"
+        elif _MPI_RANK_VARIABLES.match(name) or _is_of_outer_job(name):
+            fact, fix = f"{name} differs between workers", "omit it: kvhvdrun sets what they need."
+        elif not equals and name not in environment():
+            fact, fix = f"{name} is not set here, and what is set all workers have", f"-x {name}=VALUE sets it."
+        if fact:
+            raise LaunchError(message(f"-x {name}{equals}{value}: {fact}.", fix=fix))
+        found[name] = value if equals else environment()[name]
+    return found
+
+
 def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None = None) -> Plan:
     is_static = all(getattr(options, name) is None for name in _DECISIVE)
     for name in _OF_ELASTIC if is_static else _OF_STATIC:
@@ -247,6 +267,9 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
             raise LaunchError(message(fact, fix=fix))
     command, inherited = _program(options)
     hosts, first, most = _hosts(options), options.num_proc, options.max_np
+    of_slurm = None
+    if hosts is None and options.host_discovery_script is None and tell is None:
+        hosts = of_slurm = hosts_of_allocation(environment())
     if is_static:  # as many as there are
         first = most = first or (None if hosts is None else sum(hosts.values()))
         if first is None:
@@ -258,7 +281,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     if tell is not None:  # functions and results travel in a folder of this host
         refuse_others(hosts)
     can_be_several = options.host_discovery_script is not None or not all(map(is_here, hosts))
-    shell = remote_shell(options.rsh_command) if can_be_several else []
+    way = SRUN if of_slurm and options.rsh_command is None else options.rsh_command
+    shell = remote_shell(way) if can_be_several else []
     if not (shell or all(map(is_here, hosts))):
         fact = f"{', '.join(hosts)}: other hosts than this one, and there is no ssh that could start workers there."
         raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
@@ -269,7 +293,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         discovery = FixedHosts(hosts)
         if discovery.slots < needed:
             fact = f"{needed} workers are needed, but the hosts have {discovery.slots} slots."
-            raise LaunchError(message(fact, fix="give more slots, as in -H localhost:N."))
+            fix = "sbatch --ntasks-per-node=N" if of_slurm else "-H localhost:N"
+            raise LaunchError(message(fact, fix=f"give more slots, as in {fix}."))
     shown = options.ranks
     if shown is not None and max(shown) >= most:
         raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))
@@ -321,6 +346,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         shown=shown,
         verbose=options.verbose,
         shell=shell,
+        sent=frozenset(text.partition("=")[0] for text in options.x),
         tell=tell,
     )
 
@@ -350,6 +376,7 @@ def _is_of_outer_job(name: str) -> bool:
         "KVHVD_SIZE",
         "KVHVD_HOSTS",
         "KVHVD_SLOT",
+        "KVHVD_JOB",
         "KVHVD_SECRET",
         "KVHVD_GENERATION",
     )

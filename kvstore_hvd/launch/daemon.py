@@ -96,7 +96,8 @@ class Daemon:
         self._suspended = False  # the launcher has been stopped with its job, and cannot say anything
         self._why = ""  # we are ending, and this is the reason
         self._code = 0
-        self._kill_at = self._give_up_at = float("inf")
+        self._leaving = ""  # a signal has asked us to end, and the workers may leave until `_leave_until`
+        self._leave_until = self._kill_at = self._give_up_at = float("inf")
         self._look_at = self._drain_until = 0.0  # at the end
 
     def run(self) -> int:
@@ -122,10 +123,11 @@ class Daemon:
 
     def _turn(self) -> None:
         for number in self._inbox.take():
-            if number in processes.ENDING:
-                why = f"the daemon on {self._host} (pid {os.getpid()}) was ended by {signal.Signals(number).name}"
-                self._tell("ending", text=f"{why}.", code=128 + number)
-                self._end(why, self._grace_s, code=1)
+            if number in processes.ENDING and not self._leaving:
+                name = signal.Signals(number).name
+                self._leaving = f"the daemon on {self._host} (pid {os.getpid()}) was ended by {name}"
+                self._leave_until = self._clock.now() + self._grace_s
+                self._tell("ending", host=self._host, text=self._leaving, code=128 + number)
         by_pid = {worker.pid: worker for worker in self._workers.values()}
         for pid, code in self._reaper.reap():
             if pid in by_pid:
@@ -154,7 +156,7 @@ class Daemon:
 
     def _next_event(self) -> float:
         """Seconds until something must be done even if nothing happens."""
-        times = [self._kill_at, self._clock.now() + BEAT_S if self._suspended else self._beat_at]
+        times = [self._leave_until, self._kill_at, self._clock.now() + BEAT_S if self._suspended else self._beat_at]
         times += [worker.kill_at for worker in self._workers.values() if worker.kill_at is not None]
         if self._why and not self._workers:
             times.append(max(self._look_at, self._drain_until))
@@ -167,6 +169,9 @@ class Daemon:
         # What has arrived meanwhile has been read by now, and while this process stood still its clock did, too.
         if now > self._heard_at + self._lease_s and not self._suspended:
             self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)")
+        is_empty = not any(number >= 0 for number in self._workers)
+        if self._leaving and not self._why and (is_empty or now >= self._leave_until):
+            self._end(self._leaving, 0.0, code=1)
         for worker in self._workers.values():
             if worker.kill_at is not None and now >= worker.kill_at:
                 worker.kill_at = None
@@ -370,7 +375,7 @@ class Daemon:
 
     def _end(self, why: str, grace_s: float, code: int) -> None:
         """Ask all workers to end, and start no more of them; who still runs after the grace is killed."""
-        now = self._clock.now()
+        now, self._leave_until = self._clock.now(), float("inf")
         if not self._why:
             self._why, self._code, self._kill_at = why, code, now + grace_s
             for worker in self._workers.values():

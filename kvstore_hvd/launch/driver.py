@@ -61,6 +61,7 @@ class Plan(NamedTuple):
     shown: Collection[int] | None = None  # ranks whose output is shown; None: all
     verbose: bool = False
     shell: Sequence[str] = ()  # the words that run a command on another host; empty: there is only this one
+    sent: Collection[str] = ()  # variables that go to other hosts, although they belong to a host
     tell: Callable[[str, str], None] | None = None  # a program that calls a function, see launch/call.py
 
 
@@ -359,7 +360,7 @@ class Driver:
             "start",
             worker=number,
             command=list(plan.command),
-            environment=environment if is_here(slot.host) else travelling(environment),
+            environment=environment if is_here(slot.host) else travelling(environment, plan.sent),
             share=[place, count] if plan.bind_cores else [],
             line=are_several or not settings.is_static,
             stdin=settings.is_static and number == 0,  # on another host that of the daemon, which is empty
@@ -393,10 +394,10 @@ class Driver:
         elif kind == "say":
             self._say(message["text"])
         elif kind == "ending" and self._settings.is_static:
-            text = f"{message['text']}\n  Fix: to end a job, send the signal to kvhvdrun."
+            text = f"{message['text']}.\n  Fix: to end a job, send the signal to kvhvdrun."
             self._job.give_up(text, message["code"])
-        elif kind == "ending":  # its host is lost when it has ended
-            self._say(message["text"])
+        elif kind == "ending":
+            self._job.host_leaves(message["host"], message["text"], now)
         elif kind == "started":
             self._job.started(number, message["pid"], now)
         elif kind == "not_started" and self._settings.is_static:
@@ -522,6 +523,13 @@ def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
     if event == "host_lost":
         cooldown = f" It gets no worker for {fields['seconds']:.0f} s." if fields["seconds"] else ""
         return f"host {fields['host']} is lost: {fields['text']}.{cooldown}"
+    if event == "host_leaves":
+        return f"host {fields['host']} leaves: {fields['text']}."
+    if event == "host_left_out":
+        pair = f"it and {', '.join(fields['unreached'])} do not reach each other"
+        fact = f"host {fields['host']} is left out for {fields['seconds']:.0f} s: {pair}."
+        fix = "see whether a firewall lets workers connect; --network-interfaces chooses what they use."
+        return message(fact, fix=fix)
     if event == "worker_killed" and worker is not None:
         return f"worker {worker.id} ({worker.slot}) is killed: {fields['why']}."
     if event == "slot_blacklisted":

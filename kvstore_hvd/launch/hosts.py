@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvstore_hvd.errors import LaunchError, message
 
@@ -89,7 +89,8 @@ def refuse_others(hosts: Iterable[str]) -> None:
 
 @functools.cache
 def is_here(host: str) -> bool:
-    """Whether a name, in small letters, is one of this host: its own, localhost, or an address of the loopback."""
+    """Whether a name is one of this host: its own, localhost, or an address of the loopback."""
+    host = host.lower()
     if host == "localhost":
         return True
     import ipaddress
@@ -138,12 +139,14 @@ def remote_shell(text: str | None) -> list[str]:
 def shell_command(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     """The words that run a command on another host: ``{host}`` in the shell's is replaced, else the host follows."""
     there = [word.replace("{host}", host) for word in shell]
-    import shlex
+    if os.path.basename(there[0]) != "srun":  # it has no shell at its other end
+        import shlex
 
-    # Quoted only where the remote shell, if there is one, would take a word for something else.
-    return [*there, *([] if there != list(shell) else [host]), *map(shlex.quote, command)]
+        # Quoted only where the remote shell, if there is one, would take a word for something else.
+        command = list(map(shlex.quote, command))
+    return [*there, *([] if there != list(shell) else [host]), *command]
 
 
-def travelling(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of a worker that are set on another host, too."""
-    return {name: value for name, value in variables.items() if not _OF_HOST.match(name)}
+def travelling(variables: Mapping[str, str], sent: Collection[str]) -> dict[str, str]:
+    """Those variables of a worker that are set on another host, too: those of no host, and those that are `sent`."""
+    return {name: value for name, value in variables.items() if name in sent or not _OF_HOST.match(name)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ _NOT_NEEDED = "this worker is not needed any more"
 _KILL_TAKES_S = 5.0
 # Nobody dies, and still they do not meet: there is no end to that.
 _MAX_FAILED_MEETINGS = 20
+# One of two hosts that have not reached each other in so many meetings is left out.
+_MOST_APART = 3
 
 
 class Job:
@@ -73,6 +76,8 @@ class Job:
         self._short = Wait(now)  # for workers, of which there are too few
         # In a static job, by worker: the ranks that it waits for, and until when.
         self._meeting: dict[int, tuple[list[int], float]] = {}
+        self._known: Mapping[str, int] = {}  # the hosts that were discovered last
+        self._leaving: dict[str, str] = {}  # those that will be lost, and why
         self._changes = 0  # of the hosts
         self._change = NO_CHANGE  # the one that is being attended to
         self._resets = 0  # how often the workers have met again, as `--reset-limit` counts it
@@ -81,6 +86,8 @@ class Job:
         self._failures = Failures()
         self._failed_meetings = 0  # in a row
         self._failure = ""  # of the last of them
+        # In how many meetings two hosts have not reached each other, since they last met.
+        self._apart: Counter[frozenset[str]] = Counter()
         self._fail_at: float | None = None  # of a static job: when the others have had their time
         self._over = False
         self.hosts_fault = ""  # what is wrong with the discovery of hosts
@@ -158,7 +165,8 @@ class Job:
 
     def hosts(self, hosts: Mapping[str, int], now: float) -> None:
         """These are the hosts now, with so many slots each."""
-        changes = self._slots.update(hosts)
+        self._known = hosts
+        changes = self._slots.update({host: count for host, count in hosts.items() if host not in self._leaving})
         for event, host, count in changes:
             self._note(event, host=host, slots=count)
         if changes:
@@ -170,16 +178,25 @@ class Job:
         self._decide(now)
         self._change = NO_CHANGE
 
+    def host_leaves(self, host: str, text: str, now: float) -> None:
+        """A host will be lost soon, because of what `text` says: its workers leave in good order, if they have time."""
+        if not self._over:
+            self._leaving[host] = text
+            self._note("host_leaves", host=host, text=text)
+            self.hosts(self._known, now)
+
     def host_lost(self, host: str, text: str, now: float, lines: Mapping[int, Sequence[str]] | None = None) -> None:
         """All workers of a host are gone, because of what `text` says; `lines` are the last ones of each on stderr."""
         workers = [worker for worker in self._roster.running if worker.slot.host == host]
         if not self._over:
             if any(_has_lived_long(worker, now) for worker in workers):
                 self._slots.forgive(host)
-            seconds = self._slots.crashed(host, now, had_begun=any(worker.pid for worker in workers))
+            had_begun = any(worker.pid for worker in workers) and host not in self._leaving
+            seconds = self._slots.crashed(host, now, had_begun=had_begun)
+            text = self._leaving.pop(host, text)
             self._note("host_lost", host=host, text=text, seconds=round(seconds, 3))
         self._ended(workers, -signal.SIGKILL, lines or {}, now, text)
-        self._decide(now)
+        self.hosts(self._known, now)
 
     def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
         """There is a reason outside of it to end the job."""
@@ -257,6 +274,7 @@ class Job:
         cause, text = str(message["cause"]), str(message["text"])
         worker.ready, worker.finished = True, False
         if self._generation.has(worker):
+            self._hear_of_hosts(worker, [self._generation.members[int(rank)] for rank in message["unreached"]])
             if self._generation.phase is Phase.MEETING or cause in _LOST:
                 self._void(cause, text, now)
             if cause == "updated":
@@ -266,6 +284,12 @@ class Job:
             worker.ready_at = now
             self._note("newcomer_ready", worker=worker.id)
 
+    def _hear_of_hosts(self, worker: Worker, unreached: Sequence[Worker]) -> None:
+        """A worker has not reached these others; its meeting counts once for each two hosts."""
+        pairs = {frozenset((worker.slot.host, other.slot.host)) for other in unreached}
+        self._apart.update(pair for pair in pairs - self._generation.apart if len(pair) == 2)
+        self._generation.apart |= pairs
+
     def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
         if generation != self._generation.number or self._generation.phase is not Phase.MEETING:
             return
@@ -274,6 +298,8 @@ class Job:
                 member.joined_at = now if member.joined_at is None else member.joined_at
             self._failures.joined(now)
             self._failed_meetings = 0
+            hosts = {member.slot.host for member in self._generation.members}
+            self._apart = Counter({pair: count for pair, count in self._apart.items() if not pair <= hosts})
             self._note("generation_joined", generation=generation)
 
     def _ended(
@@ -353,6 +379,7 @@ class Job:
         if self._generation.phase is Phase.TRAINING:
             self._tell_changes(now)
         if self._generation.phase is not Phase.MEETING:
+            self._leave_out(now)
             self._form(now)
 
     def _start_static(self, now: float) -> None:
@@ -499,6 +526,25 @@ class Job:
         self._note("updated", generation=self._generation.number, number=self._updates, result=self._generation.told)
         for worker in self._generation.left:
             self._tell(worker.id, "updated", number=self._updates, result=self._generation.told)
+
+    def _leave_out(self, now: float) -> None:
+        """Go on without hosts that others have not reached in several meetings."""
+        left = self._generation.left
+        while all(worker.ready for worker in left):
+            hosts, having = {worker.slot.host for worker in left}, Counter(w.slot.host for w in left if w.synced)
+            pairs = [pair for pair, count in self._apart.items() if count >= _MOST_APART and pair <= hosts]
+            unreached = Counter(host for pair in pairs for host in pair if set(having) != {host})
+            if not unreached:
+                return
+            places = {host: self._slots.place_of(Slot(host, 0)) for host in hosts}
+            out = max(unreached, key=lambda host: (unreached[host], -having[host], places[host]))
+            others = sorted((host for pair in pairs if out in pair for host in pair - {out}), key=places.__getitem__)
+            seconds = self._slots.crashed(out, now, had_begun=False)
+            self._note("host_left_out", host=out, unreached=others, seconds=round(seconds, 3))
+            for worker in self._roster.running:
+                if worker.slot.host == out and not worker.leaving:
+                    self._dismiss(worker, now)
+            left = self._generation.left
 
     def _form(self, now: float) -> None:
         """Give the next generation out, if all are there who must be."""

@@ -336,6 +336,7 @@ class Generation:
         self.told = 0  # of changes, since the generation began
         self.kill_at: float | None = now + start_timeout_s + _MEETING_EXTRA_S if members else None
         self.wait = Wait()  # of workers that are there, for those that are late
+        self.apart: set[frozenset[str]] = set()  # hosts that have not reached each other
         self._joined: set[int] = set()
         self._timeout_s = timeout_s
 

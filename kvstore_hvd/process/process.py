@@ -262,7 +262,8 @@ class Process:
                 break
             except LaunchError as error:
                 log.logger.info("the rendezvous failed: %s", error)
-                world = line.next_world("meeting", " ".join(map(str.strip, str(error).splitlines())))
+                text = " ".join(map(str.strip, str(error).splitlines()))
+                world = line.next_world("meeting", text, world.unreached)
         line.joined(world)
         why = world.lost()  # before there was anything that `_on_void` could have failed
         if why:

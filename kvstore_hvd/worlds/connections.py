@@ -117,6 +117,8 @@ class _Meeting:
         except BaseException:
             with self._lock:
                 self._is_over = True  # who comes now is closed
+                if deadline.left() < config().start_timeout_s / 2:  # one that has just begun proves nothing
+                    self._world.unreached.extend(map(self._leader, self._absent))
                 for connection in self._found.values():
                     connection.close()
                 self._found.clear()
@@ -199,16 +201,19 @@ class _Meeting:
                 if connection in self._strangers:
                     self._strangers.remove(connection)
 
+    @property
+    def _absent(self) -> list[int]:
+        return [host for host in range(len(self._hosts)) if host != self._own and host not in self._found]
+
     def _missing(self) -> LaunchError:
-        topology = self._world.topology
-        absent = [host for host in range(len(self._hosts)) if host != self._own and host not in self._found]
-        ranks = [rank for host in absent for rank in topology.ranks_by_host[self._hosts[host]]]
+        topology, own = self._world.topology, self._hosts[self._own]
+        ranks = [rank for host in self._absent for rank in topology.ranks_by_host[self._hosts[host]]]
         details = []
-        for host in absent:
+        for host in self._absent:
             if host < self._own:
-                how = f"not reached at {self._faults.get(host, 'any address')}"
+                how = f"{own} has not reached it at {self._faults.get(host, 'any address')}"
             else:
-                how = f"it did not call {' or '.join(own_addresses(self._listener))}"
+                how = f"it has not called {own} at {' or '.join(own_addresses(self._listener))}"
             details.append(f"{self._hosts[host]}: {how}")
         return LaunchError(
             message(

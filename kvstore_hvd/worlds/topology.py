@@ -244,6 +244,7 @@ class World:
     other: it is equal on all ranks, whatever other worlds each of them was in. Of a world on several hosts,
     `communicator` is mpi4py's, with the ranks of the world of all; where there is none, `addresses` tells where each of
     those ranks listens. `index` tells the joins of process sets within that world from each other, and from it (0).
+    `unreached` gets a rank of each host that this one has tried to meet for long, in vain.
     """
 
     topology: Topology
@@ -254,6 +255,7 @@ class World:
     communicator: Any = field(default=None, repr=False, compare=False)
     addresses: tuple[tuple[str, ...], ...] = field(default=(), repr=False, compare=False)
     index: int = 0
+    unreached: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def next_generation(self) -> World:
         """The same ranks one generation, and one meeting, later."""

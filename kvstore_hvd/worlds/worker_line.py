@@ -60,9 +60,9 @@ class WorkerLine:
         answer = self._take()
         return self._world(answer), answer["t"] == "world"
 
-    def next_world(self, cause: str, text: str) -> World:
-        """Wait for the next world, after the present one was lost or left."""
-        self._send({"t": "ready", "generation": self._generation, "cause": cause, "text": text})
+    def next_world(self, cause: str, text: str, unreached: Sequence[int] = ()) -> World:
+        """Wait for the next world, after the present one was lost or left, or these ranks of it were not reached."""
+        self._ready(self._generation, cause, text, unreached)
         return self._world(self._take())
 
     def joined(self, world: World) -> None:
@@ -102,7 +102,11 @@ class WorkerLine:
             if not text:
                 return answer
             # Lost before this worker could meet anybody: the launcher waits to hear that it has given it up.
-            self._send({"t": "ready", "generation": answer["generation"], "cause": "meeting", "text": text})
+            self._ready(answer["generation"], "meeting", text)
+
+    def _ready(self, generation: int, cause: str, text: str, unreached: Sequence[int] = ()) -> None:
+        about = {"generation": generation, "cause": cause, "text": text}
+        self._send({"t": "ready", **about, "unreached": list(unreached)})
 
     def _world(self, answer: dict[str, Any]) -> World:
         generation = answer.get("generation", -1)

@@ -75,7 +75,7 @@ class Network:
 
     def _make(self) -> None:
         lines = ["127.0.0.1 localhost", f"{_NET}.1 {os.uname().nodename}"]
-        lines += [f"{_NET}.{10 + number} {name}" for number, name in enumerate(self.names)]
+        lines += [f"{self._address(name)} {name}" for name in self.names]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
         agent = self.folder / "agent"
         agent.write_text(_AGENT.format(folder=self.folder))
@@ -85,8 +85,8 @@ class Network:
         _ip("-n", self._bridge, "addr", "add", f"{_NET}.1/24", "dev", "br0")
         for device in ("br0", "lo"):
             _ip("-n", self._bridge, "link", "set", device, "up")
-        for number, name in enumerate(self.names):
-            self._boot(name, f"{_NET}.{10 + number}/24")
+        for name in self.names:
+            self._boot(name, f"{self._address(name)}/24")
 
     def _boot(self, name: str, address: str) -> None:
         space, bridge = self._space(name), self._bridge
@@ -183,6 +183,17 @@ class Network:
     def heal(self, name: str) -> None:
         """Undo `cut`."""
         _ip("-n", self._bridge, "link", "set", name, "up")
+
+    def part(self, name: str, other: str) -> None:
+        """Have two hosts not reach each other, which all others still do."""
+        _ip("-n", self._space(name), "route", "add", "unreachable", self._address(other))
+
+    def rejoin(self, name: str, other: str) -> None:
+        """Undo `part`."""
+        _ip("-n", self._space(name), "route", "del", "unreachable", self._address(other))
+
+    def _address(self, name: str) -> str:
+        return f"{_NET}.{10 + self.names.index(name)}"
 
     def shape(self, rate: str) -> None:
         """Limit what each host sends and receives, as ``'1gbit'``."""

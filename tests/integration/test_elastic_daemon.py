@@ -131,6 +131,26 @@ def test_end_leaves_nothing_and_reports_everything(marker):
         assert processes(marker) == []
 
 
+def test_a_signal_leaves_the_workers_their_time(marker):
+    """The daemon ends when they have left; who has not after the grace is killed."""
+    program = "line = open_line()\nline.send({'t': 'finished'})\nhear(line)"
+    with FakeLauncher(marker) as launcher:
+        launcher.start(0, program)
+        launcher.told(0)
+        launcher.daemon.terminate()
+        assert launcher.next("ending")["host"] == "localhost"
+        launcher.settle()
+        assert not any(message["t"] == "exited" for message in launcher.heard)
+        launcher.send("to", worker=0, message={"t": "leave", "text": ""})
+        assert launcher.next("exited", 0)["code"] == 0
+        launcher.wait(lambda: launcher.ended, "the end of the daemon")
+        assert launcher.daemon.wait(LIMIT_S) == 1
+    with FakeLauncher(marker, kill_grace_s=0.3) as launcher:
+        with_stubborn_workers(launcher)
+        launcher.daemon.terminate()
+        launcher.wait(lambda: processes(marker) == [], "the end of all processes")
+
+
 @pytest.mark.parametrize("who", ["daemon", "launcher"])
 def test_the_end_of_daemon_or_launcher_ends_everything(marker, who):
     with FakeLauncher(marker) as launcher:

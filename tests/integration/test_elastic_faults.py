@@ -4,15 +4,17 @@ After each job that ends with success the workers have equal parameters, those o
 steps, to the last bit; each sample was counted once in each epoch; and nothing is left behind.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from support.elastic import ElasticJob
 from support.elastic_schedule import assert_all_right
-from support.jobs import stopped
+from support.jobs import status_of, stopped
 
 SAMPLES = 240
 pytestmark = pytest.mark.timeout(400)
@@ -82,6 +84,26 @@ def test_slots_come_and_go(train, kind, begin):
     assert not job.events("generation_void")
     assert all(each["code"] == 0 for each in job.events("worker_exited")), job.events("worker_exited")
     end_well(job)
+
+
+def test_a_host_that_is_preempted_leaves_at_a_commit(train):
+    """SIGTERM to its daemon, which has rank 0, costs no step; after its cooldown the host is used again."""
+    options = ["-H", "localhost:1,127.0.0.2:1", "--blacklist-cooldown-range", "1", "2"]
+    job = train(workers=2, options=options, KVHVD_KILL_GRACE="60")
+    world = job.until_step(size=2)
+    daemon = int(status_of(job.pid(0))[1])
+    assert Path(f"/proc/{daemon}/cmdline").read_bytes().startswith(b"job-daemon ")  # by which docs/elastic.md finds it
+    os.kill(daemon, signal.SIGTERM)
+    world = job.until_step(size=1, after=world)
+    assert job.until_event("worker_exited", worker=0)["code"] == 0
+    job.until_step(size=2, after=world)
+    end_well(job)
+    steps = [line["step"] for line in job.lines("done", worker=1)]
+    assert steps == list(range(len(steps))), "a step was made twice"
+    assert not job.events("generation_void")
+    text = f"the daemon on localhost (pid {daemon}) was ended by SIGTERM"
+    assert f"host localhost leaves: {text}." in job.err
+    assert f"host localhost is lost: {text}. It gets no worker for " in job.err
 
 
 @pytest.mark.slow

@@ -32,13 +32,15 @@ def shells(job):
     return found
 
 
-@pytest.mark.parametrize("options", ["", "--min-np 4"])
-def test_workers_get_their_places(run, tmp_path, options):
-    """Those of the job come along, and those of the host stay; what a login shell prints is passed over."""
+@pytest.mark.parametrize(
+    ("options", "is_there"), [("", [True, False, False, True]), ("--min-np 4 -x HOME", [False] * 4)]
+)
+def test_workers_get_their_places(run, tmp_path, options, is_there):
+    """Variables of the job come along, those of the host stay unless sent; what a login shell prints is passed over."""
     (tmp_path / "input").write_text("given")
     hosts = "node1:1,localhost:2,node2:1"
     with (tmp_path / "input").open() as file:
-        job = run(f"-np 4 {SHELL} -H {hosts} {options}", PLACE, stdin=file, MINE="ä")
+        job = run(f"-np 4 {SHELL} -H {hosts} {options} -x MINE=ä=", PLACE, stdin=file, MINE="another")
     assert job.err == ""
     reports = job.reports()
     assert [one["place"] for one in reports] == [
@@ -48,11 +50,29 @@ def test_workers_get_their_places(run, tmp_path, options):
         [3, 4, 0, 1, 2, 3],
     ]
     slots = ["node1:0", "localhost:0", "localhost:1", "node2:0"]
-    assert [one["mine"] for one in reports] == [[slot, "ä"] for slot in slots]
-    assert [one["is_there"] for one in reports] == [True, False, False, True]
+    assert [one["mine"] for one in reports] == [[slot, "ä="] for slot in slots]
+    assert [one["is_there"] for one in reports] == is_there
     assert {(one["folder"], one["stdin"]) for one in reports} == {(str(tmp_path), "")}
     me = os.uname().nodename
     assert [one["hosts"] for one in reports] == [[] if options else [me, me, "node2"]] * 4
+
+
+@pytest.mark.parametrize("options", ["", "--min-np 2"])
+def test_an_allocation_of_slurm(run, tmp_path, monkeypatch, options):
+    """Its hosts are used, as many of their tasks as are wanted, and srun is the way to them."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).symlink_to(Path(SHELL.split()[1]).with_name("fake_slurm.py"))
+    program = """
+report(rank=rank, slot=os.environ['KVHVD_SLOT'], node=os.environ.get('SLURMD_NODENAME'), folder=os.getcwd())
+say('a' * 10_000 + '\\n' * 3)  # srun cuts long lines
+"""
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2,3", "FAKE_SCONTROL": "node1 node2"}
+    job = run(f"-np 3 --start-timeout 10 {options}", program, **slurm, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert job.err == ""
+    slots = ["node1:0", "node1:1", "node2:0", "node2:1", "node2:2"][: 5 if options else 3]
+    places = [{"rank": rank, "slot": slot, "node": slot.partition(":")[0]} for rank, slot in enumerate(slots)]
+    assert job.reports() == [{**place, "folder": str(tmp_path)} for place in places]
+    assert job.out.count("a" * 10_000) == len(slots)
 
 
 def test_hosts_that_are_one_share_memory(run):
@@ -138,13 +158,14 @@ def test_a_shell_is_killed(start):
 
 
 def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
-    script = tmp_path / "hosts"
-    script.write_text("#!/bin/sh\necho localhost:1; echo node1:2")
+    """The script prints bare names, as that of the MPI Operator."""
+    script = tmp_path / "discover_hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost\necho node1\n")
     script.chmod(0o755)
-    job = start(f"--min-np 1 {SHELL} --host-discovery-script {script}", acts=f"until={tmp_path}/finish")
-    job.until_joined(0, 1, 2)
-    os.kill(int(status_of(job.pid(1))[1]), signal.SIGKILL)
-    assert job.until_joined(count=3, after=0)[0] == 0
+    job = start(f"--min-np 1 --slots 2 {SHELL} --host-discovery-script {script}", acts=f"until={tmp_path}/finish")
+    job.until_joined(0, 1, 2, 3)
+    os.kill(int(status_of(job.pid(2))[1]), signal.SIGKILL)
+    assert job.until_joined(count=4, after=0)[:2] == [0, 1]
     (tmp_path / "finish").touch()
     err = job.end().err
     assert err.count("host node1 is lost: the line to its daemon was lost: ") == 1

@@ -14,7 +14,7 @@ from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, T
 # Fields of messages, by their type.
 OF_WORKERS = {
     "enter": {"host", "pid", "addresses", "ranks"},
-    "ready": {"generation", "cause", "text"},
+    "ready": {"generation", "cause", "text", "unreached"},
     "joined": {"generation"},
     "synced": {"generation"},
     "finished": set(),
@@ -72,7 +72,7 @@ class Play:
             self.job.started(number, 100 + number, self.now)
         self._take()
 
-    def ready(self, *workers: int, cause: str = "lost") -> None:
+    def ready(self, *workers: int, cause: str = "lost", unreached: Sequence[int] = ()) -> None:
         """Workers wait for their next world: the first one of a job from init() on, others when they say so."""
         for worker in workers:
             known = self.job.workers.get(worker)
@@ -82,7 +82,8 @@ class Play:
                 if known.ready or known.generation >= 0:
                     continue
             why = "start" if known.generation < 0 else cause
-            self.say(worker, "ready", generation=known.generation, cause=why, text="")
+            fields = {"cause": why, "text": "", "unreached": list(unreached)}
+            self.say(worker, "ready", generation=known.generation, **fields)
 
     def meet(self) -> list[int]:
         """The members of the current generation meet; returns them."""

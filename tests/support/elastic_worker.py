@@ -110,7 +110,7 @@ class FakeWorker:
     def next_world(self, cause: str) -> dict[str, Any]:
         """Say that a world is waited for; the next one that is given."""
         self.moment("ready")
-        self.say("ready", generation=self.generation, cause=cause, text="")
+        self.say("ready", generation=self.generation, cause=cause, text="", unreached=[])
         return self.take("world")
 
     def run(self) -> None:

@@ -132,7 +132,7 @@ class FakeLauncher:
             self.wait(lambda: self._taken < len(self.heard), f"{kind} of worker {worker}")
             message = self.heard[self._taken]
             self._taken += 1
-            if message["t"] == kind and worker in (None, message["worker"]):
+            if message["t"] == kind and worker in (None, message.get("worker")):
                 return message
 
     def told(self, worker: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_workers_that_never_meet():
     play.ready(0, 1)
     for _ in range(20):
         assert play.ending is None
-        play.say(0, "ready", generation=play.generation, cause="meeting", text="no memory")
+        play.say(0, "ready", generation=play.generation, cause="meeting", text="no memory", unreached=[])
         play.ready(1, cause="meeting")
     assert play.outcome == (1, "the rendezvous failed 20 times in a row, the last time with: no memory")
 

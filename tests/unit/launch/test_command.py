@@ -19,6 +19,7 @@ from kvstore_hvd.launch.driver import environment_of
 from kvstore_hvd.launch.hosts import shell_command, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
+from kvstore_hvd.launch.slurm import hosts_of_allocation
 from kvstore_hvd.launch.state import Slot
 from support.patience import patient
 
@@ -122,6 +123,9 @@ def test_the_tail_leaves_out_what_python_ignores():
         (["-H", "localhost:0", "true"], 2, "'localhost:0': a host takes at least 1 worker"),
         (["-H", "localhost:2,LOCALHOST:1", "true"], 2, "the host 'localhost' is named twice"),
         (["-H", "localhost:2", "--hostfile", "x", "true"], 2, "both --hosts and --hostfile name hosts"),
+        (["-np", "2", "-x", "A B=1", "true"], 2, "-x A B=1: 'A B' is not the name of a variable.\n  Fix: "),
+        (["-np", "2", "-x", "KVHVD_RANK=1", "true"], 2, "-x KVHVD_RANK=1: KVHVD_RANK differs between workers."),
+        (["-np", "2", "-x", "NOT_SET", "true"], 2, "-x NOT_SET: NOT_SET is not set here, and what is set all"),
         (["-np", "2", "--ranks", "0,2", "true"], 2, "--ranks: there is no rank 2.\n  Fix: the ranks are 0 to 1."),
         (["-np", "2", "--ranks", "0-1", "true"], 2, "argument --ranks: '0-1' is not a whole number of at least 0"),
         (["-np", "2", "--output-filename", "/dev/null", "true"], 2, "'/dev/null/rank.0' cannot be made"),
@@ -303,7 +307,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     assert shell_command(["env", *ssh], "node1", where) == ["env", *ssh, "node1", "true", "'/path with space/x'"]
     assert shell_command(["srun", "-w", "{host}"], "node1", ["true"]) == ["srun", "-w", "node1", "true"]
     given = dict.fromkeys(("PATH", "KVHVD_RANK", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
-    assert list(travelling(given)) == ["PATH", "KVHVD_RANK", "USERS"]
+    assert list(travelling(given, ["TMPDIR"])) == ["PATH", "KVHVD_RANK", "USERS", "TMPDIR"]
     for text, fault in [("no-such-shell -x", "is not there"), ("", "is not there"), ("ssh 'x", "No closing quotation")]:
         assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
         assert fault in capfd.readouterr().err
@@ -316,6 +320,31 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert command.main(["-H", "node1:2", "true"]) == 2
     assert "node1: other hosts than this one, and there is no ssh" in capfd.readouterr().err
+
+
+def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no scontrol
+    for nodes, tasks, hosts in [
+        ("a[1-2,08-10]b,C[1-2]d[3-4]", "2(x4),1,3(x4)", "a1b:2 a2b:2 a08b:2 a09b:2 a10b:1 C1d3:3 C1d4:3 C2d3:3 C2d4:3"),
+        ("n1,n2.x-y", "1(x2)", "n1:1 n2.x-y:1"),
+    ]:
+        found = hosts_of_allocation({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
+        assert " ".join(f"{host}:{count}" for host, count in found.items()) == hosts
+    assert hosts_of_allocation({"SLURM_JOB_NODELIST": "a1", "SLURM_TASKS_PER_NODE": "1"}) is None
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a[1-2]")
+    assert command.main(["/bin/true"]) == 2
+    assert "SLURM_TASKS_PER_NODE= does not tell the tasks of each host in SLURM" in capfd.readouterr().err
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    (tmp_path / "srun").symlink_to("/bin/true")
+    made = plan("/bin/true")
+    assert (made.settings.max_np, made.shell[0]) == (4, "srun")
+    words = shell_command(made.shell, "a1", ["python", "/a folder"])
+    assert words[-3:] == ["--nodelist=a1", "python", "/a folder"]  # there is no shell at the other end
+    assert plan("-np", "7", "-H", "localhost:8", "/bin/true").shell == []
+    assert command.main(["-np", "5", "/bin/true"]) == 2
+    assert "hosts have 4 slots.\n  Fix: give more slots, as in sbatch --ntasks-per-node=N." in capfd.readouterr().err
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # each of them starts a job of its own
+    assert plan("-np", "5", "/bin/true").settings.max_np == 5
 
 
 def test_shares_of_cores():

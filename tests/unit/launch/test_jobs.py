@@ -172,6 +172,26 @@ def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_a
     assert play.notes("slot_blacklisted") == []
 
 
+def test_a_host_that_leaves_is_as_good_as_removed_until_it_is_lost():
+    play = Play({"a": 1, "b": 1}, min_np=1, cooldown=Cooldown(10, 20))
+    play.begin()
+    play.job.host_leaves("b", "a notice", play.now)
+    play.hosts({"a": 1, "b": 1})  # a script may list it for longer
+    assert [told["result"] for told in play.told(0, "updated")] == [1]
+    assert play.commit() == [0]
+    assert [told["t"] for told in play.told(1)][-1] == "leave"
+    play.end(1)
+    play.wait(30)
+    assert len(play.starts()) == 2
+    play.job.host_lost("b", "the line is closed", play.now)
+    play.hosts({"a": 1, "b": 1})
+    (lost,) = play.notes("host_lost")
+    assert (lost["text"], lost["seconds"] >= 10) == ("a notice", True)
+    play.wait(lost["seconds"] + 1)
+    assert play.starts()[2:] == [(2, "b:0")]
+    assert play.notes("generation_void") == []
+
+
 def test_a_host_that_was_never_there_is_left_alone_at_once():
     play = Play({"a": 1, "b": 3}, min_np=1)
     play.job.host_lost("b", "a storm", play.now)
@@ -181,6 +201,69 @@ def test_a_host_that_was_never_there_is_left_alone_at_once():
     play.begin()
     assert play.members == [0]
     assert len(play.starts()) == 4
+
+
+def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over():
+    play = Play({"a": 1, "b": 1, "c": 1}, min_np=1, cooldown=Cooldown(10, 20))
+    play.begin()
+
+    def fail(*apart):
+        """All say whom they have not reached, by their numbers in pairs."""
+        ranks = {worker: rank for rank, worker in enumerate(play.members)}
+        for worker in play.members:
+            others = [other for pair in apart for other in pair if worker in pair and other != worker]
+            play.ready(worker, cause="meeting", unreached=[ranks[other] for other in others])
+
+    play.ready(0, 1, 2)
+    fail((1, 2))
+    fail((0, 1), (1, 2))
+    assert play.members == [0, 1, 2]
+    fail((1, 2), (0, 1))  # for the third time: 1 and 2; they are alike, and 2 comes later
+    (note,) = play.notes("host_left_out")
+    assert (note["host"], note["unreached"]) == ("c", ["b"])
+    assert play.meet() == [0, 1]
+    assert [told["t"] for told in play.told(2)][-1] == "leave"
+    play.end(2)
+    assert play.ending is None
+    play.wait(note["seconds"] - 1)
+    assert len(play.starts()) == 3
+    play.wait(2)
+    assert play.starts()[3:] == [(3, "c:0")]
+    play.ready(3)
+    play.ready(*play.members, cause="updated")
+    assert play.members == [0, 1, 3]
+    fail((1, 3))  # still: at once
+    assert play.members == [0, 1]
+    assert play.notes("host_left_out")[1]["seconds"] > note["seconds"]
+
+
+@pytest.mark.parametrize(("synced", "out"), [((), "d"), ((1, 2, 3), "a"), ((0,), "d"), ((0, 1, 2), "d")])
+def test_which_host_is_left_out(synced, out):
+    """The first and the last have two that they do not reach; of these, one without the state."""
+    play = Play({"a": 1, "b": 1, "c": 1, "d": 1}, min_np=1)
+    play.begin()
+    for worker in synced:
+        play.say(worker, "synced", generation=0)
+    unreached = [(1, 3), (0,), (3,), (0, 2)]
+    play.ready(0, 1, 2, 3)
+    for _ in range(3):
+        assert play.members[:1] == list(synced[:1] or [0])
+        ranks = {worker: rank for rank, worker in enumerate(play.members)}
+        for worker in list(play.members):
+            play.ready(worker, cause="meeting", unreached=[ranks[other] for other in unreached[worker]])
+    assert play.notes("host_left_out")[0]["host"] == out
+
+
+def test_the_last_host_with_the_state_is_never_left_out():
+    play = Play({"a": 1, "b": 1, "c": 1}, min_np=1)
+    play.begin()
+    play.say(0, "synced", generation=0)
+    play.ready(0, 1, 2)
+    for _ in range(3):
+        for worker, unreached in enumerate([(1, 2), (0,), (0,)]):
+            play.ready(worker, cause="meeting", unreached=unreached)
+    assert play.members == [0]
+    assert [note["host"] for note in play.notes("host_left_out")] == ["c", "b"]
 
 
 def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():
@@ -321,10 +404,11 @@ def test_words_out_of_place_change_nothing():
     with pytest.raises(ValueError, match="there is no worker 7"):
         play.say(7, "finished")
     with pytest.raises(ValueError, match="before it has called init"):
-        play.say(0, "ready", generation=-1, cause="start", text="")
+        play.say(0, "ready", generation=-1, cause="start", text="", unreached=[])
     play.enter(0)
     seen = len(play.seen)
-    for kind, fields in (("joined", {"generation": 0}), ("ready", {"generation": 3, "cause": "lost", "text": ""})):
+    waits = {"generation": 3, "cause": "lost", "text": "", "unreached": []}
+    for kind, fields in (("joined", {"generation": 0}), ("ready", waits)):
         with pytest.raises(ValueError, match="a generation that it was not given"):
             play.say(0, kind, **fields)
     assert len(play.seen) == seen

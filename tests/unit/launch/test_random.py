@@ -32,6 +32,7 @@ class Actor:
         self.entered = self.placed = self.waiting = self.meeting = self.training = False
         self.synced = False
         self.asked = 0  # to come to a commit
+        self.unreached = []  # ranks of its world on a host that its own does not reach
         self.generation = -1
 
     def say(self, kind, **fields):
@@ -39,7 +40,9 @@ class Actor:
 
     def wait(self, cause):
         self.training, self.waiting, self.asked = False, True, 0
-        self.say("ready", generation=self.generation, cause="start" if self.generation < 0 else cause, text="")
+        cause = "start" if self.generation < 0 else cause
+        unreached = self.unreached if cause == "meeting" else []
+        self.say("ready", generation=self.generation, cause=cause, text="", unreached=unreached)
 
     def exit(self, code):
         if self.code is None:
@@ -79,7 +82,7 @@ class Actor:
             self.wait("start")
         elif self.meeting:
             self.meeting = False
-            if not well and rng.random() < 0.05:
+            if not well and (self.unreached or rng.random() < 0.05):
                 self.wait("meeting")
             else:
                 self.training = True
@@ -113,13 +116,15 @@ class History:
             cooldown=Cooldown(1.0, 10.0),
         )
         self.actors = {}
-        self.hosts = {}
+        self.hosts = {}  # but for those that are about to leave
+        self.leaving = set()
         self.generations = []
         self.worlds = {}  # of the generation that is being given out
         self.known_dead = set()
         self.synced = set()
         self.dismissed = set()
         self.gone_well = False
+        self.apart = rng.choice((set(), {"a", "b"}, {"b", "c"}))  # hosts that do not reach each other
         self.ending = None
         self.kinds = set()
         self.job = Job(self.settings, self.now, random.Random(seed))
@@ -128,6 +133,7 @@ class History:
     # -- What the launcher does
 
     def apply(self):
+        self.known_dead |= {worker.id for worker in self.job.workers if worker.lost}  # also those that never started
         for action in self.job.take():
             assert self.ending is None or isinstance(action, Note), "something is done after the end"
             self.check(action)
@@ -179,6 +185,10 @@ class History:
             assert (world["generation"], world["rank"], world["size"]) == (number, rank, len(world["hosts"]))
             assert (world["size"], member in self.known_dead, member in self.dismissed) == (size, False, False)
         self.worlds.clear()
+        of_members = [self.actors[member] for member in members]
+        for actor in of_members:
+            hosts = [{actor.slot.host, other.slot.host} for other in of_members]
+            actor.unreached = [rank for rank, pair in enumerate(hosts) if pair == self.apart]
         assert size <= self.settings.max_np
         somebody_finished = any(worker.finished for worker in self.job.workers)
         assert self.gone_well or size >= self.settings.min_np or somebody_finished, "below --min-np"
@@ -227,12 +237,24 @@ class History:
 
     def discover(self):
         rng = self.rng
-        self.hosts = {host: rng.randint(1, 3) for host in HOSTS if rng.random() < 0.7}
-        self.job.hosts(self.hosts, self.now)
+        self.discovered = {host: rng.randint(1, 3) for host in HOSTS if rng.random() < 0.7}
+        self.see_hosts()
+        self.job.hosts(self.discovered, self.now)
         self.apply()
 
-    def lose_host(self):
+    def see_hosts(self):
+        self.hosts = {host: count for host, count in self.discovered.items() if host not in self.leaving}
+
+    def warn_of_host(self):
         host = self.rng.choice(HOSTS)
+        self.leaving.add(host)
+        self.see_hosts()
+        self.job.host_leaves(host, "a notice", self.now)
+        self.apply()
+
+    def lose_host(self, host):
+        self.leaving.discard(host)
+        self.see_hosts()
         for actor in self.actors.values():
             if actor.slot.host == host and actor.code is None:
                 actor.code = -9
@@ -261,7 +283,9 @@ class History:
         if not well and roll < 0.04:
             self.discover()
         elif not well and roll < 0.045:
-            self.lose_host()
+            self.lose_host(rng.choice(HOSTS))
+        elif not well and roll < 0.05:
+            self.warn_of_host()
         elif roll < 0.10:
             self.pass_time(rng.choice((0.1, 0.6, 3.0)))
         elif living:
@@ -289,7 +313,9 @@ class History:
                 return
             self.step(well=False)
         # From here on all goes well, and the job has to come to its end.
-        self.hosts = {"a": 3, "b": 1}
+        for host in set(self.leaving):
+            self.lose_host(host)
+        self.hosts = self.discovered = {"a": 3, "b": 1}
         self.job.hosts(self.hosts, self.now)
         self.apply()
         for _ in range(20_000):
@@ -314,5 +340,6 @@ def test_random_histories(part):
         assert history.ending is not None
         seen |= history.kinds
         codes.add(history.ending.code)
-    assert {"world", "void", "updated", "leave", "fail", "place", "slot_blacklisted", "worker_killed"} <= seen
+    assert {"world", "void", "updated", "leave", "fail", "place"} <= seen
+    assert {"slot_blacklisted", "host_left_out", "worker_killed"} <= seen
     assert {0, 1, 137} <= codes

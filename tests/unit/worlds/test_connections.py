@@ -97,6 +97,7 @@ def test_attempts_of_another_meeting_do_not_meet(listeners):
         lost.set()
         with pytest.raises(LaunchError, match="given up"):
             former.result(LONG_S)
+        assert late[0].unreached == []  # it has not tried for long
         check_connected([connect_hosts(now[0], listeners[0]), *(each.result(LONG_S) for each in others)])
 
 
@@ -147,8 +148,9 @@ def test_a_host_that_does_not_come(listeners, setting):
     for text in map(str, results):
         assert "ranks 1, 4 did not arrive within 1 s" in text
         assert "firewall" in text and "KVHVD_NETWORK_INTERFACES" in text
-    assert "node1: it did not call" in str(results[0])
-    assert f"node1: not reached at {of_all[0].addresses[1][0]}: Connection refused" in str(results[1])
+    assert "node1: it has not called node0 at " in str(results[0])
+    assert f"node1: node2 has not reached it at {of_all[0].addresses[1][0]}: Connection refused" in str(results[1])
+    assert [of_all[host].unreached for host in (0, 2)] == [[1], [1]]
 
 
 def test_addresses(listeners, setting):

@@ -107,7 +107,7 @@ def test_a_running_job_gives_a_guess(daemon, line):
     assert daemon.take()["t"] == "enter"
     threading.Timer(0.05, daemon.world, [4]).start()
     assert line.next_world("start", "").topology.generation == 4
-    assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": ""}
+    assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": "", "unreached": []}
 
 
 def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
@@ -121,7 +121,7 @@ def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
     assert line.void(2) == ""
     threading.Timer(0.05, daemon.world, [2]).start()
     assert line.next_world("lost", "").topology.generation == 2
-    ready = {"t": "ready", "generation": 1, "cause": "meeting", "text": "worker 3 was killed"}
+    ready = {"t": "ready", "generation": 1, "cause": "meeting", "text": "worker 3 was killed", "unreached": []}
     assert [daemon.take() for _ in range(3)][2] == ready
 
 
