@@ -91,6 +91,8 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         private.Set_errhandler(mpi.ERRORS_RETURN)
         own = Introduction(Host.here(), os.getpid(), secrets.token_hex(8), secrets.token_bytes(32))
         ranks = list(private.allgather(own))
+        if chosen.size == mpi.COMM_WORLD.size:  # so all ranks have left MPI_Init
+            _unlink_files_of_mpich()
         hosts = virtual_hosts([each.host for each in ranks], config().test_hosts)
         topology = Topology.of(chosen.rank, hosts, source="mpi", pids=[each.pid for each in ranks])
         if topology.host_count > 1:
@@ -101,6 +103,15 @@ def mpi_world(launch: MPILaunch | None, comm: Any = None) -> World | None:
         fix = "look at what the first worker that failed has printed."
         text = message(f"MPI failed while the workers were finding each other: {error}.", fix=fix)
         raise LaunchError(text) from error
+
+
+def _unlink_files_of_mpich() -> None:
+    """Leave no file behind if the job is killed: all of its ranks have mapped it, and MPI_Finalize does not miss it."""
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if "/dev/shm/mpich_shm_" in line}
+    for path in mapped:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _await_all(communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> None:
