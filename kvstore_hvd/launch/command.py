@@ -18,15 +18,7 @@ from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from kvstore_hvd.launch.driver import Driver, Plan, StartError
-from kvstore_hvd.launch.hosts import (
-    hosts_of_file,
-    hosts_of_option,
-    is_here,
-    most_together,
-    refuse_others,
-    remote_shell,
-    slots_of,
-)
+from kvstore_hvd.launch.hosts import hosts_of_file, is_here, most_together, remote_shell, slots_of
 from kvstore_hvd.launch.slurm import SRUN, hosts_of_allocation
 from kvstore_hvd.launch.state import Cooldown, Settings
 
@@ -278,13 +270,15 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     _check_order(least, first, most)
     needed = max(least, first or 0)
     hosts = hosts or {"localhost": most or needed}
-    if tell is not None:  # functions and results travel in a folder of this host
-        refuse_others(hosts)
-    can_be_several = options.host_discovery_script is not None or not all(map(is_here, hosts))
+    others = [host for host in hosts if not is_here(host)]
+    if others and tell is not None:  # functions and results travel in a folder of this host
+        fact = f"'{others[0]}' is another host, and run() starts workers on this one only."
+        fix = f"omit hosts; for several, put the function into a script: kvhvdrun -H {others[0]}:2 python it.py"
+        raise LaunchError(message(fact, fix=fix))
     way = SRUN if of_slurm and options.rsh_command is None else options.rsh_command
-    shell = remote_shell(way) if can_be_several else []
-    if not (shell or all(map(is_here, hosts))):
-        fact = f"{', '.join(hosts)}: other hosts than this one, and there is no ssh that could start workers there."
+    shell = remote_shell(way) if others or options.host_discovery_script is not None else []
+    if others and not shell:
+        fact = f"{', '.join(others)}: other hosts than this one, and there is no ssh that could start workers there."
         raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
     discovery: HostDiscovery
     if options.host_discovery_script is not None:
@@ -298,8 +292,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     shown = options.ranks
     if shown is not None and max(shown) >= most:
         raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))
-    are_here = all(map(is_here, hosts))
-    capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, not are_here))
+    capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, others))
     count = most or max(needed, min(discovery.slots, MAX_WORKERS))
     check_count(count, *((2 if capture else 0,) if is_static else ELASTIC_FILES))
     cfg, cores = config(), usable_cores()
@@ -403,7 +396,7 @@ def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
         raise LaunchError(message(f"both {named[0]} and {named[1]} name hosts.", fix="give one of them."))
     if options.hosts is None and options.hostfile is None:
         return None
-    entries = hosts_of_file(options.hostfile) if options.hosts is None else hosts_of_option(options.hosts)
+    entries = hosts_of_file(options.hostfile) if options.hosts is None else map(str.strip, options.hosts.split(","))
     return slots_of(entries, options.slots_per_host or 1)
 
 

@@ -13,11 +13,9 @@ from kvstore_hvd.errors import LaunchError, message
 __all__ = [
     "address_of",
     "hosts_of_file",
-    "hosts_of_option",
     "is_here",
     "machine_of",
     "most_together",
-    "refuse_others",
     "remote_shell",
     "shell_command",
     "slots_of",
@@ -35,11 +33,6 @@ _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerA
 _OF_HOST = re.compile(
     r"(HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|TMPDIR|USER|_)$|SSH_|XDG_|DBUS_|DISPLAY$|BASH_FUNC_|SLURM_"
 )
-
-
-def hosts_of_option(text: str) -> list[str]:
-    """The entries of ``-H``: ``host`` or ``host:slots``, with commas between them."""
-    return [entry.strip() for entry in text.split(",")]
 
 
 def hosts_of_file(path: str) -> list[str]:
@@ -73,18 +66,6 @@ def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
             raise LaunchError(message(f"the host '{host}' is named twice.", fix="add its slots up in one entry."))
         slots[host] = count
     return slots
-
-
-def refuse_others(hosts: Iterable[str]) -> None:
-    """Refuse hosts that are not this one, for `run`."""
-    for host in hosts:
-        if not is_here(host):
-            raise LaunchError(
-                message(
-                    f"'{host}' is another host; run() starts workers on this one, '{socket.gethostname()}', only.",
-                    fix=f"omit hosts; for several, put the function into a script: kvhvdrun -H {host}:2 python it.py",
-                )
-            )
 
 
 @functools.cache
