@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,7 +138,8 @@ def main() -> None:
             cells += [_summary([one.seconds[r] for one in outcomes for r in there if r in one.seconds])]
         cells.append(_summary([one.ended_s for one in outcomes if one.ended_s is not None]))
         cells[-1] += "".join(f"; {n} never" for n in [sum(one.ended_s is None for one in outcomes)] if n)
-        cells.append("; ".join(sorted({each for one in outcomes for each in one.left})) or "nothing")
+        kinds = Counter(re.sub(r" \d+ |_[0-9a-f]{6,}_\d", " ", each)[:40] for one in outcomes for each in one.left)
+        cells.append("; ".join(f"{kind} ({times})" for kind, times in kinds.items()) or "nothing")
         sys.stdout.write(f"| {' | '.join(cells)} |\n")
         sys.stdout.flush()
         if options.texts:

@@ -27,9 +27,11 @@ def example(page):
 
 
 def plain(line):
-    """A line without what differs from run to run: hosts, processes, folders, the last digits of a loss."""
+    """A line without what differs from run to run: hosts, processes, folders, order, last digits of a loss."""
     line = re.sub(r"\([\w.-]+, pid \d+\)", "(host, pid)", line)
     line = re.sub(r'File ".*?/?(\w+\.py)"', r'File "\1"', line)
+    line = re.sub(r"checkpoint \S+", "checkpoint", line)
+    line = re.sub(r"(pid|from step|First, worker) \d+|'\w+' \(key \d\)", r"\1", line)
     return re.sub(r"loss [\d.]+e-\d+", "loss", line)
 
 
@@ -56,6 +58,24 @@ def test_a_program_prints_what_the_page_says(page, run, tmp_path):
         for line in shown:
             if line.startswith(rank):
                 assert plain(line) in lines, f"not printed, or out of order: {line}\n{job.describe()}"
+
+
+@pytest.mark.slow
+def test_the_faults_look_as_their_page_says(start, tmp_path):
+    """Its programs are called by the names above them, and its commands run one after the other."""
+    text = (ROOT / "docs" / "faults.md").read_text()
+    for name, program in re.findall(r"^`(\w+\.py)`.*?^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(program)
+    commands = re.findall(
+        r"^```\n\$ ((?:\w+=\S+ )?)kvhvdrun (.*?) python (.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+    )
+    assert len(commands) == 6
+    for setting, options, arguments, shown in commands:
+        variables = dict(word.split("=") for word in setting.split())
+        job = start(options, [sys.executable, *arguments.split()], **variables).end(None)
+        printed = [plain(line) for line in (job.out + job.err).splitlines()]
+        missing = [line for line in shown.splitlines() if plain(line) not in printed]
+        assert not missing, f"{missing}\n{job.describe()}"
 
 
 @pytest.mark.slow
