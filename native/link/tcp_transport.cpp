@@ -24,8 +24,8 @@ constexpr std::size_t kAhead = 4096;  // bytes that are read beyond a message: h
 constexpr std::size_t kTogether = 8;  // messages in one call
 constexpr std::uint64_t kLongest = std::uint64_t{1} << 32;
 
-// While packets are lost the kernel repeats them at intervals that double, up to this; 44: TCP_RTO_MAX_MS of Linux 6.15,
-// which older headers lack and older kernels refuse.
+// While packets are lost the kernel repeats them at intervals that double, up to this; 44: TCP_RTO_MAX_MS of
+// Linux 6.15, which older headers lack and older kernels refuse.
 constexpr int kRtoMax = 44, kRtoMaxMs = 1000;
 
 constexpr const char* kTooLong = "a message is longer than what was expected";
