@@ -1,6 +1,9 @@
 """Jobs of kvhvdrun on several hosts, which are namespaces of this machine, behind a remote shell over their network."""
 
+import re
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from support.patience import patient
 pytestmark = [pytest.mark.alike, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 
 PORT = "2222"
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 SHELL = f"--rsh-command {Path(__file__).parents[1] / 'support' / 'remote_shell.py'}"
 
 
@@ -37,9 +41,9 @@ def begin(network, start):
 
 
 def left(network, name):
-    """The processes of a host but for the server of its shell."""
+    """The processes of a host but for the server of its shell, or of ssh."""
     found = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in network.processes(name)]
-    return [pid for pid, path in found if path.exists() and b"--serve" not in path.read_bytes()]
+    return [pid for pid, path in found if path.exists() and not re.search(b"--serve|/sshd", path.read_bytes())]
 
 
 SUM = """
@@ -56,6 +60,41 @@ def test_places_and_sums(begin, options):
     reports = begin(options, SUM).end().reports()
     assert [(one["rank"], one["place"]) for one in reports] == [(0, [0, 0]), (1, [0, 1]), (2, [1, 0])]
     assert [one["total"] for one in reports] == [[6.0, 6.0]] * 3
+
+
+@pytest.mark.skipif(SSHD is None, reason="there is no sshd")
+@pytest.mark.parametrize("options", ["", "--min-np 3"])
+def test_ssh(network, start, tmp_path, options):
+    """As above, and nothing is left on any host when the launcher is killed."""
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / key], check=True)
+    (tmp_path / "server").write_text(
+        f"HostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/user.pub\nStrictModes no\nPidFile none\n"
+    )
+    client = f"IdentityFile {tmp_path}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    (tmp_path / "client").write_text(client)
+    servers = [
+        subprocess.Popen([network.folder / "agent", name, f"exec {SSHD} -D -f {tmp_path}/server"])
+        for name in network.names
+    ]
+
+    def begin(program):
+        words = [*network.beside, *kvhvdrun().prefix, "--rsh-command", f"ssh -F {tmp_path}/client"]
+        return start(f"-H node0:1,node1:2 {options}", program, launcher=words)
+
+    try:
+        reports = begin(SUM).end().reports()
+        assert [(one["rank"], one["total"]) for one in reports] == [(rank, [6.0, 6.0]) for rank in range(3)]
+        begin("say('ready\\n')\nforever()").until_printed("ready", 3).end(-signal.SIGKILL, signal.SIGKILL)
+        limit = time.monotonic() + patient(15)
+        while any(left(network, name) for name in network.names):
+            assert time.monotonic() < limit, "something is left"
+            time.sleep(0.01)
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
 
 
 @pytest.mark.timing
