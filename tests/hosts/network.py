@@ -18,6 +18,7 @@ from typing import Any
 
 from support.launchers import Launcher, environment, with_tests
 
+SHELL = Path(__file__).parents[1] / "support" / "remote_shell.py"
 _NET = "10.231.0"
 # What mpirun calls instead of ssh: enters the host's namespaces. Open MPI names its files by processes, whose numbers
 # are those of other hosts, too: each host has a folder for them.
@@ -50,6 +51,8 @@ class Network:
         self._prefix = f"kvhvd{os.getpid()}"
         self._bridge = f"{self._prefix}-bridge"
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._port = 0  # where hosts run commands
+        self._servers: dict[str, set[int]] = {}
 
     def __enter__(self) -> Network:
         try:
@@ -86,10 +89,13 @@ class Network:
         for device in ("br0", "lo"):
             _ip("-n", self._bridge, "link", "set", device, "up")
         for name in self.names:
-            self._boot(name, f"{self._address(name)}/24")
+            self.boot(name)
 
-    def _boot(self, name: str, address: str) -> None:
-        space, bridge = self._space(name), self._bridge
+    def boot(self, name: str) -> None:
+        """Start a host, also one that has crashed."""
+        space, bridge, address = self._space(name), self._bridge, f"{self._address(name)}/24"
+        for former in (["-n", bridge, "link", "del", name], ["netns", "del", space]):
+            subprocess.run(["ip", *former], capture_output=True, check=False)
         _ip("netns", "add", space)
         _ip("link", "add", name, "netns", bridge, "type", "veth", "peer", "name", "eth0", "netns", space)
         _ip("-n", bridge, "link", "set", name, "master", "br0", "up")
@@ -108,6 +114,8 @@ class Network:
         (self.folder / f"{name}.up").unlink()
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
         (self.folder / f"{name}.pid").write_text(children[0])
+        if self._port:
+            self._serve(name)
 
     # -- Processes --------------------------------------------------------------------------------------------------
 
@@ -147,20 +155,36 @@ class Network:
 
     def serve(self, port: int) -> None:
         """Have all hosts run commands for `support/remote_shell.py`."""
-        shell = Path(__file__).parents[1] / "support" / "remote_shell.py"
+        self._port = port
         for name in self.names:
-            command = [self.folder / "agent", name, str(shell), "--serve", str(port)]
-            subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE).stdout.readline()
+            self._serve(name)
+
+    def _serve(self, name: str) -> None:
+        command = [self.folder / "agent", name, str(SHELL), "--serve", str(self._port)]
+        server = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        assert server.stdout.readline(), f"host {name} runs no commands"
+        self._servers[name] = set(self.processes(name))
 
     def processes(self, name: str) -> list[int]:
-        """The running processes of a host, by their numbers on this machine, without its first one."""
+        """The running processes of a host, by their numbers on this machine, without its first one and its server."""
         first = (self.folder / f"{name}.pid").read_text()
         with contextlib.suppress(OSError):
             space = os.readlink(f"/proc/{first}/ns/pid")
             found = [path for path in Path("/proc").iterdir() if path.name.isdigit() and path.name != first]
             found = [path for path in found if _link(path / "ns/pid") == space]
-            return [int(path.name) for path in found if (path / "cmdline").read_bytes()]
+            numbers = [int(path.name) for path in found if (path / "cmdline").read_bytes()]
+            return [number for number in numbers if number not in self._servers.get(name, ())]
         return []
+
+    def number(self, name: str, pid: int) -> int:
+        """The number on this machine of a process that has the given one on its host; 0 if it has ended."""
+        for number in self.processes(name):
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{number}/status").read_text()
+                if status.partition("NSpid:")[2].split("\n")[0].split()[-1] == str(pid):
+                    return number
+        return 0
 
     def shared_files(self, name: str) -> list[str]:
         """What lies in the shared memory of a host."""
@@ -169,9 +193,11 @@ class Network:
 
     # -- Faults -----------------------------------------------------------------------------------------------------
 
-    def crash(self, name: str) -> None:
-        """End a host with everything on it, and its end of the network."""
-        self.cut(name)
+    def crash(self, name: str, *, is_silent: bool = True) -> None:
+        """End a host with everything on it; unless it is silent, its kernel closes the connections."""
+        if is_silent:
+            self.cut(name)
+        self._servers.pop(name, None)
         holder = self._holders.pop(name)
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
@@ -195,12 +221,22 @@ class Network:
     def _address(self, name: str) -> str:
         return f"{_NET}.{10 + self.names.index(name)}"
 
-    def shape(self, rate: str) -> None:
-        """Limit what each host sends and receives, as ``'1gbit'``."""
-        for name in self.names:
+    def shape(self, rate: str, *names: str, burst: str = "128kb", latency: str = "50ms") -> None:
+        """Limit what each host, or each of these, sends and receives, as ``'1gbit'``; '' ends that."""
+        for name in names or self.names:
             for space, device in ((self._bridge, name), (self._space(name), "eth0")):
-                words = ["tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate]
-                subprocess.run([*words, "burst", "128kb", "latency", "50ms"], check=True)
+                words = ["dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", latency]
+                words = ["replace", *words] if rate else ["del", *words[:3]]
+                subprocess.run(["tc", "-n", space, "qdisc", *words], check=True)
+
+    def lose(self, name: str, percent: int) -> None:
+        """Lose so many of the packets that a host receives, and as many that it sends; 0 ends that. Needs `nft`."""
+        begin = ["ip", "netns", "exec", self._space(name), "nft"]
+        subprocess.run([*begin, "delete table inet loss"], capture_output=True, check=False)
+        for hook, way in (("input", "iifname"), ("output", "oifname")) if percent else ():
+            chain = f"add chain inet loss {hook} {{ type filter hook {hook} priority 0; }}"
+            rule = f"add rule inet loss {hook} {way} eth0 numgen random mod 100 < {percent} drop"
+            subprocess.run([*begin, f"add table inet loss; {chain}; {rule}"], check=True)
 
 
 def _ip(*words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -52,6 +53,12 @@ class ElasticJob(Job):
 
     def lines(self, what: str = "", worker: Optional[int] = None) -> list[Line]:
         """Return what workers have written so far, each line with its worker, in the order of time."""
+        self._read()
+        chosen = self._found.values() if worker is None else [self._found[worker]]
+        found = (line for lines in chosen for line in lines if what in ("", line["what"]))
+        return sorted(found, key=lambda line: line["t"])
+
+    def _read(self) -> None:
         for path in self.folder.glob("worker-*.jsonl"):
             number = int(path.stem.partition("-")[2])
             with path.open("rb") as file:
@@ -60,13 +67,18 @@ class ElasticJob(Job):
             complete = data[: data.rfind(b"\n") + 1]
             self._positions[path] += len(complete)
             self._found[number] += [{**json.loads(line), "worker": number} for line in complete.splitlines()]
-        chosen = self._found.values() if worker is None else [self._found[worker]]
-        found = (line for lines in chosen for line in lines if what in ("", line["what"]))
-        return sorted(found, key=lambda line: line["t"])
 
     def done(self, worker: int, generation: int) -> list[Line]:
         """Return the steps that a worker has made in a world."""
-        return [line for line in self.lines("done", worker) if line["generation"] == generation]
+        self._read()
+        newest = itertools.takewhile(
+            lambda line: line.get("generation", generation) >= generation, reversed(self._found[worker])
+        )
+        return [line for line in newest if line["what"] == "done" and line["generation"] == generation][::-1]
+
+    def machine(self, worker: int) -> str:
+        """Where a worker runs; all names of this machine are one."""
+        return "here"
 
     def until_step(self, steps: int = 3, *, size: Optional[int] = None, after: int = -1) -> int:
         """Wait until steps are made in a world after the given one, of that size; returns the number of the world."""

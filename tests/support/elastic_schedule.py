@@ -27,6 +27,7 @@ class Step(NamedTuple):
     generation: int  # of the world
     shown: int  # how often all samples have been seen before: the epoch of the training
     indices: list[list[int]]  # of each rank
+    workers: list[int]  # of each rank
 
 
 def assert_all_right(job: ElasticJob, samples: int) -> list[Step]:
@@ -67,7 +68,9 @@ def steps_that_count(job: ElasticJob, end: Line) -> list[Step]:
             ranks = taken[generation, number]
             assert sorted(ranks) == list(range(size)), f"step {number} of world {generation} has ranks {sorted(ranks)}"
             assert len({line["shown"] for line in ranks.values()}) == 1, ranks
-            steps.append(Step(generation, ranks[0]["shown"], [ranks[rank]["indices"] for rank in range(size)]))
+            lines = [ranks[rank] for rank in range(size)]
+            of_ranks = [[line[what] for line in lines] for what in ("indices", "worker")]
+            steps.append(Step(generation, ranks[0]["shown"], *of_ranks))
     return steps
 
 
@@ -83,10 +86,18 @@ def assert_each_sample_once(steps: list[Step], samples: int, epochs: int) -> Non
         assert padding < workers, f"epoch {shown}: {padding} samples too many, {workers} workers at its end"
 
 
+def by_host(job: ElasticJob, step: Step) -> list[list[list[int]]]:
+    """The samples of each rank of each host, in the order of sums."""
+    hosts: dict[str, list[list[int]]] = defaultdict(list)
+    for worker, indices in zip(step.workers, step.indices):
+        hosts[job.machine(worker)].append(indices)
+    return list(hosts.values())
+
+
 def assert_replay_has_the_same_parameters(job: ElasticJob, steps: list[Step], samples: int, end: Line) -> None:
     """Fail unless one process that does these steps has the same bits as a worker had at its end."""
     schedule, result = job.folder / "schedule.json", job.folder / "replay.npz"
-    schedule.write_text(json.dumps([step.indices for step in steps]))
+    schedule.write_text(json.dumps([by_host(job, step) for step in steps]))
     packages = os.path.dirname(os.path.dirname(kvstore_hvd.__file__))
     command = [sys.executable, "-m", "support.elastic_training", str(schedule), str(result), "--samples", str(samples)]
     command += ["--kind", end["kind"]]

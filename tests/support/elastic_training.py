@@ -1,7 +1,7 @@
 """The training of elastic tests: the same bits in the workers of a job, and in one process that replays what they did.
 
-The replay is given, for each step, the samples that each worker had. It computes their gradients one worker after the
-other and adds them in the order of ranks, as the engine promises to.
+The replay is given, for each step, the samples that each worker of each host had. It computes their gradients one
+worker after the other and adds them in the order of ranks, first within hosts, as the engine promises to.
 
 There are three ways to train (`KINDS`): a Trainer of Gluon on the store, a `DistributedTrainer`, and a Trainer of Gluon
 with a `DistributedOptimizer`. The last two divide by the number of workers themselves, the program of the first does.
@@ -97,21 +97,25 @@ class Training:
         np.savez(path, *weights(self.net))
 
 
-def replay(kind: str, schedule: Sequence[Sequence[Sequence[int]]], samples: int) -> Training:
-    """Do in this process the steps of workers that train in this way: for each step, the samples of each rank."""
+def replay(kind: str, schedule: Sequence[Sequence[Sequence[Sequence[int]]]], samples: int) -> Training:
+    """Do in this process the steps of workers that train in this way: in each, the samples of each host's ranks."""
     training = Training("", samples)
     for step in schedule:
-        parts = []
-        for indices in step:
-            training.backward(indices)
-            parts.append(training.gradients())
-        training.set_gradients([reduce(np.add, of_ranks) for of_ranks in zip(*parts)])
-        (number,) = {len(indices) for indices in step}  # the sampler sees to that
+        parts: list[list[list[Array]]] = []
+        of_ranks = [indices for host in step for indices in host]
+        for host in step:
+            parts.append([])
+            for indices in host:
+                training.backward(indices)
+                parts[-1].append(training.gradients())
+        sums = [[reduce(np.add, each) for each in zip(*of_host)] for of_host in parts]
+        training.set_gradients([reduce(np.add, each) for each in zip(*sums)])
+        (number,) = {len(indices) for indices in of_ranks}  # the sampler sees to that
         # In the order of what divides: in float64, (1 / 3) / 7 is not always 1 / 21.
         first, then = {
-            "Trainer": (1, number * len(step)),
-            "DistributedTrainer": (len(step), number),
-            "DistributedOptimizer": (number, len(step)),
+            "Trainer": (1, number * len(of_ranks)),
+            "DistributedTrainer": (len(of_ranks), number),
+            "DistributedOptimizer": (number, len(of_ranks)),
         }[kind]
         training.trainer._scale = 1.0 / first
         training.trainer.step(then)

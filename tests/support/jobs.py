@@ -265,7 +265,7 @@ class Job:
 
     def daemons(self) -> list[int]:
         """The daemons of an elastic job: parents of its workers."""
-        parents = {int(status_of(entry["pid"])[1]) for entry in self.events("worker_started")}
+        parents = {int(status_of(self.pid(entry["worker"]))[1]) for entry in self.events("worker_started")}
         return sorted(parents - {0})
 
     def close(self) -> None:
