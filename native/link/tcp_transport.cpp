@@ -24,6 +24,10 @@ constexpr std::size_t kAhead = 4096;  // bytes that are read beyond a message: h
 constexpr std::size_t kTogether = 8;  // messages in one call
 constexpr std::uint64_t kLongest = std::uint64_t{1} << 32;
 
+// While packets are lost the kernel repeats them at intervals that double, up to this; 44: TCP_RTO_MAX_MS of Linux 6.15,
+// which older headers lack and older kernels refuse.
+constexpr int kRtoMax = 44, kRtoMaxMs = 1000;
+
 constexpr const char* kTooLong = "a message is longer than what was expected";
 
 std::string text_of(int error) { return std::generic_category().message(error); }
@@ -49,6 +53,7 @@ TcpTransport::TcpTransport(const std::vector<int>& connections) : peers_(connect
     const auto set = [&](int name, int value) { setsockopt(socket, IPPROTO_TCP, name, &value, sizeof(value)); };
     set(TCP_NODELAY, 1);
     set(TCP_NOTSENT_LOWAT, kUnsent);
+    set(kRtoMax, kRtoMaxMs);
     const std::lock_guard<std::mutex> lock(all_mutex);
     all_sockets.insert(socket);
   }
