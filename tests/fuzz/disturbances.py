@@ -9,9 +9,13 @@ import contextlib
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
+
+from hosts.job import HostsJob
+from hosts.network import Network
 
 from support.elastic import ElasticJob
 from support.elastic_kinds import KINDS
@@ -21,11 +25,14 @@ from support.jobs import stopped
 __all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
 
 HOSTS = ("localhost", "127.0.0.2", "127.0.0.3")
+NODES = ("node0", "node1", "node2")  # namespaces
 PAUSED = ("all", "launcher", "daemon", "worker")
 POINTS = ("save", "check", "restore", "reset", "sync")
 SAMPLES = 240
 # Operations that wait for a stopped worker fail after these seconds.
 TIMEOUT_S = 5
+# Of a launcher and a daemon over hosts: longer than a pause, shorter than some cuts.
+LEASE_S = 6
 #: Why a job may end without success: nobody is left who knows the state.
 LOST = "lost"
 
@@ -36,7 +43,8 @@ class Disturbance:
 
     `kind` is ``'kill'``, ``'stop'`` (a worker), ``'slots'`` (the discovery script says something else), ``'meeting'``
     (a worker is killed as soon as a world has been given out), or ``'pause'``: all processes, or one of them (the
-    launcher, a daemon, a worker), are stopped for `pause_s` seconds, and continued. `calm` ones wait until the newest
+    launcher, a daemon, a worker), are stopped for `pause_s` seconds, and continued. Over hosts also ``'cut'`` and
+    ``'crash'``: a host is cut off, or ended, and there again after `pause_s`. `calm` ones wait until the newest
     world has made steps, the others only for `delay_s`.
     """
 
@@ -52,6 +60,8 @@ class Disturbance:
         what = ", ".join(f"{host}:{number}" for host, number in self.slots) if self.slots else f"member {self.who}"
         if self.kind == "pause":
             what = f"{self.whom} {self.who} for {self.pause_s:.1f} s"
+        elif self.kind in ("cut", "crash"):
+            what = f"{self.whom} for {self.pause_s:.1f} s"
         return f"{'when steps are made, ' if self.calm else ''}after {self.delay_s:.3f} s: {self.kind} {what}"
 
 
@@ -78,16 +88,28 @@ class Plan:
         return "\n".join([*lines, *map(str, self.disturbances), *map(str, self.points)])
 
 
-def plan_of(seed: int) -> Plan:
+def plan_of(seed: int, *, over_hosts: bool = False) -> Plan:
     """Draw a job of four to six workers, and one to five disturbances."""
-    draw = random.Random(seed)
+    draw, hosts = random.Random(seed), NODES if over_hosts else HOSTS
     workers = draw.randint(4, 6)
-    plan = Plan(seed, workers, draw.randint(1, 6), draw.randint(3, 9), _slots(draw, workers, workers))
+    plan = Plan(seed, workers, draw.randint(1, 6), draw.randint(3, 9), _slots(draw, hosts, workers, workers))
+    kinds = {
+        "kill": 5,
+        "stop": 1,
+        "slots": 3,
+        "meeting": 2,
+        "pause": 4,
+        **({"cut": 4, "crash": 3} if over_hosts else {}),
+    }
     for _ in range(draw.randint(1, 5)):
-        kind = draw.choices(("kill", "stop", "slots", "meeting", "pause"), (5, 1, 3, 2, 4))[0]
-        slots = _slots(draw, 2, workers) if kind == "slots" else ()
+        kind = draw.choices(list(kinds), list(kinds.values()))[0]
+        slots = _slots(draw, hosts, 2, workers) if kind == "slots" else ()
         calm = draw.random() < 0.6
         pause_s, whom = (1 + 9 * draw.random() ** 2, draw.choice(PAUSED)) if kind == "pause" else (0.0, "")
+        if kind == "pause" and over_hosts:
+            pause_s /= 2  # less than the lease
+        elif kind in ("cut", "crash"):
+            pause_s, whom = 0.2 + 10 * draw.random() ** 2, draw.choice(hosts)
         when, who = draw.random() ** 3, draw.randrange(workers)
         plan.disturbances.append(Disturbance(kind, calm, when, who, slots, pause_s, whom))
     for _ in range(draw.choice((0, 0, 1, 2))):
@@ -103,37 +125,39 @@ def plan_of(seed: int) -> Plan:
     return plan
 
 
-def _slots(draw: random.Random, least: int, most: int) -> tuple[tuple[str, int], ...]:
+def _slots(draw: random.Random, hosts: Sequence[str], least: int, most: int) -> tuple[tuple[str, int], ...]:
     """Draw hosts, in some order, and how many slots they have."""
-    counts = dict.fromkeys(draw.sample(HOSTS, len(HOSTS)), 0)
+    counts = dict.fromkeys(draw.sample(hosts, len(hosts)), 0)
     for _ in range(draw.randint(least, most)):
-        counts[draw.choice(HOSTS)] += 1
+        counts[draw.choice(hosts)] += 1
     return tuple((host, number) for host, number in counts.items() if number)
 
 
-def replay(seed: int) -> str:
+def replay(seed: int, *, over_hosts: bool = False) -> str:
     """The command that runs one plan again."""
-    variables = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_ELASTIC=1"
+    variables = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_ELASTIC=1{' KVHVD_TEST_FUZZ_HOSTS=1' * over_hosts}"
     return f"{variables} python -m pytest -m fuzz tests/integration/test_fuzz_elastic.py"
 
 
-def run(seed: int, folder: Path, marker: str) -> str:
-    """Carry a plan out, and check what came of it.
+def run(seed: int, folder: Path, marker: str, *, over_hosts: bool = False) -> str:
+    """Carry a plan out, and check what came of it; `over_hosts`: which are namespaces.
 
     Returns ``'finished'``, or `LOST`: all workers that had the state were killed, and the job's end says so.
     """
-    plan = plan_of(seed)
-    job = ElasticJob(
-        folder,
-        marker,
-        workers=plan.workers,
-        min_np=1,
-        slots=plan.slots,
-        options=["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"],
-        arguments=["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size), "--kind", plan.kind],
-        points=plan.points,
-        KVHVD_TIMEOUT=str(TIMEOUT_S),
-    )
+    plan = plan_of(seed, over_hosts=over_hosts)
+    settings: dict[str, Any] = {"workers": plan.workers, "slots": plan.slots, "points": plan.points}
+    settings["arguments"] = ["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size)]
+    settings["arguments"] += ["--kind", plan.kind]
+    settings["KVHVD_TIMEOUT"] = str(TIMEOUT_S)
+    options = ["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"]
+    if not over_hosts:
+        return _run(plan, ElasticJob(folder, marker, options=options, **settings))
+    (folder / "network").mkdir()
+    with Network(folder / "network", len(NODES)) as network:
+        return _run(plan, HostsJob(folder, marker, network, options=options, KVHVD_LEASE=str(LEASE_S), **settings))
+
+
+def _run(plan: Plan, job: ElasticJob) -> str:
     try:
         _disturb(job, plan)
         job.finish()
@@ -144,7 +168,8 @@ def run(seed: int, folder: Path, marker: str) -> str:
         _assert_state_was_lost(job, code)
         return LOST
     except Exception as error:
-        raise AssertionError(f"{plan}\nreplay: {replay(seed)}\n{error}\n{job.describe()}") from error
+        again = replay(plan.seed, over_hosts=isinstance(job, HostsJob))
+        raise AssertionError(f"{plan}\nreplay: {again}\n{error}\n{job.describe()}") from error
     finally:
         job.close()
 
@@ -171,6 +196,9 @@ def _disturb(job: ElasticJob, plan: Plan) -> None:
             if each.kind == "pause":
                 _pause(job, each)
                 continue
+            if isinstance(job, HostsJob) and each.kind in ("cut", "crash"):
+                _lose_host(job.network, each)
+                continue
             members = job.members()
             if len(members) < 2:
                 continue  # with the last one the state would be lost
@@ -183,7 +211,7 @@ def _disturb(job: ElasticJob, plan: Plan) -> None:
 def _pause(job: ElasticJob, each: Disturbance) -> None:
     members, daemons = job.members(), job.daemons() if job.process.poll() is None else []
     if each.whom == "all":
-        held = stopped(marker=job.marker)
+        held = stopped(*job.everything()) if isinstance(job, HostsJob) else stopped(marker=job.marker)
     elif each.whom == "launcher":
         held = stopped(job.process.pid)
     elif each.whom == "daemon":
@@ -192,6 +220,18 @@ def _pause(job: ElasticJob, each: Disturbance) -> None:
         held = stopped(job.pid(members[each.who % len(members)]))
     with held:
         time.sleep(each.pause_s)
+
+
+def _lose_host(network: Network, each: Disturbance) -> None:
+    if each.kind == "cut":
+        network.cut(each.whom)
+    else:
+        network.crash(each.whom, is_silent=each.who % 2 == 0)
+    time.sleep(each.pause_s)
+    if each.kind == "cut":
+        network.heal(each.whom)
+    else:
+        network.boot(each.whom)
 
 
 class _Ended(Exception):

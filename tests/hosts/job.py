@@ -25,8 +25,7 @@ class HostsJob(ElasticJob):
     def __init__(self, folder: Path, marker: str, network: Network, *, options: Sequence[str] = (), **more: Any):
         self.network = network
         network.serve(_PORT)
-        options = ["--rsh-command", str(SHELL), *options]
-        options += ["--blacklist-cooldown-range", "1", "2"]
+        options = ["--rsh-command", str(SHELL), "--blacklist-cooldown-range", "1", "2", *options]
         more = {"KVHVD_LEASE": str(LEASE_S), "KVHVD_TEST_SHELL_PORT": str(_PORT), **more}
         super().__init__(folder, marker, beside=network.beside, options=options, **more)
 
