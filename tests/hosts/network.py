@@ -97,7 +97,10 @@ class Network:
         for former in (["-n", bridge, "link", "del", name], ["netns", "del", space]):
             subprocess.run(["ip", *former], capture_output=True, check=False)
         _ip("netns", "add", space)
-        _ip("link", "add", name, "netns", bridge, "type", "veth", "peer", "name", "eth0", "netns", space)
+        # The same each time: the others remember it.
+        hardware = f"02:00:00:00:00:{self.names.index(name):02x}"
+        peer = ["peer", "name", "eth0", "address", hardware, "netns", space]
+        _ip("link", "add", name, "netns", bridge, "type", "veth", *peer)
         _ip("-n", bridge, "link", "set", name, "master", "br0", "up")
         _ip("-n", space, "addr", "add", address, "dev", "eth0")
         for device in ("eth0", "lo"):
