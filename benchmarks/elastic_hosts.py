@@ -288,7 +288,7 @@ class OverHosts(train.Group):
 def time_steps(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str]:
     """Images/s of both kinds of jobs, and the table."""
     found, rows = {}, []
-    chosen = argparse.Namespace(workers=[4], batch_size=32, seconds=0.5, rounds=options.rounds)
+    chosen = argparse.Namespace(workers=[4], batch_size=32, seconds=2.0, rounds=options.rounds)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, Network(Path(folder), 2) as network:
         network.serve(2222)
         for name in options.networks:

@@ -44,6 +44,9 @@ GREETING = b"\0kvstore_hvd daemon\n"
 WINDOW = 1 << 18
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
+# The same for a launcher that is silent: it gives this host up a second after the lease, whose time may have begun one
+# beat earlier there. By then all workers are gone.
+_SILENT_GRACE_S = 0.25
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
 # Once all processes are gone, how long a stream may stay open (held by a process of another user).
@@ -168,7 +171,7 @@ class Daemon:
             self._tell("beat")
         # What has arrived meanwhile has been read by now, and while this process stood still its clock did, too.
         if now > self._heard_at + self._lease_s and not self._suspended:
-            self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)")
+            self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)", _SILENT_GRACE_S)
         is_empty = not any(number >= 0 for number in self._workers)
         if self._leaving and not self._why and (is_empty or now >= self._leave_until):
             self._end(self._leaving, 0.0, code=1)
@@ -363,11 +366,11 @@ class Daemon:
         del self._workers[worker.id]
         self._tell("exited", worker=worker.id, code=code)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, grace_s: float = _ORPHAN_GRACE_S) -> None:
         """The launcher is gone, or as good as that."""
         self._poller.close_channel(self._launcher)
         is_news = not self._why
-        self._end(why, min(_ORPHAN_GRACE_S, self._grace_s), code=1)
+        self._end(why, min(grace_s, self._grace_s), code=1)
         # A terminal that is held or a full pipe must not keep us.
         if is_news and select.select([], [2], [], 0)[1]:
             with contextlib.suppress(OSError):

@@ -97,7 +97,10 @@ class Network:
         for former in (["-n", bridge, "link", "del", name], ["netns", "del", space]):
             subprocess.run(["ip", *former], capture_output=True, check=False)
         _ip("netns", "add", space)
-        _ip("link", "add", name, "netns", bridge, "type", "veth", "peer", "name", "eth0", "netns", space)
+        # The same each time: the others remember it.
+        hardware = f"02:00:00:00:00:{self.names.index(name):02x}"
+        peer = ["peer", "name", "eth0", "address", hardware, "netns", space]
+        _ip("link", "add", name, "netns", bridge, "type", "veth", *peer)
         _ip("-n", bridge, "link", "set", name, "master", "br0", "up")
         _ip("-n", space, "addr", "add", address, "dev", "eth0")
         for device in ("eth0", "lo"):
@@ -233,10 +236,9 @@ class Network:
         """Lose so many of the packets that a host receives, and as many that it sends; 0 ends that. Needs `nft`."""
         begin = ["ip", "netns", "exec", self._space(name), "nft"]
         subprocess.run([*begin, "delete table inet loss"], capture_output=True, check=False)
-        for hook in ("input", "output") if percent else ():
+        for hook, way in (("input", "iifname"), ("output", "oifname")) if percent else ():
             chain = f"add chain inet loss {hook} {{ type filter hook {hook} priority 0; }}"
-            rule = f'add rule inet loss {hook} oifname != "lo" iifname != "lo" numgen random mod 100 < {percent} drop'
-            rule = rule.replace('iifname != "lo" ' if hook == "output" else 'oifname != "lo" ', "")
+            rule = f"add rule inet loss {hook} {way} eth0 numgen random mod 100 < {percent} drop"
             subprocess.run([*begin, f"add table inet loss; {chain}; {rule}"], check=True)
 
 
