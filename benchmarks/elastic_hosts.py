@@ -136,7 +136,7 @@ def disturbed(job: HostsJob) -> Faults:
             disturb(job.network, HOSTS[number % 3], is_on=True)
             since = time.monotonic()
             found[name] = {"seconds": step_after(job, since, world)}
-            time.sleep(max(0.0, since + LEASE_S + 2 - time.monotonic()))
+            time.sleep(max(0.0, since + LEASE_S + 1 - time.monotonic()))
             step_after(job, time.monotonic(), world)
             disturb(job.network, HOSTS[number % 3], is_on=False)
             step_after(job, time.monotonic(), world)
@@ -200,7 +200,7 @@ class Row(NamedTuple):
     more: Mapping[str, Any] = MappingProxyType({})
 
 
-LEASE_LIMIT_S = LEASE_S + 1 + 1  # a host is given up a second after its lease
+LEASE_LIMIT_S = LEASE_S + 1  # when a host is given up
 ROWS = {
     "kill": Row(killed, [(1, 5)]),
     "daemon": Row(daemon_killed, [(1, 5)]),
