@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import pickle
 import time
@@ -81,21 +80,19 @@ def save(state: Any, get_rank: Callable[[], int]) -> None:
     _tried = time.monotonic()
 
 
-def resume(state: Any, rank: int) -> None:
-    """Load the job's checkpoint, if there is one."""
+def resume(state: Any) -> str:
+    """Load the job's checkpoint, if there is one; returns what there is to say about it."""
     path = config().checkpoint
     if not path:
-        return
+        return ""
     if not callable(getattr(state, "load", None)):
         fact = f"KVHVD_CHECKPOINT is set, but a {type(state).__name__} cannot be written to a file."
         raise InvalidTypeError(message(fact, operation="elastic.run", fix="use a GluonState or an ObjectState."))
     try:
         state.load(path)
-        what = "training goes on from the checkpoint %s"
     except FileNotFoundError:
-        what = "there is no checkpoint %s yet: training begins anew"
-    if rank == 0:
-        log.once("resume", logging.WARNING, what, path)
+        return f"there is no checkpoint {path} yet: training begins anew"
+    return f"training goes on from the checkpoint {path}"
 
 
 def _refused(path: str | os.PathLike[str], what: str) -> InvalidRequestError:

@@ -106,11 +106,13 @@ def run_fn(
         loop = _Loop(state, reset)
         loop.begin()
         try:
+            resumed = loop.resume()  # first: the others do not wait for a newcomer that reads a file
             if process.current().is_waiting:
                 loop.meet("start")
             else:
                 notification_manager.repeat()  # of what came while the program prepared
-            loop.resume()
+            if resumed and process.current().topology.rank == 0:
+                log.logger.warning("%s", resumed)
             while True:
                 lost: HorovodInternalError | None = None
                 try:
@@ -199,10 +201,9 @@ class _Loop:
                 self.skips_sync = False
                 cause, text = _cause_of(lost), str(lost).partition("\n")[0]
 
-    def resume(self) -> None:
-        """Begin the program's first call from the job's checkpoint, if there is one."""
-        if self._number == 1:
-            checkpoint.resume(self._state, process.current().topology.rank)
+    def resume(self) -> str:
+        """Begin the program's first call from the job's checkpoint; says whether there is one, '' in other calls."""
+        return checkpoint.resume(self._state) if self._number == 1 else ""
 
     def has_state(self) -> None:
         """The training can go on from this worker, should it be the only one that is left."""
