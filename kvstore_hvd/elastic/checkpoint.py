@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import hashlib
 import os
 import pickle
@@ -11,38 +14,58 @@ from typing import Any
 
 from kvstore_hvd import log
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 
-__all__ = ["read", "resume", "save", "write"]
+__all__ = ["commit", "finish", "read", "resume", "write"]
 
-# The first line of a file: this, the SHA-256 of what follows, and its parts' lengths in bytes. The first part is a
-# pickle, the others are the buffers of its arrays.
+# The first line of a file: this, the SHA-256 of what follows, and the number of parts. Their lengths follow, in 8 bytes
+# each, and the parts: a pickle, and the buffers of its arrays.
 _FORMAT = b"kvstore_hvd-state-1"
-_LONGEST_LINE = 1 << 20
 
-_tried = time.monotonic()  # when this process last wrote the job's checkpoint, or failed to
+_state: Any = None  # the one that the job's checkpoint is of
+_is_written = True  # whether its last commit is in the file
+_tried = time.monotonic()  # when this process last wrote that, or failed to
+
+
+def _parts(content: Any) -> list[Any]:
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        body = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    except Exception as error:
+        fact, fix = f"the state cannot be written: {error}.", "keep what cannot be pickled outside of the state."
+        raise InvalidRequestError(message(fact, operation="save", fix=fix)) from error
+    parts = [body, *(each.raw() for each in buffers)]
+    return [array.array("Q", map(len, parts)).tobytes(), *parts]
 
 
 def write(path: str | os.PathLike[str], content: Any) -> None:
     """Write a file as a whole or not at all: it takes the place of the last one once it is on the disk."""
-    path, buffers = os.path.abspath(path), []  # type: ignore[var-annotated]
-    try:
-        parts = [pickle.dumps(content, protocol=5, buffer_callback=buffers.append)]
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        fact, fix = f"the state cannot be written: {error}.", "keep what cannot be pickled outside of the state."
-        raise InvalidRequestError(message(fact, operation="save", fix=fix)) from error
-    parts += [each.raw() for each in buffers]
+    path, parts = os.path.realpath(os.fsdecode(path)), _parts(content)
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    head = [_FORMAT, digest.hexdigest().encode(), *(b"%d" % len(part) for part in parts)]
-    with open(f"{path}.part", "wb") as file:
-        file.write(b" ".join(head) + b"\n")
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    if os.path.isdir(path):
+        raise InvalidRequestError(message(f"{path} is a folder.", operation="save", fix="name a file."))
+    unfinished = f"{path}.part"
+    with open(unfinished, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _busy(path) from None
+        try:
+            if os.stat(unfinished).st_ino != os.fstat(file.fileno()).st_ino:
+                raise _busy(path)
+            file.truncate(0)
+            file.write(b"%s %s %d\n" % (_FORMAT, digest.hexdigest().encode(), len(parts) - 1))
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -50,44 +73,52 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         os.close(folder)
 
 
+def _busy(path: str) -> InvalidRequestError:
+    fact, fix = f"another process is writing {path}.", "end the other job, or give each a file of its own."
+    return InvalidRequestError(message(fact, operation="save", fix=fix))
+
+
 def read(path: str | os.PathLike[str]) -> Any:
     """What was written, after a check that it is whole."""
     with open(path, "rb") as file:
-        words = file.readline(_LONGEST_LINE).split()
-        if words[:1] != [_FORMAT]:
+        words = file.readline(200).split()
+        if len(words) != 3 or words[0] != _FORMAT:
             raise _refused(path, "is no checkpoint of this version of kvstore_hvd")
         data = memoryview(bytearray(file.read()))
     if hashlib.sha256(data).hexdigest().encode() != words[1]:
         raise _refused(path, "is damaged: its checksum is wrong")
-    parts = []
-    for length in map(int, words[2:]):
-        parts.append(data[:length])
-        data = data[length:]
-    return pickle.loads(parts[0], buffers=parts[1:])
-
-
-def save(state: Any, get_rank: Callable[[], int]) -> None:
-    """Save a state, to the job's checkpoint too if that is due. Training goes on if the file cannot be written."""
-    global _tried
-    state.save()
-    cfg = config()
-    if not cfg.checkpoint or time.monotonic() - _tried < cfg.checkpoint_every_s or get_rank() != 0:
-        return
+    begin = 8 * int(words[2])
+    parts, lengths = [], array.array("Q", data[:begin].tobytes())
+    for length in lengths:
+        parts.append(data[begin : begin + length])
+        begin += length
     try:
-        write(cfg.checkpoint, state._content())
-    except OSError as error:
-        log.logger.error("the checkpoint was not written, the last one stays: %s", error)
-    _tried = time.monotonic()
+        return pickle.loads(parts[0], buffers=parts[1:])
+    except Exception as error:
+        raise _refused(path, f"cannot be read: {error}") from error
 
 
-def resume(state: Any) -> str:
-    """Load the job's checkpoint, if there is one; returns what there is to say about it."""
+def _refused(path: str | os.PathLike[str], what: str) -> InvalidRequestError:
+    fix = "load another file, or begin anew without it."
+    return InvalidRequestError(message(f"{os.fsdecode(path)} {what}.", operation="load", fix=fix))
+
+
+# -- The checkpoint of a job ----------------------------------------------------------------------------------------
+
+
+def resume(state: Any, *, is_newcomer: bool) -> str:
+    """Load the job's checkpoint, if there is one; a newcomer gets rank 0's state. Returns what there is to say."""
+    global _state
     path = config().checkpoint
     if not path:
         return ""
     if not callable(getattr(state, "load", None)):
         fact = f"KVHVD_CHECKPOINT is set, but a {type(state).__name__} cannot be written to a file."
         raise InvalidTypeError(message(fact, operation="elastic.run", fix="use a GluonState or an ObjectState."))
+    _parts(state._content())  # what cannot be written is an error now
+    _state = state
+    if is_newcomer:
+        return ""
     try:
         state.load(path)
     except FileNotFoundError:
@@ -95,6 +126,24 @@ def resume(state: Any) -> str:
     return f"training goes on from the checkpoint {path}"
 
 
-def _refused(path: str | os.PathLike[str], what: str) -> InvalidRequestError:
-    fix = "load another file, or begin anew without it."
-    return InvalidRequestError(message(f"{os.fspath(path)} {what}.", operation="load", fix=fix))
+def commit(state: Any, get_rank: Callable[[], int], *, now: bool = False) -> None:
+    """After a save: write the job's checkpoint if that is due, or `now`."""
+    global _is_written
+    if state is _state:
+        _is_written = get_rank() != 0
+        if now or time.monotonic() - _tried >= config().checkpoint_every_s:
+            finish()
+
+
+def finish() -> None:
+    """Write the last commit, unless that has been done. Training goes on if it fails."""
+    global _tried, _is_written
+    if _is_written:
+        return
+    path = config().checkpoint
+    try:
+        write(path, _state._content())
+        _is_written = True
+    except (OSError, KVHvdError) as error:
+        log.logger.error("the checkpoint %s was not written, the last one stays: %s", path, error)
+    _tried = time.monotonic()

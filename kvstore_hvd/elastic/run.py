@@ -106,13 +106,11 @@ def run_fn(
         loop = _Loop(state, reset)
         loop.begin()
         try:
-            resumed = loop.resume()  # first: the others do not wait for a newcomer that reads a file
+            loop.resume()
             if process.current().is_waiting:
                 loop.meet("start")
             else:
                 notification_manager.repeat()  # of what came while the program prepared
-            if resumed and process.current().topology.rank == 0:
-                log.logger.warning("%s", resumed)
             while True:
                 lost: HorovodInternalError | None = None
                 try:
@@ -201,9 +199,12 @@ class _Loop:
                 self.skips_sync = False
                 cause, text = _cause_of(lost), str(lost).partition("\n")[0]
 
-    def resume(self) -> str:
-        """Begin the program's first call from the job's checkpoint; says whether there is one, '' in other calls."""
-        return checkpoint.resume(self._state) if self._number == 1 else ""
+    def resume(self) -> None:
+        """Begin the program's first call from the job's checkpoint, if there is one."""
+        newcomer = process.current().is_waiting
+        text = checkpoint.resume(self._state, is_newcomer=newcomer) if self._number == 1 else ""
+        if text and process.current().topology.rank == 0:
+            log.logger.warning("%s", text)
 
     def has_state(self) -> None:
         """The training can go on from this worker, should it be the only one that is left."""
@@ -217,6 +218,7 @@ class _Loop:
 
     def finish(self) -> None:
         """Training is over on this worker."""
+        checkpoint.finish()
         line = process.current().line
         if line is not None:
             line.finished()

@@ -64,12 +64,15 @@ class State:
     def commit(self) -> None:
         """Save the state, then look for updates: `save`, then `check_host_updates`. Every worker calls it.
 
+        Writes the job's checkpoint (``kvhvdrun --checkpoint``) when that is due.
+
         Raises
         ------
         HostsUpdatedInterrupt, HorovodInternalError, InvalidRequestError
             As `check_host_updates`, and what `save` raises.
         """
         self.save()
+        checkpoint.commit(self, self._rank)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -91,6 +94,8 @@ class State:
             return
         # Without a commit before it, `sync` would take back what was done since the last one in a part of the state.
         self.save()
+        # Workers that leave may be the last ones.
+        checkpoint.commit(self, self._rank, now=result is HostUpdateResult.removed)
         raise HostsUpdatedInterrupt(skip_sync=result is HostUpdateResult.removed)
 
     def save(self) -> None:
@@ -144,11 +149,6 @@ class ObjectState(State):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def commit(self) -> None:
-        """See `State.commit`; writes the job's checkpoint (``kvhvdrun --checkpoint``) when that is due."""
-        checkpoint.save(self, self._rank)
-        self.check_host_updates()
-
     def save(self, path: str | os.PathLike[str] | None = None) -> None:
         """Keep copies of the attributes that the state was made with.
 
@@ -161,7 +161,8 @@ class ObjectState(State):
         Raises
         ------
         InvalidRequestError
-            A value cannot be copied, and what was saved last is still there; or it cannot be pickled.
+            A value cannot be copied, and what was saved last is still there; or it cannot be pickled, or another
+            process is writing the file.
         HorovodInternalError
             The world is lost; what was saved last is still there.
         OSError
@@ -187,7 +188,7 @@ class ObjectState(State):
             It cannot be read.
         """
         content = checkpoint.read(path)
-        fault = self._fault(content)
+        fault = self._fault(content) if isinstance(content, dict) else "it has something else."
         if fault:
             fix = "build the state as it was when the file was written."
             raise InvalidRequestError(message(f"{os.fspath(path)} does not fit: {fault}", operation="load", fix=fix))

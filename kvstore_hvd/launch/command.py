@@ -219,8 +219,9 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         inherited["KVHVD_NETWORK_INTERFACES"] = options.network_interfaces
     if options.start_timeout is not None:
         inherited["KVHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
-    if options.checkpoint is not None:  # the workers may change their folder first
-        inherited["KVHVD_CHECKPOINT"] = _absolute("--checkpoint", options.checkpoint)
+    file = (inherited.get("KVHVD_CHECKPOINT") or None) if options.checkpoint is None else options.checkpoint
+    if file is not None:
+        inherited["KVHVD_CHECKPOINT"] = _absolute("--checkpoint", file)
     if options.checkpoint_every is not None:
         if not inherited.get("KVHVD_CHECKPOINT"):
             raise LaunchError(message("--checkpoint-every: there is no file.", fix="name it with --checkpoint."))
@@ -376,7 +377,9 @@ def _is_of_outer_job(name: str) -> bool:
 
 
 def _absolute(option: str, path: str) -> str:
-    path = os.path.abspath(path)
+    path = os.path.abspath(path)  # the workers may change their folder first
+    if os.path.isdir(path):
+        raise LaunchError(message(f"{option}: '{path}' is a folder.", fix="name a file."))
     if os.path.isdir(os.path.dirname(path)):
         return path
     raise LaunchError(message(f"{option}: there is no folder '{os.path.dirname(path)}'.", fix="make it first."))

@@ -1,5 +1,6 @@
 """`State` and `ObjectState` in one process: what is saved, what comes back, and in which order things are called."""
 
+import fcntl
 import importlib
 import os
 import threading
@@ -46,28 +47,78 @@ def test_attributes_roll_back():
     assert one.losses == [1.0, 0.5]
 
 
-def test_the_jobs_checkpoint(monkeypatch, tmp_path, caplog):
-    """Rank 0 writes a commit when it is due; training goes on if that fails, and others write nothing."""
-    path = tmp_path / "kept"
-    settings = SimpleNamespace(checkpoint=str(path), checkpoint_every_s=600)
+@pytest.fixture
+def job_checkpoint(monkeypatch, tmp_path):
+    """The settings of a job with a checkpoint, of which every commit is due."""
+    settings = SimpleNamespace(checkpoint=str(tmp_path / "kept"), checkpoint_every_s=0)
     monkeypatch.setattr(checkpoint, "config", lambda: settings)
-    one = state(step=1)
+    monkeypatch.setattr(checkpoint, "_state", None)
+    return settings
+
+
+def kept(tmp_path):
+    """The step in the file."""
+    one = state(step=0)
+    one.load(tmp_path / "kept")
+    return one.step
+
+
+def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
+    """Rank 0 writes commits of the state that is trained, when that is due, and the last one at the end or before it
+    leaves; training goes on if a file cannot be written."""
+    path = tmp_path / "kept"
+    ranks = [1]
+    one = ObjectState(lambda value: value, lambda: ranks[0], step=1)
+    assert "there is no checkpoint" in checkpoint.resume(one, is_newcomer=False)
     one.commit()
-    assert not path.exists()
-    settings.checkpoint_every_s = 0
-    ObjectState(lambda value: value, lambda: 1, step=7).commit()
-    assert not path.exists()
+    state(step=7).commit()
+    assert not path.exists()  # of rank 1, and of another state
+    ranks[0] = 0
     one.commit()
-    two = state(step=0)
-    two.load(path)
-    assert two.step == 1
+    assert kept(tmp_path) == 1
+    job_checkpoint.checkpoint_every_s = 600
     one.step = 2
-    monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
     one.commit()
-    assert "the checkpoint was not written, the last one stays" in caplog.text
-    two.load(path)
+    assert kept(tmp_path) == 1
+    one.on_hosts_updated(1, HostUpdateResult.removed)
+    with pytest.raises(HostsUpdatedInterrupt):
+        one.commit()
+    assert kept(tmp_path) == 2
+    one.step = 3
+    one.commit()
+    one.step = 4
+    checkpoint.finish()
+    assert kept(tmp_path) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
+        one.commit()
+        checkpoint.finish()
+    assert f"the checkpoint {path} was not written, the last one stays" in caplog.text
     one.restore()
-    assert (one.step, two.step) == (2, 1)
+    assert (one.step, kept(tmp_path)) == (4, 3)
+    assert "goes on from the checkpoint" in checkpoint.resume(one, is_newcomer=False)
+    assert one.step == 3
+    path.write_text("another file")
+    assert checkpoint.resume(one, is_newcomer=True) == ""
+
+
+def test_what_cannot_be_a_checkpoint_is_refused_at_once(job_checkpoint, tmp_path):
+    """A state that cannot be pickled, one without load(), a folder; a file that another process is writing."""
+    with pytest.raises(InvalidRequestError, match=r"cannot be written: .*pickle(.|\n)*Fix: "):
+        checkpoint.resume(state(act=lambda: None), is_newcomer=False)
+    with pytest.raises(InvalidTypeError, match="cannot be written to a file"):
+        checkpoint.resume(State(lambda value: value, lambda: 0), is_newcomer=False)
+    with pytest.raises(InvalidRequestError, match="is a folder"):
+        state(step=0).save(tmp_path)
+    with (tmp_path / "kept.part").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InvalidRequestError, match="another process is writing"):
+            state(step=0).save(tmp_path / "kept")
+    state(step=5).save(tmp_path / "kept")
+    (tmp_path / "link").symlink_to("kept")
+    state(step=6).save(tmp_path / "link")
+    assert kept(tmp_path) == 6
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "link"]
 
 
 def test_a_save_that_fails_keeps_the_last_one():
