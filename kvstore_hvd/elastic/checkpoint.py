@@ -6,6 +6,7 @@ import array
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import pickle
 import time
@@ -52,6 +53,9 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _busy(path) from None
+        except OSError as error:
+            text = "%s cannot be locked (%s): nothing keeps another job from writing it, too"
+            log.once("checkpoint-lock", logging.WARNING, text, path, error.strerror)
         try:
             if os.stat(unfinished).st_ino != os.fstat(file.fileno()).st_ino:
                 raise _busy(path)
@@ -112,7 +116,7 @@ def resume(state: Any, *, is_newcomer: bool) -> str:
     path = config().checkpoint
     if not path:
         return ""
-    if not callable(getattr(state, "load", None)):
+    if not callable(getattr(state, "_content", None)):
         fact = f"KVHVD_CHECKPOINT is set, but a {type(state).__name__} cannot be written to a file."
         raise InvalidTypeError(message(fact, operation="elastic.run", fix="use a GluonState or an ObjectState."))
     _parts(state._content())  # what cannot be written is an error now

@@ -192,7 +192,7 @@ class Network:
     def shared_files(self, name: str) -> list[str]:
         """What lies in the shared memory of a host."""
         first = (self.folder / f"{name}.pid").read_text()
-        return os.listdir(f"/proc/{first}/root/dev/shm")
+        return os.listdir(Path("/proc", first, "root", "dev", "shm"))
 
     # -- Faults -----------------------------------------------------------------------------------------------------
 
