@@ -37,16 +37,13 @@ from kvstore_hvd.worlds.authentication import peer_process
 
 __all__ = ["BEAT_S", "GREETING", "WINDOW", "Daemon", "serve"]
 
-BEAT_S = 0.5
+BEAT_S = 0.25
 #: Ends what a login shell prints before the first message of a daemon on another host.
 GREETING = b"\0kvstore_hvd daemon\n"
 #: Bytes of output that a daemon may send before the launcher has acknowledged some of it.
 WINDOW = 1 << 18
 # After the loss of the launcher everything has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
-# The same for a launcher that is silent: it gives this host up a second after the lease, whose time may have begun one
-# beat earlier there. By then all workers are gone.
-_SILENT_GRACE_S = 0.25
 # Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
 _KILLED_S = 1.0
 # Once all processes are gone, how long a stream may stay open (held by a process of another user).
@@ -171,7 +168,8 @@ class Daemon:
             self._tell("beat")
         # What has arrived meanwhile has been read by now, and while this process stood still its clock did, too.
         if now > self._heard_at + self._lease_s and not self._suspended:
-            self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)", _SILENT_GRACE_S)
+            # At once: the launcher gives this host up half a second after the lease, counted from an earlier beat.
+            self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)", 0.0)
         is_empty = not any(number >= 0 for number in self._workers)
         if self._leaving and not self._why and (is_empty or now >= self._leave_until):
             self._end(self._leaving, 0.0, code=1)

@@ -27,10 +27,10 @@ from kvstore_hvd.launch.state import Settings, how_it_ended
 
 __all__ = ["Daemons"]
 
-# Whoever has missed so many beats may have something to say that has not come.
-_SILENT_S = 3 * BEAT_S
-# By so much longer than a daemon waits for us: when we count its host as lost, it has ended everything there.
-_LEASE_EXTRA_S = 1.0
+# A daemon that has missed so many beats may have messages of workers that have not come.
+_SILENT_S = 4 * BEAT_S
+# The launcher waits longer than a daemon by this, two beats: when it counts a host as lost, no worker runs there.
+_LEASE_EXTRA_S = 0.5
 # For a daemon of this host; or the lease, where that is longer.
 _START_S = 60.0
 # A line that ends because its daemon died is followed by the end of the guard, which first ends what is left there.
