@@ -120,6 +120,11 @@ class Network:
         if self._port:
             self._serve(name)
 
+    def rename(self, name: str, interface: str) -> None:
+        """Give the interface of a host another name than eth0."""
+        for words in (["eth0", "down"], ["eth0", "name", interface], [interface, "up"]):
+            _ip("-n", self._space(name), "link", "set", *words)
+
     # -- Processes --------------------------------------------------------------------------------------------------
 
     def mpirun(self, mpi: Launcher, ranks: Sequence[int], *program: Any, **more: str) -> subprocess.Popen[bytes]:

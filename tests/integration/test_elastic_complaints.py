@@ -1,8 +1,9 @@
 """What people have reported of Horovod's elastic jobs, by the number of the issue; here it goes on.
 
 Elsewhere: #2484, a host is lost and the survivors abort, in test_elastic_hosts; #2652, a newcomer hangs with an
-optimizer that has states, in test_elastic_faults (slots come and go); #3319, hosts that failed once come back, in
-test_elastic_launcher (a slot comes back).
+optimizer that has states, and #3143, samples of dead workers are lost or repeated, in test_elastic_faults (slots come
+and go; a worker is killed); #1926, #2483, #3319, hosts that failed once are never used again, in test_elastic_launcher
+(a slot comes back); #1724, interfaces need the same name on all hosts, in test_launcher_namespaces.
 """
 
 import time
