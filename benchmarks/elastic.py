@@ -33,35 +33,27 @@ SCRIPT = Path(__file__).resolve()
 PARTS = ("faults", "steps", "commit")
 
 
-def time_faults(options: argparse.Namespace) -> tuple[Any, str]:
-    """Return the samples of each fault, and the table."""
-    results, rows = {}, []
+def time_faults(options: argparse.Namespace, found: dict[str, Any]) -> str:
+    """Put the samples of each fault into `found`, and return the table of all that it has."""
     for name in options.rows:
         times_of, median, worst = ROWS[name]
-        print(f"{name} ...", file=sys.stderr, flush=True)
         samples = times_of(options.workers, options.samples)
-        times = summary(samples)
-        is_fast = times["median"] <= median and times["max"] <= worst
         limits = None if median == NO_LIMIT else {"median": median, "max": worst}
-        results[name] = {"seconds": times, "samples": samples, "limits": limits}
+        found[name] = {"seconds": summary(samples), "samples": samples, "limits": limits}
+        print(f"{name}: {found[name]['seconds']}", file=sys.stderr, flush=True)  # the next one may fail
+    rows = []
+    for name, of in ((name, found[name]) for name in ROWS if name in found):
+        times, limits = of["seconds"], of["limits"]
         figures = [f"{times[what]:.3f}" for what in ("min", "median", "max")]
-        rows.append(
-            [
-                name,
-                str(len(samples)),
-                *figures,
-                f"{median:g} / {worst:g}" if limits else "-",
-                "yes" if is_fast else "NO",
-            ]
-        )
-        print(", ".join(rows[-1]), file=sys.stderr, flush=True)  # the next one may fail
-    head = [f"{options.workers} workers, seconds", "faults", "min", "median", "worst", "limits", "kept"]
-    return results, table(head, rows)
+        is_fast = not limits or all(times[what] <= limit for what, limit in limits.items())
+        text = " / ".join(f"{limit:g}" for limit in limits.values()) if limits else "-"
+        rows.append([name, str(len(of["samples"])), *figures, text, "yes" if is_fast else "NO"])
+    return table([f"{options.workers} workers, seconds", "faults", "min", "median", "worst", "limits", "kept"], rows)
 
 
-def time_steps(options: argparse.Namespace) -> tuple[Any, str]:
-    """Return images/s of both kinds of jobs, and the table."""
-    results, rows = {}, []
+def time_steps(options: argparse.Namespace, results: dict[str, Any]) -> str:
+    """Put the images/s of both kinds of jobs into `results`, and return the table."""
+    rows = []
     chosen = argparse.Namespace(workers=[options.ranks], batch_size=32, seconds=0.5, rounds=options.rounds)
     for network in options.networks:
         static, elastic = train.Group("ours", options.ranks), train.Group(train.ELASTIC, options.ranks)
@@ -74,26 +66,27 @@ def time_steps(options: argparse.Namespace) -> tuple[Any, str]:
         speeds = [f"{summary(group.speeds)['median']:.0f}" for group in (static, elastic)]
         rows.append([network, *speeds, f"{ratio:.3f}", f"{least:.3f}"])
     head = [f"{options.ranks} workers", "static images/s", "elastic", "step time ratio, median", "of the minima"]
-    return results, table(head, rows)
+    return table(head, rows)
 
 
-def time_commit(options: argparse.Namespace) -> tuple[Any, str]:
-    """Return what elastic_commit.py found, and the table."""
+def time_commit(options: argparse.Namespace, results: dict[str, Any]) -> str:
+    """Put into `results` what elastic_commit.py found, and return the table."""
     command = [str(this_python()), str(SCRIPT.with_name("elastic_commit.py")), "--repetitions", str(options.rounds)]
     done = subprocess.run(
         command, env=environment_of_ranks(1), stdout=subprocess.PIPE, text=True, timeout=600, check=True
     )
     found = json.loads(done.stdout.splitlines()[-1])
+    results.update(found)
     rows = []
     for name, samples in found["samples"].items():
         times = [f"{1e3 * summary(samples)[what]:.1f}" for what in ("min", "median", "max")]
         rows.append([name, *times, f"{median_ratio(samples, found['samples']['memcpy']):.2f}"])
     head = [f"{found['bytes'] / 1e6:.0f} MB, ms", "min", "median", "max", "/memcpy"]
-    return found, table(head, rows)
+    return table(head, rows)
 
 
 def main() -> None:
-    """Time what was asked for, and write it down."""
+    """Time what was asked for, and write it down beside what the file has of other parts and faults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--workers", type=int, default=4, help="of the jobs with faults [4]")
@@ -105,12 +98,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=SCRIPT.parent / "results" / "elastic.json")
     options = parser.parse_args()
     run = describe()
-    results, texts = {}, []
+    results = json.loads(options.json.read_text())["results"] if options.json.exists() else {}
     for part, timing in zip(PARTS, (time_faults, time_steps, time_commit)):
         if part in options.parts:
-            results[part], text = timing(options)
-            texts.append(f"{part}\n{text}\n")
-    write(options.json, run, results, "\n".join(texts))
+            of_part = results.setdefault(part, {"found": {}})
+            of_part["table"] = timing(options, of_part["found"])
+    write(options.json, run, results, "\n".join(f"{part}\n{each['table']}\n" for part, each in results.items()))
 
 
 if __name__ == "__main__":
