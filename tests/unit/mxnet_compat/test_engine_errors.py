@@ -1,7 +1,6 @@
 """Errors on their way through MXNet's engine: they keep their class and text."""
 
 import ctypes
-import gc
 import pickle
 import re
 
@@ -75,7 +74,6 @@ def test_errors_keep_class_and_text(world, read):
         again = pickle.loads(pickle.dumps(caught.value))
         assert (type(again), str(again)) == (cls, text)
         del x
-        gc.collect()
         mx.nd.waitall()
 
 
