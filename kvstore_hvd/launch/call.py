@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import ctypes
 import functools
-import io
 import os
 import pickle
 import select
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstore_hvd.config import config, environment, reload
 from kvstore_hvd.errors import (
@@ -40,6 +39,7 @@ _PR_SET_PDEATHSIG = 1
 # The end of the launcher shows itself by the end of its output; unless somebody else holds a pipe open.
 _LOOK_MS = 500
 _CHUNK = 1 << 16
+_DECODER = codecs.getincrementaldecoder("utf-8")
 # The program of launcher and workers. `-m` would look for modules in the working folder first, where a user's
 # json.py or queue.py may lie. The folder of this package comes last: it may hold anything too.
 _PROGRAM = """import sys
@@ -167,7 +167,7 @@ def run(
             folder = tempfile.mkdtemp(prefix="kvstore_hvd-")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             with open(os.path.join(folder, "call"), "wb") as file:
-                _dump(file, (list(sys.path), _prefixes()), list(sys.argv), (func, tuple(args), dict(kwargs or {})))
+                _dump(file, sys.path, executable is None, sys.argv, (func, tuple(args), dict(kwargs or {})))
         except OSError as error:
             fact = f"the function and its arguments cannot be written to a temporary folder: {error}."
             raise LaunchError(_text(fact, "set TMPDIR to a folder with more room.")) from error
@@ -198,24 +198,22 @@ def _run_launcher(python: str, folder: str, options: Sequence[str]) -> int:
     # first, and is raised when everything of it is gone. Another Ctrl-C meanwhile kills the workers.
     worker = [*_program(python, "call_function"), folder]
     command = [*_program(sys.executable, "run_job"), str(os.getpid()), folder, *options, "--", *worker]
-    streams = sys.stdout, sys.stderr
-    targets = list(map(_target, streams))
     # Through a pipe, Python would hold back lines for kilobytes. A terminal's Ctrl-C is for the program, which passes
-    # it on.
-    variables, null = {"PYTHONUNBUFFERED": "1", **environment()}, subprocess.DEVNULL
+    # it on. Not to a descriptor of ours: that of a notebook's stream is the terminal in which it was started.
+    variables, pipe = {"PYTHONUNBUFFERED": "1", **environment()}, subprocess.PIPE
+    null = subprocess.DEVNULL
     try:
-        process = subprocess.Popen(
-            command, env=variables, stdin=null, stdout=targets[0], stderr=targets[1], start_new_session=True
-        )
+        process = subprocess.Popen(command, env=variables, stdin=null, stdout=pipe, stderr=pipe, start_new_session=True)
     except OSError as error:
         fix = "see ulimit -u, ulimit -n and free memory."
         raise LaunchError(message(f"the launcher cannot be started: {error}.", fix=fix)) from None
-    decoder = codecs.getincrementaldecoder("utf-8")
-    with contextlib.ExitStack() as pipes:
-        readers: dict[int, Callable[[bytes], object]] = {}
-        for pipe, stream in zip((process.stdout, process.stderr), streams):
-            if pipe is not None:
-                readers[pipes.enter_context(pipe).fileno()] = functools.partial(_pass_on, stream, decoder("replace"))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        readers: dict[int, Callable[[bytes], object]] = {
+            process.stdout.fileno(): functools.partial(_pass_on, sys.stdout, _DECODER("replace")),
+            process.stderr.fileno(): functools.partial(_pass_on, sys.stderr, _DECODER("replace")),
+        }
         try:
             return _wait(process, readers)
         except BaseException as error:
@@ -235,18 +233,9 @@ def _program(python: str, main: str) -> list[str]:
     return [python, "-c", _PROGRAM.format(main), os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))]
 
 
-def _target(stream: Any) -> int:
-    """Where the launcher writes to in place of a stream of ours."""
-    # Not whatever has a fileno(): that of a notebook's stream is the terminal in which it was started.
-    if isinstance(stream, io.TextIOWrapper):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()  # earlier output comes first
-            return stream.fileno()
-    return subprocess.DEVNULL if stream is None else subprocess.PIPE
-
-
 def _pass_on(stream: Any, decoder: codecs.IncrementalDecoder, data: bytes) -> None:
-    if text := decoder.decode(data, final=not data):
+    text = decoder.decode(data, final=not data)
+    if text and stream is not None:
         stream.write(text)
         stream.flush()
 
@@ -269,20 +258,6 @@ def _wait(process: subprocess.Popen[bytes], readers: dict[int, Callable[[bytes],
     return process.wait()
 
 
-class _Report(NamedTuple):
-    """A file with what a worker or the launcher tells."""
-
-    generation: int  # of the sender's world, -1 for none
-    place: int  # its rank, or (`size` is 0) its number in an elastic job before its first world
-    size: int
-    path: str
-
-    def value(self) -> Any:
-        with open(self.path, "rb") as file:
-            pickle.load(file)
-            return pickle.load(file)
-
-
 def _dump(file: Any, *values: Any) -> None:
     import cloudpickle
 
@@ -292,39 +267,48 @@ def _dump(file: Any, *values: Any) -> None:
 
 def _report(folder: str, kind: str, value: Any, place: tuple[int, int, int] = (-1, 0, 1)) -> None:
     """Write a report: of a worker a 'result' or 'failure', of the launcher 'refused' or 'ended' and why."""
-    fd, path = tempfile.mkstemp(dir=folder, prefix=".")
-    with open(fd, "wb") as file:
-        _dump(file, place, value)
-    os.rename(path, os.path.join(folder, kind + os.path.basename(path)))  # as a whole or not at all
+    # The place of a worker is the generation of its world (-1: none), its rank, and the size; in an elastic job, before
+    # its first world, its number in place of the rank, and 0.
+    name = f"{kind} {' '.join(map(str, place))}"
+    part = os.path.join(folder, f"part of {name}")
+    with open(part, "wb") as file:
+        _dump(file, value)
+    os.rename(part, os.path.join(folder, name))  # as a whole or not at all
 
 
-def _reports(folder: str, kind: str) -> list[_Report]:
-    """The reports of one kind that come from the last world, oldest first."""
+def _reports(folder: str, kind: str) -> list[tuple[int, int, str]]:
+    """Rank, size and file of each report of one kind that comes from the last world, oldest first."""
     found = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.stat().st_mtime_ns):
-        if entry.name.startswith(f"{kind}."):
-            with open(entry.path, "rb") as file:
-                generation, place, size = pickle.load(file)
-            found.append(_Report(generation, place, size, entry.path))
-    last = max((report.generation for report in found), default=-1)
-    return [report for report in found if report.generation == last]
+        of_kind, *place = entry.name.split()
+        if of_kind == kind:
+            generation, rank, size = map(int, place)
+            found.append((generation, rank, size, entry.path))
+    last = max((generation for generation, *_ in found), default=-1)
+    return [(rank, size, path) for generation, rank, size, path in found if generation == last]
+
+
+def _value(path: str) -> Any:
+    with open(path, "rb") as file:
+        return pickle.load(file)
 
 
 def _results(code: int, folder: str) -> list[Any]:
     """What the function has returned on each rank of the last world, or an error that says why there is nothing."""
-    for report in _reports(folder, "refused"):
-        raise LaunchError(report.value())
-    reason = "".join(report.value() for report in _reports(folder, "ended"))
-    results = {report.place: report for report in _reports(folder, "result")}
-    missing = sorted(set(range(max((report.size for report in results.values()), default=0))) - set(results))
+    for *_, path in _reports(folder, "refused"):
+        raise LaunchError(_value(path))
+    reason = "".join(_value(path) for *_, path in _reports(folder, "ended"))
+    results = _reports(folder, "result")
+    ranks = {rank for rank, _, _ in results}
+    missing = sorted(set(range(max((size for _, size, _ in results), default=0))) - ranks)
     if code != 0 or reason or missing or not results:  # a program that ignores SIGCHLD does not learn the code
-        raise _error(code, reason, [report.value() for report in _reports(folder, "failure")], missing)
+        raise _error(code, reason, [_value(path) for *_, path in _reports(folder, "failure")], missing)
     values = []
-    for _, report in sorted(results.items()):
+    for rank, _, path in sorted(results):
         try:
-            values.append(report.value())
+            values.append(_value(path))
         except Exception as error:
-            fact = f"the result of rank {report.place} cannot be read here: {type(error).__name__}: {error}."
+            fact = f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}."
             raise RunError(_text(fact, "return objects whose modules can be imported in this program, too.")) from error
     return values
 
@@ -376,7 +360,9 @@ def call_function() -> int:
     folder = sys.argv[1]
     try:
         with open(os.path.join(folder, "call"), "rb") as file:
-            _take_path(*pickle.load(file))  # modules are found where the program finds them
+            # Modules are found where the program finds them; a Python of another kind has libraries of its own.
+            path, is_same = pickle.load(file), pickle.load(file)
+            sys.path[:] = path if is_same else [*sys.path, *(each for each in path if each not in sys.path)]
             sys.argv[:] = pickle.load(file)
             func, args, kwargs = pickle.load(file)
     except Exception as error:
@@ -408,22 +394,8 @@ def call_function() -> int:
     return 0
 
 
-def _prefixes() -> list[str]:
-    """Where this interpreter's own libraries lie."""
-    return sorted({sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix})
-
-
-def _take_path(path: Sequence[str], theirs: Sequence[str]) -> None:
-    """Find modules where another process does; an interpreter of another kind keeps its own libraries."""
-    if list(theirs) == _prefixes():
-        sys.path[:] = path
-    else:
-        within = tuple(os.path.join(prefix, "") for prefix in theirs)
-        sys.path[:0] = [each for each in path if each not in sys.path and not each.startswith(within)]
-
-
 def _place() -> tuple[int, int, int]:
-    """Generation, rank and size of this worker's last world, see `_Report`."""
+    """Generation, rank and size of this worker's last world, see `_report`."""
     from kvstore_hvd.process import process
 
     known = config()

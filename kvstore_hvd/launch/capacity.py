@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-from collections.abc import Iterator
 
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.worlds.descriptors import limit_of, open_below
@@ -20,9 +18,6 @@ _OWN_FILES = 16
 #: these a listener, an event log, a discovery script, and connections that are refused.
 ELASTIC_FILES = 3, 24
 _STREAMS = 3  # counted in the above
-# The launcher, its daemon, and the guard of that.
-_OWN_PROCESSES = 3
-_PIDS_MAX = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
 def check_count(count: int, each: int = 2, own: int = _OWN_FILES) -> None:
@@ -32,14 +27,6 @@ def check_count(count: int, each: int = 2, own: int = _OWN_FILES) -> None:
         raise LaunchError(
             message(f"-np {count}: a job has at most {MAX_WORKERS} workers on one host.", fix="start fewer workers.")
         )
-    for limit, name in _process_limits():
-        if count + _OWN_PROCESSES > limit:
-            raise LaunchError(
-                message(
-                    f"-np {count}: only {limit} processes are allowed here ({name}).",
-                    fix="start fewer workers, or raise the limit.",
-                )
-            )
     files = limit_of(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return
@@ -47,15 +34,3 @@ def check_count(count: int, each: int = 2, own: int = _OWN_FILES) -> None:
     if needed > files:
         fact = f"a job of up to {count} workers needs {needed} open files, and only {files} are allowed (ulimit -n)."
         raise LaunchError(message(fact, fix=f"ulimit -n {needed}"))
-
-
-def _process_limits() -> Iterator[tuple[int, str]]:
-    processes = limit_of(resource.RLIMIT_NPROC)
-    if processes != resource.RLIM_INFINITY and os.geteuid() != 0:  # the kernel does not hold root to it
-        yield processes, "ulimit -u"
-    for path in _PIDS_MAX:
-        try:
-            with open(path, encoding="ascii") as file:
-                yield int(file.read()), f"pids.max of the control group, {path}"
-        except (OSError, ValueError):
-            continue  # no such control group, or 'max'

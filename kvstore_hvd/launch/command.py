@@ -16,11 +16,11 @@ from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
-from kvstore_hvd.launch.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
+from kvstore_hvd.launch.discovery import HostDiscoveryScript
 from kvstore_hvd.launch.driver import Driver, Plan, StartError
 from kvstore_hvd.launch.hosts import hosts_of_file, is_here, most_together, remote_shell, slots_of
 from kvstore_hvd.launch.slurm import SRUN, hosts_of_allocation
-from kvstore_hvd.launch.state import Cooldown, Settings
+from kvstore_hvd.launch.state import Settings
 
 __all__ = ["main"]
 
@@ -31,16 +31,20 @@ _HOSTS = ("hosts", "hostfile", "host_discovery_script")
 _DECISIVE = ("min_np", "max_np", "host_discovery_script")
 _OF_ELASTIC = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldown_range", "event_log")
 _OF_STATIC = ("output_filename", "ranks")
-_COOLDOWN_LIMITS_S = (1.0, 3600.0)
+_COOLDOWN_S, _COOLDOWN_LIMITS_S = (10.0, 300.0), (1.0, 3600.0)
+# Fields of `Settings` that are settings of the package, too.
+_TIMES = ("timeout_s", "survivor_time_s", "exit_timeout_s", "kill_grace_s", "lease_s")
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
 _EXIT_NOT_EXECUTABLE = 126
 _EXIT_NOT_FOUND = 127
 
-# The variables of an mpirun around us name one rank; workers that inherited them would all take themselves for it.
-_MPI_RANK_VARIABLES = re.compile(
+# The variables of an mpirun or a kvhvdrun around us name one rank; workers that inherited them would all take
+# themselves for it.
+_OF_ONE_RANK = re.compile(
     r"OMPI_(COMM_WORLD|UNIVERSE|WORLD|APP_CTX|FIRST_RANKS|NUM_APP_CTX|FILE_LOCATION|COMMAND|ARGV)"
     r"|OMPI_MCA_(orte_|ess|num_procs|pmix$)|PMI_|PMIX_(?!MCA_)|HYDI_|HYDRA_|MPI_LOCAL"
+    r"|KVHVD_(LOCAL_|DAEMON|WORKER|(RANK|SIZE|HOSTS|SLOT|JOB|SECRET|GENERATION)$)"
 )
 
 
@@ -138,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--network-interfaces", metavar="NAME,...", help="those between hosts: eth0 or 10.0.0.0/8")
     add("-x", metavar="NAME[=VALUE]", action="append", default=[], help="set a variable of all workers, or send it")
     add("-m", "--module", action="store_true", help="the command is a module: as `python -m command`")
-    add("--as-horovod", action="store_true", help="for `python script.py`: let `import horovod.mxnet` find kvstore_hvd")
+    add("--as-horovod", action="store_true", help="let `import horovod.mxnet` find kvstore_hvd")
     add("--config-file", metavar="FILE", help="read options from a YAML file; those given here win")
     add("--start-timeout", metavar="S", type=_seconds, help="seconds the workers may take to find each other [30]")
     add("--timeline-filename", metavar="FILE", help="record a timeline: HOROVOD_TIMELINE of the workers")
@@ -205,16 +209,10 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
     if options.module:
         command = [sys.executable, "-m", *command]
-    if options.as_horovod:
-        from kvstore_hvd.launch.as_horovod import through_this_package
-
-        command = through_this_package(command)
-    inherited = {
-        name: value
-        for name, value in environment().items()
-        if not _MPI_RANK_VARIABLES.match(name) and not _is_of_outer_job(name)
-    }
+    inherited = {name: value for name, value in environment().items() if not _OF_ONE_RANK.match(name)}
     inherited.update(_variables(options.x))
+    if options.as_horovod:
+        inherited["KVHVD_AS_HOROVOD"] = "1"
     if options.network_interfaces is not None:
         inherited["KVHVD_NETWORK_INTERFACES"] = options.network_interfaces
     if options.start_timeout is not None:
@@ -227,7 +225,9 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
             raise LaunchError(message("--checkpoint-every: there is no file.", fix="name it with --checkpoint."))
         inherited["KVHVD_CHECKPOINT_EVERY"] = f"{options.checkpoint_every:g}"
     if options.timeline_filename is not None:
-        _set_timeline(inherited, options.timeline_filename)
+        path = options.timeline_filename  # DYNAMIC: the program says when, and where
+        inherited["HOROVOD_TIMELINE"] = path if path == "DYNAMIC" else _absolute("--timeline-filename", path)
+        inherited.pop("KVHVD_TIMELINE", None)  # would come first
     paths = (_SITE, inherited.get("PYTHONPATH", ""))
     inherited["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command[0] = _executable(command, inherited)
@@ -241,7 +241,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
         fact, fix = "", "give -x NAME or -x NAME=VALUE."
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             fact = f"'{name}' is not the name of a variable"
-        elif _MPI_RANK_VARIABLES.match(name) or _is_of_outer_job(name):
+        elif _OF_ONE_RANK.match(name):
             fact, fix = f"{name} differs between workers", "omit it: kvhvdrun sets what they need."
         elif not equals and name not in environment():
             fact, fix = f"{name} is not set here, and what is set all workers have", f"-x {name}=VALUE sets it."
@@ -281,56 +281,45 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     if others and not shell:
         fact = f"{', '.join(others)}: other hosts than this one, and there is no ssh that could start workers there."
         raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
-    discovery: HostDiscovery
+    script, slots = None, sum(hosts.values())
     if options.host_discovery_script is not None:
-        discovery = HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1)
-    else:
-        discovery = FixedHosts(hosts)
-        if discovery.slots < needed:
-            fact = f"{needed} workers are needed, but the hosts have {discovery.slots} slots."
-            fix = "sbatch --ntasks-per-node=N" if of_slurm else "-H localhost:N"
-            raise LaunchError(message(fact, fix=f"give more slots, as in {fix}."))
+        script, slots = HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1), 0
+    elif slots < needed:
+        fact = f"{needed} workers are needed, but the hosts have {slots} slots."
+        fix = "sbatch --ntasks-per-node=N" if of_slurm else "-H localhost:N"
+        raise LaunchError(message(fact, fix=f"give more slots, as in {fix}."))
     shown = options.ranks
     if shown is not None and max(shown) >= most:
         raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))
     capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, others))
-    count = most or max(needed, min(discovery.slots, MAX_WORKERS))
+    count = most or max(needed, min(slots, MAX_WORKERS))
     check_count(count, *((2 if capture else 0,) if is_static else ELASTIC_FILES))
-    cfg, cores = config(), usable_cores()
-    notes = []
+    cfg = config()
     if is_static and count > 1 and not inherited.get("OMP_NUM_THREADS"):
         # Each worker's OpenMP would start a thread per core; N workers would share each core N-fold and all slow down.
         together = most_together([host for host, slots in hosts.items() for _ in range(slots)][:count])
-        inherited["OMP_NUM_THREADS"] = str(max(1, len(cores) // together))
-        notes.append(f"OMP_NUM_THREADS={inherited['OMP_NUM_THREADS']}: {len(cores)} cores for {together} workers")
+        inherited["OMP_NUM_THREADS"] = str(max(1, len(usable_cores()) // together))
     if capture:
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
-    job = os.urandom(8).hex()
-    if options.verbose and is_static:
-        for note in (f"job {job}: {count} workers of {' '.join(command)}", *notes):
-            _say(note)
     settings = Settings(
-        job=job,
+        job=os.urandom(8).hex(),
         min_np=least,
         max_np=most or MAX_WORKERS,
         first_np=first,
         reset_limit=options.reset_limit,
         elastic_timeout_s=options.elastic_timeout or cfg.elastic_timeout_s,
         start_timeout_s=options.start_timeout or cfg.start_timeout_s,
-        timeout_s=cfg.timeout_s,
-        survivor_time_s=cfg.survivor_time_s,
-        exit_timeout_s=cfg.exit_timeout_s,
-        kill_grace_s=cfg.kill_grace_s,
-        lease_s=cfg.lease_s,
+        **{name: getattr(cfg, name) for name in _TIMES},
         cooldown=_cooldown(options.blacklist_cooldown_range),
         is_static=is_static,
     )
     return Plan(
         settings,
-        discovery,
         command,
         inherited,
+        hosts,
+        script,
         event_log=None if options.event_log is None else os.path.abspath(options.event_log),
         output_folder=options.output_filename,
         bind_cores=options.bind_cores,
@@ -354,26 +343,13 @@ def _check_order(least: int, first: int | None, most: int | None) -> None:
             raise LaunchError(message(f"{name} {count} is more than {other} {limit}.", fix=fix))
 
 
-def _cooldown(given: Sequence[float] | None) -> Cooldown:
-    lower, upper = given or Cooldown()
+def _cooldown(given: Sequence[float] | None) -> tuple[float, float]:
+    lower, upper = given or _COOLDOWN_S
     low, high = _COOLDOWN_LIMITS_S
     if low <= lower <= upper <= high:
-        return Cooldown(lower, upper)
+        return lower, upper
     fact = f"--blacklist-cooldown-range {lower:g} {upper:g}: expected {low:g} to {high:g} s, the lower one first."
     raise LaunchError(message(fact, fix="for example --blacklist-cooldown-range 10 300"))
-
-
-def _is_of_outer_job(name: str) -> bool:
-    """Whether a variable describes a worker of a kvhvdrun around us."""
-    return name.startswith(("KVHVD_LOCAL_", "KVHVD_DAEMON", "KVHVD_WORKER")) or name in (
-        "KVHVD_RANK",
-        "KVHVD_SIZE",
-        "KVHVD_HOSTS",
-        "KVHVD_SLOT",
-        "KVHVD_JOB",
-        "KVHVD_SECRET",
-        "KVHVD_GENERATION",
-    )
 
 
 def _absolute(option: str, path: str) -> str:
@@ -383,13 +359,6 @@ def _absolute(option: str, path: str) -> str:
     if os.path.isdir(os.path.dirname(path)):
         return path
     raise LaunchError(message(f"{option}: there is no folder '{os.path.dirname(path)}'.", fix="make it first."))
-
-
-def _set_timeline(variables: dict[str, str], path: str) -> None:
-    if path != "DYNAMIC":  # the program says when, and where
-        path = _absolute("--timeline-filename", path)
-    variables["HOROVOD_TIMELINE"] = path
-    variables.pop("KVHVD_TIMELINE", None)  # would come first
 
 
 def _hosts(options: argparse.Namespace) -> dict[str, int] | None:

@@ -58,9 +58,3 @@ class Poller:
             is_due = events & ~select.EPOLLOUT or fd not in self._channels
             if is_due and fd in self._known:  # else an earlier call has closed it
                 self._known[fd][0]()
-
-    def close(self) -> None:
-        """Close the channels, and let go of everything else."""
-        for channel in self._channels.values():
-            channel.close()
-        self._epoll.close()

@@ -11,17 +11,15 @@ elsewhere a remote shell starts `serve`, and its standard input and output are t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
+import math
 import os
 import select
 import signal
 import socket
-import struct
 import subprocess
-import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,7 +27,7 @@ from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.base.cores import usable_cores
-from kvstore_hvd.config import config, environment
+from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.connections import Poller
@@ -59,7 +57,7 @@ class _Worker:
     """A process that this daemon has started; a negative number is that of a task of the launcher's own."""
 
     line: Channel | None = None
-    kill_at: float | None = None  # when it is killed, because it has been told to end
+    kill_at = math.inf  # when it is killed, because it has been told to end
 
     def __init__(self, number: int, pid: int, streams: dict[int, int]) -> None:
         # `pid` is also of its group and session, `streams` are our ends by its descriptors 1 and 2.
@@ -85,9 +83,8 @@ class Daemon:
         self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
         self._poller = Poller()
         self._clock = RunningClock()
-        left_grace_s = min(processes.LEFT_GRACE_S, kill_grace_s)
-        self._reaper = processes.Reaper(left_grace_s)
-        self._remains = processes.end_children(left_grace_s)
+        self._left_grace_s = min(processes.LEFT_GRACE_S, kill_grace_s)
+        self._reaper = processes.Reaper(self._left_grace_s)
         self._workers: dict[int, _Worker] = {}
         self._streams: dict[int, tuple[int, int]] = {}  # our ends: whose they are, and which of its descriptors
         self._window = WINDOW
@@ -97,31 +94,33 @@ class Daemon:
         self._why = ""  # we are ending, and this is the reason
         self._code = 0
         self._leaving = ""  # a signal has asked us to end, and the workers may leave until `_leave_until`
-        self._leave_until = self._kill_at = self._give_up_at = float("inf")
-        self._look_at = self._drain_until = 0.0  # at the end
+        self._leave_until = self._kill_at = math.inf
 
     def run(self) -> int:
         """Do the launcher's work until it says that it is done, or is gone; returns 0, or 1 when it is gone."""
         processes.adopt_orphans()
-        with ExitStack() as stack:
-            self._inbox = stack.enter_context(processes.SignalInbox())
-            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            self._listener.setblocking(False)
-            self._listener.bind(f"\0{self._name}")
-            self._listener.listen(MAX_WORKERS)
-            stack.callback(self._poller.close)
-            self._poller.watch(self._inbox.fileno(), lambda: None)
-            self._poller.watch(self._listener.fileno(), self._accept)
-            self._poller.add(self._launcher, self._hear_launcher)
-            self._tell("up", pid=os.getpid(), version=__version__)
-            while not self._done():
-                self._poller.wait(self._next_event())
-                self._turn()
+        self._inbox = processes.SignalInbox()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen(MAX_WORKERS)
+        self._poller.watch(self._inbox.fileno(), lambda: None)
+        self._poller.watch(self._listener.fileno(), self._accept)
+        self._poller.add(self._launcher, self._hear_launcher)
+        self._tell("up", pid=os.getpid(), version=__version__)
+        while not self._why:
+            self._turn()
+        self._finish()
         return self._code
 
     # -- The loop -------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _turn(self, until: float = math.inf) -> None:
+        """Wait for what happens, until then at most, and do what is due."""
+        now = self._clock.now()
+        times = [until, self._leave_until, now + BEAT_S if self._suspended else self._beat_at]
+        times += [worker.kill_at for worker in self._workers.values()]
+        self._poller.wait(min(min(times) - now, self._reaper.wait_s(), BEAT_S))
         for number in self._inbox.take():
             if number in processes.ENDING and not self._leaving:
                 name = signal.Signals(number).name
@@ -134,33 +133,31 @@ class Daemon:
                 self._on_end(by_pid[pid], code)
         self._act_on_time(self._clock.now())
 
-    def _done(self) -> bool:
-        now = self._clock.now()
-        if not self._why or (self._workers and now < self._give_up_at) or now < self._look_at:
-            return False
-        pause_s = next(self._remains, None)
-        if pause_s is not None:
-            self._look_at = now + pause_s
-            return False
-        if not self._launcher_is_there:
-            return True
-        if self._window <= 0 or not self._drain_until:  # the launcher takes it when somebody reads its own output
-            self._drain_until = now + _DRAIN_S
-        if self._streams and now < self._drain_until:
-            return False
-        return not self._launcher.wants_to_write
+    def _finish(self) -> None:
+        """See the workers end, or kill them; end what they have left, and pass on what they have written."""
+        while self._workers and self._clock.now() < self._kill_at:
+            self._turn(self._kill_at)
+        for worker in self._workers.values():
+            self._reaper.signal(worker.pid, signal.SIGKILL)
+        until = self._clock.now() + _KILLED_S
+        while self._workers and self._clock.now() < until:
+            self._turn(until)
+        for pause_s in processes.end_children(self._left_grace_s):
+            until = self._clock.now() + pause_s
+            while self._clock.now() < until:
+                self._turn(until)
+        until = self._clock.now() + _DRAIN_S
+        while self._launcher_is_there:
+            now = self._clock.now()
+            if self._window <= 0:  # the launcher takes more when somebody reads its own output
+                until = now + _DRAIN_S
+            if not self._launcher.wants_to_write and not (self._streams and now < until):
+                break
+            self._turn(now + BEAT_S)
 
     @property
     def _launcher_is_there(self) -> bool:
         return self._launcher.fileno() >= 0
-
-    def _next_event(self) -> float:
-        """Seconds until something must be done even if nothing happens."""
-        times = [self._leave_until, self._kill_at, self._clock.now() + BEAT_S if self._suspended else self._beat_at]
-        times += [worker.kill_at for worker in self._workers.values() if worker.kill_at is not None]
-        if self._why and not self._workers:
-            times.append(max(self._look_at, self._drain_until))
-        return min(max(0.0, min(times) - self._clock.now()), self._reaper.wait_s(), BEAT_S)
 
     def _act_on_time(self, now: float) -> None:
         if now >= self._beat_at and not self._suspended:
@@ -174,12 +171,8 @@ class Daemon:
         if self._leaving and not self._why and (is_empty or now >= self._leave_until):
             self._end(self._leaving, 0.0, code=1)
         for worker in self._workers.values():
-            if worker.kill_at is not None and now >= worker.kill_at:
-                worker.kill_at = None
-                self._reaper.signal(worker.pid, signal.SIGKILL)
-        if now >= self._kill_at:
-            self._kill_at, self._give_up_at = float("inf"), now + _KILLED_S
-            for worker in self._workers.values():
+            if now >= worker.kill_at:
+                worker.kill_at = math.inf
                 self._reaper.signal(worker.pid, signal.SIGKILL)
 
     # -- The launcher ---------------------------------------------------------------------------------------------
@@ -197,7 +190,9 @@ class Daemon:
             elif kind == "ack":
                 self._open_window(message["bytes"])
             elif kind == "to":
-                self._pass_on(message["worker"], message["message"])
+                worker = self._workers.get(message["worker"])
+                if worker is not None and worker.line is not None:
+                    worker.line.send(message["message"])
             elif kind == "signal":
                 self._signal(message)
             elif kind == "end":
@@ -220,12 +215,11 @@ class Daemon:
                 if not message["stdin"]:
                     streams[0] = null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                     theirs.callback(os.close, null)
-                for fd, size in ((1, message["stdout"]), (2, message["stderr"])):
-                    if size is not None:
-                        ours[fd], streams[fd] = _, end = _two_ends(size)
-                        theirs.callback(os.close, end)
-                        on_failure.callback(os.close, ours[fd])
-                        os.set_blocking(ours[fd], False)
+                for fd in (1, 2) if message["capture"] else ():
+                    ours[fd], streams[fd] = _, end = os.pipe()
+                    theirs.callback(os.close, end)
+                    on_failure.callback(os.close, ours[fd])
+                    os.set_blocking(ours[fd], False)
                 pid = processes.spawn(message["command"], variables, streams, cores)
                 on_failure.pop_all()
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
@@ -239,21 +233,14 @@ class Daemon:
             self._watch(end)
         self._tell("started", worker=number, pid=pid)
 
-    def _pass_on(self, number: int, message: dict[str, Any]) -> None:
-        worker = self._workers.get(number)
-        if worker is None or worker.line is None:
-            self._inform(f"worker {number} has no line any more; not delivered: {message['t']}")
-            return
-        worker.line.send(message)
-
     def _signal(self, message: dict[str, Any]) -> None:
         everyone = message["worker"] is None
         for worker in self._workers.values():
             if worker.id != message["worker"] and not (everyone and worker.id >= 0):
                 continue
             self._reaper.signal(worker.pid, message["signal"])
-            if message["ended"] and worker.kill_at is None:
-                worker.kill_at = self._clock.now() + self._grace_s
+            if message["ended"]:
+                worker.kill_at = min(worker.kill_at, self._clock.now() + self._grace_s)
         if everyone and message["signal"] in (signal.SIGSTOP, signal.SIGCONT):
             # Ctrl-Z: next it stops itself, and cannot say anything until it goes on.
             self._suspended = message["signal"] == signal.SIGSTOP
@@ -261,10 +248,6 @@ class Daemon:
     def _tell(self, kind: str, raw: bytes = b"", **fields: Any) -> None:
         if self._launcher_is_there:
             self._launcher.send({"t": kind, **fields}, raw)
-
-    def _inform(self, text: str) -> None:
-        if config().log_level in ("debug", "info"):
-            self._tell("say", text=f"daemon: {text}")
 
     # -- What workers write ---------------------------------------------------------------------------------------
 
@@ -284,8 +267,6 @@ class Daemon:
             data = os.read(end, _CHUNK)
         except BlockingIOError:
             return 0
-        except OSError:  # how a terminal says that its other end is closed
-            data = b""
         self._tell("out", data, worker=number, fd=fd)
         self._window -= len(data)
         if not data:
@@ -323,7 +304,6 @@ class Daemon:
             self._poller.add(line, lambda: self._hear(worker))
             return
         text = f"another process of worker {worker.id} has called init() already." if worker else "it is no worker."
-        self._inform(f"refused the connection of process {pid}: {text}")
         line.send({"t": "refused", "text": text})
         line.close()
 
@@ -338,9 +318,7 @@ class Daemon:
             return False
         try:
             messages = worker.line.receive()
-        except ChannelError as error:
-            # Its process decides what that means for it; the end of the process is what counts.
-            self._inform(f"closed the line of worker {worker.id}: {error}")
+        except ChannelError:  # its process decides what that means for it; the end of the process is what counts
             self._hang_up(worker)
             return False
         for message in messages:
@@ -376,26 +354,12 @@ class Daemon:
 
     def _end(self, why: str, grace_s: float, code: int) -> None:
         """Ask all workers to end, and start no more of them; who still runs after the grace is killed."""
-        now, self._leave_until = self._clock.now(), float("inf")
+        self._leave_until = math.inf
+        self._kill_at = min(self._kill_at, self._clock.now() + grace_s)
         if not self._why:
-            self._why, self._code, self._kill_at = why, code, now + grace_s
+            self._why, self._code = why, code
             for worker in self._workers.values():
                 self._reaper.signal(worker.pid, signal.SIGTERM if worker.id >= 0 else signal.SIGKILL)
-        elif self._kill_at != float("inf"):
-            self._kill_at = min(self._kill_at, now + grace_s)
-
-
-def _two_ends(size: Sequence[int]) -> tuple[int, int]:
-    """Our end and a worker's of a terminal with so many rows and columns, or, without a size, of a pipe."""
-    with contextlib.suppress(OSError):  # no pseudo-terminals in this container
-        if size:
-            ours, theirs = os.openpty()
-            attributes = termios.tcgetattr(theirs)
-            attributes[1] &= ~termios.OPOST  # bytes pass as they are
-            termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-            return ours, theirs
-    return os.pipe()
 
 
 def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:

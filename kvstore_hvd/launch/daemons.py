@@ -22,7 +22,6 @@ from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemon import BEAT_S, GREETING, Daemon
 from kvstore_hvd.launch.hosts import is_here, shell_command
-from kvstore_hvd.launch.output import Tail
 from kvstore_hvd.launch.state import Settings, how_it_ended
 
 __all__ = ["Daemons"]
@@ -36,7 +35,7 @@ _START_S = 60.0
 # A line that ends because its daemon died is followed by the end of the guard, which first ends what is left there.
 _NEWS_S = 4.0
 _CLOSED = "the other side closed the connection"
-_SHOWN_LINES = 3  # the last ones of a remote shell
+_SHOWN_LINES, _SHOWN_BYTES = 3, 1 << 12  # the last ones of a remote shell
 _REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
 
 
@@ -49,24 +48,14 @@ class _Daemon:
     given_up: bool = False  # it was killed because it did not
     code: int | None = None  # its own, or that of its guard
     unacknowledged: int = 0  # bytes of output
+    shell: str = ""  # the name of the remote shell
+    errors: int = -1  # a file with what the shell has written to standard error
 
-    def __init__(
-        self,
-        host: str,
-        guard: int,
-        line: Channel,
-        heard_at: float,
-        lease_s: float,
-        start_s: float,
-        shell: str = "",
-        errors: int = -1,
-    ) -> None:
+    def __init__(self, host: str, guard: int, line: Channel, heard_at: float, lease_s: float, start_s: float) -> None:
         self.host, self.line, self.heard_at = host, line, heard_at
         # Process ids; guard: or that of the shell; 0 when it was killed, -1 when both have ended.
         self.guard = self.pid = guard
         self.lease_s, self.start_s = lease_s, start_s  # `start_s`: within which it has to come
-        # The name of the shell, what it writes to standard error, and the last lines that were read there.
-        self.shell, self.errors, self.tail = shell, errors, Tail()
 
 
 class Daemons:
@@ -120,19 +109,15 @@ class Daemons:
         with contextlib.suppress(FileNotFoundError):
             folder = os.getcwd()
         command = shell_command(self._shell, host, [sys.executable, _REMOTE, host, *limits, folder])
-        errors, write = os.pipe()
+        errors = os.memfd_create("errors")
         try:
-            pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), write])
+            pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), errors])
         except OSError:
             os.close(errors)
             raise
-        finally:
-            os.close(write)
-        os.set_blocking(errors, False)
-        line, name = Channel(ours, greeting=GREETING), os.path.basename(command[0])
         times = self._clock.now(), settings.lease_s, settings.start_timeout_s
-        daemon = _Daemon(host, pid, line, *times, shell=name, errors=errors)
-        self._poller.watch(errors, lambda: self._read_errors(daemon))
+        daemon = _Daemon(host, pid, Channel(ours, greeting=GREETING), *times)
+        daemon.shell, daemon.errors = os.path.basename(command[0]), errors
         return daemon
 
     # -- Sending --------------------------------------------------------------------------------------------------
@@ -194,25 +179,10 @@ class Daemons:
             daemon.unacknowledged += len(message.get("raw", b""))
             self._hear(message)
 
-    def _read_errors(self, daemon: _Daemon) -> None:
-        """Take what the shell has written, which is no more than a pipe holds."""
-        if daemon.errors < 0:
-            return
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(daemon.errors, 1 << 16)
-            daemon.tail.add(data)
-            if not data:
-                self._close_errors(daemon)
-
-    def _close_errors(self, daemon: _Daemon) -> None:
-        if daemon.errors >= 0:
-            self._poller.forget(daemon.errors)
-            os.close(daemon.errors)
-            daemon.errors = -1
-
     def _remove(self, daemon: _Daemon) -> None:
         self._poller.close_channel(daemon.line)
-        self._close_errors(daemon)
+        if daemon.errors >= 0:
+            os.close(daemon.errors)
         del self._running[daemon.host]
 
     def reaped(self, pid: int, code: int) -> None:
@@ -226,8 +196,9 @@ class Daemons:
             elif pid == daemon.pid:
                 daemon.code, daemon.guard = code, -1
 
-    def act_on_time(self, lost: Callable[[str, str], None]) -> None:
+    def act_on_time(self, lost: Callable[[str, str], None]) -> float:
         """Send beats, and give up daemons: `lost` is called with the host of each and what happened to it."""
+        # Returns when to call it again.
         now = self._clock.now()
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
@@ -237,9 +208,10 @@ class Daemons:
             if not why:
                 continue
             _kill(daemon)
-            self._read_errors(daemon)
+            why += _last_lines(daemon)
             self._remove(daemon)
-            lost(host, why + _last_lines(daemon))
+            lost(host, why)
+        return self._beat_at
 
     def are_awaited(self) -> bool:
         """Whether one of them has been started, and has not come."""
@@ -250,10 +222,6 @@ class Daemons:
         silent_since = self._clock.now() - _SILENT_S
         heard = [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
         return any(daemon.heard_at < silent_since for daemon in heard)
-
-    def deadline(self) -> float:
-        """When `act_on_time` has something to do."""
-        return self._beat_at
 
 
 def _fate(daemon: _Daemon, now: float) -> str:
@@ -277,8 +245,10 @@ def _fate(daemon: _Daemon, now: float) -> str:
 
 def _last_lines(daemon: _Daemon) -> str:
     """What a remote shell has said last, with what else it printed in place of a daemon's messages."""
-    said = daemon.line.skipped.decode("utf-8", "replace").splitlines() if not daemon.has_come else []
-    lines = [line.strip() for line in [*said, *daemon.tail.lines()] if line.strip()][-_SHOWN_LINES:]
+    said = daemon.line.skipped if not daemon.has_come else b""
+    if daemon.errors >= 0:
+        said += b"\n" + os.pread(daemon.errors, _SHOWN_BYTES, max(0, os.fstat(daemon.errors).st_size - _SHOWN_BYTES))
+    lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()][-_SHOWN_LINES:]
     return f". '{daemon.shell}' says: {' / '.join(lines).rstrip('.')}" if lines else ""
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Union
+from typing import Any
 
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.hosts import slots_of
 from kvstore_hvd.launch.state import EXIT_FAILED, how_it_ended
 
-__all__ = ["DiscoveryError", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "hosts_of_script"]
+__all__ = ["DiscoveryError", "HostDiscoveryScript", "hosts_of_script"]
 
 # From the start of one run of a script to the start of the next one, and at most for one run.
 _EVERY_S = 1.0
@@ -30,37 +30,11 @@ class DiscoveryError(LaunchError):
         self.code = code
 
 
-class FixedHosts:
-    """Hosts that stay as they are."""
-
-    def __init__(self, hosts: Mapping[str, int]) -> None:
-        self._hosts: dict[str, int] | None = _usable(hosts)
-        self.slots = sum(self._hosts.values())
-
-    def poll(self, now: float) -> dict[str, int] | None:
-        """The hosts, once."""
-        hosts, self._hosts = self._hosts, None
-        return hosts
-
-    def deadline(self) -> float | None:
-        """Never."""
-        return None
-
-    def fault(self, now: float) -> str:
-        """There is none."""
-        return ""
-
-
 def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
     """The hosts that a script has printed: ``host`` or ``host:slots`` in each line, ``#`` before comments."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     # A host without slots is there, but takes no worker.
-    return _usable(slots_of([line for line in lines if line and not line.endswith(":0")], default))
-
-
-def _usable(hosts: Mapping[str, int]) -> dict[str, int]:
-    # Each slot is looked at for every decision.
-    return {host: min(count, MAX_WORKERS) for host, count in hosts.items()}
+    return slots_of([line for line in lines if line and not line.endswith(":0")], default)
 
 
 class HostDiscoveryScript:
@@ -68,8 +42,6 @@ class HostDiscoveryScript:
 
     # Each run is a task of a daemon, with a number below 0 in the place of a worker's. `start` and `kill` are called
     # with that number, and `heard` is told what the daemon says of it.
-
-    slots = 0
 
     def __init__(self, command: str, default: int) -> None:
         self._name = f"the host discovery script '{command}'"
@@ -111,11 +83,11 @@ class HostDiscoveryScript:
             self._killed = why
             self.kill(self._task)
 
-    def deadline(self) -> float | None:
+    def deadline(self) -> float:
         """When the script is started, or killed."""
         if not self._running:
             return self._next
-        return None if self._killed else self._started + _LIMIT_S
+        return math.inf if self._killed else self._started + _LIMIT_S
 
     def fault(self, now: float) -> str:
         """What is wrong with the script now: how its last run failed, or that this one takes long; else empty."""
@@ -166,6 +138,3 @@ class HostDiscoveryScript:
         except LaunchError as error:
             fact = str(error).splitlines()[0].rstrip(".")
         raise DiscoveryError(message(f"what {self._name} printed are no hosts: {fact}.", fix=_FIX))
-
-
-HostDiscovery = Union[FixedHosts, HostDiscoveryScript]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
@@ -19,7 +19,7 @@ from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import Daemons
-from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscovery, HostDiscoveryScript
+from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript
 from kvstore_hvd.launch.hosts import address_of, is_here, machine_of, most_together, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output, Tail
@@ -49,9 +49,10 @@ class Plan(NamedTuple):
     """How to run a job. `environment` is that of the workers, but for what differs between them."""
 
     settings: Settings
-    discovery: HostDiscovery
     command: Sequence[str]
     environment: dict[str, str]
+    hosts: Mapping[str, int] = {}
+    script: HostDiscoveryScript | None = None  # that tells the hosts instead
     event_log: str | None = None
     output_folder: str | None = None  # where what the workers write is kept too
     bind_cores: bool = False
@@ -103,7 +104,7 @@ class Driver:
         self._cores = usable_cores()
         self._threads = 0  # of OpenMP, for each worker of an elastic job; 0: not settled yet
         self._tails: dict[int, Tail] = {}
-        self._discovery_fails_since: float | None = None
+        self._discovery_fails_since = math.inf
         self._discovered = False
         self._strange_hosts: set[str] = set()
         self._missing: dict[str, str] = {}  # hosts of a static job whose daemons did not come, and why
@@ -112,41 +113,68 @@ class Driver:
         self._asked: int | None = None  # the first signal that asked the job to end
         self._lost_code = 0  # exit code for output that could not be written
         self._end: End | None = None
-        self._stop_at: float | None = None  # workers that still run are ended then
-        self._give_up_at: float | None = None  # daemons that still run are killed then
-        self._drop_at: float | None = None  # when a signal that ended the job no longer waits for who reads our output
-        self._gone_at: float | None = None  # when the last process of the job was gone
-        self._code = 0
-        self._inbox: processes.SignalInbox
-        self._poller: Poller
-        self._output: Output
-        self._daemons: Daemons
+        self._end_grace_s = 0.0  # for workers that run when the job ends
+        self._drop_at = math.inf  # when a signal that ended the job no longer waits for who reads our output
+        self._is_gone = False  # the last process of the job
 
     def run(self) -> int:
         """Run the job to its end."""
         plan, settings = self._plan, self._settings
         processes.adopt_orphans()
         self._spare = processes.children()  # a shell that has started them may have become this process
-        with ExitStack() as stack:
-            self._poller = Poller()
-            stack.callback(self._poller.close)
-            self._output = Output(
-                self._poller, plan.output_folder, settings.max_np, plan.event_log, plan.timestamps, plan.shown
-            )
-            stack.callback(self._output.close)
-            try:
-                self._inbox = stack.enter_context(processes.SignalInbox())
-            except OSError as error:
-                raise _not_started("the launcher", error.errno, str(error)) from None
-            self._poller.watch(self._inbox.fileno(), lambda: None)
-            self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
-            if isinstance(plan.discovery, HostDiscoveryScript):
-                plan.discovery.start, plan.discovery.kill = self._start_task, self._kill_task
-            while not self._done():
-                self._turn()
+        self._poller = Poller()
+        self._output = Output(
+            self._poller, plan.output_folder, settings.max_np, plan.event_log, plan.timestamps, plan.shown
+        )
+        try:
+            self._inbox = processes.SignalInbox()
+        except OSError as error:
+            raise _not_started("the launcher", error.errno, str(error)) from None
+        self._poller.watch(self._inbox.fileno(), lambda: None)
+        self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
+        if plan.script is None:
+            self._take_hosts(plan.hosts)
+        else:
+            plan.script.start, plan.script.kill = self._start_task, self._kill_task
+        while self._end is None:
+            self._turn()
+        code = self._finish(self._end)
         if self._not_started is not None and self._asked is None:
             raise self._not_started
-        return self._code or self._lost_code
+        return code or self._lost_code
+
+    def _finish(self, end: End) -> int:
+        """End what still runs, pass on what it has written, and say why the job has ended; returns its exit code."""
+        grace_s = self._settings.kill_grace_s
+        stop_at = self._look_at_clock() + self._end_grace_s
+        while self._job.running and self._look_at_clock() < stop_at:
+            self._turn(stop_at)
+        self._daemons.end(end.reason)
+        give_up_at = self._look_at_clock() + grace_s + _DAEMON_ENDS_S
+        while self._daemons:
+            now = self._look_at_clock()
+            if self._output.held_up and self._asked is None:
+                give_up_at = max(give_up_at, now + _DAEMON_ENDS_S)  # they wait for us to read
+            if now >= give_up_at:
+                give_up_at = now + _KILL_TAKES_S
+                self._daemons.give_up()
+            self._turn(give_up_at)
+        # What daemons have left that were killed together with their guards.
+        for pause_s in processes.end_children(min(processes.LEFT_GRACE_S, grace_s), self._spare):
+            time.sleep(pause_s)
+        gone_at, self._is_gone = self._look_at_clock(), True
+        if self._asked is not None:
+            self._drop_at = max(self._drop_at - _LAST_WORDS_S, gone_at + _LAST_WORDS_S)
+        self._output.flush_lines()
+        self._output.show("")
+        code = self._farewell(end)
+        self._output.step()
+        # In this order: what fails has nothing pending afterwards.
+        while self._output.pending or self._hear_of_losses():
+            self._turn()
+            if self._look_at_clock() > gone_at + (_LOG_S if self._asked is None else grace_s):
+                self._output.finish_log()
+        return code
 
     # -- The loop -------------------------------------------------------------------------------------------------
 
@@ -157,116 +185,79 @@ class Driver:
         self._looked_at = now
         return now
 
-    def _turn(self) -> None:
-        self._act_on_time(self._look_at_clock())
+    def _turn(self, until: float = math.inf) -> None:
+        """Do what is due, and wait for what happens, until then at most."""
+        now, end = self._look_at_clock(), self._end
+        until = min(until, self._drop_at, self._daemons.act_on_time(self._on_lost_host))
+        if now >= self._drop_at:
+            self._drop_at = math.inf
+            self._output.drop()
+        if end is None:
+            until = min(until, self._look_after_job(now))
         self._act()
-        if self._gone_at is None and self._are_daemons_gone:
+        if end is None and self._end is not None:
             return
-        if not self._settings.is_static and self._gone_at is None:
+        if not self._settings.is_static and not self._is_gone:
             self._show_status()
-        wait_s = self._output.step()
+        wait_s = min(LOOK_S, self._output.step())
         if not self._output.held_up:
             self._daemons.acknowledge()
-        self._poller.wait(min(wait_s, self._next_event(self._look_at_clock())))
+        self._poller.wait(min(wait_s, until - self._look_at_clock()))
         self._look_at_clock()
         self._on_signals(self._inbox.take())
         for pid, code in processes.reap():
             self._daemons.reaped(pid, code)
         self._hear_of_losses()
 
+    def _look_after_job(self, now: float) -> float:
+        """Find out the hosts, and let the job decide; returns when to do so again even if nothing happens."""
+        script, until = self._plan.script, math.inf
+        if script is not None:
+            self._discover(script, now)
+            self._job.hosts_fault = script.fault(now)
+            until = script.deadline()
+        # All hosts of a static job are there before its first worker starts.
+        is_first = self._settings.is_static and not self._job.workers
+        if is_first and self._missing and not self._daemons.are_awaited():
+            self._refuse_hosts()
+        elif not is_first or not self._daemons.are_awaited():
+            self._job.tick(self._job_now)
+        self._act()
+        return min(until, now + self._job.wake_at - self._job_now)
+
     def _show_status(self) -> None:
-        workers, generation = len(self._job.workers.running), self._job.generation
+        workers, generation = len(self._job.running), self._job.generation
         self._output.show(
             f"kvhvdrun: generation {generation.number}, {len(generation.left)} of {workers} workers; {self._last_event}"
             if generation.begun
             else f"kvhvdrun: {workers} workers start; {self._last_event}"
         )
 
-    def _next_event(self, now: float) -> float:
-        """Seconds until something must be done even if nothing happens."""
-        times = [
-            self._daemons.deadline(),
-            self._plan.discovery.deadline() if self._end is None else None,
-            self._stop_at,
-            self._give_up_at,
-            self._drop_at,
-        ]
-        deadline = self._job.deadline(self._job_now)
-        waits = [LOOK_S, *(time - now for time in times if time is not None)]
-        return max(0.0, min(waits if deadline is None else [*waits, deadline - self._job_now]))
-
-    def _act_on_time(self, now: float) -> None:
-        self._daemons.act_on_time(self._on_lost_host)
-        if self._end is None:
-            self._discover(now)
-            self._job.hosts_fault = self._plan.discovery.fault(now)
-            # All hosts of a static job are there before its first worker starts.
-            is_first = self._settings.is_static and self._job.workers.get(0) is None
-            if is_first and self._missing and not self._daemons.are_awaited():
-                self._refuse_hosts()
-            elif not is_first or not self._daemons.are_awaited():
-                self._job.tick(self._job_now)
-        elif self._stop_at is not None and (now >= self._stop_at or not self._job.workers.running):
-            self._stop_at, self._give_up_at = None, now + self._settings.kill_grace_s + _DAEMON_ENDS_S
-            self._daemons.end(self._end.reason)
-        if self._give_up_at is not None and self._output.held_up and self._asked is None:
-            self._give_up_at = max(self._give_up_at, now + _DAEMON_ENDS_S)  # they wait for us to read
-        if self._give_up_at is not None and now >= self._give_up_at:
-            self._give_up_at = now + _KILL_TAKES_S
-            self._daemons.give_up()
-        if self._drop_at is not None and now >= self._drop_at:
-            self._drop_at = None
-            self._output.drop()
-
-    @property
-    def _are_daemons_gone(self) -> bool:
-        return self._end is not None and self._stop_at is None and not self._daemons
-
-    def _done(self) -> bool:
-        if not self._are_daemons_gone:
-            return False
-        now = self._look_at_clock()
-        if self._gone_at is None:
-            # What daemons have left that were killed together with their guards.
-            grace_s = min(processes.LEFT_GRACE_S, self._settings.kill_grace_s)
-            for pause_s in processes.end_children(grace_s, self._spare):
-                time.sleep(pause_s)
-            self._gone_at, self._give_up_at = self._look_at_clock(), None
-            if self._drop_at is not None:
-                self._drop_at = max(self._drop_at - _LAST_WORDS_S, self._gone_at + _LAST_WORDS_S)
-            self._output.flush_lines()
-            self._output.show("")
-            self._code = self._farewell()
-        self._output.step()
-        if now > self._gone_at + (_LOG_S if self._asked is None else self._settings.kill_grace_s):
-            self._output.finish_log()
-        # In this order: what fails has nothing pending afterwards.
-        return not self._output.pending and not self._hear_of_losses()
-
     # -- Hosts ----------------------------------------------------------------------------------------------------
 
-    def _discover(self, now: float) -> None:
+    def _discover(self, script: HostDiscoveryScript, now: float) -> None:
         try:
-            hosts = self._plan.discovery.poll(now)
+            hosts = script.poll(now)
         except DiscoveryError as error:
             # Said once, and at the end: it is tried again every second.
-            is_news = self._discovered and self._discovery_fails_since is None
-            self._note("discovery_failed", {"text": str(error)}, is_news=is_news)
-            if self._discovery_fails_since is None:
-                self._discovery_fails_since = now
+            is_news = self._discovered and self._discovery_fails_since == math.inf
+            self._note(Note("discovery_failed", {"text": str(error)}, str(error) if is_news else ""))
+            self._discovery_fails_since = min(self._discovery_fails_since, now)
             limit = self._settings.elastic_timeout_s
             if not self._discovered:
                 self._job.give_up(str(error), error.code)
             elif now - self._discovery_fails_since >= limit:
                 self._job.give_up(f"there have been no hosts for {limit:g} s: {error}", error.code)
             return
-        if hosts is None:
-            return
-        self._discovered, self._discovery_fails_since = True, None
+        if hosts is not None:
+            self._discovered, self._discovery_fails_since = True, math.inf
+            self._take_hosts(hosts)
+
+    def _take_hosts(self, hosts: Mapping[str, int]) -> None:
         for host in hosts.keys() - self._strange_hosts:
             if not self._plan.shell and not is_here(host):
                 self._strange_hosts.add(host)
-                self._say(f"'{host}' is another host, and there is no ssh that could start workers there.")
+                self._output.say(f"'{host}' is another host, and there is no ssh that could start workers there.")
         self._job.hosts(
             {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_now
         )
@@ -278,23 +269,23 @@ class Driver:
                     self._missing[host] = f"its daemon could not be started: {error}"
 
     def _start_task(self, task: int) -> None:
-        assert isinstance(self._plan.discovery, HostDiscoveryScript)
+        assert self._plan.script is not None
         try:
             self._daemons.start(_HERE)
         except OSError as error:
-            self._plan.discovery.lost(f"cannot be started: {error}")
+            self._plan.script.lost(f"cannot be started: {error}")
             return
-        none: dict[str, Any] = {"share": [], "line": False, "stdin": False, "stdout": [], "stderr": []}
-        command, environment = self._plan.discovery.command, self._plan.environment
+        none: dict[str, Any] = {"share": [], "line": False, "stdin": False, "capture": True}
+        command, environment = self._plan.script.command, self._plan.environment
         self._daemons.send(_HERE, "start", worker=task, command=command, environment=environment, **none)
 
     def _kill_task(self, task: int) -> None:
         self._daemons.send(_HERE, "signal", worker=task, signal=int(signal.SIGKILL), ended=True)
 
     def _on_lost_host(self, host: str, why: str) -> None:
-        if host == _HERE and isinstance(self._plan.discovery, HostDiscoveryScript):
-            self._plan.discovery.lost(f"was lost: {why}")
-        if self._settings.is_static and self._job.workers.get(0) is None:
+        if host == _HERE and self._plan.script is not None:
+            self._plan.script.lost(f"was lost: {why}")
+        if self._settings.is_static and not self._job.workers:
             self._missing[host] = why
         lines = {number: tail.lines() for number, tail in self._tails.items()}
         self._job.host_lost(host, why, self._job_now, lines)
@@ -315,7 +306,7 @@ class Driver:
         while actions := self._job.take():
             for action in actions:
                 if isinstance(action, Note):
-                    self._note(action.event, action.fields)
+                    self._note(action)
                 elif isinstance(action, Start):
                     self._start(action)
                 elif isinstance(action, Tell):
@@ -325,7 +316,7 @@ class Driver:
                 elif self._end is None:
                     # In a static job the others have had their time.
                     waits = action.reason and not self._settings.is_static
-                    self._begin_end(action, self._settings.survivor_time_s if waits else 0.0)
+                    self._end, self._end_grace_s = action, self._settings.survivor_time_s if waits else 0.0
 
     def _start(self, action: Start) -> None:
         plan, settings, slot, number = self._plan, self._settings, action.slot, action.worker
@@ -364,8 +355,7 @@ class Driver:
             share=[place, count] if plan.bind_cores else [],
             line=are_several or not settings.is_static,
             stdin=settings.is_static and number == 0,  # on another host that of the daemon, which is empty
-            stdout=self._output.size_for(1, prefix) if plan.capture else None,
-            stderr=self._output.size_for(2, prefix) if plan.capture else None,
+            capture=plan.capture,
         )
 
     def _refuse(self, number: int | None, text: str) -> None:
@@ -377,22 +367,17 @@ class Driver:
         if known is not None:
             self._daemons.send(known.slot.host, kind, worker=worker, **fields)
 
-    def _begin_end(self, end: End, grace_s: float) -> None:
-        """No more decisions: what still runs after the grace is ended, and then the daemons."""
-        self._end = end
-        self._stop_at = self._look_at_clock() + grace_s
-
     # -- What happens ---------------------------------------------------------------------------------------------
 
     def _take(self, message: dict[str, Any]) -> None:
         kind, now, number = message["t"], self._job_now, message.get("worker", 0)
         if number < 0:
-            assert isinstance(self._plan.discovery, HostDiscoveryScript)
-            self._plan.discovery.heard(message)
+            assert self._plan.script is not None
+            self._plan.script.heard(message)
         elif kind == "out":
             self._output.feed(number, message["fd"], message.get("raw", b""))
         elif kind == "say":
-            self._say(message["text"])
+            self._output.say(message["text"])
         elif kind == "ending" and self._settings.is_static:
             text = f"{message['text']}.\n  Fix: to end a job, send the signal to kvhvdrun."
             self._job.give_up(text, message["code"])
@@ -410,14 +395,14 @@ class Driver:
             try:
                 self._job.heard(number, message["message"], now)
             except (ValueError, TypeError, LookupError) as error:
-                self._say(f"worker {number} says what makes no sense: {error!r}")
+                self._output.say(f"worker {number} says what makes no sense: {error!r}")
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number in processes.ENDING:
                 if number == signal.SIGINT and self._asked == signal.SIGINT:
                     self._signal_all(signal.SIGKILL, ended=True)
-                    if self._gone_at is not None:  # only the reader of our output keeps us
+                    if self._is_gone:  # only the reader of our output keeps us
                         self._output.drop()
                     continue
                 if self._asked is None:
@@ -444,7 +429,7 @@ class Driver:
         self._job.stop()
         self._signal_all(number, ended=True)
         if self._end is None:
-            self._begin_end(End(0), self._settings.kill_grace_s)
+            self._end, self._end_grace_s = End(0), self._settings.kill_grace_s
 
     def _signal_all(self, number: int, *, ended: bool = False) -> None:
         self._daemons.send_all("signal", worker=None, signal=int(number), ended=ended)
@@ -459,49 +444,35 @@ class Driver:
                 self._end_by(signal.SIGTERM)
             else:  # a full disk is no reason to lose the work as well
                 self._lost_code = self._lost_code or EXIT_FAILED
-                self._say(text)
+                self._output.say(text)
         return bool(lost)
 
     # -- The end --------------------------------------------------------------------------------------------------
 
-    def _farewell(self) -> int:
+    def _farewell(self, end: End) -> int:
         """Say why the job has ended; returns its exit code."""
-        end = self._end or End(EXIT_FAILED)
-        code = 128 + self._asked if self._asked is not None else end.code or self._lost_code
-        reason = f"signal {signal.Signals(self._asked).name}" if self._asked is not None else end.reason
-        self._note("job_end", {"code": code, "reason": reason})
+        code, reason = end.code or self._lost_code, end.reason
+        if self._asked is not None:
+            code, reason = 128 + self._asked, f"signal {signal.Signals(self._asked).name}"
+        self._output.log("job_end", {"code": code, "reason": reason})
         if not end.reason or self._asked is not None:
             return code
-        text = end.reason
         if self._plan.tell is not None:
-            self._plan.tell("ended", text)  # the last lines of who failed have been seen
+            self._plan.tell("ended", end.reason)  # the last lines of who failed have been seen
         elif self._plan.capture or end.code > 128:  # else its words have just been seen
-            if self._settings.is_static and self._settings.max_np > 1 and end.details is not None:
-                text += " Its last lines on stderr:" if end.details else " It wrote nothing to stderr."
-            self._say("\n    ".join((text, *(end.details or ()))))
+            words = ""
+            if end.lines is not None and self._plan.capture:
+                words = " Its last lines on stderr:" if end.lines else " It wrote nothing to stderr."
+            self._output.say("\n    ".join((end.reason + words, *end.details, *(end.lines or ()))))
         return code
 
-    # -- Saying ---------------------------------------------------------------------------------------------------
-
-    def _note(self, event: str, fields: dict[str, Any], *, is_news: bool = True) -> None:
-        self._output.log(event, fields)
-        self._last_event = _event_text(event, fields)
-        if event == "job_end":
-            return  # has its own words
-        worker = self._job.workers.get(fields.get("worker", -1))
-        if self._settings.is_static:
-            if self._plan.verbose and worker is not None and event in ("worker_started", "worker_exited"):
-                what = f"is process {worker.pid}" if event == "worker_started" else worker.ending
-                self._say(f"rank {worker.id} {what}")
-        elif self._plan.verbose:
-            self._say(self._last_event)
-        elif is_news and self._end is None:  # from then on, workers end because they are told to
-            text = _news_text(event, fields, self._job)
-            if text:
-                self._say(text)
-
-    def _say(self, text: str) -> None:
-        self._output.say(text)
+    def _note(self, note: Note) -> None:
+        self._output.log(note.event, note.fields)
+        self._last_event = _event_text(note.event, note.fields)
+        if self._plan.verbose:
+            self._output.say(note.news or self._last_event)
+        elif note.news and not self._settings.is_static and self._end is None:
+            self._output.say(note.news)  # once the job ends, workers end because they are told to
 
 
 def _event_text(event: str, fields: Mapping[str, Any]) -> str:
@@ -513,38 +484,3 @@ def _event_text(event: str, fields: Mapping[str, Any]) -> str:
         elif name != "lines" and value is not None:
             words += [name, str(value)]
     return " ".join(words)
-
-
-def _news_text(event: str, fields: Mapping[str, Any], job: Job) -> str:
-    """What everybody is told of an event; empty for those that are no news."""
-    worker = job.workers.get(fields.get("worker", -1))
-    if event == "worker_exited" and worker is not None and worker.code and not worker.leaving and not worker.lost:
-        return f"worker {worker.id} ({worker.slot}) {worker.ending}."
-    if event == "host_lost":
-        cooldown = f" It gets no worker for {fields['seconds']:.0f} s." if fields["seconds"] else ""
-        return f"host {fields['host']} is lost: {fields['text']}.{cooldown}"
-    if event == "host_leaves":
-        return f"host {fields['host']} leaves: {fields['text']}."
-    if event == "host_left_out":
-        pair = f"it and {', '.join(fields['unreached'])} do not reach each other"
-        fact = f"host {fields['host']} is left out for {fields['seconds']:.0f} s: {pair}."
-        fix = "see whether a firewall lets workers connect; --network-interfaces chooses what they use."
-        return message(fact, fix=fix)
-    if event == "worker_killed" and worker is not None:
-        return f"worker {worker.id} ({worker.slot}) is killed: {fields['why']}."
-    if event == "slot_blacklisted":
-        return f"slot {fields['slot']} gets no worker for {fields['seconds']:.0f} s: they crash there."
-    if event == "generation_ready" and fields["generation"] > 0:
-        members = fields["workers"]
-        return f"generation {fields['generation']}: {len(members)} workers ({', '.join(map(str, members))})."
-    if event == "generation_void" and fields["cause"] == "meeting":
-        return f"generation {fields['generation']} has not met: {fields['text']}"
-    if event == "waiting":
-        late = [job.workers.get(number) for number in fields["workers"]]
-        names = ", ".join(f"{each.id} ({each.slot})" for each in late if each is not None)
-        return f"the others wait for worker {names}, and kill what has not come in {fields['seconds']:.0f} s."
-    if event == "too_few":
-        return f"{fields['text']}, {fields['needed']} are needed: waiting for more, for {fields['seconds']:.0f} s."
-    if event == "discovery_failed":
-        return str(fields["text"])
-    return ""

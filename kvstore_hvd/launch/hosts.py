@@ -10,18 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvstore_hvd.errors import LaunchError, message
 
-__all__ = [
-    "address_of",
-    "hosts_of_file",
-    "is_here",
-    "machine_of",
-    "most_together",
-    "remote_shell",
-    "shell_command",
-    "slots_of",
-    "travelling",
-]
-
 _ENTRY = re.compile(
     r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import re
@@ -27,7 +26,7 @@ __all__ = ["LineStream", "Output", "Sink", "Tail"]
 
 # No more is asked of the workers while so many bytes wait to be written.
 _MOST_PENDING = 1 << 18
-# Events that come while more than this waits to be written are left out. An event takes some hundred bytes.
+# The event log is given up once so many bytes of it wait to be written. An event takes some hundred bytes.
 _MOST_EVENTS = 1 << 22
 _CHUNK = 1 << 16
 # A carriage return ends a piece too, so that progress bars move. At the end of the data it may be half of "\r\n".
@@ -56,30 +55,23 @@ class Sink:
         self.poll_fd = -1  # to wait for; -1: it is written at once
         self._dropped = False
         self._shown = b""  # the status line
-        self._own: Any = None  # opened for this sink
         self._write = self._way(fd)
 
     def _way(self, fd: int) -> Callable[[bytes], int]:
         mode = os.fstat(fd).st_mode
         if stat.S_ISSOCK(mode):
-            self.poll_fd, self._own = fd, socket.socket(fileno=os.dup(fd))
-            return lambda data: int(self._own.send(data, socket.MSG_DONTWAIT))
+            self.poll_fd, ours = fd, socket.socket(fileno=os.dup(fd))
+            return lambda data: ours.send(data, socket.MSG_DONTWAIT)
         if not stat.S_ISFIFO(mode) and not self.terminal:
             return lambda data: os.write(fd, data)
         self.poll_fd = fd
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         with contextlib.suppress(OSError):  # it is another user's, or nobody reads it
-            self._own = io.FileIO(f"/proc/self/fd/{fd}", "wb", opener=lambda path, _: os.open(path, flags))
-            self.poll_fd = self._own.fileno()
-            return lambda data: self._own.write(data) or 0
+            self.poll_fd = own = os.open(f"/proc/self/fd/{fd}", flags)
+            return lambda data: os.write(own, data)
         poll = select.poll()
         poll.register(fd, select.POLLOUT)
         return lambda data: os.write(fd, data[: select.PIPE_BUF]) if poll.poll(0) else 0
-
-    def close(self) -> None:
-        """Let go of what was opened for it."""
-        if self._own is not None:
-            self._own.close()
 
     def put(self, data: bytes) -> None:
         """Have this written, behind the rest."""
@@ -187,12 +179,26 @@ def _time() -> bytes:
     return time.strftime(f"%Y-%m-%d %H:%M:%S.{int(now % 1 * 1000):03d} ", time.localtime(now)).encode()
 
 
+def _opened(option: str, path: str, kind: str) -> int:
+    """The descriptor of a new file, in a folder that is made if it is this that the user has named."""
+    try:
+        if kind == "folder":
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        # Not to wait here for somebody who reads a pipe.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        is_pipe = error.errno == errno.ENXIO
+        why = "is a pipe that nobody reads" if is_pipe else f"cannot be made: {error.strerror}"
+        fact = f"{option}: '{error.filename}' {why}."
+        raise LaunchError(message(fact, fix=f"name another {kind}.")) from None
+
+
 class Output:
     """The launcher's streams, the files of ``--output-filename`` for so many ranks, and the event log."""
 
     # Each line of the event log has ``time`` (seconds since 1970), ``monotonic`` (seconds of ``time.monotonic()`` of
-    # this host), ``event`` and the fields of that event. Beyond 4 MiB that wait to be written, events are counted and
-    # left out; the event ``events_lost`` says later how many there were.
+    # this host), ``event`` and the fields of that event.
 
     def __init__(
         self,
@@ -209,52 +215,17 @@ class Output:
         self._ours[2] = self._ours[1] if os.path.sameopenfile(1, 2) else Sink(2, "standard error")
         self._files: dict[tuple[int, int], Sink] = {}
         self._log: Sink | None = None
-        self._left_out = 0
         self._news: list[str] = []  # of events that were lost
         self._streams: dict[tuple[int, int], LineStream] = {}
-        self._opened: list[int] = []
-        try:
-            if event_log is not None:
-                self._log = self._open("--event-log", "file", event_log, "the event log")
-            for rank in range(count if folder is not None else 0):
-                path = os.path.join(folder or "", f"rank.{rank:0{len(str(count - 1))}d}")
-                for fd, name in ((1, "stdout"), (2, "stderr")):
-                    file = os.path.join(path, name)
-                    what = f"{name} of rank {rank}"
-                    self._files[rank, fd] = self._open("--output-filename", "folder", file, what, path)
-        except LaunchError:
-            self.close()
-            raise
-
-    def _open(self, option: str, kind: str, path: str, name: str, folder: str = "") -> Sink:
-        try:
-            if folder:
-                os.makedirs(folder, exist_ok=True)
-            # Not to wait here for somebody who reads a pipe.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-            self._opened.append(os.open(path, flags, 0o666))
-        except OSError as error:
-            is_pipe = error.errno == errno.ENXIO
-            why = "is a pipe that nobody reads" if is_pipe else f"cannot be made: {error.strerror}"
-            fact = f"{option}: '{error.filename}' {why}."
-            raise LaunchError(message(fact, fix=f"name another {kind}.")) from None
-        return Sink(self._opened[-1], name)
-
-    def close(self) -> None:
-        """Let go of the files."""
-        for sink in self._all():
-            sink.close()
-        while self._opened:
-            os.close(self._opened.pop())
+        if event_log is not None:
+            self._log = Sink(_opened("--event-log", event_log, "file"), "the event log")
+        for rank in range(count if folder is not None else 0):
+            path = os.path.join(folder or "", f"rank.{rank:0{len(str(count - 1))}d}")
+            for fd, name in ((1, "stdout"), (2, "stderr")):
+                file = _opened("--output-filename", os.path.join(path, name), "folder")
+                self._files[rank, fd] = Sink(file, f"{name} of rank {rank}")
 
     # -- Writing --------------------------------------------------------------------------------------------------
-
-    def size_for(self, fd: int, prefix: bytes) -> list[int]:
-        """Rows and columns of the terminal that a stream of ours is, behind a prefix; empty if it is none."""
-        if not self._ours[fd].terminal:
-            return []
-        columns, rows = os.get_terminal_size(fd)
-        return [rows, max(columns - len(prefix) - self._timestamps * len(_time()), 1)]
 
     def add(self, worker: int, prefix: bytes, tail: Tail) -> None:
         """Take the streams of a worker that is to be started."""
@@ -288,14 +259,9 @@ class Output:
         if self._log is None:
             return
         if len(self._log.pending) > _MOST_EVENTS:
-            if not self._left_out:
-                self._news.append("the event log is not written, and too much waits for it: what follows is left out.")
-            self._left_out += 1
-            return
-        left_out, self._left_out = self._left_out, 0
-        for name, more in ([("events_lost", {"count": left_out})] if left_out else []) + [(event, fields)]:
-            head = {"time": round(time.time(), 6), "monotonic": round(time.monotonic(), 6), "event": name}
-            self._log.put(json.dumps({**head, **more}).encode() + b"\n")
+            self.finish_log()
+        head = {"time": round(time.time(), 6), "monotonic": round(time.monotonic(), 6), "event": event}
+        self._log.put(json.dumps({**head, **fields}).encode() + b"\n")
 
     def show(self, text: str) -> None:
         """Show the status line, where standard error is a terminal."""
@@ -334,7 +300,7 @@ class Output:
         """Give up what still waits for the event log."""
         if self._log is not None and self._log.pending:
             self._log.drop()
-            self._news.append("the event log is not complete: its end could not be written in time.")
+            self._news.append("the event log is not complete: it could not be written in time.")
 
     def flush_lines(self) -> None:
         """Pass unfinished lines on: nothing follows."""

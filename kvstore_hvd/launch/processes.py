@@ -13,30 +13,11 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 from kvstore_hvd.base.clocks import RunningClock
-
-__all__ = [
-    "ENDING",
-    "KILL_DAEMON",
-    "LEFT_GRACE_S",
-    "PASSED",
-    "Reaper",
-    "SignalInbox",
-    "adopt_orphans",
-    "children",
-    "descends_from",
-    "end_children",
-    "reap",
-    "run_guarded",
-    "share_of_cores",
-    "spawn",
-]
 
 #: Seconds between SIGTERM and SIGKILL for what workers leave behind: enough for Python's resource tracker, which
 #: outlives its program to remove what that has left in /dev/shm, and needs the others of its program to be gone.
@@ -67,40 +48,29 @@ KILL_DAEMON = signal.SIGRTMIN
 
 
 class SignalInbox:
-    """Collects the signals that arrive while it is open, for a loop: a context manager, for the main thread only."""
+    """Collects the signals that arrive from now on, for the loop of the main thread."""
 
     def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> SignalInbox:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._reader, writer = os.pipe()  # for as long as this process lives
+        for fd in (self._reader, writer):
+            os.set_blocking(fd, False)
         # Before the handlers, which do nothing themselves: a signal in between would be lost.
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (*ENDING, *PASSED, *_OWN):
             # An ignored signal stays ignored, for the workers too: nohup, and background jobs of simple shells. But
             # without SIGCHLD nobody would hear that a worker has ended, nor the kernel keep its exit code.
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, lambda number, frame: None)
+                signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        self._reader.close()
-        self._writer.close()
 
     def fileno(self) -> int:
         """The descriptor that can be read when signals have arrived."""
-        return self._reader.fileno()
+        return self._reader
 
     def take(self) -> bytes:
         """The numbers of the signals that have arrived since the last call, in order; does not wait."""
         try:
-            return self._reader.recv(4096)
+            return os.read(self._reader, 4096)
         except BlockingIOError:
             return b""
 

@@ -11,7 +11,6 @@ __all__ = ["SRUN", "hosts_of_allocation"]
 
 #: Runs a daemon on a host beside other steps, with all cores and all memory of the job, and without variables of MPI.
 SRUN = "srun --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none --mpi=none --nodelist={host}"
-_SCONTROL_S = 10.0
 
 
 def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
@@ -19,7 +18,7 @@ def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
     nodes, tasks = variables.get("SLURM_JOB_NODELIST", ""), variables.get("SLURM_TASKS_PER_NODE", "")
     if not nodes or variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # srun has started several launchers
         return None
-    hosts = _of_scontrol(nodes) or [host for part in re.findall(r"(?:[^,\[]|\[[^]]*])+", nodes) for host in _each(part)]
+    hosts = [host for part in re.findall(r"(?:[^,\[]|\[[^]]*])+", nodes) for host in _each(part)]
     if len(hosts) == 1:
         return None
     counts = [count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
@@ -27,21 +26,6 @@ def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
         fact = f"SLURM_TASKS_PER_NODE={tasks} does not tell the tasks of each host in SLURM_JOB_NODELIST={nodes}."
         raise LaunchError(message(fact, fix="name the hosts: kvhvdrun -H node1:2,node2:2 ..."))
     return dict(zip(hosts, map(int, counts)))
-
-
-def _of_scontrol(nodes: str) -> list[str]:
-    """The hosts as Slurm itself expands their list; none if it does not."""
-    import shutil  # the launcher of one host starts without both
-    import subprocess
-
-    if shutil.which("scontrol") is None:
-        return []
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split() if done.returncode == 0 else []
 
 
 def _each(part: str) -> list[str]:

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import enum
+import math
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Union
 
 from kvstore_hvd.launch.capacity import MAX_WORKERS
 from kvstore_hvd.launch.hosts import machine_of
-
-if TYPE_CHECKING:
-    import random
-
-__all__ = [
-    "ADDED",
-    "EXIT_FAILED",
-    "NO_CHANGE",
-    "REMOVED",
-    "Action",
-    "Cooldown",
-    "End",
-    "Failures",
-    "Generation",
-    "Kill",
-    "Note",
-    "Phase",
-    "Roster",
-    "Settings",
-    "Slot",
-    "Slots",
-    "Start",
-    "Tell",
-    "Wait",
-    "Worker",
-    "because_of",
-    "how_it_ended",
-    "local_ranks",
-    "machines",
-    "rank_order",
-    "together_with",
-]
 
 EXIT_FAILED = 1
 
@@ -58,32 +26,19 @@ class Slot(NamedTuple):
         return f"{self.host}:{self.index}"
 
 
-class Cooldown(NamedTuple):
-    """For how many seconds a slot is left alone: at least `lower`, at most `upper`."""
-
-    lower: float = 10.0
-    upper: float = 300.0
-
-    def seconds(self, count: int, share: float) -> float:
-        """For the `count`-th time, counted from 1; `share`, of 0 to 1, keeps slots from coming back all at once."""
-        # The exponent is bounded: 2.0 ** 1024 is no float any more.
-        return max(self.lower, min(self.upper, self.lower * 2.0 ** min(count, 60) + share * self.lower))
-
-
 class Slots:
     """The slots of all hosts, oldest host first."""
 
-    def __init__(self, cooldown: Cooldown, chance: random.Random | None = None) -> None:
-        self._cooldown = cooldown
-        self._chance = chance
+    def __init__(self, cooldown: tuple[float, float]) -> None:
+        self._cooldown = cooldown  # for how many seconds at least, and at most, a slot is left alone
         self._hosts: dict[str, int] = {}
         # Crashes of slots and losses of hosts, and until when they get no worker. Slots and hosts that have gone keep
         # theirs: they may come back.
         self._crashes: Counter[Slot | str] = Counter()
         self._until: dict[Slot | str, float] = {}
 
-    def __contains__(self, place: Slot | str) -> bool:
-        return place in self._hosts if isinstance(place, str) else place.index < self._hosts.get(place.host, 0)
+    def __contains__(self, slot: Slot) -> bool:
+        return slot.index < self._hosts.get(slot.host, 0)
 
     def __iter__(self) -> Iterator[Slot]:
         return (Slot(host, index) for host, count in self._hosts.items() for index in range(count))
@@ -95,7 +50,8 @@ class Slots:
         """Take the hosts that are there now with their numbers of slots; returns event, host and number of changes."""
         changes = []
         for host in {**self._hosts, **hosts}:
-            before, now = self._hosts.get(host, 0), hosts.get(host, 0)
+            # Each slot is looked at for every decision.
+            before, now = self._hosts.get(host, 0), min(hosts.get(host, 0), MAX_WORKERS)
             if now != before:
                 changes.append(("host_added" if now > before else "host_removed", host, now))
             self._hosts[host] = now
@@ -105,13 +61,11 @@ class Slots:
 
     def crashed(self, place: Slot | str, now: float, *, had_begun: bool = True) -> float:
         """The worker of a slot has crashed, or a host is lost; returns for how many seconds it gets no other."""
-        # 0 for the first time, unless nothing had begun there.
+        earlier, (lower, upper) = self._crashes[place], self._cooldown
         self._crashes[place] += 1
-        if self._crashes[place] == 1 and had_begun:
+        if earlier == 0 and had_begun:
             return 0.0
-        import random  # the launcher starts without it
-
-        seconds = self._cooldown.seconds(self._crashes[place] - 1, (self._chance or random).random())
+        seconds = min(upper, lower * 2.0 ** min(earlier, 60))  # 2.0 ** 1024 is no float any more
         self._until[place] = now + seconds
         return seconds
 
@@ -125,13 +79,9 @@ class Slots:
         hosts = list(self._hosts)
         return (hosts.index(slot.host) if slot.host in self._hosts else len(hosts), slot.host, slot.index)
 
-    def usable(self, slot: Slot, now: float) -> bool:
-        """Whether the slot is there and may get a worker now."""
-        return slot in self and all(self._until.get(place, 0.0) <= now for place in (slot, slot.host))
-
-    def next_return(self, now: float) -> float | None:
-        """When the first slot or host that is left alone may get a worker; None when there is no such one."""
-        return min((until for place, until in self._until.items() if until > now and place in self), default=None)
+    def usable_from(self, slot: Slot) -> float:
+        """When a slot may get a worker."""
+        return max(self._until.get(place, 0.0) for place in (slot, slot.host))
 
 
 # -- Workers ----------------------------------------------------------------------------------------------------------
@@ -179,14 +129,14 @@ class Worker:
     finished: bool = False  # the function of run() has returned
     leaving: bool = False  # it is not needed any more
     told_to_end: bool = False  # by SIGTERM, because it did not leave
-    act_at: float | None = None  # when something must be done if it is still there: it was to leave, or was killed
+    act_at: float = math.inf  # when something must be done if it is still there: it was to leave, or was killed
     code: int | None = None  # exit code, or -signal; None while it runs
     lines: Sequence[str] = ()  # its last ones on stderr
     lost: str = ""  # what ended its host, and it with that
     pid: int = 0  # once it runs
 
     def __init__(self, number: int, slot: Slot, started_at: float, change: int) -> None:
-        # `change` is of the hosts, because of which it was started.
+        # `change` is of the hosts, because of which it was started. Numbers are never used twice.
         self.id, self.slot, self.started_at, self.change = number, slot, started_at, change
 
     @property
@@ -207,43 +157,8 @@ class Worker:
         text = how_it_ended(self.code or 0)
         return f"{text} ({self.killed})" if self.killed else text
 
-
-class Roster:
-    """All workers of a job by number, those that have ended too. Numbers are never used twice."""
-
-    def __init__(self) -> None:
-        self._workers: list[Worker] = []
-        self._ended: list[Worker] = []
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers)
-
-    def get(self, number: int) -> Worker | None:
-        """The worker with this number."""
-        return self._workers[number] if 0 <= number < len(self._workers) else None
-
-    def add(self, slot: Slot, now: float, change: int) -> Worker:
-        """Make a worker for this slot, because of this change of the hosts."""
-        self._workers.append(Worker(len(self._workers), slot, now, change))
-        return self._workers[-1]
-
-    def end(self, worker: Worker, code: int, lines: Sequence[str], lost: str) -> None:
-        """Note how this worker ended."""
-        worker.code, worker.lines, worker.lost = code, tuple(lines), lost
-        self._ended.append(worker)
-
-    @property
-    def running(self) -> list[Worker]:
-        """Those whose end is not known."""
-        return [worker for worker in self._workers if worker.code is None]
-
-    def culprit(self, among: Iterable[Worker]) -> Worker | None:
-        """Who of these failed first, not counting those that failed because another did."""
-        chosen = {worker.id for worker in among}
-        failed = [worker for worker in self._ended if worker.id in chosen and worker.code and not worker.leaving]
-        # Who ends with this error tells of another's end.
-        first = [worker for worker in failed if not any("PeerLostError" in line for line in worker.lines)]
-        return next(iter(first or failed), None)
+    def __str__(self) -> str:
+        return f"worker {self.id} ({self.slot})"
 
 
 def machines(workers: Sequence[Worker]) -> list[str]:
@@ -276,157 +191,40 @@ def local_ranks(ranked: Sequence[Worker], slots: Slots) -> list[int]:
 # What a worker is told of changes, as bits: Horovod's numbers of a HostUpdateResult.
 REMOVED, ADDED = 1, 2
 
-# A wait is told to the user once it has lasted for so long.
-_TELL_AFTER_S = 10.0
-# How long the others may take to say that they wait, too, once one of them has said why: from then on they have been
-# told, and nothing but the wait itself can hold them.
-_AFTER_TIMEOUT_S = 0.5
-_AFTER_MEETING_S = 5.0
-# A meeting has a deadline of its own, in the workers. This much later all of them must have said how it went.
-_MEETING_EXTRA_S = 10.0
-
-
-class Wait:
-    """Since when something is waited for, and whether that was told. Times are of the job's clock."""
-
-    def __init__(self, since: float | None = None) -> None:
-        self.since = since  # None: it is not
-        self.told = False
-
-    def begin(self, now: float) -> float:
-        """Wait from now on, unless it does already; returns since when."""
-        if self.since is None:
-            self.since = now
-        return self.since
-
-    def end(self) -> None:
-        """Wait no longer."""
-        self.since, self.told = None, False
-
-    @property
-    def tell_at(self) -> float | None:
-        """When `is_news` is to be asked."""
-        return None if self.since is None or self.told else self.since + _TELL_AFTER_S
-
-    def is_news(self, now: float) -> bool:
-        """Whether it takes long by now, and nobody was told yet: true once."""
-        if self.tell_at is None or now < self.tell_at:
-            return False
-        self.told = True
-        return True
-
-
-class Phase(enum.Enum):
-    """How far a generation has come."""
-
-    MEETING = enum.auto()  # given out, and not all have said that they have met
-    TRAINING = enum.auto()
-    VOID = enum.auto()  # lost, or not begun: the next one is waited for
-
 
 class Generation:
     """The members of a world, in the order of their ranks, and how far they have come. Before the first it is -1."""
 
-    def __init__(
-        self, number: int, members: Sequence[Worker], now: float, start_timeout_s: float, timeout_s: float
-    ) -> None:
+    def __init__(self, number: int, members: Sequence[Worker], kill_at: float = math.inf) -> None:
         self.number = number
         self.members = list(members)
-        self.phase = Phase.MEETING if members else Phase.VOID
+        # Void: lost, or not begun, and the next one is waited for.
+        self.phase: Literal["meeting", "training", "void"] = "meeting" if members else "void"
         self.told = 0  # of changes, since the generation began
-        self.kill_at: float | None = now + start_timeout_s + _MEETING_EXTRA_S if members else None
-        self.wait = Wait()  # of workers that are there, for those that are late
+        self.kill_at = kill_at  # who is late is killed then
+        self.waits_since = math.inf  # workers that are there wait for those that are late
         self.apart: set[frozenset[str]] = set()  # hosts that have not reached each other
-        self._joined: set[int] = set()
-        self._timeout_s = timeout_s
+        self.joined: set[int] = set()
 
     @property
     def begun(self) -> bool:
         """Whether this is a generation at all, and not the time before the first one."""
         return self.number >= 0
 
-    def has(self, worker: Worker) -> bool:
-        """Whether this worker was given the world."""
-        return worker in self.members
-
     @property
     def left(self) -> list[Worker]:
         """The members that may be in the next world, in the order of their ranks."""
         return [worker for worker in self.members if worker.taking_part]
 
-    def joined(self, worker: Worker) -> bool:
-        """Note that this member has met the others; returns whether all have now."""
-        self._joined.add(worker.id)
-        if any(member.id not in self._joined for member in self.members):
-            return False
-        self.phase = Phase.TRAINING
-        self.wait_no_longer()
-        return True
-
-    def void(self, now: float) -> None:
-        """The world is lost: its members have until `kill_at` to say that they wait for the next one."""
-        if self.phase is Phase.MEETING:
-            self.wait_no_longer()
-        self.phase = Phase.VOID
-        self.expect(now, "lost")
-
-    def expect(self, now: float, cause: str) -> None:
-        """A worker waits for its next world, and said why: from now on the others' time runs."""
-        limit = {"timeout": _AFTER_TIMEOUT_S, "meeting": _AFTER_MEETING_S}.get(cause, self._timeout_s)
-        self.kill_at = now + limit if self.kill_at is None else min(self.kill_at, now + limit)
-        self.wait.begin(now)
-
     def wait_no_longer(self) -> None:
         """Nobody is waited for."""
-        self.kill_at = None
-        self.wait.end()
+        self.kill_at = self.waits_since = math.inf
 
     def late(self) -> list[Worker]:
         """The members that hold all others up."""
-        if self.phase is Phase.MEETING:
-            return [worker for worker in self.left if worker.id not in self._joined]
+        if self.phase == "meeting":
+            return [worker for worker in self.left if worker.id not in self.joined]
         return [worker for worker in self.left if not worker.ready]
-
-
-# -- Failures ---------------------------------------------------------------------------------------------------------
-
-# A worker that has trained for longer has done something worth the trouble.
-_SOON_S = 60.0
-_MAX_GENERATIONS = 5
-
-
-class Failures:
-    """Counts generations, one after the other, in which a newcomer has failed soon after it had joined."""
-
-    # The first workers of a job do not count: on a bad host many of them may fail, one after the other, while the rest
-    # could go on. Nor does SIGKILL, which comes from outside.
-
-    def __init__(self) -> None:
-        self._first_at: float | None = None  # when the first world was joined
-        self._generations: set[int] = set()
-
-    def joined(self, now: float) -> None:
-        """The workers of a generation have met."""
-        if self._first_at is None:
-            self._first_at = now
-
-    def committed(self) -> None:
-        """All workers have come to a commit."""
-        self._generations.clear()
-
-    def crashed(self, worker: Worker, now: float) -> None:
-        """A worker has ended with another code than 0."""
-        if worker.joined_at is None or worker.killed or worker.code == -signal.SIGKILL:
-            return
-        if now - worker.joined_at >= _SOON_S:
-            self._generations.clear()
-        elif worker.joined_at != self._first_at:
-            self._generations.add(worker.generation)
-
-    @property
-    def too_many(self) -> bool:
-        """Whether there is no hope left."""
-        return len(self._generations) >= _MAX_GENERATIONS
 
 
 # -- What is asked for ------------------------------------------------------------------------------------------------
@@ -447,7 +245,7 @@ class Settings(NamedTuple):
     exit_timeout_s: float = 30.0  # for a worker that has trained, from being told to leave to its end
     kill_grace_s: float = 5.0
     lease_s: float = 60.0
-    cooldown: Cooldown = Cooldown()
+    cooldown: tuple[float, float] = (10.0, 300.0)
     is_static: bool = False  # nobody is replaced: a failure ends the job, when the others have had their time
 
 
@@ -474,36 +272,20 @@ class Kill(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Put this into the event log."""
+    """Put this into the event log, and tell everybody `news`, if there are any."""
 
     event: str
     fields: dict[str, Any]
+    news: str
 
 
 class End(NamedTuple):
-    """The job is over: end what still runs. `details` are lines under the reason; no reason: it went well."""
+    """The job is over: end what still runs. No reason: it went well."""
 
     code: int
     reason: str = ""
-    details: tuple[str, ...] | None = None  # None: the reason is not the end of a worker
+    details: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = None  # the last ones on stderr of the worker that is the reason
 
 
 Action = Union[Start, Tell, Kill, Note, End]
-
-
-def because_of(culprit: Worker, settings: Settings) -> End:
-    """The job ends with this worker."""
-    if settings.is_static:
-        text = f"rank {culprit.id} of {settings.max_np} (pid {culprit.pid}) {culprit.ending}."
-        return End(exit_code(culprit.code or 0), text, tuple(culprit.lines))
-    text = f"worker {culprit.id} ({culprit.slot}) {culprit.ending}."
-    text += " Its last lines on stderr:" if culprit.lines else " It wrote nothing to stderr."
-    return End(exit_code(culprit.code or 0) or EXIT_FAILED, text, tuple(culprit.lines))
-
-
-def together_with(text: str, which: str, culprit: Worker | None, settings: Settings) -> End:
-    """The job ends for this reason, and what became of the ``'First'`` worker that failed, or of another, is told."""
-    if culprit is None:
-        return End(EXIT_FAILED, text)
-    end = because_of(culprit, settings)
-    return End(end.code, f"{text} {which}, {end.reason}", end.details)

@@ -74,8 +74,8 @@ def test_the_time_of_the_survivors_runs_from_the_first_failure(run):
     """However many fail after it. A launcher that is late by less than six seconds changes nothing."""
     program = "time.sleep(rank); sys.exit(10 + rank)"
     job = run("-np 9 --verbose", program, code=10, KVHVD_SURVIVOR_TIME="2")
-    assert "rank 1 exited with code 11" in job.err
-    assert "rank 8 was killed by SIGTERM" in job.err
+    assert "worker 1 (localhost:1) exited with code 11." in job.err
+    assert "worker 8 (localhost:8) was killed by SIGTERM." in job.err
 
 
 def test_workers_that_ignore_sigterm_or_are_stopped_are_killed(run):

@@ -60,13 +60,12 @@ def test_workers_get_their_places(run, tmp_path, options, is_there):
 @pytest.mark.parametrize("options", ["", "--min-np 2"])
 def test_an_allocation_of_slurm(run, tmp_path, monkeypatch, options):
     """Its hosts are used, as many of their tasks as are wanted, and srun is the way to them."""
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).symlink_to(Path(SHELL.split()[1]).with_name("fake_slurm.py"))
+    (tmp_path / "srun").symlink_to(Path(SHELL.split()[1]).with_name("fake_srun.py"))
     program = """
 report(rank=rank, slot=os.environ['KVHVD_SLOT'], node=os.environ.get('SLURMD_NODENAME'), folder=os.getcwd())
 say('a' * 10_000 + '\\n' * 3)  # srun cuts long lines
 """
-    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2,3", "FAKE_SCONTROL": "node1 node2"}
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2,3"}
     job = run(f"-np 3 --start-timeout 10 {options}", program, **slurm, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert job.err == ""
     slots = ["node1:0", "node1:1", "node2:0", "node2:1", "node2:2"][: 5 if options else 3]

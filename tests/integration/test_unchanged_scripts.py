@@ -26,7 +26,7 @@ if __name__ == '__main__':
     subprocess.run([sys.executable, 'other.py'], check=True)
 """)
     program = ["train.py"] if how == "script" else ["-m", "train"]
-    job = run("-np 2 --as-horovod", [sys.executable, *program, "--lr", "1"])
+    job = run("-np 2 --as-horovod", ["env", "A=1", sys.executable, *program, "--lr", "1"])
     own = f"0.28.1 __main__ ['--lr', '1'] {tmp_path}\n['0.28.1', '0.28.1']\n0.28.1\n"
     assert (job.of(0), job.of(1)) == (own, own)
 
@@ -41,9 +41,7 @@ def test_a_script_that_cannot_be_started(run):
     assert "Fix: import horovod.mxnet; for other frameworks install Horovod." in err
     err = run("-np 3 --as-horovod", [sys.executable, "absent.py"], code=2).err
     for rank in range(3):
-        assert f"[{rank}] python -m kvstore_hvd: no such file: 'absent.py'" in err
-    err = run("-np 2 --as-horovod", ["env", "A=1", sys.executable, "train.py"], code=2).err
-    assert "--as-horovod knows how to change 'python script.py', and the command begins with 'env'." in err
+        assert f"[{rank}] {sys.executable}: can't open file" in err
 
 
 @pytest.mark.alike

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -32,10 +31,10 @@ TO_WORKERS = {
 class Play:
     """A job whose workers do what the test says. `seen` is everything that the job has asked for, in order."""
 
-    def __init__(self, hosts: dict[str, int] | None = None, seed: int = 0, **settings: Any) -> None:
+    def __init__(self, hosts: dict[str, int] | None = None, **settings: Any) -> None:
         self.now = 1000.0
         self.settings = Settings(**{"job": "play", "min_np": 1, **settings})
-        self.job = Job(self.settings, self.now, random.Random(seed))
+        self.job = Job(self.settings, self.now)
         self.seen: list[Action] = []
         self._take()
         if hosts is not None:
@@ -48,12 +47,11 @@ class Play:
     def wait(self, seconds: float) -> None:
         """Let time pass, with a tick at each deadline on the way."""
         end = self.now + seconds
-        while (deadline := self.job.deadline(self.now)) is not None and deadline <= end:
-            self.now = max(self.now, deadline)
+        while self.ending is None and self.job.wake_at <= end:
+            self.now = max(self.now, self.job.wake_at)
             self.job.tick(self.now)
             self._take()
-            after = self.job.deadline(self.now)
-            assert after is None or after > self.now, "a deadline that has been acted on stays"
+            assert self.job.wake_at > self.now, "a deadline that has been acted on stays"
         self.now = end
 
     def say(self, worker: int, kind: str, **fields: Any) -> None:
@@ -75,8 +73,7 @@ class Play:
     def ready(self, *workers: int, cause: str = "lost", unreached: Sequence[int] = ()) -> None:
         """Workers wait for their next world: the first one of a job from init() on, others when they say so."""
         for worker in workers:
-            known = self.job.workers.get(worker)
-            assert known is not None
+            known = self.job.workers[worker]
             if known.place is None:
                 self.enter(worker)
                 if known.ready or known.generation >= 0:
@@ -113,7 +110,7 @@ class Play:
     @property
     def running(self) -> list[int]:
         """Workers whose end is not known."""
-        return [worker.id for worker in self.job.workers.running]
+        return [worker.id for worker in self.job.running]
 
     @property
     def members(self) -> list[int]:

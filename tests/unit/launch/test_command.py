@@ -146,7 +146,7 @@ def test_help_has_few_variables(capfd):
     assert ("docs/errors.md" in out, "KVHVD_SECRET" in out) == (True, False)
 
 
-def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatch):
+def test_as_many_workers_as_the_engine_and_open_files_allow(monkeypatch):
     header = (Path(__file__).resolve().parents[3] / "native/shm/failure.hpp").read_text()
     assert f"kMaxRanks = {capacity.MAX_WORKERS};" in header
     given = resource.getrlimit
@@ -154,13 +154,6 @@ def test_as_many_workers_as_the_engine_processes_and_open_files_allow(monkeypatc
     def limit(which, soft):
         monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, soft) if asked == which else given(asked))
 
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    limit(resource.RLIMIT_NPROC, 10)
-    capacity.check_count(7)
-    with pytest.raises(LaunchError, match=r"-np 8: only 10 processes are allowed here \(ulimit -u\)"):
-        capacity.check_count(8)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)  # whom the kernel does not hold to it
-    capacity.check_count(9)
     monkeypatch.setattr(capacity, "open_below", lambda limit: 3)
     limit(resource.RLIMIT_NOFILE, 64)
     capacity.check_count(24)
@@ -187,7 +180,6 @@ def test_options_of_the_program_are_its_own():
 def test_a_module(monkeypatch):
     """Run by the Python of the launcher, with arguments of its own."""
     assert plan("-np", "2", "-m", "train", "-m", "x").command == [sys.executable, "-m", "train", "-m", "x"]
-    assert plan("-np", "1", "-m", "--as-horovod", "train").command[1:] == ["-m", "kvstore_hvd", "-m", "train"]
 
 
 def test_a_shell_completes_options():
@@ -247,10 +239,10 @@ def test_options_of_a_file(config_file, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("num-procs: 2\n", r"yaml:1: 'num-procs' is no option of kvhvdrun.\n  Fix: did you mean num-proc\?"),
-        ("num-proc: 2\nnum_proc: 3\n", "yaml:2: 'num-proc' is given twice"),
+        ("num-procs: 2\n", r"yaml: 'num-procs' is no option of kvhvdrun.\n  Fix: did you mean num-proc\?"),
+        ("num-proc: 2\nnum_proc: 3\n", "yaml: 'num-proc' is given twice"),
         ("verbose: 2\n", "verbose: '2' is not true or false"),
-        ("num-proc: [\n", "is not YAML"),
+        ("num-proc: [\n", "yaml' cannot be read: while parsing a flow node"),
     ],
 )
 def test_a_file_that_cannot_be(config_file, text, fact):
@@ -312,7 +304,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
         assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
         assert fault in capfd.readouterr().err
     made = plan("-np", "3", "-H", "node1:2,localhost:2", "--rsh-command", "env", "true")
-    assert (made.shell, made.discovery.poll(0.0)) == (["env"], {"node1": 2, "localhost": 2})
+    assert (made.shell, made.hosts) == (["env"], {"node1": 2, "localhost": 2})
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert plan("-H", "node1:2", "true").shell == ["ssh", *ssh]
     assert plan("-H", "localhost:2", "true").shell == []
@@ -323,7 +315,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
 
 
 def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # there is no scontrol
+    monkeypatch.setenv("PATH", str(tmp_path))
     for nodes, tasks, hosts in [
         ("a[1-2,08-10]b,C[1-2]d[3-4]", "2(x4),1,3(x4)", "a1b:2 a2b:2 a08b:2 a09b:2 a10b:1 C1d3:3 C1d4:3 C2d3:3 C2d4:3"),
         ("n1,n2.x-y", "1(x2)", "n1:1 n2.x-y:1"),

@@ -3,8 +3,6 @@
 import pytest
 
 from kvstore_hvd.launch import command
-from kvstore_hvd.launch.discovery import FixedHosts, HostDiscoveryScript
-from kvstore_hvd.launch.state import Cooldown
 
 pytestmark = pytest.mark.alike
 
@@ -33,8 +31,7 @@ def test_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers,
     made = plan(*arguments, "true")
     assert not made.settings.is_static
     assert (made.settings.min_np, made.settings.first_np, made.settings.max_np) == numbers
-    assert isinstance(made.discovery, FixedHosts)
-    assert made.discovery.poll(0.0) == slots
+    assert (made.hosts, made.script) == (slots, None)
 
 
 def test_everything_else(monkeypatch, tmp_path):
@@ -43,9 +40,9 @@ def test_everything_else(monkeypatch, tmp_path):
     more = ["--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
     made = plan("--host-discovery-script", "./hosts --all", *options, *more, "true", "--min-np", "3")
     settings = made.settings
-    assert isinstance(made.discovery, HostDiscoveryScript)
+    assert made.script.command[-1] == "./hosts --all"
     assert (settings.min_np, settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (1, 7, 5, 8)
-    assert settings.cooldown == Cooldown(2.0, 9.0)
+    assert settings.cooldown == (2.0, 9.0)
     assert made.event_log == str(tmp_path / "log")
     assert (made.prefix, made.verbose, made.bind_cores) == (False, True, True)
     assert list(made.command[1:]) == ["--min-np", "3"]
@@ -53,7 +50,7 @@ def test_everything_else(monkeypatch, tmp_path):
     assert not [name for name in made.environment if name.startswith(("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL"))]
     defaults = plan("--min-np", "1", "true").settings
     assert (defaults.reset_limit, defaults.elastic_timeout_s, defaults.start_timeout_s) == (None, 600.0, 30.0)
-    assert (defaults.cooldown, defaults.job == settings.job) == (Cooldown(10.0, 300.0), False)
+    assert (defaults.cooldown, defaults.job == settings.job) == ((10.0, 300.0), False)
 
 
 def test_a_file_of_options(tmp_path, capfd):
@@ -61,10 +58,10 @@ def test_a_file_of_options(tmp_path, capfd):
     path.write_text("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
     settings = plan("--config-file", str(path), "--reset-limit", "9", "true").settings
     assert (settings.min_np, settings.max_np, settings.reset_limit) == (1, 3, 9)
-    assert settings.cooldown == Cooldown(5.0, 50.0)
+    assert settings.cooldown == (5.0, 50.0)
     for line, text in (
         ("blacklist-cooldown-range: 5", "argument --blacklist-cooldown-range: expected 2 arguments."),
-        ("min-num-proc: 2", "yaml:2: 'min-num-proc' is given twice."),
+        ("min-num-proc: 2", "yaml: 'min-num-proc' is given twice."),
     ):
         path.write_text(f"min-np: 1\n{line}\n")
         assert command.main(["--config-file", str(path), "true"]) == 2

@@ -11,7 +11,7 @@ from collections import deque
 import pytest
 
 from kvstore_hvd.launch.jobs import Job
-from kvstore_hvd.launch.state import Cooldown, End, Kill, Note, Settings, Start, Tell
+from kvstore_hvd.launch.state import End, Kill, Note, Settings, Start, Tell
 
 pytestmark = pytest.mark.alike
 
@@ -113,7 +113,7 @@ class History:
             reset_limit=rng.choice((None, None, 5)),
             elastic_timeout_s=rng.choice((5.0, 60.0)),
             timeout_s=rng.choice((3.0, 30.0)),
-            cooldown=Cooldown(1.0, 10.0),
+            cooldown=(1.0, 10.0),
         )
         self.actors = {}
         self.hosts = {}  # but for those that are about to leave
@@ -127,13 +127,15 @@ class History:
         self.apart = rng.choice((set(), {"a", "b"}, {"b", "c"}))  # hosts that do not reach each other
         self.ending = None
         self.kinds = set()
-        self.job = Job(self.settings, self.now, random.Random(seed))
+        self.job = Job(self.settings, self.now)
         self.apply()
 
     # -- What the launcher does
 
     def apply(self):
-        self.known_dead |= {worker.id for worker in self.job.workers if worker.lost}  # also those that never started
+        self.known_dead |= {
+            worker.id for worker in self.job.workers.values() if worker.lost
+        }  # also those that never started
         for action in self.job.take():
             assert self.ending is None or isinstance(action, Note), "something is done after the end"
             self.check(action)
@@ -190,7 +192,7 @@ class History:
             hosts = [{actor.slot.host, other.slot.host} for other in of_members]
             actor.unreached = [rank for rank, pair in enumerate(hosts) if pair == self.apart]
         assert size <= self.settings.max_np
-        somebody_finished = any(worker.finished for worker in self.job.workers)
+        somebody_finished = any(worker.finished for worker in self.job.workers.values())
         assert self.gone_well or size >= self.settings.min_np or somebody_finished, "below --min-np"
         before = self.generations[-1] if self.generations else []
         old = [member for member in members if member in before]
@@ -225,14 +227,14 @@ class History:
             self.job.exited(actor.number, word, (), self.now)
         else:
             self.job.heard(actor.number, word, self.now)
-            self.synced = {worker.id for worker in self.job.workers if worker.synced}
+            self.synced = {worker.id for worker in self.job.workers.values() if worker.synced}
         self.apply()
 
     def pass_time(self, seconds):
         self.now += seconds
         self.job.tick(self.now)
         # Who was killed and did not end is taken for gone.
-        self.known_dead |= {worker.id for worker in self.job.workers if worker.code is not None}
+        self.known_dead |= {worker.id for worker in self.job.workers.values() if worker.code is not None}
         self.apply()
 
     def discover(self):
