@@ -13,8 +13,6 @@ from kvstore_hvd.gpu import nccl_library, runtime
 from kvstore_hvd.horovod import alias as horovod_alias
 from kvstore_hvd.worlds.mpi import world as mpi_world
 
-__all__ = ["build_report"]
-
 
 def build_report() -> str:
     """What was found: one line each, with the reason where something cannot be used. Imports MXNet, MPI and CuPy."""

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import errno
+import contextlib
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvstore_hvd import __version__
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, LaunchError, message
-from kvstore_hvd.launch.capacity import ELASTIC_FILES, MAX_WORKERS, check_count
 from kvstore_hvd.launch.discovery import HostDiscoveryScript
-from kvstore_hvd.launch.driver import Driver, Plan, StartError
-from kvstore_hvd.launch.hosts import hosts_of_file, is_here, most_together, remote_shell, slots_of
-from kvstore_hvd.launch.slurm import SRUN, hosts_of_allocation
-from kvstore_hvd.launch.state import Settings
-
-__all__ = ["main"]
+from kvstore_hvd.launch.driver import Driver, Plan
+from kvstore_hvd.launch.hosts import (
+    MAX_WORKERS,
+    SRUN,
+    check_count,
+    hosts_of_allocation,
+    hosts_of_file,
+    is_here,
+    most_together,
+    remote_shell,
+    slots_of,
+)
+from kvstore_hvd.launch.state import Settings, StartError
 
 # Folder of the workers' sitecustomize.
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
@@ -48,22 +54,18 @@ _OF_ONE_RANK = re.compile(
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse itself would take help that cannot be written for written, and has errors of another form."""
+_YES_OR_NO = {**dict.fromkeys(("true", "yes", "on"), True), **dict.fromkeys(("false", "no", "off"), False)}
+_FIX_FILE = "give the path of a YAML file with lines such as num-proc: 4"
 
+
+class _Parser(argparse.ArgumentParser):
     def error(self, text: str) -> NoReturn:
         raise LaunchError(message(f"{text}.", fix="see kvhvdrun --help."))
-
-    def print_help(self, file: Any = None) -> None:
-        if file is not None:
-            super().print_help(file)
-        else:
-            _print(self.format_help())
 
 
 def _print(text: str) -> None:
     try:
-        _write_all(1, text.encode())
+        os.write(1, text.encode())
     except BrokenPipeError:
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
@@ -74,11 +76,7 @@ def _print(text: str) -> None:
 def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | None = None) -> int:
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code."""
     # A program that calls a function is told what otherwise is written: why options are 'refused', or why the job has
-    # 'ended'.
-    # 0 when all workers returned 0, else the exit code of the one that failed first (128 + n when signal n killed it);
-    # 130, 143, 129 or 131 after SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher, however the workers ended; 141 when
-    # the reader of the output has gone, 1 when output could not be written; 2 for wrong options, 126 and 127 when the
-    # command cannot be executed or found.
+    # 'ended'. docs/errors.md lists the exit codes.
     try:
         _check_streams()
         options = _options(argv)
@@ -99,8 +97,6 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | N
 
 
 def _whole(least: int) -> Callable[[str], int]:
-    """What argparse makes a count from."""
-
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
@@ -192,14 +188,54 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
     if options.config_file is None:
         return options
-    from kvstore_hvd.launch.config_file import arguments_of_file
-
     others = ("help", "config_file", "check_build", "version")
     known = {name[2:]: action for name, action in parser._option_string_actions.items() if name.startswith("--")}
-    of_file = arguments_of_file(options.config_file, {n: a for n, a in known.items() if a.dest not in others})
+    of_file = _arguments_of_file(options.config_file, {n: a for n, a in known.items() if a.dest not in others})
     if any(getattr(options, name) is not None for name in _HOSTS):  # one takes the place of the others
         of_file = {name: words for name, words in of_file.items() if name not in _HOSTS}
     return parser.parse_args([*(word for words in of_file.values() for word in words), *arguments])
+
+
+def _arguments_of_file(path: str, known: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The options of a YAML file as arguments, by argparse's name; `known` has its actions by the option's name."""
+    # `_` and `-` in the names of options are the same.
+    import difflib
+
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        fix = "python -m pip install 'kvstore-hvd[yaml]'"
+        raise LaunchError(message("--config-file needs PyYAML, which is not installed.", fix=fix)) from None
+    try:
+        with open(path, encoding="utf-8") as file:
+            given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # which leaves texts as they stand there
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LaunchError(message(f"the configuration file '{path}' cannot be read: {error}.", fix=_FIX_FILE)) from None
+    if not isinstance(given, dict):
+        raise LaunchError(message(f"the configuration file '{path}' is no mapping.", fix="one line: num-proc: 4"))
+    found: dict[str, list[str]] = {}
+    for key, value in given.items():
+        name, texts = str(key).replace("_", "-"), value if isinstance(value, list) else [value]
+        action: Any = known.get(name)
+        fact, fix = "", f"one line: {name}: VALUE"
+        if action is None:
+            fact, close = f"'{key}' is no option of kvhvdrun", difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"one of {', '.join(sorted(known))}."
+        elif action.dest in found:
+            fact, fix = f"'{name}' is given twice", "leave one of them."
+        elif not all(isinstance(text, str) and text for text in texts):
+            fact = f"'{name}' has no value"
+        elif action.nargs == 0 and str(value).lower() not in _YES_OR_NO:
+            fact, fix = f"{name}: '{value}' is not true or false", f"one line: {name}: true"
+        if fact:
+            raise LaunchError(message(f"{path}: {fact}.", fix=fix))
+        if action.nargs == 0:
+            found[action.dest] = [f"--{name}"] if _YES_OR_NO[value.lower()] else []
+        elif action.nargs is None:
+            found[action.dest] = [f"--{name}={' '.join(texts)}"]
+        else:
+            found[action.dest] = [f"--{name}", *" ".join(texts).split()]
+    return found
 
 
 def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -283,7 +319,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
     script, slots = None, sum(hosts.values())
     if options.host_discovery_script is not None:
-        script, slots = HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1), 0
+        script, slots = HostDiscoveryScript(options.host_discovery_script, inherited, options.slots_per_host or 1), 0
     elif slots < needed:
         fact = f"{needed} workers are needed, but the hosts have {slots} slots."
         fix = "sbatch --ntasks-per-node=N" if of_slurm else "-H localhost:N"
@@ -293,7 +329,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))
     capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, others))
     count = most or max(needed, min(slots, MAX_WORKERS))
-    check_count(count, *((2 if capture else 0,) if is_static else ELASTIC_FILES))
+    check_count(count)
     cfg = config()
     if is_static and count > 1 and not inherited.get("OMP_NUM_THREADS"):
         # Each worker's OpenMP would start a thread per core; N workers would share each core N-fold and all slow down.
@@ -316,21 +352,14 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     )
     return Plan(
         settings,
+        options,
         command,
         inherited,
         hosts,
         script,
-        event_log=None if options.event_log is None else os.path.abspath(options.event_log),
-        output_folder=options.output_filename,
-        bind_cores=options.bind_cores,
-        capture=capture,
-        prefix=not options.no_prefix and (most != 1 or not is_static),
-        timestamps=options.timestamps,
-        shown=shown,
-        verbose=options.verbose,
-        shell=shell,
-        sent=frozenset(text.partition("=")[0] for text in options.x),
-        tell=tell,
+        capture,
+        shell,
+        tell,
     )
 
 
@@ -391,39 +420,16 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     )
 
 
-# -- The launcher's own standard streams --------------------------------------------------------------------------
-
-
 def _check_streams() -> None:
     """Make sure that descriptors 0, 1 and 2 are open, lest a pipe to a worker take the place of one of them."""
-    # A closed standard input becomes an empty one.
-    for fd, name in ((0, "input"), (1, "output"), (2, "error")):
+    for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            if fd > 0:
-                raise LaunchError(
-                    message(
-                        f"standard {name} is closed.",
-                        fix=f"to drop what is written there, use {fd if fd > 1 else ''}> /dev/null.",
-                    )
-                ) from None
-            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
 
 
 def _say(text: str) -> None:
-    """Write a line of the launcher's own to stderr, or to stdout if stderr is closed; what fails is left unsaid."""
-    line = f"kvhvdrun: {text}\n".encode()
-    for fd in (2, 1):
-        try:
-            _write_all(fd, line)
-        except OSError as error:
-            if error.errno == errno.EBADF:
-                continue
-        return
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`."""
-    while data:
-        data = data[os.write(fd, data) :]
+    """Write a line of the launcher's own to stderr; what fails is left unsaid."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"kvhvdrun: {text}\n".encode())

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from kvstore_hvd.base.channel import Channel
 
-__all__ = ["Poller"]
-
 
 class Poller:
     """Waits for descriptors, and calls what belongs to each. Channels are flushed when they can be written."""
@@ -44,7 +42,6 @@ class Poller:
         channel.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait for so long at most, and call what is due."""
         for fd, channel in self._channels.items():
             if channel.write_fd == fd:
                 self.watch(fd, self._known[fd][0], select.EPOLLIN | select.EPOLLOUT * channel.wants_to_write)

@@ -24,8 +24,6 @@ from kvstore_hvd.launch.daemon import BEAT_S, GREETING, Daemon
 from kvstore_hvd.launch.hosts import is_here, shell_command
 from kvstore_hvd.launch.state import Settings, how_it_ended
 
-__all__ = ["Daemons"]
-
 # A daemon that has missed so many beats may have messages of workers that have not come.
 _SILENT_S = 4 * BEAT_S
 # The launcher waits longer than a daemon by this, two beats: when it counts a host as lost, no worker runs there.
@@ -77,8 +75,6 @@ class Daemons:
     def __bool__(self) -> bool:
         return bool(self._running)
 
-    # -- Starting -------------------------------------------------------------------------------------------------
-
     def start(self, host: str) -> None:
         """Start the daemon of a host, if there is none."""
         if host in self._running:
@@ -108,7 +104,7 @@ class Daemons:
         folder = ""  # it has been deleted
         with contextlib.suppress(FileNotFoundError):
             folder = os.getcwd()
-        command = shell_command(self._shell, host, [sys.executable, _REMOTE, host, *limits, folder])
+        command = shell_command(self._shell or ["ssh"], host, [sys.executable, _REMOTE, host, *limits, folder])
         errors = os.memfd_create("errors")
         try:
             pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), errors])
@@ -120,8 +116,6 @@ class Daemons:
         daemon.shell, daemon.errors = os.path.basename(command[0]), errors
         return daemon
 
-    # -- Sending --------------------------------------------------------------------------------------------------
-
     def send(self, host: str, kind: str, **fields: Any) -> None:
         """Say something to the daemon of a host; without effect if it is lost."""
         daemon = self._running.get(host)
@@ -129,7 +123,6 @@ class Daemons:
             daemon.line.send({"t": kind, **fields})
 
     def send_all(self, kind: str, **fields: Any) -> None:
-        """Say something to all of them."""
         for host in self._running:
             self.send(host, kind, **fields)
 
@@ -155,8 +148,6 @@ class Daemons:
                 self._remove(self._running[host])
             daemon.given_up = True
             _kill(daemon)
-
-    # -- What happens ---------------------------------------------------------------------------------------------
 
     def _receive(self, daemon: _Daemon) -> None:
         now = self._clock.now()

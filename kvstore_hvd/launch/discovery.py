@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.hosts import slots_of
-from kvstore_hvd.launch.state import EXIT_FAILED, how_it_ended
+from kvstore_hvd.launch.state import EXIT_FAILED, StartError, how_it_ended
 
-__all__ = ["DiscoveryError", "HostDiscoveryScript", "hosts_of_script"]
-
+#: Where it runs.
+HERE = "localhost"
 # From the start of one run of a script to the start of the next one, and at most for one run.
 _EVERY_S = 1.0
 _LIMIT_S = 10.0
@@ -20,14 +22,6 @@ _MAX_ERRORS = 8192  # the end of what it writes to standard error
 _MAX_LINE = 200  # of a line that an error quotes
 _FIX = f"it has to end within {_LIMIT_S:g} s, and to print HOST or HOST:N in each line."
 _FIXES = {126: "chmod +x the script.", 127: "check the path of the script, as in ./discover.sh."}
-
-
-class DiscoveryError(LaunchError):
-    """The hosts could not be found out; `code` is the exit code of a job that ends because of that."""
-
-    def __init__(self, text: str, code: int = EXIT_FAILED) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
@@ -40,15 +34,14 @@ def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
 class HostDiscoveryScript:
     """Runs a script again and again; never two at once, and none for long."""
 
-    # Each run is a task of a daemon, with a number below 0 in the place of a worker's. `start` and `kill` are called
-    # with that number, and `heard` is told what the daemon says of it.
+    # Each run is a task of this host's daemon, with a number below 0 in the place of a worker's.
 
-    def __init__(self, command: str, default: int) -> None:
+    daemons: Daemons
+
+    def __init__(self, command: str, environment: Mapping[str, str], default: int) -> None:
         self._name = f"the host discovery script '{command}'"
         self.command = ["/bin/sh", "-c", command]
-        self.start: Callable[[int], None]
-        self.kill: Callable[[int], None]
-        self._default = default
+        self._environment, self._default = environment, default
         self._task = 0
         self._running = False
         self._ended = ""  # how it ended, until `poll` has been told; else empty
@@ -63,7 +56,7 @@ class HostDiscoveryScript:
         if self._ended:
             try:
                 hosts = self._hosts()
-            except DiscoveryError as error:
+            except StartError as error:
                 self._fault = str(error)
                 raise
             self._fault = ""
@@ -73,7 +66,13 @@ class HostDiscoveryScript:
             self._output.clear()
             self._errors.clear()
             self._task, self._running = self._task - 1, True
-            self.start(self._task)
+            try:
+                self.daemons.start(HERE)
+            except OSError as error:
+                self.lost(f"cannot be started: {error}")
+            none = {"share": [], "line": False, "stdin": False, "capture": True}
+            task = {"worker": self._task, "command": self.command, "environment": self._environment}
+            self.daemons.send(HERE, "start", **task, **none)
         elif self._running and now >= self._started + _LIMIT_S:
             self._kill(f"took more than {_LIMIT_S:g} s")
         return None
@@ -81,7 +80,7 @@ class HostDiscoveryScript:
     def _kill(self, why: str) -> None:
         if not self._killed:
             self._killed = why
-            self.kill(self._task)
+            self.daemons.send(HERE, "signal", worker=self._task, signal=int(signal.SIGKILL), ended=True)
 
     def deadline(self) -> float:
         """When the script is started, or killed."""
@@ -96,7 +95,6 @@ class HostDiscoveryScript:
         return message(f"{self._name} is still running after {now - self._started:.0f} s{self._said()}.", fix=_FIX)
 
     def heard(self, message: Mapping[str, Any]) -> None:
-        """A daemon says something of a run."""
         if message["worker"] != self._task or not self._running:
             return
         if message["t"] == "out" and message["fd"] == 1:
@@ -124,11 +122,13 @@ class HostDiscoveryScript:
     def _hosts(self) -> dict[str, int]:
         how, self._ended = self._ended, ""
         if self._killed:
-            raise DiscoveryError(message(f"{self._name} {self._killed} and was killed{self._said()}.", fix=_FIX))
+            raise StartError(
+                message(f"{self._name} {self._killed} and was killed{self._said()}.", fix=_FIX), EXIT_FAILED
+            )
         if self._code:
             fix = _FIXES.get(self._code, "see what it says; it is run by /bin/sh, in the working folder.")
             code = self._code if self._code in _FIXES else EXIT_FAILED
-            raise DiscoveryError(message(f"{self._name} {how}{self._said()}.", fix=fix), code)
+            raise StartError(message(f"{self._name} {how}{self._said()}.", fix=fix), code)
         try:
             return hosts_of_script(self._output.decode(), self._default)
         except UnicodeDecodeError as error:
@@ -137,4 +137,4 @@ class HostDiscoveryScript:
             fact = f"line {number + 1} is not UTF-8: {line!r}"
         except LaunchError as error:
             fact = str(error).splitlines()[0].rstrip(".")
-        raise DiscoveryError(message(f"what {self._name} printed are no hosts: {fact}.", fix=_FIX))
+        raise StartError(message(f"what {self._name} printed are no hosts: {fact}.", fix=_FIX), EXIT_FAILED)

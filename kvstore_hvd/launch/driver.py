@@ -8,26 +8,37 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.errors import message
 from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import Daemons
-from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript
+from kvstore_hvd.launch.discovery import HERE, HostDiscoveryScript
 from kvstore_hvd.launch.hosts import address_of, is_here, machine_of, most_together, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output, Tail
-from kvstore_hvd.launch.state import EXIT_FAILED, End, Kill, Note, Settings, Slot, Start, Tell
+from kvstore_hvd.launch.state import (
+    EXIT_FAILED,
+    EXIT_NOT_STARTED,
+    End,
+    Kill,
+    Note,
+    Settings,
+    Slot,
+    Start,
+    StartError,
+    Tell,
+)
 
-__all__ = ["Driver", "Plan", "StartError", "environment_of"]
+if TYPE_CHECKING:
+    from argparse import Namespace
 
-_EXIT_NOT_STARTED = 126
 # A daemon may take this much longer to end than its workers.
 _DAEMON_ENDS_S = 3.0
 _KILL_TAKES_S = 2.0
@@ -35,8 +46,6 @@ _KILL_TAKES_S = 2.0
 _LAST_WORDS_S = 1.0
 # How long the event log may take to be written at the end.
 _LOG_S = 30.0
-# Where the tasks of the launcher's own run.
-_HERE = "localhost"
 _FIXES = {
     **dict.fromkeys(
         (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE), "see ulimit -u, ulimit -n and free memory."
@@ -49,29 +58,14 @@ class Plan(NamedTuple):
     """How to run a job. `environment` is that of the workers, but for what differs between them."""
 
     settings: Settings
+    options: Namespace  # as they were given
     command: Sequence[str]
     environment: dict[str, str]
-    hosts: Mapping[str, int] = {}
-    script: HostDiscoveryScript | None = None  # that tells the hosts instead
-    event_log: str | None = None
-    output_folder: str | None = None  # where what the workers write is kept too
-    bind_cores: bool = False
-    capture: bool = True  # False: the worker writes straight to the launcher's streams
-    prefix: bool = True
-    timestamps: bool = False
-    shown: Collection[int] | None = None  # ranks whose output is shown; None: all
-    verbose: bool = False
-    shell: Sequence[str] = ()  # the words that run a command on another host; empty: there is only this one
-    sent: Collection[str] = ()  # variables that go to other hosts, although they belong to a host
-    tell: Callable[[str, str], None] | None = None  # a program that calls a function, see launch/call.py
-
-
-class StartError(LaunchError):
-    """A job cannot be started; `code` is the exit code that shells use for this kind of failure."""
-
-    def __init__(self, text: str, code: int = _EXIT_NOT_STARTED) -> None:
-        super().__init__(text)
-        self.code = code
+    hosts: Mapping[str, int]
+    script: HostDiscoveryScript | None  # that tells the hosts instead
+    capture: bool  # False: the worker writes straight to the launcher's streams
+    shell: Sequence[str]  # the words that run a command on another host; empty: there is only this one
+    tell: Callable[[str, str], None] | None  # a program that calls a function, see launch/call.py
 
 
 def _not_started(what: str, number: int | None, text: str) -> StartError:
@@ -106,7 +100,6 @@ class Driver:
         self._tails: dict[int, Tail] = {}
         self._discovery_fails_since = math.inf
         self._discovered = False
-        self._strange_hosts: set[str] = set()
         self._missing: dict[str, str] = {}  # hosts of a static job whose daemons did not come, and why
         self._last_event = ""
         self._not_started: StartError | None = None
@@ -118,13 +111,17 @@ class Driver:
         self._is_gone = False  # the last process of the job
 
     def run(self) -> int:
-        """Run the job to its end."""
-        plan, settings = self._plan, self._settings
+        plan, options, settings = self._plan, self._plan.options, self._settings
         processes.adopt_orphans()
         self._spare = processes.children()  # a shell that has started them may have become this process
         self._poller = Poller()
         self._output = Output(
-            self._poller, plan.output_folder, settings.max_np, plan.event_log, plan.timestamps, plan.shown
+            self._poller,
+            options.output_filename,
+            settings.max_np,
+            options.event_log,
+            options.timestamps,
+            options.ranks,
         )
         try:
             self._inbox = processes.SignalInbox()
@@ -135,7 +132,7 @@ class Driver:
         if plan.script is None:
             self._take_hosts(plan.hosts)
         else:
-            plan.script.start, plan.script.kill = self._start_task, self._kill_task
+            plan.script.daemons = self._daemons
         while self._end is None:
             self._turn()
         code = self._finish(self._end)
@@ -238,7 +235,7 @@ class Driver:
     def _discover(self, script: HostDiscoveryScript, now: float) -> None:
         try:
             hosts = script.poll(now)
-        except DiscoveryError as error:
+        except StartError as error:
             # Said once, and at the end: it is tried again every second.
             is_news = self._discovered and self._discovery_fails_since == math.inf
             self._note(Note("discovery_failed", {"text": str(error)}, str(error) if is_news else ""))
@@ -254,13 +251,7 @@ class Driver:
             self._take_hosts(hosts)
 
     def _take_hosts(self, hosts: Mapping[str, int]) -> None:
-        for host in hosts.keys() - self._strange_hosts:
-            if not self._plan.shell and not is_here(host):
-                self._strange_hosts.add(host)
-                self._output.say(f"'{host}' is another host, and there is no ssh that could start workers there.")
-        self._job.hosts(
-            {host: count for host, count in hosts.items() if host not in self._strange_hosts}, self._job_now
-        )
+        self._job.hosts(hosts, self._job_now)
         if self._settings.is_static and self._plan.shell:
             for host in dict.fromkeys(slot.host for slot in self._job.static_slots):
                 try:
@@ -268,22 +259,8 @@ class Driver:
                 except OSError as error:
                     self._missing[host] = f"its daemon could not be started: {error}"
 
-    def _start_task(self, task: int) -> None:
-        assert self._plan.script is not None
-        try:
-            self._daemons.start(_HERE)
-        except OSError as error:
-            self._plan.script.lost(f"cannot be started: {error}")
-            return
-        none: dict[str, Any] = {"share": [], "line": False, "stdin": False, "capture": True}
-        command, environment = self._plan.script.command, self._plan.environment
-        self._daemons.send(_HERE, "start", worker=task, command=command, environment=environment, **none)
-
-    def _kill_task(self, task: int) -> None:
-        self._daemons.send(_HERE, "signal", worker=task, signal=int(signal.SIGKILL), ended=True)
-
     def _on_lost_host(self, host: str, why: str) -> None:
-        if host == _HERE and self._plan.script is not None:
+        if host == HERE and self._plan.script is not None:
             self._plan.script.lost(f"was lost: {why}")
         if self._settings.is_static and not self._job.workers:
             self._missing[host] = why
@@ -320,6 +297,8 @@ class Driver:
 
     def _start(self, action: Start) -> None:
         plan, settings, slot, number = self._plan, self._settings, action.slot, action.worker
+        if self._job.workers[number].lost:
+            return  # its host was lost when the start of another worker failed
         try:
             self._daemons.start(slot.host)
         except OSError as error:
@@ -342,7 +321,9 @@ class Driver:
             most = min(most_together(each.host for each in self._job.slots), settings.max_np)
             self._threads = self._threads or max(1, len(self._cores) // most)
             environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(self._threads)
-        prefix = f"[{number}] ".encode() if plan.prefix else b""
+        is_alone = settings.is_static and settings.max_np == 1
+        prefix = f"[{number}] ".encode() if not is_alone and not plan.options.no_prefix else b""
+        sent = {text.partition("=")[0] for text in plan.options.x}  # to other hosts, although they belong to a host
         self._tails[number] = Tail()
         if plan.capture:
             self._output.add(number, prefix, self._tails[number])
@@ -351,8 +332,8 @@ class Driver:
             "start",
             worker=number,
             command=list(plan.command),
-            environment=environment if is_here(slot.host) else travelling(environment, plan.sent),
-            share=[place, count] if plan.bind_cores else [],
+            environment=environment if is_here(slot.host) else travelling(environment, sent),
+            share=[place, count] if plan.options.bind_cores else [],
             line=are_several or not settings.is_static,
             stdin=settings.is_static and number == 0,  # on another host that of the daemon, which is empty
             capture=plan.capture,
@@ -388,7 +369,7 @@ class Driver:
         elif kind == "not_started" and self._settings.is_static:
             self._refuse(message["errno"], message["text"])
         elif kind == "not_started":
-            self._job.exited(number, _EXIT_NOT_STARTED, [message["text"]], now)
+            self._job.exited(number, EXIT_NOT_STARTED, [message["text"]], now)
         elif kind == "exited":
             self._job.exited(number, message["code"], self._tails[number].lines(), now)
         elif kind == "from":
@@ -469,7 +450,7 @@ class Driver:
     def _note(self, note: Note) -> None:
         self._output.log(note.event, note.fields)
         self._last_event = _event_text(note.event, note.fields)
-        if self._plan.verbose:
+        if self._plan.options.verbose:
             self._output.say(note.news or self._last_event)
         elif note.news and not self._settings.is_static and self._end is None:
             self._output.say(note.news)  # once the job ends, workers end because they are told to
@@ -477,10 +458,5 @@ class Driver:
 
 def _event_text(event: str, fields: Mapping[str, Any]) -> str:
     """Any event, in short: for the status line, and for who wants to hear of all."""
-    words = [event.replace("_", " ")]
-    for name, value in fields.items():
-        if name == "text":
-            words.append(f"({value.splitlines()[0] if value else ''})")
-        elif name != "lines" and value is not None:
-            words += [name, str(value)]
-    return " ".join(words)
+    said = {name: str(value).partition("\n")[0] for name, value in fields.items() if name != "lines"}
+    return " ".join([event.replace("_", " "), *(f"{name} {text}" for name, text in said.items())])

@@ -1,14 +1,16 @@
-"""Where workers run: the hosts of ``-H`` and of host files, how many workers each takes, and the way to other hosts."""
+"""Where workers run: the hosts of ``-H``, host files and Slurm, how many workers each takes, and the way to others."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
+import resource
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.worlds.descriptors import limit_of, open_below
 
 _ENTRY = re.compile(
     r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"
@@ -21,6 +23,29 @@ _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerA
 _OF_HOST = re.compile(
     r"(HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|TMPDIR|USER|_)$|SSH_|XDG_|DBUS_|DISPLAY$|BASH_FUNC_|SLURM_"
 )
+# Ranks that can share memory on one host: kMaxRanks of the native engine.
+MAX_WORKERS = 256
+
+# What the launcher or a daemon has open for each worker: two streams and a line; and besides: a listener, an event log,
+# the pipes of one start, connections that are refused.
+_EACH, _OWN, _STANDARD_STREAMS = 3, 24, 3
+#: Runs a daemon on a host beside other steps, with all cores and all memory of the job, and without variables of MPI.
+SRUN = "srun --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none --mpi=none --nodelist={host}"
+
+
+def check_count(count: int) -> None:
+    """Refuse a number of workers that cannot be."""
+    if count > MAX_WORKERS:
+        raise LaunchError(
+            message(f"-np {count}: a job has at most {MAX_WORKERS} workers on one host.", fix="start fewer workers.")
+        )
+    files = limit_of(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return
+    needed = _EACH * count + _OWN + max(0, open_below(files) - _STANDARD_STREAMS)
+    if needed > files:
+        fact = f"a job of up to {count} workers needs {needed} open files, and only {files} are allowed (ulimit -n)."
+        raise LaunchError(message(fact, fix=f"ulimit -n {needed}"))
 
 
 def hosts_of_file(path: str) -> list[str]:
@@ -54,6 +79,33 @@ def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
             raise LaunchError(message(f"the host '{host}' is named twice.", fix="add its slots up in one entry."))
         slots[host] = count
     return slots
+
+
+def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
+    """The hosts of an allocation of Slurm with their numbers of tasks; None outside of one, or if it has one host."""
+    nodes, tasks = variables.get("SLURM_JOB_NODELIST", ""), variables.get("SLURM_TASKS_PER_NODE", "")
+    if not nodes or variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # srun has started several launchers
+        return None
+    hosts = [host for part in re.findall(r"(?:[^,\[]|\[[^]]*])+", nodes) for host in _each(part)]
+    if len(hosts) == 1:
+        return None
+    counts = [count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
+    if len(hosts) != len(counts):
+        fact = f"SLURM_TASKS_PER_NODE={tasks} does not tell the tasks of each host in SLURM_JOB_NODELIST={nodes}."
+        raise LaunchError(message(fact, fix="name the hosts: kvhvdrun -H node1:2,node2:2 ..."))
+    return dict(zip(hosts, map(int, counts)))
+
+
+def _each(part: str) -> list[str]:
+    """The hosts of one part of a list, such as ``node[1,08-10]``."""
+    before, _, rest = part.partition("[")
+    inside, bracket, after = rest.partition("]")
+    if not bracket:
+        return [part]
+    found = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", inside):
+        found += [before + str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return [host + end for host in found for end in _each(after)]
 
 
 @functools.cache

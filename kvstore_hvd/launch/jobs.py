@@ -39,8 +39,6 @@ from kvstore_hvd.launch.state import (
     rank_order,
 )
 
-__all__ = ["Job"]
-
 # Why a worker waits that tells of a lost world; with the others ('updated', 'reset') all come on their own.
 _LOST = ("lost", "timeout", "meeting")
 # How long the others may take to say that they wait, too, once one of them has said why: from then on they have been
@@ -136,7 +134,6 @@ class Job:
     # -- Events ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
         if self._settings.is_static and not self._over:
             self._start_static(now)
         self._decide(now)
@@ -188,7 +185,6 @@ class Job:
         self._over = True
 
     def started(self, number: int, pid: int, now: float) -> None:
-        """A worker runs."""
         worker = self.workers.get(number)
         if worker is not None:
             worker.pid = pid

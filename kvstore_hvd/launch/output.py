@@ -22,8 +22,6 @@ from typing import Any
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.launch.connections import Poller
 
-__all__ = ["LineStream", "Output", "Sink", "Tail"]
-
 # No more is asked of the workers while so many bytes wait to be written.
 _MOST_PENDING = 1 << 18
 # The event log is given up once so many bytes of it wait to be written. An event takes some hundred bytes.
@@ -74,7 +72,6 @@ class Sink:
         return lambda data: os.write(fd, data[: select.PIPE_BUF]) if poll.poll(0) else 0
 
     def put(self, data: bytes) -> None:
-        """Have this written, behind the rest."""
         if not self._dropped:
             if self._shown:
                 self.pending += _ERASE
@@ -88,7 +85,6 @@ class Sink:
             self._shown = line
 
     def flush(self) -> None:
-        """Write what can be written."""
         try:
             while self.pending and (written := self._write(bytes(self.pending[:_CHUNK]))):
                 del self.pending[:written]
@@ -225,8 +221,6 @@ class Output:
                 file = _opened("--output-filename", os.path.join(path, name), "folder")
                 self._files[rank, fd] = Sink(file, f"{name} of rank {rank}")
 
-    # -- Writing --------------------------------------------------------------------------------------------------
-
     def add(self, worker: int, prefix: bytes, tail: Tail) -> None:
         """Take the streams of a worker that is to be started."""
         for fd in (1, 2):
@@ -255,7 +249,6 @@ class Output:
         LineStream(self._ours[2], timestamps=self._timestamps).feed(line)
 
     def log(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Write to the event log."""
         if self._log is None:
             return
         if len(self._log.pending) > _MOST_EVENTS:
@@ -269,8 +262,6 @@ class Output:
             # Bytes of other processes are in it, which are not to command the terminal.
             shown = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
             self._ours[2].show(shown[: max(2, os.get_terminal_size(2).columns or 80) - 1].encode())
-
-    # -- The loop -------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
         """Before each wait: write, and show prompts; seconds until there may be another prompt."""
@@ -293,7 +284,6 @@ class Output:
 
     @property
     def pending(self) -> bool:
-        """Whether anything waits to be written."""
         return any(sink.pending for sink in self._all())
 
     def finish_log(self) -> None:

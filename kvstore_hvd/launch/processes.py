@@ -35,8 +35,6 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# -- Signals to this process --------------------------------------------------------------------------------------
-
 # Ask the job to end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # The workers' business alone.
@@ -73,9 +71,6 @@ class SignalInbox:
             return os.read(self._reader, 4096)
         except BlockingIOError:
             return b""
-
-
-# -- Starting -----------------------------------------------------------------------------------------------------
 
 
 def adopt_orphans() -> None:
@@ -214,9 +209,6 @@ def share_of_cores(cores: Sequence[int], place: int, count: int) -> tuple[int, .
     return tuple(cores[place * len(cores) // count : (place + 1) * len(cores) // count])
 
 
-# -- Ending -------------------------------------------------------------------------------------------------------
-
-
 def _stat(pid: int) -> list[bytes]:
     """Fields of ``/proc/PID/stat`` from the state on. Raises OSError when there is no such process."""
     with open(f"/proc/{pid}/stat", "rb") as file:
@@ -276,40 +268,40 @@ class Reaper:
         self._grace_s = grace_s
         self._clock = RunningClock()
         self._leaders: set[int] = set()  # that run
-        self._ended: set[int] = set()  # leaders, unreaped
-        self._kill_at: dict[int, float] = {}  # when the groups of leaders that have ended, or been killed, are killed
+        self._kill_at: dict[int, float] = {}  # leaders that have ended, unreaped, and when their groups are killed
 
     def add(self, leader: int) -> None:
-        """Take a child that has just been started, and leads a group."""
         self._leaders.add(leader)
 
     def signal(self, leader: int, number: int) -> None:
-        """Send a signal to the group of a leader, as a terminal would; SIGKILL to the others after the grace only."""
-        if leader not in self._leaders:
-            return
-        with contextlib.suppress(OSError):
-            if number != signal.SIGKILL:
-                os.killpg(leader, number)
-                return
-            os.kill(leader, number)
-        self._end_group(leader)
+        """Send a signal to the group of a leader, as a terminal would; SIGKILL to itself only."""
+        if leader in self._leaders:
+            with contextlib.suppress(OSError):
+                (os.kill if number == signal.SIGKILL else os.killpg)(leader, number)
 
     def reap(self) -> list[tuple[int, int]]:
         """Every child that has ended since the last call: process id, and exit code, or minus the signal's number."""
         # While a group is waited for, only leaders are looked at.
         ended = []
         while True:
+            now = self._clock.now()
             for leader in list(self._leaders):
                 code = _look(os.P_PID, leader)
                 if code is not None:
                     self._leaders.remove(leader)
-                    self._ended.add(leader)
-                    self._end_group(leader)
+                    self._kill_at[leader] = now + self._grace_s
+                    with contextlib.suppress(OSError):
+                        os.killpg(leader, signal.SIGTERM)
                     ended.append(code)
-            self._act_on_time()
-            if self._ended:
-                return ended
-            other = _look(os.P_ALL, 0)
+            for leader, kill_at in list(self._kill_at.items()):
+                if any(int(stat[2]) == leader for _, stat in _running()):
+                    if now < kill_at:
+                        continue
+                    with contextlib.suppress(OSError):
+                        os.killpg(leader, signal.SIGKILL)
+                os.waitpid(leader, 0)
+                del self._kill_at[leader]
+            other = _look(os.P_ALL, 0) if not self._kill_at else None
             if other is None:
                 return ended
             if other[0] not in self._leaders:
@@ -318,28 +310,7 @@ class Reaper:
 
     def wait_s(self) -> float:
         """Seconds until `reap` has something to do even if no child ends."""
-        if self._ended:
-            return _GROUP_LOOK_S
-        return max(0.0, min(self._kill_at.values(), default=float("inf")) - self._clock.now())
-
-    def _end_group(self, leader: int) -> None:
-        if leader not in self._kill_at:
-            self._kill_at[leader] = self._clock.now() + self._grace_s
-            with contextlib.suppress(OSError):
-                os.killpg(leader, signal.SIGTERM)
-
-    def _act_on_time(self) -> None:
-        now = self._clock.now()
-        for leader, kill_at in list(self._kill_at.items()):
-            is_over = leader in self._ended and not any(int(stat[2]) == leader for _, stat in _running())
-            if now >= kill_at and not is_over:
-                with contextlib.suppress(OSError):
-                    os.killpg(leader, signal.SIGKILL)
-                self._kill_at[leader] = now + self._grace_s
-            if is_over or (now >= kill_at and leader in self._ended):
-                os.waitpid(leader, 0)
-                self._ended.remove(leader)
-                del self._kill_at[leader]
+        return _GROUP_LOOK_S if self._kill_at else float("inf")
 
 
 def _look(kind: int, pid: int) -> tuple[int, int] | None:

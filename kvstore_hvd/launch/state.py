@@ -8,12 +8,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Union
 
-from kvstore_hvd.launch.capacity import MAX_WORKERS
-from kvstore_hvd.launch.hosts import machine_of
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launch.hosts import MAX_WORKERS, machine_of
 
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_NOT_STARTED = 1, 126
 
-# -- Slots ------------------------------------------------------------------------------------------------------------
+
+class StartError(LaunchError):
+    """A job cannot be started, or go on; `code` is the exit code."""
+
+    def __init__(self, text: str, code: int = EXIT_NOT_STARTED) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Slot(NamedTuple):
@@ -80,11 +86,7 @@ class Slots:
         return (hosts.index(slot.host) if slot.host in self._hosts else len(hosts), slot.host, slot.index)
 
     def usable_from(self, slot: Slot) -> float:
-        """When a slot may get a worker."""
         return max(self._until.get(place, 0.0) for place in (slot, slot.host))
-
-
-# -- Workers ----------------------------------------------------------------------------------------------------------
 
 
 def exit_code(code: int) -> int:
@@ -186,8 +188,6 @@ def local_ranks(ranked: Sequence[Worker], slots: Slots) -> list[int]:
     return [places[worker.id] for worker in ranked]
 
 
-# -- Generations ------------------------------------------------------------------------------------------------------
-
 # What a worker is told of changes, as bits: Horovod's numbers of a HostUpdateResult.
 REMOVED, ADDED = 1, 2
 
@@ -217,7 +217,6 @@ class Generation:
         return [worker for worker in self.members if worker.taking_part]
 
     def wait_no_longer(self) -> None:
-        """Nobody is waited for."""
         self.kill_at = self.waits_since = math.inf
 
     def late(self) -> list[Worker]:
@@ -225,9 +224,6 @@ class Generation:
         if self.phase == "meeting":
             return [worker for worker in self.left if worker.id not in self.joined]
         return [worker for worker in self.left if not worker.ready]
-
-
-# -- What is asked for ------------------------------------------------------------------------------------------------
 
 
 class Settings(NamedTuple):

@@ -205,7 +205,8 @@ def test_without_ssh_other_hosts_are_not_used(run, tmp_path):
         (tmp_path / name).symlink_to(shutil.which(name))
     script = "setsid sleep 1000 & echo localhost; echo elsewhere:4"
     err = run(f"--min-np 1 --host-discovery-script '{script}'", ["true"], PATH=str(tmp_path)).err
-    assert err == "kvhvdrun: 'elsewhere' is another host, and there is no ssh that could start workers there.\n"
+    text = "its daemon could not be started: [Errno 2] No such file or directory: 'ssh'. It gets no worker for 10 s."
+    assert err == f"kvhvdrun: host elsewhere is lost: {text}\n"
 
 
 def test_a_script_that_hangs_does_not_hold_the_job_up(start, hosts, tmp_path):

@@ -14,12 +14,11 @@ import pytest
 
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.horovod.variables import Seat
-from kvstore_hvd.launch import capacity, command
+from kvstore_hvd.launch import command, hosts
 from kvstore_hvd.launch.driver import environment_of
-from kvstore_hvd.launch.hosts import shell_command, travelling
+from kvstore_hvd.launch.hosts import hosts_of_allocation, shell_command, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
-from kvstore_hvd.launch.slurm import hosts_of_allocation
 from kvstore_hvd.launch.state import Slot
 from support.patience import patient
 
@@ -148,24 +147,24 @@ def test_help_has_few_variables(capfd):
 
 def test_as_many_workers_as_the_engine_and_open_files_allow(monkeypatch):
     header = (Path(__file__).resolve().parents[3] / "native/shm/failure.hpp").read_text()
-    assert f"kMaxRanks = {capacity.MAX_WORKERS};" in header
+    assert f"kMaxRanks = {hosts.MAX_WORKERS};" in header
     given = resource.getrlimit
 
     def limit(which, soft):
         monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, soft) if asked == which else given(asked))
 
-    monkeypatch.setattr(capacity, "open_below", lambda limit: 3)
-    limit(resource.RLIMIT_NOFILE, 64)
-    capacity.check_count(24)
-    with pytest.raises(LaunchError, match=r"needs 66 open files, and only 64 are allowed[^\n]*\n  Fix: ulimit -n 66"):
-        capacity.check_count(25)
-    monkeypatch.setattr(capacity, "open_below", lambda limit: 5)  # a script has opened some
-    with pytest.raises(LaunchError, match="needs 66 open files"):
-        capacity.check_count(24)
+    monkeypatch.setattr(hosts, "open_below", lambda limit: 3)
+    limit(resource.RLIMIT_NOFILE, 99)
+    hosts.check_count(25)
+    with pytest.raises(LaunchError, match=r"needs 102 open files, and only 99 are allowed[^\n]*\n  Fix: ulimit -n 102"):
+        hosts.check_count(26)
+    monkeypatch.setattr(hosts, "open_below", lambda limit: 5)  # a script has opened some
+    with pytest.raises(LaunchError, match="needs 101 open files"):
+        hosts.check_count(25)
     limit(resource.RLIMIT_NOFILE, resource.RLIM_INFINITY)
-    capacity.check_count(256)
+    hosts.check_count(256)
     with pytest.raises(LaunchError, match="-np 257: a job has at most 256 workers on one host"):
-        capacity.check_count(257)
+        hosts.check_count(257)
 
 
 def plan(*arguments):
@@ -225,8 +224,8 @@ def test_options_of_a_file(config_file, monkeypatch, tmp_path):
     )
     made = plan("--config-file", path, "true")
     assert made.settings.max_np == 3
-    assert (made.verbose, made.prefix, made.output_folder) == (True, False, "out")
-    assert not made.bind_cores
+    given = made.options
+    assert (given.verbose, given.no_prefix, given.bind_cores, given.output_filename) == (True, True, False, "out")
     environ = made.environment
     assert environ["KVHVD_START_TIMEOUT"] == "9.5"  # the file comes before the environment
     assert environ["HOROVOD_TIMELINE"] == f"{tmp_path}/t.json"
@@ -316,12 +315,12 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
 
 def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    for nodes, tasks, hosts in [
+    for nodes, tasks, expected in [
         ("a[1-2,08-10]b,C[1-2]d[3-4]", "2(x4),1,3(x4)", "a1b:2 a2b:2 a08b:2 a09b:2 a10b:1 C1d3:3 C1d4:3 C2d3:3 C2d4:3"),
         ("n1,n2.x-y", "1(x2)", "n1:1 n2.x-y:1"),
     ]:
         found = hosts_of_allocation({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
-        assert " ".join(f"{host}:{count}" for host, count in found.items()) == hosts
+        assert " ".join(f"{host}:{count}" for host, count in found.items()) == expected
     assert hosts_of_allocation({"SLURM_JOB_NODELIST": "a1", "SLURM_TASKS_PER_NODE": "1"}) is None
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a[1-2]")
     assert command.main(["/bin/true"]) == 2

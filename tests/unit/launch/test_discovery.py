@@ -3,11 +3,13 @@
 import contextlib
 import os
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch.discovery import DiscoveryError, HostDiscoveryScript, hosts_of_script
+from kvstore_hvd.launch.discovery import HostDiscoveryScript, hosts_of_script
+from kvstore_hvd.launch.state import StartError
 from support.patience import patient
 
 pytestmark = pytest.mark.alike
@@ -32,16 +34,21 @@ class Poller:
     """Polls a script as the launcher does, and runs it as a daemon would."""
 
     def __init__(self, command):
-        self.script = HostDiscoveryScript(command, 1)
-        self.script.start, self.script.kill = self._start, lambda task: self._kill()
+        self.script = HostDiscoveryScript(command, {}, 1)
+        self.script.daemons = self
         self.process = None
         self.now = 0.0
 
-    def _start(self, task):
-        self.task = task
-        self.process = subprocess.Popen(
-            self.script.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+    def start(self, host):
+        assert host == "localhost"
+
+    def send(self, host, kind, *, worker, command=(), **fields):
+        self.task = worker
+        if kind == "start":
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+        else:
+            self.close()
 
     def next(self, after=0.0):
         """What the next run says, which is looked at again after so many seconds."""
@@ -56,12 +63,10 @@ class Poller:
         self.script.heard({"t": "exited", "worker": self.task, "code": self.process.wait(LIMIT_S)})
         return self.script.poll(self.now)
 
-    def _kill(self):
+    def close(self):
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, 9)
-
-    close = _kill
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ def test_a_script_is_run_again_and_again(script, tmp_path):
     ],
 )
 def test_a_script_that_fails(script, command, fact, code):
-    with pytest.raises(DiscoveryError, match=fact) as caught:
+    with pytest.raises(StartError, match=fact) as caught:
         script(command).next()
     assert (caught.value.code, "\n  Fix: " in str(caught.value)) == (code, True)
 
@@ -102,7 +107,7 @@ def test_a_script_that_fails(script, command, fact, code):
 def test_a_script_that_hangs_is_named_and_killed(script, tmp_path):
     path = tmp_path / "hosts"
     poller = script(f"echo localhost; test -e {path} || exec sleep 1000")
-    with pytest.raises(DiscoveryError, match="sleep 1000' took more than 10 s and was killed") as caught:
+    with pytest.raises(StartError, match="sleep 1000' took more than 10 s and was killed") as caught:
         poller.next(after=10.0)
     assert poller.script.fault(poller.now) == str(caught.value)
     path.touch()
@@ -113,8 +118,9 @@ def test_a_script_that_hangs_is_named_and_killed(script, tmp_path):
 
 
 def test_a_script_whose_daemon_is_lost():
-    script = HostDiscoveryScript("true", 1)
-    script.start = lambda task: script.lost("was lost: its daemon was killed")
+    script = HostDiscoveryScript("true", {}, 1)
+    script.daemons = Mock()
     assert script.poll(1.0) is None
-    with pytest.raises(DiscoveryError, match="the host discovery script 'true' was lost: its daemon was killed"):
+    script.lost("was lost: its daemon was killed")
+    with pytest.raises(StartError, match="the host discovery script 'true' was lost: its daemon was killed"):
         script.poll(1.0)

@@ -43,8 +43,8 @@ def test_everything_else(monkeypatch, tmp_path):
     assert made.script.command[-1] == "./hosts --all"
     assert (settings.min_np, settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (1, 7, 5, 8)
     assert settings.cooldown == (2.0, 9.0)
-    assert made.event_log == str(tmp_path / "log")
-    assert (made.prefix, made.verbose, made.bind_cores) == (False, True, True)
+    given = made.options
+    assert (given.event_log, given.no_prefix, given.verbose, given.bind_cores) == ("log", True, True, True)
     assert list(made.command[1:]) == ["--min-np", "3"]
     assert made.environment["PYTHONUNBUFFERED"] == "1"
     assert not [name for name in made.environment if name.startswith(("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL"))]
