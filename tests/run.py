@@ -79,7 +79,7 @@ QUICK = [
     [
         Step("unit", QUICK_MARKS, lanes=2),
         Step("parallel", QUICK_MARKS, "kvhvdrun", 2),
-        Step("parallel", f"(sizes or mpi) and {QUICK_MARKS}", "mpirun", 3),
+        Step("parallel", f"mpi and {QUICK_MARKS}", "mpirun", 3),
         Step("parallel", UNIT.marks, "mpirun", 3, hosts="2,1"),
     ],
     [Step("integration", QUICK_MARKS, lanes=3), HOSTS],
