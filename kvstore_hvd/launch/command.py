@@ -8,11 +8,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from kvstore_hvd import __version__
-from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.launch.discovery import HostDiscoveryScript
@@ -24,7 +23,6 @@ from kvstore_hvd.launch.hosts import (
     hosts_of_allocation,
     hosts_of_file,
     is_here,
-    most_together,
     remote_shell,
     slots_of,
 )
@@ -42,7 +40,6 @@ _COOLDOWN_S, _COOLDOWN_LIMITS_S = (10.0, 300.0), (1.0, 3600.0)
 _TIMES = ("timeout_s", "survivor_time_s", "exit_timeout_s", "kill_grace_s", "lease_s")
 _EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
-_EXIT_NOT_EXECUTABLE = 126
 _EXIT_NOT_FOUND = 127
 
 # The variables of an mpirun or a kvhvdrun around us name one rank; workers that inherited them would all take
@@ -52,10 +49,6 @@ _OF_ONE_RANK = re.compile(
     r"|OMPI_MCA_(orte_|ess|num_procs|pmix$)|PMI_|PMIX_(?!MCA_)|HYDI_|HYDRA_|MPI_LOCAL"
     r"|KVHVD_(LOCAL_|DAEMON|WORKER|(RANK|SIZE|HOSTS|SLOT|JOB|SECRET|GENERATION)$)"
 )
-
-
-_YES_OR_NO = {**dict.fromkeys(("true", "yes", "on"), True), **dict.fromkeys(("false", "no", "off"), False)}
-_FIX_FILE = "give the path of a YAML file with lines such as num-proc: 4"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -178,29 +171,37 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        import difflib
-
-        close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
-        fact = f"{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
-        raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
+    options = _parsed(parser, arguments)
     if options.config_file is None:
         return options
-    others = ("help", "config_file", "check_build", "version")
-    known = {name[2:]: action for name, action in parser._option_string_actions.items() if name.startswith("--")}
-    of_file = _arguments_of_file(options.config_file, {n: a for n, a in known.items() if a.dest not in others})
-    if any(getattr(options, name) is not None for name in _HOSTS):  # one takes the place of the others
-        of_file = {name: words for name, words in of_file.items() if name not in _HOSTS}
-    return parser.parse_args([*(word for words in of_file.values() for word in words), *arguments])
+    are_named = any(getattr(options, name) is not None for name in _HOSTS)  # one takes the place of the others
+    words = []
+    for name, value in _lines_of_file(options.config_file):
+        option = f"--{name.replace('_', '-')}"
+        action = parser._option_string_actions.get(option)
+        if value.lower() in ("false", "no", "off") or (are_named and action is not None and action.dest in _HOSTS):
+            continue
+        if value.lower() in ("true", "yes", "on"):
+            words.append(option)
+        else:
+            words += [option, *value.split()] if action is not None and action.nargs == 2 else [f"{option}={value}"]
+    return _parsed(parser, [*words, *arguments], f"{options.config_file}: ")
 
 
-def _arguments_of_file(path: str, known: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The options of a YAML file as arguments, by argparse's name; `known` has its actions by the option's name."""
-    # `_` and `-` in the names of options are the same.
-    import difflib
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], where: str = "") -> argparse.Namespace:
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        import difflib
 
+        word = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
+        fact = f"{where}{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
+        raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
+    return options
+
+
+def _lines_of_file(path: str) -> list[tuple[str, str]]:
+    """The names and values of a YAML file, as texts."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -209,33 +210,10 @@ def _arguments_of_file(path: str, known: Mapping[str, Any]) -> dict[str, list[st
     try:
         with open(path, encoding="utf-8") as file:
             given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # which leaves texts as they stand there
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LaunchError(message(f"the configuration file '{path}' cannot be read: {error}.", fix=_FIX_FILE)) from None
-    if not isinstance(given, dict):
-        raise LaunchError(message(f"the configuration file '{path}' is no mapping.", fix="one line: num-proc: 4"))
-    found: dict[str, list[str]] = {}
-    for key, value in given.items():
-        name, texts = str(key).replace("_", "-"), value if isinstance(value, list) else [value]
-        action: Any = known.get(name)
-        fact, fix = "", f"one line: {name}: VALUE"
-        if action is None:
-            fact, close = f"'{key}' is no option of kvhvdrun", difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"one of {', '.join(sorted(known))}."
-        elif action.dest in found:
-            fact, fix = f"'{name}' is given twice", "leave one of them."
-        elif not all(isinstance(text, str) and text for text in texts):
-            fact = f"'{name}' has no value"
-        elif action.nargs == 0 and str(value).lower() not in _YES_OR_NO:
-            fact, fix = f"{name}: '{value}' is not true or false", f"one line: {name}: true"
-        if fact:
-            raise LaunchError(message(f"{path}: {fact}.", fix=fix))
-        if action.nargs == 0:
-            found[action.dest] = [f"--{name}"] if _YES_OR_NO[value.lower()] else []
-        elif action.nargs is None:
-            found[action.dest] = [f"--{name}={' '.join(texts)}"]
-        else:
-            found[action.dest] = [f"--{name}", *" ".join(texts).split()]
-    return found
+        return [(str(key), " ".join(value) if isinstance(value, list) else str(value)) for key, value in given.items()]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
+        fact = f"the configuration file '{path}' cannot be read: {error}."
+        raise LaunchError(message(fact, fix="a YAML file has lines such as num-proc: 4")) from None
 
 
 def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -331,10 +309,6 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     count = most or max(needed, min(slots, MAX_WORKERS))
     check_count(count)
     cfg = config()
-    if is_static and count > 1 and not inherited.get("OMP_NUM_THREADS"):
-        # Each worker's OpenMP would start a thread per core; N workers would share each core N-fold and all slow down.
-        together = most_together([host for host, slots in hosts.items() for _ in range(slots)][:count])
-        inherited["OMP_NUM_THREADS"] = str(max(1, len(usable_cores()) // together))
     if capture:
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
@@ -409,15 +383,12 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
     fix = f"kvhvdrun -np N {os.path.basename(sys.executable)} {' '.join(command)}" if program.endswith(".py") else ""
+    if os.path.isdir(program):
+        raise StartError(message(f"'{program}' is a directory.", fix="name a program."))
     if os.path.exists(program):
-        if os.path.isdir(program):
-            what, fix = "is a directory", "name a program."
-        else:
-            what, fix = "is not executable", fix or f"chmod +x {program}"
-        raise StartError(message(f"'{program}' {what}.", fix=fix), _EXIT_NOT_EXECUTABLE)
-    raise StartError(
-        message(f"command '{program}' was not found.", fix=fix or "check its name and PATH."), _EXIT_NOT_FOUND
-    )
+        raise StartError(message(f"'{program}' is not executable.", fix=fix or f"chmod +x {program}"))
+    fix = fix or "check its name and PATH."
+    raise StartError(message(f"command '{program}' was not found.", fix=fix), _EXIT_NOT_FOUND)
 
 
 def _check_streams() -> None:

@@ -1,11 +1,9 @@
 """The daemon of a job on one host.
 
 Starts and reaps the workers of its host as the launcher tells it, and passes on what they write, and messages between
-them and the launcher. It decides nothing but this: when the launcher is gone, or has said nothing while this daemon ran
-for the length of its lease, it ends its workers and itself.
-
-It outlives the launcher: it has to end the workers, and to say why. On the launcher's host it is a fork of it;
-elsewhere a remote shell starts `serve`, and its standard input and output are the line.
+them and the launcher. It outlives the launcher: when that is gone, or has said nothing for the length of the lease, it
+ends the workers and itself. On the launcher's host it is a fork of it; elsewhere a remote shell starts `serve`, and its
+standard input and output are the line.
 """
 
 from __future__ import annotations

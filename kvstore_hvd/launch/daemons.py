@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from kvstore_hvd import __version__
@@ -79,13 +78,10 @@ class Daemons:
         """Start the daemon of a host, if there is none."""
         if host in self._running:
             return
-        with ExitStack() as theirs, ExitStack() as on_failure:
-            ours, end = socket.socketpair()
-            theirs.enter_context(end)
-            on_failure.enter_context(ours)
+        ours, theirs = socket.socketpair()
+        with theirs:
             start = self._start_here if is_here(host) else self._start_elsewhere
-            daemon = self._running[host] = start(host, ours, end)
-            on_failure.pop_all()
+            daemon = self._running[host] = start(host, ours, theirs)
         self._poller.add(daemon.line, lambda: self._receive(daemon))
 
     def _start_here(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:

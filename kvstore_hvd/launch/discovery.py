@@ -82,11 +82,9 @@ class HostDiscoveryScript:
             self._killed = why
             self.daemons.send(HERE, "signal", worker=self._task, signal=int(signal.SIGKILL), ended=True)
 
-    def deadline(self) -> float:
-        """When the script is started, or killed."""
-        if not self._running:
-            return self._next
-        return math.inf if self._killed else self._started + _LIMIT_S
+    def starts_at(self) -> float:
+        """When the next run begins, if none is under way."""
+        return math.inf if self._running else self._next
 
     def fault(self, now: float) -> str:
         """What is wrong with the script now: how its last run failed, or that this one takes long; else empty."""

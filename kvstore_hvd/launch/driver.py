@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.base.cores import usable_cores
@@ -22,7 +23,7 @@ from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.discovery import HERE, HostDiscoveryScript
 from kvstore_hvd.launch.hosts import address_of, is_here, machine_of, most_together, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
-from kvstore_hvd.launch.output import Output, Tail
+from kvstore_hvd.launch.output import Output
 from kvstore_hvd.launch.state import (
     EXIT_FAILED,
     EXIT_NOT_STARTED,
@@ -35,9 +36,6 @@ from kvstore_hvd.launch.state import (
     StartError,
     Tell,
 )
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 # A daemon may take this much longer to end than its workers.
 _DAEMON_ENDS_S = 3.0
@@ -68,11 +66,6 @@ class Plan(NamedTuple):
     tell: Callable[[str, str], None] | None  # a program that calls a function, see launch/call.py
 
 
-def _not_started(what: str, number: int | None, text: str) -> StartError:
-    fix = _FIXES.get(number or 0, "see the reason; a sandbox may forbid it.")
-    return StartError(message(f"{what} could not be started: {text}.", fix=fix))
-
-
 def environment_of(plan: Plan, worker: int, slot: Slot, seat: Seat, secret: str) -> dict[str, str]:
     """The environment of a worker; `seat` is its place in its first world."""
     own = {"KVHVD_JOB": plan.settings.job, "KVHVD_SECRET": secret, "KVHVD_SLOT": str(slot)}
@@ -91,13 +84,13 @@ class Driver:
         self._plan = plan
         self._settings = plan.settings
         self._secret = os.urandom(32).hex()  # by which workers know each other
+        self._poller = Poller()
+        self._output = Output(self._poller, plan.options, plan.settings.max_np)
         self._clock = RunningClock()
         # Workers are judged by a clock that goes on only while all daemons are heard: they bring what a worker says.
         self._job_now = self._looked_at = self._clock.now()
-        self._job = Job(plan.settings, self._job_now)
-        self._cores = usable_cores()
-        self._threads = 0  # of OpenMP, for each worker of an elastic job; 0: not settled yet
-        self._tails: dict[int, Tail] = {}
+        self._job = Job(plan.settings, self._job_now, self._output.last_lines)
+        self._threads = 0  # of OpenMP, for each worker; 0: not settled yet
         self._discovery_fails_since = math.inf
         self._discovered = False
         self._missing: dict[str, str] = {}  # hosts of a static job whose daemons did not come, and why
@@ -111,22 +104,10 @@ class Driver:
         self._is_gone = False  # the last process of the job
 
     def run(self) -> int:
-        plan, options, settings = self._plan, self._plan.options, self._settings
+        plan, settings = self._plan, self._settings
         processes.adopt_orphans()
         self._spare = processes.children()  # a shell that has started them may have become this process
-        self._poller = Poller()
-        self._output = Output(
-            self._poller,
-            options.output_filename,
-            settings.max_np,
-            options.event_log,
-            options.timestamps,
-            options.ranks,
-        )
-        try:
-            self._inbox = processes.SignalInbox()
-        except OSError as error:
-            raise _not_started("the launcher", error.errno, str(error)) from None
+        self._inbox = processes.SignalInbox()
         self._poller.watch(self._inbox.fileno(), lambda: None)
         self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
         if plan.script is None:
@@ -212,7 +193,7 @@ class Driver:
         if script is not None:
             self._discover(script, now)
             self._job.hosts_fault = script.fault(now)
-            until = script.deadline()
+            until = script.starts_at()
         # All hosts of a static job are there before its first worker starts.
         is_first = self._settings.is_static and not self._job.workers
         if is_first and self._missing and not self._daemons.are_awaited():
@@ -264,8 +245,7 @@ class Driver:
             self._plan.script.lost(f"was lost: {why}")
         if self._settings.is_static and not self._job.workers:
             self._missing[host] = why
-        lines = {number: tail.lines() for number, tail in self._tails.items()}
-        self._job.host_lost(host, why, self._job_now, lines)
+        self._job.host_lost(host, why, self._job_now)
 
     def _refuse_hosts(self) -> None:
         """A static job does not begin without one of its hosts."""
@@ -317,16 +297,17 @@ class Driver:
             environment["KVHVD_HOSTS"] = ",".join(map(address_of, hosts))
         if not settings.is_static:
             place, count = slot.index, max(slot.index + 1, sum(each.host == slot.host for each in self._job.slots))
-            # Settled once: sums of workers with different numbers of threads could differ in their last bits.
-            most = min(most_together(each.host for each in self._job.slots), settings.max_np)
-            self._threads = self._threads or max(1, len(self._cores) // most)
-            environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(self._threads)
         is_alone = settings.is_static and settings.max_np == 1
+        if not is_alone and not environment.get("OMP_NUM_THREADS"):
+            # Each worker's OpenMP would start a thread per core, and all would slow down. Settled once: sums of workers
+            # with different numbers of threads could differ in their last bits.
+            most = most_together(each.host for each in list(self._job.slots)[: settings.max_np])
+            self._threads = self._threads or max(1, len(usable_cores()) // most)
+            environment["OMP_NUM_THREADS"] = str(self._threads)
         prefix = f"[{number}] ".encode() if not is_alone and not plan.options.no_prefix else b""
         sent = {text.partition("=")[0] for text in plan.options.x}  # to other hosts, although they belong to a host
-        self._tails[number] = Tail()
         if plan.capture:
-            self._output.add(number, prefix, self._tails[number])
+            self._output.add(number, prefix)
         self._daemons.send(
             slot.host,
             "start",
@@ -340,7 +321,8 @@ class Driver:
         )
 
     def _refuse(self, number: int | None, text: str) -> None:
-        self._not_started = _not_started("a worker", number, text)
+        fix = _FIXES.get(number or 0, "see the reason; a sandbox may forbid it.")
+        self._not_started = StartError(message(f"a worker could not be started: {text}.", fix=fix))
         self._job.give_up("")
 
     def _send(self, worker: int, kind: str, **fields: Any) -> None:
@@ -369,9 +351,10 @@ class Driver:
         elif kind == "not_started" and self._settings.is_static:
             self._refuse(message["errno"], message["text"])
         elif kind == "not_started":
-            self._job.exited(number, EXIT_NOT_STARTED, [message["text"]], now)
+            self._output.feed(number, 2, message["text"].encode() + b"\n")
+            self._job.exited(number, EXIT_NOT_STARTED, now)
         elif kind == "exited":
-            self._job.exited(number, message["code"], self._tails[number].lines(), now)
+            self._job.exited(number, message["code"], now)
         elif kind == "from":
             try:
                 self._job.heard(number, message["message"], now)

@@ -10,7 +10,7 @@ import itertools
 import math
 import signal
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore_hvd.errors import message, rank_list
@@ -33,7 +33,6 @@ from kvstore_hvd.launch.state import (
     Start,
     Tell,
     Worker,
-    exit_code,
     local_ranks,
     machines,
     rank_order,
@@ -69,8 +68,10 @@ _MOST_APART = 3
 class Job:
     """The state of a job. What has no `_` before its name is for all to read."""
 
-    def __init__(self, settings: Settings, now: float) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: Settings, now: float, last_lines: Callable[[int], Sequence[str]] = lambda worker: ()
+    ) -> None:
+        self._settings, self._last_lines = settings, last_lines  # the latter: of a worker on stderr
         self.slots = Slots(settings.cooldown)  # that there are now
         self.workers: dict[int, Worker] = {}  # by number, those that have ended too
         self.generation = Generation(-1, ())  # the last one that was given out
@@ -160,8 +161,8 @@ class Job:
             self._note("host_leaves", f"host {host} leaves: {text}.", host=host, text=text)
             self.hosts(self._known, now)
 
-    def host_lost(self, host: str, text: str, now: float, lines: Mapping[int, Sequence[str]] | None = None) -> None:
-        """All workers of a host are gone, because of what `text` says; `lines` are the last ones of each on stderr."""
+    def host_lost(self, host: str, text: str, now: float) -> None:
+        """All workers of a host are gone, because of what `text` says."""
         workers = [worker for worker in self.running if worker.slot.host == host]
         if not self._over:
             if any(_has_lived_long(worker, now) for worker in workers):
@@ -172,7 +173,7 @@ class Job:
             cooldown = f" It gets no worker for {seconds:.0f} s." if seconds else ""
             news = f"host {host} is lost: {text}.{cooldown}"
             self._note("host_lost", news, host=host, text=text, seconds=round(seconds, 3))
-        self._ended(workers, -signal.SIGKILL, lines or {}, now, text)
+        self._ended(workers, -signal.SIGKILL, now, text)
         self.hosts(self._known, now)
 
     def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
@@ -191,11 +192,11 @@ class Job:
             self._note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
         self._decide(now)
 
-    def exited(self, number: int, code: int, lines: Sequence[str], now: float) -> None:
-        """A worker has ended, with the exit code or minus the signal that killed it, and these last lines on stderr."""
+    def exited(self, number: int, code: int, now: float) -> None:
+        """A worker has ended, with the exit code or minus the signal that killed it."""
         worker = self.workers.get(number)
         if worker is not None and worker.code is None:
-            self._ended([worker], code, {number: lines}, now)
+            self._ended([worker], code, now)
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
@@ -250,7 +251,11 @@ class Job:
         cause, text = str(message["cause"]), str(message["text"])
         worker.ready, worker.finished = True, False
         if worker in self.generation.members:
-            self._hear_of_hosts(worker, [self.generation.members[int(rank)] for rank in message["unreached"]])
+            unreached = [self.generation.members[int(rank)] for rank in message["unreached"]]
+            pairs = {frozenset((worker.slot.host, other.slot.host)) for other in unreached}
+            # A meeting counts once for each two hosts.
+            self._apart.update(pair for pair in pairs - self.generation.apart if len(pair) == 2)
+            self.generation.apart |= pairs
             if self.generation.phase == "meeting" or cause in _LOST:
                 self._void(cause, text, now)
             if cause == "updated":
@@ -259,12 +264,6 @@ class Job:
         else:
             worker.ready_at = now
             self._note("newcomer_ready", worker=worker.id)
-
-    def _hear_of_hosts(self, worker: Worker, unreached: Sequence[Worker]) -> None:
-        """A worker has not reached these others; its meeting counts once for each two hosts."""
-        pairs = {frozenset((worker.slot.host, other.slot.host)) for other in unreached}
-        self._apart.update(pair for pair in pairs - self.generation.apart if len(pair) == 2)
-        self.generation.apart |= pairs
 
     def _on_joined(self, worker: Worker, number: int, now: float) -> None:
         generation = self.generation
@@ -282,12 +281,10 @@ class Job:
             self._apart = Counter({pair: count for pair, count in self._apart.items() if not pair <= hosts})
             self._note("generation_joined", generation=number)
 
-    def _ended(
-        self, workers: Sequence[Worker], code: int, lines: Mapping[int, Sequence[str]], now: float, lost: str = ""
-    ) -> None:
+    def _ended(self, workers: Sequence[Worker], code: int, now: float, lost: str = "") -> None:
         missed = [worker for worker in workers if worker in self.generation.members and not worker.killed]
         for worker in workers:
-            worker.code, worker.lines, worker.lost = code, tuple(lines.get(worker.id, ())), lost
+            worker.code, worker.lines, worker.lost = code, tuple(self._last_lines(worker.id)), lost
             self._ended_workers.append(worker)
             news = f"{worker} {worker.ending}." if code and not worker.leaving and not lost else ""
             self._note("worker_exited", news, worker=worker.id, code=code, lines=list(worker.lines))
@@ -385,7 +382,7 @@ class Job:
 
     def _decide_elastic(self, now: float) -> None:
         self._kill_late(now)
-        self._ended(self._act_on_time(now), -signal.SIGKILL, {}, now)
+        self._ended(self._act_on_time(now), -signal.SIGKILL, now)
         self._start(now)
         if self._is_over():
             return
@@ -503,8 +500,9 @@ class Job:
         name = str(culprit)
         if self._settings.is_static:
             name = f"rank {culprit.id} of {self._settings.max_np} (pid {culprit.pid})"
-        code = exit_code(culprit.code or 0) or EXIT_FAILED
-        return End(code, f"{before}{name} {culprit.ending}.", lines=tuple(culprit.lines))
+        code = culprit.code or EXIT_FAILED
+        # As a shell gives it: 128 + n when signal n killed a process.
+        return End(code if code > 0 else 128 - code, f"{before}{name} {culprit.ending}.", lines=tuple(culprit.lines))
 
     @property
     def _state_is_lost(self) -> bool:
@@ -523,7 +521,7 @@ class Job:
             if not (useless and worker.taking_part and worker not in self.generation.members):
                 continue
             if self._finishing and not worker.pid:  # its daemon has not come, and may never
-                self._ended([worker], -signal.SIGKILL, {}, now, "it had not been started")
+                self._ended([worker], -signal.SIGKILL, now, "it had not been started")
             else:
                 self._dismiss(worker, now)
 

@@ -12,11 +12,11 @@ import json
 import os
 import re
 import select
-import socket
 import stat
 import time
+from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstore_hvd.errors import LaunchError, message
@@ -57,14 +57,11 @@ class Sink:
 
     def _way(self, fd: int) -> Callable[[bytes], int]:
         mode = os.fstat(fd).st_mode
-        if stat.S_ISSOCK(mode):
-            self.poll_fd, ours = fd, socket.socket(fileno=os.dup(fd))
-            return lambda data: ours.send(data, socket.MSG_DONTWAIT)
-        if not stat.S_ISFIFO(mode) and not self.terminal:
+        if not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode) and not self.terminal:
             return lambda data: os.write(fd, data)
         self.poll_fd = fd
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        with contextlib.suppress(OSError):  # it is another user's, or nobody reads it
+        with contextlib.suppress(OSError):  # it is a socket, or another user's, or nobody reads it
             self.poll_fd = own = os.open(f"/proc/self/fd/{fd}", flags)
             return lambda data: os.write(own, data)
         poll = select.poll()
@@ -196,16 +193,8 @@ class Output:
     # Each line of the event log has ``time`` (seconds since 1970), ``monotonic`` (seconds of ``time.monotonic()`` of
     # this host), ``event`` and the fields of that event.
 
-    def __init__(
-        self,
-        poller: Poller,
-        folder: str | None = None,
-        count: int = 0,
-        event_log: str | None = None,
-        timestamps: bool = False,
-        shown: Collection[int] | None = None,
-    ) -> None:
-        self._poller, self._timestamps, self._shown_ranks = poller, timestamps, shown
+    def __init__(self, poller: Poller, options: Namespace, count: int) -> None:
+        self._poller, self._timestamps, self._shown_ranks = poller, options.timestamps, options.ranks
         self._ours = {1: Sink(1, "standard output")}
         # One for both if they are the same file, so that lines do not mix.
         self._ours[2] = self._ours[1] if os.path.sameopenfile(1, 2) else Sink(2, "standard error")
@@ -213,26 +202,33 @@ class Output:
         self._log: Sink | None = None
         self._news: list[str] = []  # of events that were lost
         self._streams: dict[tuple[int, int], LineStream] = {}
-        if event_log is not None:
-            self._log = Sink(_opened("--event-log", event_log, "file"), "the event log")
+        self._tails: dict[int, Tail] = {}
+        folder = options.output_filename
+        if options.event_log is not None:
+            self._log = Sink(_opened("--event-log", options.event_log, "file"), "the event log")
         for rank in range(count if folder is not None else 0):
-            path = os.path.join(folder or "", f"rank.{rank:0{len(str(count - 1))}d}")
+            path = os.path.join(folder, f"rank.{rank:0{len(str(count - 1))}d}")
             for fd, name in ((1, "stdout"), (2, "stderr")):
                 file = _opened("--output-filename", os.path.join(path, name), "folder")
                 self._files[rank, fd] = Sink(file, f"{name} of rank {rank}")
 
-    def add(self, worker: int, prefix: bytes, tail: Tail) -> None:
+    def add(self, worker: int, prefix: bytes) -> None:
         """Take the streams of a worker that is to be started."""
+        self._tails[worker] = Tail()
         for fd in (1, 2):
             kept = [self._files[worker, fd].put] if self._files else []
             self._streams[worker, fd] = LineStream(
                 self._ours[fd],
                 prefix,
-                *([tail.add] if fd == 2 else []),
+                *([self._tails[worker].add] if fd == 2 else []),
                 *kept,
                 timestamps=self._timestamps,
                 shown=self._shown_ranks is None or worker in self._shown_ranks,
             )
+
+    def last_lines(self, worker: int) -> list[str]:
+        """What a worker has written last to standard error."""
+        return self._tails[worker].lines() if worker in self._tails else []
 
     def feed(self, worker: int, fd: int, data: bytes) -> None:
         """A worker has written this; nothing: it has closed the stream."""

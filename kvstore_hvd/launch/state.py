@@ -89,11 +89,6 @@ class Slots:
         return max(self._until.get(place, 0.0) for place in (slot, slot.host))
 
 
-def exit_code(code: int) -> int:
-    """The exit code as a shell gives it: 128 + n when signal n killed a process, which is -n here."""
-    return code if code >= 0 else 128 - code
-
-
 def how_it_ended(code: int) -> str:
     """How a process with this exit code (or -signal) ended, as the end of a sentence."""
     if code >= 0:

@@ -79,6 +79,8 @@ say(f'{" ".join(own)} {sorted(os.sched_getaffinity(0))}\\n')
     shares = [cores, cores[:half] or cores, cores[half:]]
     slots = ["127.0.0.2:0", "localhost:0", "localhost:1"]
     assert sorted(out.splitlines()) == [f"{slot} {threads} {share}" for slot, share in zip(slots, shares)]
+    static = run("-np 3 --no-prefix", "say(os.environ['OMP_NUM_THREADS'] + '\\n')", OMP_NUM_THREADS="")
+    assert static.out == f"{threads}\n" * 3
 
 
 def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run, tmp_path):

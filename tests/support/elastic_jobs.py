@@ -34,7 +34,8 @@ class Play:
     def __init__(self, hosts: dict[str, int] | None = None, **settings: Any) -> None:
         self.now = 1000.0
         self.settings = Settings(**{"job": "play", "min_np": 1, **settings})
-        self.job = Job(self.settings, self.now)
+        self.lines: dict[int, tuple[str, ...]] = {}
+        self.job = Job(self.settings, self.now, lambda worker: self.lines.get(worker, ()))
         self.seen: list[Action] = []
         self._take()
         if hosts is not None:
@@ -100,7 +101,8 @@ class Play:
         return self.meet()
 
     def end(self, worker: int, code: int = 0, *lines: str) -> None:
-        self.job.exited(worker, code, lines, self.now)
+        self.lines[worker] = lines
+        self.job.exited(worker, code, self.now)
         self._take()
 
     def kill(self, *workers: int) -> None:

@@ -4,12 +4,13 @@ import contextlib
 import json
 import os
 import time
+from argparse import Namespace
 
 import pytest
 
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launch.connections import Poller
-from kvstore_hvd.launch.output import Output, Tail
+from kvstore_hvd.launch.output import Output
 
 pytestmark = pytest.mark.alike
 
@@ -17,8 +18,9 @@ LIMIT_S = 60
 NOT_COMPLETE = "the event log is not complete: it could not be written in time."
 
 
-def output_to(*arguments, **more):
-    return Output(Poller(), *arguments, **more)
+def output_to(folder=None, count=0, event_log=None, ranks=None):
+    options = Namespace(output_filename=folder, event_log=event_log, ranks=ranks, timestamps=False)
+    return Output(Poller(), options, count)
 
 
 def written(output, read=lambda: b""):
@@ -97,14 +99,14 @@ def test_a_full_disk_is_told_once():
 
 
 def test_ranks_that_are_not_shown_are_kept_all_the_same(capfd, tmp_path):
-    output, tail = output_to(str(tmp_path), 2, shown=[1]), Tail()
+    output = output_to(str(tmp_path), 2, ranks=[1])
     for rank in range(2):
-        output.add(rank, b"", tail)
+        output.add(rank, b"")
         output.feed(rank, 2, b"of %d\n" % rank)
     written(output)
     assert capfd.readouterr().err == "of 1\n"
     assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\n", "of 1\n"]
-    assert tail.lines() == ["of 0", "of 1"]
+    assert [output.last_lines(rank) for rank in range(2)] == [["of 0"], ["of 1"]]
 
 
 def test_files_of_ranks(tmp_path):
@@ -114,7 +116,7 @@ def test_files_of_ranks(tmp_path):
         names = sorted(path.name for path in (tmp_path / first).iterdir())
         assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
         output = output_to(str(tmp_path / "kept"), 2)
-    output.add(1, b"", Tail())
+    output.add(1, b"")
     output.feed(1, 2, b"one\ntw")
     output.feed(1, 2, b"")
     written(output)
@@ -159,7 +161,7 @@ def test_the_line_is_shown_once_cut_to_the_terminal_and_gives_way(screen):
 
 def test_a_prompt_is_shown_after_a_moment(screen, monkeypatch):
     output, seen = screen
-    output.add(0, b"[0] ", Tail())
+    output.add(0, b"[0] ")
     output.feed(0, 2, b"name? ")
     assert 0 < output.step() <= 0.2
     assert seen() == ""

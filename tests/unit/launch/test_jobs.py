@@ -152,8 +152,10 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first():
 def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_again():
     play = Play({"a": 1, "b": 3}, min_np=1, cooldown=(10.0, 300.0))
 
+    play.lines[1] = ("last",)
+
     def lose():
-        play.job.host_lost("b", "a storm", play.now, {1: ["last"]})
+        play.job.host_lost("b", "a storm", play.now)
         play._take()
         return play.notes("host_lost")[-1]
 

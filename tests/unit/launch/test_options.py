@@ -59,13 +59,9 @@ def test_a_file_of_options(tmp_path, capfd):
     settings = plan("--config-file", str(path), "--reset-limit", "9", "true").settings
     assert (settings.min_np, settings.max_np, settings.reset_limit) == (1, 3, 9)
     assert settings.cooldown == (5.0, 50.0)
-    for line, text in (
-        ("blacklist-cooldown-range: 5", "argument --blacklist-cooldown-range: expected 2 arguments."),
-        ("min-num-proc: 2", "yaml: 'min-num-proc' is given twice."),
-    ):
-        path.write_text(f"min-np: 1\n{line}\n")
-        assert command.main(["--config-file", str(path), "true"]) == 2
-        assert text in capfd.readouterr().err
+    path.write_text("min-np: 1\nblacklist-cooldown-range: 5\n")
+    assert command.main(["--config-file", str(path), "true"]) == 2
+    assert "argument --blacklist-cooldown-range: expected 2 arguments." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

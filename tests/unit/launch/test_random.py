@@ -224,7 +224,7 @@ class History:
             self.known_dead.add(actor.number)
             if word == 0 and actor.number not in self.dismissed:
                 self.gone_well = True
-            self.job.exited(actor.number, word, (), self.now)
+            self.job.exited(actor.number, word, self.now)
         else:
             self.job.heard(actor.number, word, self.now)
             self.synced = {worker.id for worker in self.job.workers.values() if worker.synced}
