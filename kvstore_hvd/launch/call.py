@@ -200,8 +200,7 @@ def _run_launcher(python: str, folder: str, options: Sequence[str]) -> int:
     command = [*_program(sys.executable, "run_job"), str(os.getpid()), folder, *options, "--", *worker]
     # Through a pipe, Python would hold back lines for kilobytes. A terminal's Ctrl-C is for the program, which passes
     # it on. Not to a descriptor of ours: that of a notebook's stream is the terminal in which it was started.
-    variables, pipe = {"PYTHONUNBUFFERED": "1", **environment()}, subprocess.PIPE
-    null = subprocess.DEVNULL
+    variables, pipe, null = {"PYTHONUNBUFFERED": "1", **environment()}, subprocess.PIPE, subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, env=variables, stdin=null, stdout=pipe, stderr=pipe, start_new_session=True)
     except OSError as error:

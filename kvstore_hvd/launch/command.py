@@ -26,7 +26,7 @@ from kvstore_hvd.launch.hosts import (
     remote_shell,
     slots_of,
 )
-from kvstore_hvd.launch.state import Settings, StartError
+from kvstore_hvd.launch.state import EXIT_FAILED, Settings, StartError
 
 # Folder of the workers' sitecustomize.
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
@@ -38,7 +38,6 @@ _OF_STATIC = ("output_filename", "ranks")
 _COOLDOWN_S, _COOLDOWN_LIMITS_S = (10.0, 300.0), (1.0, 3600.0)
 # Fields of `Settings` that are settings of the package, too.
 _TIMES = ("timeout_s", "survivor_time_s", "exit_timeout_s", "kill_grace_s", "lease_s")
-_EXIT_LOST_OUTPUT = 1
 _EXIT_USAGE = 2
 _EXIT_NOT_FOUND = 127
 
@@ -63,7 +62,7 @@ def _print(text: str) -> None:
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
         _say(f"standard output cannot be written: {error.strerror}.")
-        raise SystemExit(_EXIT_LOST_OUTPUT) from None
+        raise SystemExit(EXIT_FAILED) from None
 
 
 def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | None = None) -> int:

@@ -143,17 +143,13 @@ class Daemon:
             while self._clock.now() < until:
                 self._turn(until)
         until = self._clock.now() + _DRAIN_S
-        while self._launcher_is_there:
+        while self._launcher.fileno() >= 0:
             now = self._clock.now()
             if self._window <= 0:  # the launcher takes more when somebody reads its own output
                 until = now + _DRAIN_S
             if not self._launcher.wants_to_write and not (self._streams and now < until):
                 break
             self._turn(now + BEAT_S)
-
-    @property
-    def _launcher_is_there(self) -> bool:
-        return self._launcher.fileno() >= 0
 
     def _act_on_time(self, now: float) -> None:
         if now >= self._beat_at and not self._suspended:
@@ -242,7 +238,7 @@ class Daemon:
             self._suspended = message["signal"] == signal.SIGSTOP
 
     def _tell(self, kind: str, raw: bytes = b"", **fields: Any) -> None:
-        if self._launcher_is_there:
+        if self._launcher.fileno() >= 0:
             self._launcher.send({"t": kind, **fields}, raw)
 
     # -- What workers write ---------------------------------------------------------------------------------------

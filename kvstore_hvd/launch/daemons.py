@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import Channel, ChannelError
@@ -36,6 +36,9 @@ _SHOWN_LINES, _SHOWN_BYTES = 3, 1 << 12  # the last ones of a remote shell
 _REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
 
 
+_Hear = Callable[[dict[str, Any]], None]
+
+
 class _Daemon:
     """The daemon of a host, and the guard beside it, or the remote shell that leads to both."""
 
@@ -46,7 +49,7 @@ class _Daemon:
     code: int | None = None  # its own, or that of its guard
     unacknowledged: int = 0  # bytes of output
     shell: str = ""  # the name of the remote shell
-    errors: int = -1  # a file with what the shell has written to standard error
+    errors: IO[bytes] | None = None  # what the shell has written to standard error
 
     def __init__(self, host: str, guard: int, line: Channel, heard_at: float, lease_s: float, start_s: float) -> None:
         self.host, self.line, self.heard_at = host, line, heard_at
@@ -59,12 +62,7 @@ class Daemons:
     """All daemons of a job. `hear` is called with what they say."""
 
     def __init__(
-        self,
-        poller: Poller,
-        clock: RunningClock,
-        settings: Settings,
-        shell: Sequence[str],
-        hear: Callable[[dict[str, Any]], None],
+        self, poller: Poller, clock: RunningClock, settings: Settings, shell: Sequence[str], hear: _Hear
     ) -> None:
         self._poller, self._clock, self._hear = poller, clock, hear
         self._settings, self._shell = settings, shell
@@ -101,12 +99,8 @@ class Daemons:
         with contextlib.suppress(FileNotFoundError):
             folder = os.getcwd()
         command = shell_command(self._shell or ["ssh"], host, [sys.executable, _REMOTE, host, *limits, folder])
-        errors = os.memfd_create("errors")
-        try:
-            pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), errors])
-        except OSError:
-            os.close(errors)
-            raise
+        errors = os.fdopen(os.memfd_create("errors"), "rb")
+        pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), errors.fileno()])
         times = self._clock.now(), settings.lease_s, settings.start_timeout_s
         daemon = _Daemon(host, pid, Channel(ours, greeting=GREETING), *times)
         daemon.shell, daemon.errors = os.path.basename(command[0]), errors
@@ -168,8 +162,6 @@ class Daemons:
 
     def _remove(self, daemon: _Daemon) -> None:
         self._poller.close_channel(daemon.line)
-        if daemon.errors >= 0:
-            os.close(daemon.errors)
         del self._running[daemon.host]
 
     def reaped(self, pid: int, code: int) -> None:
@@ -233,8 +225,9 @@ def _fate(daemon: _Daemon, now: float) -> str:
 def _last_lines(daemon: _Daemon) -> str:
     """What a remote shell has said last, with what else it printed in place of a daemon's messages."""
     said = daemon.line.skipped if not daemon.has_come else b""
-    if daemon.errors >= 0:
-        said += b"\n" + os.pread(daemon.errors, _SHOWN_BYTES, max(0, os.fstat(daemon.errors).st_size - _SHOWN_BYTES))
+    if daemon.errors is not None:
+        size = os.fstat(daemon.errors.fileno()).st_size
+        said += b"\n" + os.pread(daemon.errors.fileno(), _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
     lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()][-_SHOWN_LINES:]
     return f". '{daemon.shell}' says: {' / '.join(lines).rstrip('.')}" if lines else ""
 

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from argparse import Namespace
@@ -21,7 +22,7 @@ from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.discovery import HERE, HostDiscoveryScript
-from kvstore_hvd.launch.hosts import address_of, is_here, machine_of, most_together, shell_command, travelling
+from kvstore_hvd.launch.hosts import is_here, machine_of, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output
 from kvstore_hvd.launch.state import (
@@ -44,12 +45,9 @@ _KILL_TAKES_S = 2.0
 _LAST_WORDS_S = 1.0
 # How long the event log may take to be written at the end.
 _LOG_S = 30.0
-_FIXES = {
-    **dict.fromkeys(
-        (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE), "see ulimit -u, ulimit -n and free memory."
-    ),
-    errno.ENOEXEC: "a script's first line names its interpreter, such as #!/bin/sh.",
-}
+_SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_FIXES = dict.fromkeys(_SCARCE, "see ulimit -u, ulimit -n and free memory.")
+_FIXES[errno.ENOEXEC] = "a script's first line names its interpreter, such as #!/bin/sh."
 
 
 class Plan(NamedTuple):
@@ -294,15 +292,15 @@ class Driver:
         can_be_several = plan.shell and (not settings.is_static or len(set(map(machine_of, hosts))) > 1)
         are_several = bool(can_be_several or config().test_hosts)
         if are_several:
-            environment["KVHVD_HOSTS"] = ",".join(map(address_of, hosts))
+            environment["KVHVD_HOSTS"] = ",".join(socket.gethostname() if is_here(host) else host for host in hosts)
         if not settings.is_static:
             place, count = slot.index, max(slot.index + 1, sum(each.host == slot.host for each in self._job.slots))
         is_alone = settings.is_static and settings.max_np == 1
         if not is_alone and not environment.get("OMP_NUM_THREADS"):
             # Each worker's OpenMP would start a thread per core, and all would slow down. Settled once: sums of workers
             # with different numbers of threads could differ in their last bits.
-            most = most_together(each.host for each in list(self._job.slots)[: settings.max_np])
-            self._threads = self._threads or max(1, len(usable_cores()) // most)
+            machines = [machine_of(each.host) for each in list(self._job.slots)[: settings.max_np]]
+            self._threads = self._threads or max(1, len(usable_cores()) // max(map(machines.count, machines)))
             environment["OMP_NUM_THREADS"] = str(self._threads)
         prefix = f"[{number}] ".encode() if not is_alone and not plan.options.no_prefix else b""
         sent = {text.partition("=")[0] for text in plan.options.x}  # to other hosts, although they belong to a host
@@ -390,7 +388,7 @@ class Driver:
 
     def _end_by(self, number: int) -> None:
         """A signal ends the job: the workers get it too."""
-        self._job.stop()
+        self._job.give_up("")
         self._signal_all(number, ended=True)
         if self._end is None:
             self._end, self._end_grace_s = End(0), self._settings.kill_grace_s

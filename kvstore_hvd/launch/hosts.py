@@ -36,9 +36,8 @@ SRUN = "srun --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none --mpi=none -
 def check_count(count: int) -> None:
     """Refuse a number of workers that cannot be."""
     if count > MAX_WORKERS:
-        raise LaunchError(
-            message(f"-np {count}: a job has at most {MAX_WORKERS} workers on one host.", fix="start fewer workers.")
-        )
+        fact = f"-np {count}: a job has at most {MAX_WORKERS} workers on one host."
+        raise LaunchError(message(fact, fix="start fewer workers."))
     files = limit_of(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return
@@ -54,9 +53,8 @@ def hosts_of_file(path: str) -> list[str]:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(
-            message(f"the host file cannot be read: {error}.", fix="give the path of a text file.")
-        ) from None
+        fact = f"the host file cannot be read: {error}."
+        raise LaunchError(message(fact, fix="give the path of a text file.")) from None
     entries = [line for line in lines if line]
     if not entries:
         raise LaunchError(message(f"the host file '{path}' names no host.", fix="one line: localhost slots=4"))
@@ -72,9 +70,8 @@ def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
             raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix="for example -H localhost:4"))
         host, count = match["host"].strip("[]").lower(), int(match["n"] or match["slots"] or default)
         if count < 1:
-            raise LaunchError(
-                message(f"'{entry}': a host takes at least 1 worker.", fix="give it a slot, or omit the host.")
-            )
+            fact = f"'{entry}': a host takes at least 1 worker."
+            raise LaunchError(message(fact, fix="give it a slot, or omit the host."))
         if host in slots:
             raise LaunchError(message(f"the host '{host}' is named twice.", fix="add its slots up in one entry."))
         slots[host] = count
@@ -126,17 +123,6 @@ def is_here(host: str) -> bool:
 def machine_of(host: str) -> str:
     """Equal for all names of this host; other hosts are told apart by their names."""
     return "" if is_here(host) else host
-
-
-def address_of(host: str) -> str:
-    """The name by which other hosts know a host."""
-    return socket.gethostname() if is_here(host) else host
-
-
-def most_together(hosts: Iterable[str]) -> int:
-    """How many of these workers, given by their hosts, are on one machine at most."""
-    machines = [machine_of(host) for host in hosts]
-    return max(map(machines.count, set(machines)), default=1)
 
 
 def remote_shell(text: str | None) -> list[str]:

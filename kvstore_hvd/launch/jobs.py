@@ -47,8 +47,6 @@ _OTHERS_S = {"timeout": 0.5, "meeting": 5.0}
 _MEETING_EXTRA_S = 10.0
 # A wait is told to the user once it has lasted for so long.
 _TELL_AFTER_S = 10.0
-# A worker that has been in a world for so long was not what made its slot crash before.
-_LONG_LIFE_S = 600.0
 # Newcomers that fail within this time after they have joined, in so many generations in a row, tell of the program. The
 # first workers of a job do not count: on a bad host many of them may fail, one after the other, while the rest could go
 # on. Nor does SIGKILL, which comes from outside.
@@ -68,9 +66,7 @@ _MOST_APART = 3
 class Job:
     """The state of a job. What has no `_` before its name is for all to read."""
 
-    def __init__(
-        self, settings: Settings, now: float, last_lines: Callable[[int], Sequence[str]] = lambda worker: ()
-    ) -> None:
+    def __init__(self, settings: Settings, now: float, last_lines: Callable[[int], Sequence[str]]) -> None:
         self._settings, self._last_lines = settings, last_lines  # the latter: of a worker on stderr
         self.slots = Slots(settings.cooldown)  # that there are now
         self.workers: dict[int, Worker] = {}  # by number, those that have ended too
@@ -165,7 +161,7 @@ class Job:
         """All workers of a host are gone, because of what `text` says."""
         workers = [worker for worker in self.running if worker.slot.host == host]
         if not self._over:
-            if any(_has_lived_long(worker, now) for worker in workers):
+            if any(worker.has_lived_long(now) for worker in workers):
                 self.slots.forgive(host)
             had_begun = any(worker.pid for worker in workers) and host not in self._leaving
             seconds = self.slots.crashed(host, now, had_begun=had_begun)
@@ -180,10 +176,6 @@ class Job:
         """There is a reason outside of it to end the job."""
         if not self._over:
             self._end(End(code, text))
-
-    def stop(self) -> None:
-        """The user ends the job: decide nothing any more."""
-        self._over = True
 
     def started(self, number: int, pid: int, now: float) -> None:
         worker = self.workers.get(number)
@@ -272,7 +264,7 @@ class Job:
         generation.joined.add(worker.id)
         if all(member.id in generation.joined for member in generation.members):
             generation.phase = "training"
-            generation.wait_no_longer()
+            generation.kill_at = generation.waits_since = math.inf
             self._first_joined_at = now if self._first_joined_at is None else self._first_joined_at
             for member in generation.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
@@ -307,7 +299,7 @@ class Job:
                 self._failing.clear()
             elif worker.joined_at != self._first_joined_at:
                 self._failing.add(worker.generation)
-        if _has_lived_long(worker, now):
+        if worker.has_lived_long(now):
             self.slots.forgive(worker.slot)
         seconds = self.slots.crashed(worker.slot, now)
         if seconds > 0:
@@ -441,7 +433,7 @@ class Job:
             self._note("waiting", news, workers=[worker.id for worker in late], seconds=round(seconds, 3))
         if not self._due(generation.kill_at, now):
             return
-        generation.wait_no_longer()
+        generation.kill_at = generation.waits_since = math.inf
         for worker in late:
             self._kill(worker, "it did not answer while the others waited for it", now)
         if late:
@@ -664,19 +656,20 @@ class Job:
                 self._dismiss(worker, now)
 
     def _void(self, cause: str, text: str, now: float) -> None:
-        if self.generation.phase == "void":
+        generation = self.generation
+        if generation.phase == "void":
             return
-        if self.generation.phase == "meeting":
+        if generation.phase == "meeting":
             self._failed_meetings += 1
             self._failure = text
-            self.generation.wait_no_longer()
-        self.generation.phase = "void"
+            generation.kill_at = generation.waits_since = math.inf
+        generation.phase = "void"
         self._expect(now, "lost")
-        news = f"generation {self.generation.number} has not met: {text}" if cause == "meeting" else ""
-        self._note("generation_void", news, generation=self.generation.number, cause=cause, text=text)
-        for worker in self.generation.members:
+        news = f"generation {generation.number} has not met: {text}" if cause == "meeting" else ""
+        self._note("generation_void", news, generation=generation.number, cause=cause, text=text)
+        for worker in generation.members:
             if worker.alive and not worker.ready and not worker.leaving:
-                self._tell(worker.id, "void", generation=self.generation.number, text=text)
+                self._tell(worker.id, "void", generation=generation.number, text=text)
 
     def _end(self, end: End) -> None:
         self._over = True
@@ -721,10 +714,6 @@ class Job:
 
     def _tell(self, worker: int, kind: str, **fields: Any) -> None:
         self._actions.append(Tell(worker, {"t": kind, **fields}))
-
-
-def _has_lived_long(worker: Worker, now: float) -> bool:
-    return worker.joined_at is not None and now - worker.joined_at >= _LONG_LIFE_S
 
 
 def _seat(rank: int, hosts: Sequence[str], places: Sequence[int]) -> Seat:

@@ -352,11 +352,5 @@ class Tail:
 
     def lines(self) -> list[str]:
         """The lines, oldest first, without their ends; at most 8 KiB together."""
-        kept: list[bytes] = []
-        room = _TAIL_BYTES
-        for line in reversed([*self._lines, self._part] if self._part else self._lines):
-            if len(line) > room and kept:
-                break
-            kept.append(line)
-            room -= len(line)
-        return [line.decode("utf-8", "replace") for line in kept[::-1]]
+        text = b"\n".join([*self._lines, *([self._part] if self._part else [])])[-_TAIL_BYTES:]
+        return text.decode("utf-8", "replace").split("\n") if text else []

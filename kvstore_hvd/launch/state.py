@@ -76,7 +76,7 @@ class Slots:
         return seconds
 
     def forgive(self, place: Slot | str) -> None:
-        """A worker has lived long in this slot, or on this host: earlier crashes count no more."""
+        """A worker has lived long in this slot, or on this host."""
         del self._crashes[place]
         self._until.pop(place, None)
 
@@ -101,6 +101,7 @@ def how_it_ended(code: int) -> str:
 
 #: Stands for another reason than a change of the hosts.
 NO_CHANGE = 0
+_LONG_LIFE_S = 600.0
 
 
 class Place(NamedTuple):
@@ -153,6 +154,10 @@ class Worker:
             return f"was lost with its host {self.slot.host}: {self.lost}"
         text = how_it_ended(self.code or 0)
         return f"{text} ({self.killed})" if self.killed else text
+
+    def has_lived_long(self, now: float) -> bool:
+        """Whether it has been in a world for so long that earlier crashes in its slot count no more."""
+        return self.joined_at is not None and now - self.joined_at >= _LONG_LIFE_S
 
     def __str__(self) -> str:
         return f"worker {self.id} ({self.slot})"
@@ -210,9 +215,6 @@ class Generation:
     def left(self) -> list[Worker]:
         """The members that may be in the next world, in the order of their ranks."""
         return [worker for worker in self.members if worker.taking_part]
-
-    def wait_no_longer(self) -> None:
-        self.kill_at = self.waits_since = math.inf
 
     def late(self) -> list[Worker]:
         """The members that hold all others up."""

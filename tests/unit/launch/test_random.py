@@ -127,7 +127,7 @@ class History:
         self.apart = rng.choice((set(), {"a", "b"}, {"b", "c"}))  # hosts that do not reach each other
         self.ending = None
         self.kinds = set()
-        self.job = Job(self.settings, self.now)
+        self.job = Job(self.settings, self.now, lambda worker: ())
         self.apply()
 
     # -- What the launcher does
