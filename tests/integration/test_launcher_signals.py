@@ -36,12 +36,12 @@ while True: signal.pause()
 
 def test_a_signal_after_a_failure_gives_the_exit_code(start):
     job = start("-np 2 -v", "if rank == 1: sys.exit(7)\nforever()", KVHVD_SURVIVOR_TIME="100")
-    job.until_printed("rank 1 exited with code 7").end(128 + signal.SIGINT, signal.SIGINT)
+    job.until_printed("worker 1 (localhost:1) exited with code 7").end(128 + signal.SIGINT, signal.SIGINT)
 
 
 def test_ctrl_c_of_a_terminal_while_workers_start(start):
     """It reaches the workers, too."""
-    job = start("-np 3 -v", "forever()", start_new_session=True).until_printed("kvhvdrun: rank 0 is")
+    job = start("-np 3 -v", "forever()", start_new_session=True).until_printed("kvhvdrun: worker started worker 0")
     os.killpg(job.process.pid, signal.SIGINT)
     job.end(128 + signal.SIGINT)
 
