@@ -41,12 +41,13 @@ _TIMES = ("timeout_s", "survivor_time_s", "exit_timeout_s", "kill_grace_s", "lea
 _EXIT_USAGE = 2
 _EXIT_NOT_FOUND = 127
 
-# The variables of an mpirun or a kvhvdrun around us name one rank; workers that inherited them would all take
-# themselves for it.
+# Variables of an mpirun, a horovodrun or a kvhvdrun around this one name one rank: workers that inherited them would
+# all take themselves for it.
 _OF_ONE_RANK = re.compile(
     r"OMPI_(COMM_WORLD|UNIVERSE|WORLD|APP_CTX|FIRST_RANKS|NUM_APP_CTX|FILE_LOCATION|COMMAND|ARGV)"
     r"|OMPI_MCA_(orte_|ess|num_procs|pmix$)|PMI_|PMIX_(?!MCA_)|HYDI_|HYDRA_|MPI_LOCAL"
     r"|KVHVD_(LOCAL_|DAEMON|WORKER|(RANK|SIZE|HOSTS|SLOT|JOB|SECRET|GENERATION)$)"
+    r"|HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME)$"
 )
 
 

@@ -124,6 +124,7 @@ def test_the_tail_leaves_out_what_python_ignores():
         (["-H", "localhost:2", "--hostfile", "x", "true"], 2, "both --hosts and --hostfile name hosts"),
         (["-np", "2", "-x", "A B=1", "true"], 2, "-x A B=1: 'A B' is not the name of a variable.\n  Fix: "),
         (["-np", "2", "-x", "KVHVD_RANK=1", "true"], 2, "-x KVHVD_RANK=1: KVHVD_RANK differs between workers."),
+        (["-np", "2", "-x", "HOROVOD_RANK=1", "true"], 2, "-x HOROVOD_RANK=1: HOROVOD_RANK differs between workers."),
         (["-np", "2", "-x", "NOT_SET", "true"], 2, "-x NOT_SET: NOT_SET is not set here, and what is set all"),
         (["-np", "2", "--ranks", "0,2", "true"], 2, "--ranks: there is no rank 2.\n  Fix: the ranks are 0 to 1."),
         (["-np", "2", "--ranks", "0-1", "true"], 2, "argument --ranks: '0-1' is not a whole number of at least 0"),
