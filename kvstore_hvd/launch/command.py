@@ -38,6 +38,7 @@ _OF_STATIC = ("output_filename", "ranks")
 _COOLDOWN_S, _COOLDOWN_LIMITS_S = (10.0, 300.0), (1.0, 3600.0)
 # Fields of `Settings` that are settings of the package, too.
 _TIMES = ("timeout_s", "survivor_time_s", "exit_timeout_s", "kill_grace_s", "lease_s")
+_WORDS = {**dict.fromkeys(("true", "yes", "on"), 1), **dict.fromkeys(("false", "no", "off"), 0)}
 _EXIT_USAGE = 2
 _EXIT_NOT_FOUND = 127
 
@@ -52,8 +53,10 @@ _OF_ONE_RANK = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
+    where = ""  # the options come from
+
     def error(self, text: str) -> NoReturn:
-        raise LaunchError(message(f"{text}.", fix="see kvhvdrun --help."))
+        raise LaunchError(message(f"{self.where}{text}.", fix="see kvhvdrun --help."))
 
 
 def _print(text: str) -> None:
@@ -110,7 +113,7 @@ def _ranks(text: str) -> list[int]:
     return [_whole(0)(rank.strip()) for rank in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     parser = _Parser(
         prog="kvhvdrun",
         usage="kvhvdrun -np N [options] command [arguments]",
@@ -176,20 +179,24 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         return options
     are_named = any(getattr(options, name) is not None for name in _HOSTS)  # one takes the place of the others
     words = []
-    for name, value in _lines_of_file(options.config_file):
+    for name, text in _lines_of_file(options.config_file):
         option = f"--{name.replace('_', '-')}"
         action = parser._option_string_actions.get(option)
-        if value.lower() in ("false", "no", "off") or (are_named and action is not None and action.dest in _HOSTS):
+        if are_named and action is not None and action.dest in _HOSTS:
             continue
-        if value.lower() in ("true", "yes", "on"):
-            words.append(option)
+        if action is not None and action.nargs == 0 and text.lower() in _WORDS:
+            words += [option] * _WORDS[text.lower()]
         else:
-            words += [option, *value.split()] if action is not None and action.nargs == 2 else [f"{option}={value}"]
-    return _parsed(parser, [*words, *arguments], f"{options.config_file}: ")
+            is_pair = action is not None and action.nargs == 2
+            words += [option, *text.replace(",", " ").split()] if is_pair else [f"{option}={text}"]
+    _parsed(parser, words, f"{options.config_file}: ")
+    return _parsed(parser, [*words, *arguments])
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], where: str = "") -> argparse.Namespace:
+def _parsed(parser: _Parser, arguments: Sequence[str], where: str = "") -> argparse.Namespace:
+    parser.where = where
     options, unknown = parser.parse_known_args(arguments)
+    unknown += options.command if where else []  # a file names no command
     if unknown:
         import difflib
 
@@ -201,7 +208,7 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], where: st
 
 
 def _lines_of_file(path: str) -> list[tuple[str, str]]:
-    """The names and values of a YAML file, as texts."""
+    """The names and values of a YAML file, as texts; commas between those of a list."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -210,7 +217,7 @@ def _lines_of_file(path: str) -> list[tuple[str, str]]:
     try:
         with open(path, encoding="utf-8") as file:
             given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # which leaves texts as they stand there
-        return [(str(key), " ".join(value) if isinstance(value, list) else str(value)) for key, value in given.items()]
+        return [(str(key), ",".join(value) if isinstance(value, list) else str(value)) for key, value in given.items()]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         fact = f"the configuration file '{path}' cannot be read: {error}."
         raise LaunchError(message(fact, fix="a YAML file has lines such as num-proc: 4")) from None
@@ -356,12 +363,13 @@ def _cooldown(given: Sequence[float] | None) -> tuple[float, float]:
 
 
 def _absolute(option: str, path: str) -> str:
-    path = os.path.abspath(path)  # the workers may change their folder first
+    with contextlib.suppress(FileNotFoundError):  # the working folder has been deleted
+        path = os.path.abspath(path)  # the workers may change their folder first
     if os.path.isdir(path):
         raise LaunchError(message(f"{option}: '{path}' is a folder.", fix="name a file."))
     if os.path.isdir(os.path.dirname(path)):
         return path
-    raise LaunchError(message(f"{option}: there is no folder '{os.path.dirname(path)}'.", fix="make it first."))
+    raise LaunchError(message(f"{option}: there is no folder '{os.path.dirname(path) or '.'}'.", fix="make it first."))
 
 
 def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
@@ -403,4 +411,4 @@ def _check_streams() -> None:
 def _say(text: str) -> None:
     """Write a line of the launcher's own to stderr; what fails is left unsaid."""
     with contextlib.suppress(OSError):
-        os.write(2, f"kvhvdrun: {text}\n".encode())
+        os.write(2, f"kvhvdrun: {text}\n".encode(errors="surrogateescape"))

@@ -59,7 +59,7 @@ class HostDiscoveryScript:
             except StartError as error:
                 self._fault = str(error)
                 raise
-            self._fault = ""
+            self._fault = "" if hosts else message(f"{self._name} names no host{self._said()}.", fix=_FIX)
             return hosts
         if not self._running and now >= self._next:
             self._next, self._started, self._killed = now + _EVERY_S, now, ""

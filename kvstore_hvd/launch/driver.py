@@ -150,7 +150,9 @@ class Driver:
             self._turn()
             if self._look_at_clock() > gone_at + (_LOG_S if self._asked is None else grace_s):
                 self._output.finish_log()
-        return code
+        for number in processes.PASSED:  # Python's own end would let them kill this process again
+            signal.signal(number, signal.SIG_IGN)
+        return code if self._asked is None else 128 + self._asked
 
     # -- The loop -------------------------------------------------------------------------------------------------
 
@@ -362,10 +364,10 @@ class Driver:
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number in processes.ENDING:
-                if number == signal.SIGINT and self._asked == signal.SIGINT:
+                if number == signal.SIGINT and self._asked is not None:
                     self._signal_all(signal.SIGKILL, ended=True)
-                    if self._is_gone:  # only the reader of our output keeps us
-                        self._output.drop()
+                    # Only the reader of our output may keep us.
+                    self._drop_at = self._look_at_clock() + (0.0 if self._is_gone else _LAST_WORDS_S)
                     continue
                 if self._asked is None:
                     self._asked = number

@@ -476,7 +476,8 @@ class Job:
                 text = f"no worker of generation {generation.number} is left{what}"
                 self._end(self._because_of(culprit, text, "First"))
         elif not generation.begun and self._begun and not running:
-            culprit = self._culprit(self.workers.values())
+            # Not those that were lost with their hosts, which are tried again.
+            culprit = self._culprit(worker for worker in self.workers.values() if not worker.lost)
             if culprit is not None:
                 self._end(self._because_of(culprit))
         elif len(self._failing) >= _MAX_FAILING and not self._finishing:
@@ -575,7 +576,7 @@ class Job:
             return None  # all have finished
         awaited = old if self.generation.begun else [worker for worker in self.workers.values() if worker.taking_part]
         complete = all(worker.ready for worker in awaited)
-        if not complete and (self.generation.begun or len(awaited) >= self._least):
+        if not complete and (self.generation.begun or sum(worker.pid > 0 for worker in awaited) >= self._least):
             return None
         if (
             complete

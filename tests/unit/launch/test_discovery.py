@@ -83,8 +83,12 @@ def test_a_script_is_run_again_and_again(script, tmp_path):
     before = poller.process
     assert poller.script.poll(poller.now) is None  # not before a second has passed
     assert poller.process is before
+    path.write_text("# none\n")
+    assert poller.next() == {}
+    assert f"'cat {path}' names no host; it says: # none.\n  Fix: " in poller.script.fault(poller.now)
     path.write_text("localhost\nother:3\n")
     assert poller.next() == {"localhost": 1, "other": 3}
+    assert poller.script.fault(poller.now) == ""
 
 
 @pytest.mark.parametrize(

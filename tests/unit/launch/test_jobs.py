@@ -204,6 +204,18 @@ def test_a_host_that_was_never_there_is_left_alone_at_once():
     assert len(play.starts()) == 4
 
 
+def test_the_only_host_is_tried_again_until_the_time_for_workers_is_over():
+    play = Play({"a": 1}, min_np=1, elastic_timeout_s=100.0)
+    for number in range(2):
+        play.job.host_lost("a", "it cannot be reached", play.now)
+        play._take()
+        assert (play.ending, len(play.starts())) == (None, number + 1)
+        play.wait(45.0)
+    play.wait(20.0)
+    code, text = play.outcome
+    assert (code, text.partition(",")[0]) == (1, "0 workers are ready")
+
+
 def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over():
     play = Play({"a": 1, "b": 1, "c": 1}, min_np=1, cooldown=(10, 20))
     play.begin()

@@ -59,9 +59,19 @@ def test_a_file_of_options(tmp_path, capfd):
     settings = plan("--config-file", str(path), "--reset-limit", "9", "true").settings
     assert (settings.min_np, settings.max_np, settings.reset_limit) == (1, 3, 9)
     assert settings.cooldown == (5.0, 50.0)
-    path.write_text("min-np: 1\nblacklist-cooldown-range: 5\n")
-    assert command.main(["--config-file", str(path), "true"]) == 2
-    assert "argument --blacklist-cooldown-range: expected 2 arguments." in capfd.readouterr().err
+    path.write_text("num-proc: 2\nranks: [0, 1]\nverbose: no\n")
+    given = plan("--config-file", str(path), "true").options
+    assert (set(given.ranks), given.verbose) == ({0, 1}, False)
+    # No word of a file becomes a part of the command.
+    for text, fact in [
+        ("blacklist-cooldown-range: 5", "argument --blacklist-cooldown-range: expected 2 arguments."),
+        ("blacklist-cooldown-range: [5, 50, echo]", "echo does not exist."),
+        ("output-filname: my echo", "--output-filname does not exist; did you mean --output-filename?"),
+        ("unknown: no", "--unknown does not exist."),
+    ]:
+        path.write_text(f"min-np: 1\n{text}\n")
+        assert command.main(["--config-file", str(path), "true"]) == 2
+        assert f"kvhvdrun: {path}: {fact}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
