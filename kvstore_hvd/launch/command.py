@@ -26,7 +26,7 @@ from kvstore_hvd.launch.hosts import (
     remote_shell,
     slots_of,
 )
-from kvstore_hvd.launch.state import EXIT_FAILED, Settings, StartError
+from kvstore_hvd.launch.state import Settings, StartError
 
 # Folder of the workers' sitecustomize.
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
@@ -59,16 +59,6 @@ class _Parser(argparse.ArgumentParser):
         raise LaunchError(message(f"{self.where}{text}.", fix="see kvhvdrun --help."))
 
 
-def _print(text: str) -> None:
-    try:
-        os.write(1, text.encode())
-    except BrokenPipeError:
-        raise SystemExit(128 + signal.SIGPIPE) from None
-    except OSError as error:
-        _say(f"standard output cannot be written: {error.strerror}.")
-        raise SystemExit(EXIT_FAILED) from None
-
-
 def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | None = None) -> int:
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code."""
     # A program that calls a function is told what otherwise is written: why options are 'refused', or why the job has
@@ -77,12 +67,12 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | N
         _check_streams()
         options = _options(argv)
         if options.version:
-            _print(f"kvstore_hvd {__version__}\n")
+            print(f"kvstore_hvd {__version__}")
             return 0
         if options.check_build:
             from kvstore_hvd.launch.check_build import build_report  # imports the libraries that it reports
 
-            _print(build_report())
+            print(build_report(), end="")
             return 0
         return Driver(_plan(options, tell)).run()
     except KeyboardInterrupt:  # before the first worker
