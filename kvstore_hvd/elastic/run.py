@@ -146,7 +146,6 @@ class _Loop:
         self._state, self._reset = state, reset
         self._number = next(_numbers)
         self.skips_sync = False
-        self._has_told = False
 
     def begin(self) -> None:
         """Listen to the launcher."""
@@ -208,9 +207,7 @@ class _Loop:
 
     def has_state(self) -> None:
         """The training can go on from this worker, should it be the only one that is left."""
-        if self._has_told:
-            return
-        self._has_told, world = True, process.current()
+        world = process.current()
         if world.line is not None:
             world.line.synced()
         elif world.topology.size > 1 and world.topology.rank == 0:

@@ -321,17 +321,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         cooldown=_cooldown(options.blacklist_cooldown_range),
         is_static=is_static,
     )
-    return Plan(
-        settings,
-        options,
-        command,
-        inherited,
-        hosts,
-        script,
-        capture,
-        shell,
-        tell,
-    )
+    return Plan(settings, options, command, inherited, hosts, script, capture, shell, tell)
 
 
 def _check_order(least: int, first: int | None, most: int | None) -> None:

@@ -64,16 +64,11 @@ class Daemon:
     """Runs the workers of one host; use once, in a process of its own."""
 
     def __init__(
-        self,
-        launcher: Channel,
-        host: str,
-        kill_grace_s: float,
-        lease_s: float,
-        variables: Mapping[str, str] | None = None,
+        self, launcher: Channel, host: str, kill_grace_s: float, lease_s: float, variables: Mapping[str, str]
     ) -> None:
         # `host` is its name, as the user wrote it; a worker is killed `kill_grace_s` after SIGTERM; the launcher may be
         # silent for `lease_s`; workers inherit those `variables` that the launcher does not set.
-        self._launcher, self._host, self._variables = launcher, host, variables or {}
+        self._launcher, self._host, self._variables = launcher, host, variables
         self._grace_s, self._lease_s = kill_grace_s, lease_s
         # Every worker that has a line carries it in its environment.
         self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
@@ -366,5 +361,4 @@ def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
     writer.write(GREETING)
     grace_s, variables = float(kill_grace_s), environment()
     run = lambda: Daemon(Channel(reader, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731
-    keep = {0, 1, 2, reader.fileno(), writer.fileno()}
-    processes.run_guarded(f"for {host}", keep, run, min(processes.LEFT_GRACE_S, grace_s), fork=False)
+    processes.run_guarded(f"for {host}", {writer.fileno()}, reader.fileno(), run, grace_s, fork=False)

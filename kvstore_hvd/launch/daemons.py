@@ -34,8 +34,6 @@ _NEWS_S = 4.0
 _CLOSED = "the other side closed the connection"
 _SHOWN_LINES, _SHOWN_BYTES = 3, 1 << 12  # the last ones of a remote shell
 _REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
-
-
 _Hear = Callable[[dict[str, Any]], None]
 
 
@@ -86,10 +84,9 @@ class Daemons:
         settings = self._settings
         # The end of a launcher ends its line; the lease is for one that stands still, which a static job waits for.
         lease_s = float("inf") if settings.is_static else settings.lease_s
-        run = lambda: Daemon(Channel(theirs), host, settings.kill_grace_s, lease_s).run()  # noqa: E731
-        grace_s = min(processes.LEFT_GRACE_S, settings.kill_grace_s)
-        keep = {0, 1, 2, theirs.fileno()}
-        guard = processes.run_guarded(f"of {os.getpid()} for {host}", keep, run, grace_s)
+        run = lambda: Daemon(Channel(theirs), host, settings.kill_grace_s, lease_s, {}).run()  # noqa: E731
+        name = f"of {os.getpid()} for {host}"
+        guard = processes.run_guarded(name, (), theirs.fileno(), run, settings.kill_grace_s)
         return _Daemon(host, guard, Channel(ours), self._clock.now(), lease_s, max(_START_S, lease_s))
 
     def _start_elsewhere(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
@@ -190,7 +187,8 @@ class Daemons:
             why += _last_lines(daemon)
             self._remove(daemon)
             lost(host, why)
-        return self._beat_at
+        heard = [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
+        return min([self._beat_at, *(daemon.heard_at + daemon.lease_s + _LEASE_EXTRA_S for daemon in heard)])
 
     def are_awaited(self) -> bool:
         """Whether one of them has been started, and has not come."""

@@ -128,11 +128,7 @@ class HostDiscoveryScript:
             code = self._code if self._code in _FIXES else EXIT_FAILED
             raise StartError(message(f"{self._name} {how}{self._said()}.", fix=fix), code)
         try:
-            return hosts_of_script(self._output.decode(), self._default)
-        except UnicodeDecodeError as error:
-            number = self._output.count(b"\n", 0, error.start)
-            line = bytes(self._output.split(b"\n")[number][:_MAX_LINE])
-            fact = f"line {number + 1} is not UTF-8: {line!r}"
+            return hosts_of_script(self._output.decode("utf-8", "backslashreplace"), self._default)
         except LaunchError as error:
             fact = str(error).splitlines()[0].rstrip(".")
         raise StartError(message(f"what {self._name} printed are no hosts: {fact}.", fix=_FIX), EXIT_FAILED)

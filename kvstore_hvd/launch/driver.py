@@ -98,6 +98,7 @@ class Driver:
         self._lost_code = 0  # exit code for output that could not be written
         self._end: End | None = None
         self._end_grace_s = 0.0  # for workers that run when the job ends
+        self._give_up_at = math.inf  # when daemons are killed that have not ended
         self._drop_at = math.inf  # when a signal that ended the job no longer waits for who reads our output
         self._is_gone = False  # the last process of the job
 
@@ -122,19 +123,21 @@ class Driver:
     def _finish(self, end: End) -> int:
         """End what still runs, pass on what it has written, and say why the job has ended; returns its exit code."""
         grace_s = self._settings.kill_grace_s
-        stop_at = self._look_at_clock() + self._end_grace_s
-        while self._job.running and self._look_at_clock() < stop_at:
-            self._turn(stop_at)
+        begin = self._look_at_clock()
+        while self._job.running and self._look_at_clock() < begin + self._end_grace_s:
+            self._turn(begin + self._end_grace_s)
         self._daemons.end(end.reason)
-        give_up_at = self._look_at_clock() + grace_s + _DAEMON_ENDS_S
+        # Workers that a signal has ended have had their grace.
+        limit_s = _DAEMON_ENDS_S if self._asked is not None else grace_s + _DAEMON_ENDS_S
+        self._give_up_at = min(self._give_up_at, self._look_at_clock() + limit_s)
         while self._daemons:
             now = self._look_at_clock()
             if self._output.held_up and self._asked is None:
-                give_up_at = max(give_up_at, now + _DAEMON_ENDS_S)  # they wait for us to read
-            if now >= give_up_at:
-                give_up_at = now + _KILL_TAKES_S
+                self._give_up_at = max(self._give_up_at, now + _DAEMON_ENDS_S)  # they wait for us to read
+            if now >= self._give_up_at:
+                self._give_up_at = now + _KILL_TAKES_S
                 self._daemons.give_up()
-            self._turn(give_up_at)
+            self._turn(self._give_up_at)
         # What daemons have left that were killed together with their guards.
         for pause_s in processes.end_children(min(processes.LEFT_GRACE_S, grace_s), self._spare):
             time.sleep(pause_s)
@@ -326,9 +329,7 @@ class Driver:
         self._job.give_up("")
 
     def _send(self, worker: int, kind: str, **fields: Any) -> None:
-        known = self._job.workers.get(worker)
-        if known is not None:
-            self._daemons.send(known.slot.host, kind, worker=worker, **fields)
+        self._daemons.send(self._job.workers[worker].slot.host, kind, worker=worker, **fields)
 
     # -- What happens ---------------------------------------------------------------------------------------------
 
@@ -366,8 +367,10 @@ class Driver:
             if number in processes.ENDING:
                 if number == signal.SIGINT and self._asked is not None:
                     self._signal_all(signal.SIGKILL, ended=True)
-                    # Only the reader of our output may keep us.
+                    # Only the reader of our output may keep us, and not for long.
+                    self._end_grace_s = 0.0
                     self._drop_at = self._look_at_clock() + (0.0 if self._is_gone else _LAST_WORDS_S)
+                    self._give_up_at = min(self._give_up_at, self._drop_at)
                     continue
                 if self._asked is None:
                     self._asked = number

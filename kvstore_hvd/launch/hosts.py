@@ -13,7 +13,7 @@ from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.worlds.descriptors import limit_of, open_below
 
 _ENTRY = re.compile(
-    r"(?P<host>[^\s:,=\[\]]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"
+    r"(?P<host>[^\s:,=\[\]\\]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"
 )
 
 # For ssh, behind the user's own words: of two options alike, ssh takes the first. It asks for no password, and ends 45

@@ -57,8 +57,8 @@ _TOGETHER_S = 2.0
 _NOT_NEEDED = "this worker is not needed any more"
 # A worker that the kernel has not ended so long after SIGKILL is taken for gone: it will not run again.
 _KILL_TAKES_S = 5.0
-# Nobody dies, and still they do not meet: there is no end to that.
-_MAX_FAILED_MEETINGS = 20
+# So many worlds in a row that are lost before their workers have met and have the state: there is no end to that.
+_MAX_FAILED_WORLDS = 20
 # One of two hosts that have not reached each other in so many meetings is left out.
 _MOST_APART = 3
 
@@ -89,7 +89,7 @@ class Job:
         self._updates = 0
         self._first_joined_at: float | None = None  # when the first world was joined
         self._failing: set[int] = set()  # generations in a row in which a newcomer has failed soon
-        self._failed_meetings = 0  # in a row
+        self._failed_worlds = 0  # in a row
         self._failure = ""  # of the last of them
         # In how many meetings two hosts have not reached each other, since they last met.
         self._apart: Counter[frozenset[str]] = Counter()
@@ -178,24 +178,20 @@ class Job:
             self._end(End(code, text))
 
     def started(self, number: int, pid: int, now: float) -> None:
-        worker = self.workers.get(number)
-        if worker is not None:
-            worker.pid = pid
-            self._note("worker_started", worker=number, slot=str(worker.slot), pid=pid)
+        self.workers[number].pid = pid
+        self._note("worker_started", worker=number, slot=str(self.workers[number].slot), pid=pid)
         self._decide(now)
 
     def exited(self, number: int, code: int, now: float) -> None:
         """A worker has ended, with the exit code or minus the signal that killed it."""
-        worker = self.workers.get(number)
-        if worker is not None and worker.code is None:
+        worker = self.workers[number]
+        if worker.code is None:
             self._ended([worker], code, now)
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
         """A worker says something. Raises ValueError, TypeError or LookupError if that makes no sense."""
-        worker = self.workers.get(number)
-        if worker is None:
-            raise ValueError(f"there is no worker {number}")
+        worker = self.workers[number]
         if not worker.alive or self._over:
             return  # its last words
         kind = message["t"]
@@ -211,6 +207,7 @@ class Job:
             self._on_joined(worker, message["generation"], now)
         elif kind == "synced":
             worker.synced, worker.finished = True, False  # finished: of an earlier run()
+            self.generation.synced.add(worker.id)
         elif kind != "finished":
             raise ValueError(f"worker {number} says '{kind}'")
         elif not worker.finished:
@@ -263,12 +260,11 @@ class Job:
             return
         generation.joined.add(worker.id)
         if all(member.id in generation.joined for member in generation.members):
-            generation.phase = "training"
+            generation.phase, generation.joined_at = "training", now
             generation.kill_at = generation.waits_since = math.inf
             self._first_joined_at = now if self._first_joined_at is None else self._first_joined_at
             for member in generation.members:
                 member.joined_at = now if member.joined_at is None else member.joined_at
-            self._failed_meetings = 0
             hosts = {member.slot.host for member in generation.members}
             self._apart = Counter({pair: count for pair, count in self._apart.items() if not pair <= hosts})
             self._note("generation_joined", generation=number)
@@ -417,8 +413,10 @@ class Job:
                 world = {**self._world(there), "generation": 0, "job": self._settings.job}
                 self._tell(number, "world", rank=ranks.index(number), **world)
             else:
-                absent = rank_list(rank for rank in ranks if rank not in {worker.id for worker in there})
-                text = f"{absent} did not call init() within {self._settings.start_timeout_s:g} s."
+                absent = [rank for rank in ranks if rank not in {worker.id for worker in there}]
+                hosts = ", ".join(dict.fromkeys(self.static_slots[rank].host for rank in absent))
+                limit = f"within {self._settings.start_timeout_s:g} s."
+                text = f"{rank_list(absent)} on {hosts} did not call init() {limit}"
                 fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
                 self._tell(number, "fail", text=text, fix=fix)
 
@@ -589,6 +587,10 @@ class Job:
             return None
         newcomers = self._newcomers() if not (self._finishing and self.generation.begun) else []
         stay = [worker for worker in old if worker.slot in self.slots or self._finishing]
+        if old and not (stay or newcomers) and all(worker.slot.host in self._leaving for worker in old):
+            for worker in old:
+                self._dismiss(worker, now)
+            return None
         having = [worker for worker in old if worker.synced] or old
         if (stay or newcomers) and not any(worker in stay for worker in having):
             # The state would go with the last one that has it.
@@ -634,8 +636,10 @@ class Job:
             text = "Horovod was shutdown because number of resets during elastic job exceeded limit:"  # Horovod's words
             self._end(End(EXIT_FAILED, f"{text} {settings.reset_limit}"))
             return
-        if self._failed_meetings >= _MAX_FAILED_MEETINGS:
-            text = f"the rendezvous failed {self._failed_meetings} times in a row, the last time with:"
+        if self._has_worked(now):
+            self._failed_worlds = 0
+        if self._failed_worlds >= _MAX_FAILED_WORLDS:
+            text = f"{self._failed_worlds} worlds in a row were lost before they had begun, the last one with:"
             self._end(End(EXIT_FAILED, f"{text} {self._failure or '?'}"))
             return
         if self.generation.begun:
@@ -656,17 +660,23 @@ class Job:
             if worker not in ranked:
                 self._dismiss(worker, now)
 
+    def _has_worked(self, now: float) -> bool:
+        """Whether the members of this generation have met, and have the state of the training or some time behind."""
+        has_state = self.generation.synced.issuperset(worker.id for worker in self.generation.members)
+        return has_state or now - self.generation.joined_at >= _SOON_S
+
     def _void(self, cause: str, text: str, now: float) -> None:
         generation = self.generation
         if generation.phase == "void":
             return
+        self._failed_worlds = 0 if self._has_worked(now) else self._failed_worlds + 1
+        self._failure = text
+        is_news = cause == "meeting" or self._failed_worlds > 1
+        news = f"generation {generation.number} has not begun: {text}" if is_news else ""
         if generation.phase == "meeting":
-            self._failed_meetings += 1
-            self._failure = text
             generation.kill_at = generation.waits_since = math.inf
         generation.phase = "void"
         self._expect(now, "lost")
-        news = f"generation {generation.number} has not met: {text}" if cause == "meeting" else ""
         self._note("generation_void", news, generation=generation.number, cause=cause, text=text)
         for worker in generation.members:
             if worker.alive and not worker.ready and not worker.leaving:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import select
 import signal
 import subprocess
 import time
@@ -28,8 +29,9 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.1
 _GROUP_LOOK_S = 0.05
 # A launcher without /proc has no more.
 _MOST_DESCRIPTORS = 1 << 12
-# Between two looks of a guard, which is woken by what it waits for.
-_GUARD_LOOK_S = 10.0
+# Between two looks of a guard, which is woken by what it waits for; and after how many of them a daemon whose launcher
+# has gone stands still: else it ends within six seconds.
+_GUARD_LOOK_S, _MOST_LOOKS = 2.0, 4
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -97,10 +99,7 @@ def _reset_handlers() -> None:
 
 
 def spawn(
-    command: Sequence[str],
-    environment: dict[str, str],
-    streams: Sequence[int | None],
-    cores: Iterable[int] = (),
+    command: Sequence[str], environment: dict[str, str], streams: Sequence[int | None], cores: Iterable[int] = ()
 ) -> int:
     """Start a process in its own session; returns its process id, which is also its group and session."""
     # `streams` are its descriptors 0 to 2, or None to share ours. `cores` pins it. The
@@ -130,10 +129,13 @@ def spawn(
     return process.pid
 
 
-def run_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace_s: float, *, fork: bool = True) -> int:
+def run_guarded(
+    name: str, keep: Collection[int], line: int, run: Callable[[], int], grace_s: float, *, fork: bool = True
+) -> int:
     """Run a function as a daemon, a process that outlives us, with these descriptors; returns the pid of its guard."""
-    # The guard ends what the daemon has left, `grace_s` after SIGTERM by SIGKILL, and then exits with the code of the
-    # daemon, or with 128 and the number of the signal that has killed the daemon. Without `fork`, it is this process.
+    # The guard kills a daemon that does not see the end of its `line`. It ends what the daemon has left, `grace_s` s
+    # after SIGTERM by SIGKILL, and then exits with the code of the daemon, or with 128 and the number of the signal
+    # that has killed the daemon. Without `fork`, it is this process.
     with _signals_blocked() as blocked:
         if fork and (pid := os.fork()):
             return pid
@@ -144,9 +146,10 @@ def run_guarded(name: str, keep: Collection[int], run: Callable[[], int], grace_
             _reset_handlers()
             adopt_orphans()
             daemon = os.fork()
-            _detach(f"job-{'guard' if daemon else 'daemon'} {name}".encode(), () if daemon else keep)
+            role = "guard" if daemon else "daemon"
+            _detach(f"job-{role} {name}".encode(), {line} if daemon else {0, 1, 2, line, *keep})
             if daemon:
-                code = _guard(daemon, grace_s)
+                code = _guard(daemon, line, min(LEFT_GRACE_S, grace_s))
             else:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 code = run()
@@ -178,12 +181,16 @@ def _detach(name: bytes, keep: Collection[int]) -> None:
         ctypes.memmove(start, name, min(len(name), end - start - 1))
 
 
-def _guard(daemon: int, grace_s: float) -> int:
+def _guard(daemon: int, line: int, grace_s: float) -> int:
     """Wait until the daemon ends, and end what it has left. Signals are blocked: only SIGKILL ends the guard early."""
+    looks, poll = 0, select.poll()
+    poll.register(line, 0)  # its end is told, and nothing else
     while not (ended := os.waitpid(daemon, os.WNOHANG))[0]:
         arrived = signal.sigtimedwait({signal.SIGCHLD, KILL_DAEMON}, _GUARD_LOOK_S)
-        if arrived is not None and arrived.si_signo == KILL_DAEMON:
+        looks += arrived is None and bool(poll.poll(0))
+        if looks >= _MOST_LOOKS or (arrived is not None and arrived.si_signo == KILL_DAEMON):
             os.kill(daemon, signal.SIGKILL)
+    os.close(line)  # the launcher learns of the end of the daemon
     for pause_s in end_children(grace_s):
         time.sleep(pause_s)
     code = os.waitstatus_to_exitcode(ended[1])

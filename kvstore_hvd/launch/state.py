@@ -205,6 +205,8 @@ class Generation:
         self.waits_since = math.inf  # workers that are there wait for those that are late
         self.apart: set[frozenset[str]] = set()  # hosts that have not reached each other
         self.joined: set[int] = set()
+        self.joined_at = math.inf  # when all had
+        self.synced: set[int] = set()  # workers that have the state of the training
 
     @property
     def begun(self) -> bool:

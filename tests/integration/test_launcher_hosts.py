@@ -93,7 +93,7 @@ if rank != 2:
 forever()
 """
     err = run(f"{SHELL} -H node1:2,node2:1", program, code=1, KVHVD_START_TIMEOUT="8").err
-    assert "the job ends: rank 2 did not call init() within 8 s." in err
+    assert "the job ends: rank 2 on node2 did not call init() within 8 s." in err
 
 
 # -- Hosts that do not come ---------------------------------------------------------------------------------------

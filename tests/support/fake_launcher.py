@@ -63,7 +63,8 @@ class FakeLauncher:
         pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": write}
         how: Any = {"env": self._environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
         start = "import socket, sys; from kvstore_hvd.base.channel import Channel"
-        run = f"Daemon(Channel(socket.socket(fileno={theirs.fileno()})), 'localhost', {kill_grace_s}, {lease_s}).run()"
+        line = f"Channel(socket.socket(fileno={theirs.fileno()}))"
+        run = f"Daemon({line}, 'localhost', {kill_grace_s}, {lease_s}, {{}}).run()"
         command = [sys.executable, "-c", f"{start}; from kvstore_hvd.launch.daemon import Daemon; sys.exit({run})"]
         self.daemon = subprocess.Popen(command, **pipes, **how)
         os.close(write)

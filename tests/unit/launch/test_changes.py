@@ -49,7 +49,26 @@ def test_workers_that_never_meet():
         assert play.ending is None
         play.say(0, "ready", generation=play.generation, cause="meeting", text="no memory", unreached=[])
         play.ready(1, cause="meeting")
-    assert play.outcome == (1, "the rendezvous failed 20 times in a row, the last time with: no memory")
+    text = "20 worlds in a row were lost before they had begun, the last one with: no memory"
+    assert play.outcome == (1, text)
+
+
+@pytest.mark.parametrize("what", ["the state", "time"])
+def test_worlds_that_are_lost_before_they_have_begun(what):
+    """As where large packets are lost and small ones are not: workers meet, and get no further."""
+    play = Play({"a": 2}, min_np=1)
+    play.ready(0, 1)
+    for number in range(40):
+        assert play.ending is None
+        play.meet()
+        play.say(0, "synced", generation=play.generation)
+        if number == 19 and what == "the state":
+            play.say(1, "synced", generation=play.generation)
+        elif number == 19:
+            play.wait(60)
+        play.say(0, "ready", generation=play.generation, cause="lost", text="b is silent", unreached=[])
+        play.ready(1)
+    assert play.outcome == (1, "20 worlds in a row were lost before they had begun, the last one with: b is silent")
 
 
 # -- Hangs --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_workers_of_a_static_job_on_several_hosts_meet():
     assert play.told(0) == []
     play.wait(31)
     (fail,) = play.told(0)
-    assert fail["text"] == "rank 1 did not call init() within 30 s."
+    assert fail["text"] == "rank 1 on b did not call init() within 30 s."
     play.enter(1, "b", [0, 1])
     play.enter(0, "a", [0, 1])
     assert [play.told(number)[-1]["rank"] for number in (0, 1)] == [0, 1]
@@ -191,6 +191,18 @@ def test_a_host_that_leaves_is_as_good_as_removed_until_it_is_lost():
     play.wait(lost["seconds"] + 1)
     assert play.starts()[2:] == [(2, "b:0")]
     assert play.notes("generation_void") == []
+
+
+def test_when_all_hosts_leave_nobody_is_blamed():
+    play = Play({"a": 1, "b": 1}, min_np=1)
+    play.begin()
+    for host in "ab":
+        play.job.host_leaves(host, "a notice", play.now)
+    play.ready(0, 1, cause="updated")
+    assert [play.told(worker)[-1]["t"] for worker in (0, 1)] == ["leave", "leave"]
+    play.end(0)
+    play.end(1)
+    assert play.outcome == (1, "no worker of generation 0 is left.")
 
 
 def test_a_host_that_was_never_there_is_left_alone_at_once():
@@ -414,7 +426,7 @@ def test_too_many_resets():
 
 def test_words_out_of_place_change_nothing():
     play = Play({"a": 2}, min_np=1)
-    with pytest.raises(ValueError, match="there is no worker 7"):
+    with pytest.raises(KeyError, match="7"):
         play.say(7, "finished")
     with pytest.raises(ValueError, match="before it has called init"):
         play.say(0, "ready", generation=-1, cause="start", text="", unreached=[])

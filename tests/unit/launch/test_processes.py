@@ -128,23 +128,27 @@ spared.kill()
     in_child(LEAVES_ORPHANS + program)
 
 
-def test_a_guard_ends_what_a_killed_daemon_has_left_and_tells_how_that_ended():
-    program = """
+@pytest.mark.parametrize("end", ["os.kill(guard, processes.KILL_DAEMON)", "os.close(launcher)"])
+def test_a_guard_ends_what_a_killed_or_deaf_daemon_has_left_and_tells_how_that_ended(end):
+    program = f"""
 import os, subprocess, sys, time
 from kvstore_hvd.launch import processes
+processes._GUARD_LOOK_S = 0.01
 read, write = os.pipe()
+line, launcher = os.pipe()
 def run():
     subprocess.Popen(['setsid', 'env', '-i', 'sh', '-c', 'sleep 1000 & sleep 1000'])
     os.write(write, b'x')
     time.sleep(100)
-guard = processes.run_guarded('of a test', [write], run, 1.0)
+guard = processes.run_guarded('of a test', [write], line, run, 1.0)
 os.close(write)
+os.close(line)
 assert os.read(read, 1) == b'x'
 end = time.monotonic() + 60
-while not open(f'/proc/{guard}/comm').read().startswith('job-guard of'):
+while not open(f'/proc/{{guard}}/comm').read().startswith('job-guard of'):
     assert time.monotonic() < end
     time.sleep(0.01)  # it tells nobody that it is ready
-os.kill(guard, processes.KILL_DAEMON)
+{end}
 assert os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]) == 128 + 9
 assert os.read(read, 1) == b''  # whoever has held it is gone
 """
