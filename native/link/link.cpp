@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "reduce/reduce.hpp"
 #include "request/request.hpp"
@@ -14,6 +15,7 @@ namespace {
 // network would wait for the next order.
 constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
 constexpr int kConductor = 0;
+constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
 constexpr std::uint64_t kAlong = std::uint64_t{64} << 10;  // see rides_along()
 constexpr std::chrono::milliseconds kBeat{500}, kLook{100};
 // How long an operation waits before other hosts tell their ranks of it, and who is late.
@@ -62,6 +64,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
       chunks_(world_, *transport_),
       ids_(kSlots),
       n_ready_(world_.hosts),
+      waits_since_(world_.hosts, kNever),
       ranks_(world_.hosts) {
   for (int rank = 0; rank < world_.size; ++rank) ranks_[world_.home(rank).host].push_back(rank);
   for (int host = 0; host < world_.hosts; ++host) {
@@ -193,7 +196,8 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
 }
 
 void Link::add(const TensorId& id, Tensor& tensor, int host, Ready ready) {
-  ++n_ready_[host];
+  ready.number = ++n_ready_[host];
+  if (is_patient(tensor.name)) waits_since_[host] = std::min(waits_since_[host], ready.number);
   tensor.late[host].clear();
   tensor.by_host[host].push_back(std::move(ready));
   const auto is_empty = [](const auto& one) { return one.empty(); };
@@ -270,9 +274,11 @@ void Link::end(const TensorId& id) {
   const auto found = tensors_.find(id);
   Tensor& tensor = found->second;
   bool is_idle = true;
-  for (auto& one : tensor.by_host) {
+  for (std::size_t host = 0; host < tensor.by_host.size(); ++host) {
+    auto& one = tensor.by_host[host];
     one.pop_front();
     is_idle = is_idle && one.empty();
+    if (is_patient(tensor.name)) waits_since_[host] = one.empty() ? kNever : one.front().number;
   }
   tensor.slot = kNoSlot;
   tensor.is_agreed = tensor.is_early = false;
@@ -542,8 +548,9 @@ void Link::tell_late() {
 }
 
 void Link::tell_early(Tensor& tensor) {
-  for (const auto& one : tensor.by_host) {
-    if (one.empty()) continue;
+  for (std::size_t host = 0; host < tensor.by_host.size(); ++host) {
+    const auto& one = tensor.by_host[host];
+    if (one.empty() || one.front().number > waits_since_[host]) continue;
     tensor.is_early = table_.announce_early(tensor.name, one.front().announcement).has_value();
     return;
   }

@@ -68,6 +68,7 @@ class Link {
     bool is_inline;
     std::vector<AnnouncedBy> told;  // if not the same, or not all can take part
     std::vector<char> sum;          // of the host, if it is inline
+    std::uint64_t number = 0;       // among all that the host has announced
   };
   // What hosts have announced under a name and is not over: the n-th of one host is that of all others.
   struct Tensor {
@@ -128,6 +129,9 @@ class Link {
   std::deque<Entry> orders_;           // of another host's conductor; pieces have no slots yet
   std::deque<std::vector<TensorId>> orders_ids_;
   std::vector<std::uint64_t> n_ready_;  // records that came, by host
+  // By host: the number of the patient operation in which its ranks wait, see is_patient(). What it announces after
+  // that belongs after it, and is news to ranks here only once it is over.
+  std::vector<std::uint64_t> waits_since_;
   std::uint32_t taken_ = 0;             // from the inbox, modulo 2^32
   // What is known of the other hosts.
   struct Other {
