@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Optional
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.base import Request
+from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import (
     DivergedError,
     HorovodInternalError,
@@ -279,7 +279,8 @@ class Join:
         withdrawal = withdrawal or self._withdrawal()
         withdrawal.drain()
         token = np.zeros(1, np.int64)
-        request = self._request(self._wire_name("withdrawn"), token)
+        # Patient: what a host does after it is news to another one only once all have come to it.
+        request = self._request(f"{PATIENT}{self._wire_name('withdrawn')}", token)
         withdrawal.decline_until(tokens.submit(self._world, request, token))
         withdrawal.drain()
         withdrawal.agree()
@@ -292,8 +293,7 @@ class Join:
         return is_withdrawn(error, self._world, self._number)
 
     def _withdrawal(self) -> Withdrawal:
-        own = {self._wire_name("early"), self._wire_name("withdrawn")}
-        return Withdrawal(self._world, self._number, own.__contains__)
+        return Withdrawal(self._world, self._number, self._wire_name("early"))
 
     def _follow_steps(self) -> None:
         """Take the others' steps until no worker has input any more."""

@@ -7,7 +7,7 @@ who has no input declines what others submit, which fails on all of them; nobody
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.comm.base import Request
@@ -36,12 +36,12 @@ def is_withdrawn(error: BaseException | None, world: Member, number: int) -> boo
 class Withdrawal:
     """One worker's part in the end of a Join that throws."""
 
-    def __init__(self, world: Member, number: int, is_of_join: Callable[[str], bool]) -> None:
+    def __init__(self, world: Member, number: int, early: str) -> None:
         self._world = world
         self._number = number
+        self._early = early  # the operation by which workers of this Join tell whether they have ended
         # Process sets within it, too: all of their workers are in the Join.
         self._worlds = process.current().worlds_within(world)
-        self._is_of_join = is_of_join
         self._declined: dict[tuple[Member, str], native.Work] = {}  # under way
         self._followed: set[tuple[Member, str]] = set()
 
@@ -87,8 +87,8 @@ class Withdrawal:
     def _missed_in(self, world: Member) -> Sequence[Missed]:
         missed = world.communicator().missed(native.MAX_NAMES, described=True) or []
         # A Join of a process set may have this one's number there, and its operations the same names.
-        own = self._is_of_join if world is self._world else lambda name: False
-        return [one for one in missed if not own(one.name) and (world, one.name) not in self._followed]
+        own = self._early if world is self._world else ""
+        return [one for one in missed if one.name != own and (world, one.name) not in self._followed]
 
     def _decline(self, world: Member, one: Missed) -> bool:
         """Returns whether there was anything to do."""
