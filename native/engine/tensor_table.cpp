@@ -302,7 +302,9 @@ bool TensorTable::announced_by(std::uint32_t slot, int other) {
 int TensorTable::rank_ahead(std::uint32_t slot) const {
   // Relaxed: as in announced_by().
   const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
-  const std::uint32_t own = announced(rank_);
+  // The link may have announced one early, which it tells of as long as ranks here have not.
+  const Mark& mark = world_.mark(slot, rank_);
+  const std::uint32_t own = (rank_ == world_.ranks ? mark.completed : mark.announced).load(std::memory_order_relaxed);
   for (int r = 0; r < world_.parties; ++r) {
     if (static_cast<std::int32_t>(announced(r) - own) > 0) return r;
   }
@@ -310,10 +312,11 @@ int TensorTable::rank_ahead(std::uint32_t slot) const {
 }
 
 std::vector<int> TensorTable::late(std::uint32_t slot) const {
-  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  const std::uint32_t own = world_.mark(slot, world_.ranks).completed.load(std::memory_order_relaxed);
   std::vector<int> ranks;
   for (int r = 0; r < world_.ranks; ++r) {
-    if (static_cast<std::int32_t>(announced(r) - announced(rank_)) <= 0) ranks.push_back(r);
+    const std::uint32_t announced = world_.mark(slot, r).announced.load(std::memory_order_relaxed);
+    if (static_cast<std::int32_t>(announced - own) <= 0) ranks.push_back(r);
   }
   return ranks;
 }

@@ -67,7 +67,7 @@ class TensorTable {
   // has the table's lock. Never waits. One that this rank announces at this moment may be among them; that must not be
   // when they are to be `described`: then only the thread may call it that submits everything. Without patient ones.
   std::optional<std::vector<Missed>> missed(std::size_t most, bool described) const;
-  // The ranks of this host that have not announced an operation which the link has not announced either.
+  // For the link: the ranks of this host that have not announced an operation which not all of them have.
   std::vector<int> late(std::uint32_t slot) const;
 
  private:

@@ -62,15 +62,13 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
       table_(world_, alarm_),
       agenda_(world_),
       chunks_(world_, *transport_),
+      ranks_(world_.hosts),
       ids_(kSlots),
       n_ready_(world_.hosts),
-      waits_since_(world_.hosts, kNever),
-      ranks_(world_.hosts) {
+      waits_since_(world_.hosts, kNever) {
   for (int rank = 0; rank < world_.size; ++rank) ranks_[world_.home(rank).host].push_back(rank);
   for (int host = 0; host < world_.hosts; ++host) {
-    mails_.push_back(host == world_.host ? nullptr : std::make_unique<Mail>(*transport_, host, options.build));
-    others_.emplace_back(options.silence);
-    others_.back().left.resize(ranks_[host].size());
+    if (host != world_.host) others_.try_emplace(host, *transport_, host, options);
   }
   world_.link_dtype = options.dtype;
   // Relaxed: ranks look again and again, see Watcher.
@@ -79,9 +77,8 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
 
 std::vector<int> Link::missing() const {
   std::vector<int> ranks;
-  for (int host = 0; host < world_.hosts; ++host) {
-    if (host != world_.host && !mails_[host]->was_met())
-      ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
+  for (const auto& [host, other] : others_) {
+    if (other.mail.peer() < Mail::Peer::kMet) ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
   }
   return ranks;
 }
@@ -91,9 +88,10 @@ bool Link::step(Clock::time_point now) {
   if (is_over_) return false;
   bool moved = false;
   try {
-    for (int host = 0; host < world_.hosts; ++host) {
-      Mail* const mail = mails_[host].get();
-      if (mail != nullptr && mail->progress([&](const char* record) { handle(host, record); })) moved = true;
+    for (auto& each : others_) {
+      const int host = each.first;
+      const auto handle_one = [this, host](RecordKind kind, RecordReader record) { handle(host, kind, record); };
+      if (each.second.mail.progress(handle_one)) moved = true;
     }
     while (const auto slot = world_.link().inbox.get(taken_)) {
       ++taken_;
@@ -101,7 +99,7 @@ bool Link::step(Clock::time_point now) {
       moved = true;
     }
     while (publish_next()) moved = true;
-    if (chunks_.progress(!has_told_failure_)) moved = true;
+    if (chunks_.progress(!has_told_end_)) moved = true;
     if (abort_) raise_abort();
     look(now);
   } catch (const TransportError& error) {
@@ -121,7 +119,7 @@ bool Link::step(Clock::time_point now) {
 
 // A connection has ended. One of a host whose ranks have all left was to end.
 void Link::lose(int host, const std::string& why) {
-  Other& other = others_[host];
+  Other& other = others_.at(host);
   if (other.has_left) return;
   other.has_failed = true;
   alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " is lost: the connection to it has ended (" + why +
@@ -131,7 +129,7 @@ void Link::lose(int host, const std::string& why) {
 bool Link::close() {
   bool is_idle = true;
   try {
-    for (const auto& mail : mails_) is_idle = (mail == nullptr || mail->close()) && is_idle;
+    for (auto& [host, other] : others_) is_idle = other.mail.close() && is_idle;
     return chunks_.close() && is_idle;
   } catch (const TransportError&) {
     return false;
@@ -144,7 +142,6 @@ Link::Tensor& Link::tensor(const TensorId& id, std::string_view name, Clock::tim
   if (is_new) {
     tensor.name = name;
     tensor.by_host.resize(static_cast<std::size_t>(world_.hosts));
-    tensor.late.resize(static_cast<std::size_t>(world_.hosts));
     tensor.since = now;
   }
   return tensor;
@@ -178,27 +175,13 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
     void* sum = own.sum.data();
     reduce(reduction_within_host(signature), inputs.data(), world_.ranks, &sum, 1, signature.count);
   }
-  to_all([&](std::vector<char>& outgoing) {
-    RecordWriter writer(outgoing);
-    writer.put(ReadyRecord{{RecordKind::kReady, 0},
-                           id,
-                           own.weights,
-                           own.announcement,
-                           static_cast<std::uint32_t>(name.size()),
-                           static_cast<std::uint32_t>(own.told.size()),
-                           static_cast<std::uint32_t>(own.sum.size()),
-                           own.is_inline ? 1U : 0U});
-    writer.put(name.data(), name.size());
-    writer.put(own.told.data(), own.told.size() * sizeof(AnnouncedBy));
-    writer.put(own.sum.data(), own.sum.size());
-  });
+  tell_all(RecordKind::kReady, id, tensor.name, own.announcement, own.weights, own.is_inline, own.told, own.sum);
   add(id, tensor, world_.host, std::move(own));
 }
 
 void Link::add(const TensorId& id, Tensor& tensor, int host, Ready ready) {
   ready.number = ++n_ready_[host];
   if (is_patient(tensor.name)) waits_since_[host] = std::min(waits_since_[host], ready.number);
-  tensor.late[host].clear();
   tensor.by_host[host].push_back(std::move(ready));
   const auto is_empty = [](const auto& one) { return one.empty(); };
   if (tensor.by_host[host].size() == 1 && std::none_of(tensor.by_host.begin(), tensor.by_host.end(), is_empty)) {
@@ -283,7 +266,6 @@ void Link::end(const TensorId& id) {
   tensor.slot = kNoSlot;
   tensor.is_agreed = tensor.is_early = false;
   tensor.since = Clock::now();
-  for (auto& late : tensor.late) late.clear();
   if (is_idle) tensors_.erase(found);
 }
 
@@ -305,15 +287,15 @@ bool Link::publish_next() {
     tell_order(entry);
   } else {
     if (orders_.empty()) return false;
-    entry = orders_.front();
+    const Order& order = orders_.front();
+    entry = order.entry;
     for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
-      const auto found = tensors_.find(orders_ids_.front()[i]);
+      const auto found = tensors_.find(order.ids[i]);
       // Its announcement on a third host may be on its way to this one.
       if (found == tensors_.end() || !found->second.is_agreed) return false;
       entry.pieces[i].slot = found->second.slot;
     }
     orders_.pop_front();
-    orders_ids_.pop_front();
   }
   publish(entry);
   return true;
@@ -332,111 +314,63 @@ void Link::publish(const Entry& entry) {
 }
 
 void Link::tell_order(const Entry& entry) {
-  to_all([&](std::vector<char>& outgoing) {
-    RecordWriter writer(outgoing);
-    writer.put(OrderRecord{{RecordKind::kOrder, 0}, entry.algorithm, entry.root, entry.n_pieces, entry.staged_bytes});
-    for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
-      const Piece& piece = entry.pieces[i];
-      writer.put(OrderedPiece{ids_[piece.slot], piece.offset, piece.bytes, piece.staged});
-    }
-  });
+  const std::vector<Piece> pieces(entry.pieces, entry.pieces + entry.n_pieces);
+  std::vector<TensorId> ids;
+  for (const Piece& piece : pieces) ids.push_back(ids_[piece.slot]);
+  tell_all(RecordKind::kOrder, entry.algorithm, entry.root, entry.staged_bytes, pieces, ids);
 }
 
 // -- What other links tell ------------------------------------------------------------------------------------------
 
-void Link::handle(int host, const char* record) {
-  RecordReader reader(record);
-  RecordHeader header;
-  std::memcpy(&header, record, sizeof(header));
-  others_[host].silence = Patience(options_.silence);
-  switch (header.kind) {
+void Link::handle(int host, RecordKind kind, RecordReader& record) {
+  others_.at(host).silence = Patience(options_.silence);
+  switch (kind) {
     case RecordKind::kReady: {
-      const auto told = reader.get<ReadyRecord>();
-      const std::string name = reader.text(told.name_bytes);
-      Ready ready{told.announcement, told.weights, told.is_inline != 0, {}, {}};
-      for (std::uint32_t i = 0; i < told.n_told; ++i) ready.told.push_back(reader.get<AnnouncedBy>());
-      const char* const sum = reader.get(told.sum_bytes);
-      ready.sum.assign(sum, sum + told.sum_bytes);
-      return add(told.id, tensor(told.id, name, Clock::now()), host, std::move(ready));
+      TensorId id;
+      std::string name;
+      Ready ready;
+      record.get(id, name, ready.announcement, ready.weights, ready.is_inline, ready.told, ready.sum);
+      return add(id, tensor(id, name, Clock::now()), host, std::move(ready));
     }
     case RecordKind::kOrder: {
-      const auto order = reader.get<OrderRecord>();
-      Entry entry{};
-      entry.algorithm = order.algorithm;
-      entry.root = order.root;
-      entry.n_pieces = order.n_pieces;
-      entry.staged_bytes = order.staged_bytes;
-      std::vector<TensorId> ids;
-      for (std::uint32_t i = 0; i < order.n_pieces; ++i) {
-        const auto piece = reader.get<OrderedPiece>();
-        entry.pieces[i] = Piece{kNoSlot, static_cast<std::uint32_t>(piece.staged), piece.offset, piece.bytes};
-        ids.push_back(piece.id);
-      }
-      orders_.push_back(entry);
-      orders_ids_.push_back(std::move(ids));
-      return;
-    }
-    case RecordKind::kLate: {
-      const auto told = reader.get<LateRecord>();
-      const auto found = tensors_.find(told.id);
-      if (found == tensors_.end() || !found->second.by_host[host].empty()) return;
-      found->second.late[host].clear();
-      for (std::uint64_t i = 0; i < told.n; ++i) {
-        found->second.late[host].push_back(static_cast<int>(reader.get<std::uint64_t>()));
-      }
+      std::vector<Piece> pieces;
+      Order& order = orders_.emplace_back();
+      record.get(order.entry.algorithm, order.entry.root, order.entry.staged_bytes, pieces, order.ids);
+      order.entry.n_pieces = static_cast<std::uint32_t>(pieces.size());
+      std::copy(pieces.begin(), pieces.end(), order.entry.pieces);
       return;
     }
     case RecordKind::kBeat:
-      return beaten(host, reader);
+      return beaten(host, record);
   }
 }
 
 void Link::beat() {
   const bool has_failed = world_.failure.is_set();
-  const std::string fact = has_failed ? world_.failure.fact() : "";
-  std::vector<std::uint64_t> left;
+  std::vector<int> left;
   for (int r = 0; r < world_.ranks; ++r) {
+    const RankState& rank = world_.rank(r);
     // Acquire: what it did before it left.
-    if (world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft) {
-      left.push_back(static_cast<std::uint64_t>(world_.rank(r).rank_of_world));
-    }
+    if (rank.presence.load(std::memory_order_acquire) == Presence::kLeft) left.push_back(rank.rank_of_world);
   }
-  to_all([&](std::vector<char>& outgoing) {
-    RecordWriter writer(outgoing);
-    writer.put(BeatRecord{{RecordKind::kBeat, 0},
-                          has_failed ? world_.failure.code() : ErrorCode::kOk,
-                          static_cast<std::uint32_t>(fact.size()),
-                          chunks_.arrived(),
-                          left.size()});
-    writer.put(fact.data(), fact.size());
-    writer.put(n_ready_.data(), n_ready_.size() * sizeof(std::uint64_t));
-    writer.put(left.data(), left.size() * sizeof(std::uint64_t));
-  });
-  for (const auto& mail : mails_) {
-    if (mail == nullptr) continue;
-    mail->greet();
-    if (has_failed || left.size() == static_cast<std::size_t>(world_.ranks)) mail->end();
+  std::vector<Late> late;
+  for (const Missed& one : table_.missed(256, false).value_or(std::vector<Missed>())) {
+    for (const int r : table_.late(one.slot)) late.push_back({id_of(one.name), world_.rank(r).rank_of_world});
   }
-  if (!has_failed) told_left_ = static_cast<std::uint32_t>(left.size());
-  has_told_failure_ = has_failed;
+  tell_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
+           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late);
+  told_left_ = static_cast<std::uint32_t>(left.size());
+  has_told_end_ = has_failed || left.size() == ranks_[world_.host].size();
 }
 
-void Link::beaten(int host, RecordReader reader) {
-  const auto told = reader.get<BeatRecord>();
-  Other& other = others_[host];
-  std::string text = reader.text(told.text_bytes);
-  std::vector<std::uint64_t> n_ready(n_ready_.size());
-  std::memcpy(n_ready.data(), reader.get(n_ready.size() * sizeof(std::uint64_t)),
-              n_ready.size() * sizeof(std::uint64_t));
-  for (std::uint64_t i = 0; i < told.n_left; ++i) {
-    const auto rank = static_cast<int>(reader.get<std::uint64_t>());
-    other.left[static_cast<std::size_t>(world_.home(rank).rank)] = true;
-  }
-  if (told.n_left > 0) anybody_left_ = true;
-  other.has_left = told.n_left == other.left.size();
+void Link::beaten(int host, RecordReader& record) {
+  Other& other = others_.at(host);
+  Abort told{ErrorCode::kOk, {}, 0, {}, Patience(kAbort)};
+  record.get(told.error, told.text, told.arrived, told.n_ready, other.left, other.late);
+  other.has_left = other.left.size() == ranks_[host].size();
   if (told.error == ErrorCode::kOk || other.has_failed) return;
   other.has_failed = true;
-  if (!abort_) abort_.emplace(Abort{told.error, std::move(text), told.arrived, std::move(n_ready), Patience(kAbort)});
+  if (!abort_) abort_ = std::move(told);
 }
 
 // As soon as all is complete here that is where the world failed.
@@ -454,35 +388,34 @@ void Link::raise_abort() {
 void Link::look(Clock::time_point now) {
   // Acquire, both: what happened before.
   const bool has_failed = world_.failure.is_set();
-  const bool has_news = has_failed || world_.left.load(std::memory_order_acquire) != told_left_;
-  if (!has_told_failure_ && (has_news || now - beat_ >= kBeat)) {
+  const bool has_news = has_failed || world_.left.load(std::memory_order_acquire) > told_left_;
+  if (!has_told_end_ && (has_news || now - beat_ >= kBeat)) {
     beat_ = now;
     beat();
   }
   if (has_failed) return;
   const bool asks = world_.asks_what_it_missed.load(std::memory_order_relaxed) != 0;  // a hint
-  if (now - looked_ < kLook && !asks) return;
   const bool is_due = now - looked_ >= kLook;
-  if (is_due) looked_ = now;
+  if (!is_due && !asks) return;
   for (auto& [id, tensor] : tensors_) {
     const bool is_old = now - tensor.since >= kPatience;
-    if (tensor.slot == kNoSlot && !tensor.is_early && (asks || is_old)) tell_early(tensor);
-    if (tensor.slot != kNoSlot && is_old && is_due) mark_late(tensor);
+    if (tensor.slot == kNoSlot) {
+      if (!tensor.is_early && (asks || is_old)) tell_early(tensor);
+    } else if (is_due) {
+      if (is_old) mark_late(id, tensor);
+      check_left(tensor);
+    }
   }
   if (!is_due) return;
-  if (anybody_left_) check_left();
+  looked_ = now;
   check_peers();
-  if (now - scanned_ >= kBeat) {
-    scanned_ = now;
-    tell_late();
-  }
 }
 
 void Link::check_peers() {
-  for (int host = 0; host < world_.hosts; ++host) {
-    Other& other = others_[host];
-    if (host == world_.host || other.has_left) continue;
-    const Mail::Peer peer = mails_[host]->peer();
+  for (auto& [host, other] : others_) {
+    if (other.has_left) continue;
+    other.mail.greet();  // what was sent before may have been for an earlier attempt of that host
+    const Mail::Peer peer = other.mail.peer();
     if (peer == Mail::Peer::kOtherBuild) {
       return alarm_.raise(ErrorCode::kTransport,
                           describe_host(world_, host) + " and " + describe_host(world_, world_.host) +
@@ -504,46 +437,29 @@ void Link::check_peers() {
 
 // A rank that has left has completed all that it had announced. So if its host has not told of an operation by then, it
 // will never take part in it.
-void Link::check_left() {
-  for (const auto& [id, tensor] : tensors_) {
-    if (tensor.slot == kNoSlot || tensor.is_agreed) continue;
-    for (int host = 0; host < world_.hosts; ++host) {
-      const Other& other = others_[host];
-      if (host == world_.host || !tensor.by_host[host].empty()) continue;
-      for (std::size_t place = 0; place < other.left.size(); ++place) {
-        if (!other.left[place]) continue;
-        const int rank = ranks_[host][place];
-        return alarm_.raise(ErrorCode::kPeerLost,
-                            describe_member(world_, rank) + " left before it submitted " + operation_on(tensor.slot));
-      }
-    }
+void Link::check_left(const Tensor& tensor) {
+  for (const auto& [host, other] : others_) {
+    if (!tensor.by_host[host].empty() || other.left.empty()) continue;
+    return alarm_.raise(ErrorCode::kPeerLost, describe_member(world_, other.left.front()) +
+                                                  " left before it submitted " + operation_on(tensor.slot));
   }
 }
 
 // Of an operation that all ranks of this host have announced: who elsewhere has not. All ranks of a host that has told
 // nothing, as far as one knows.
-void Link::mark_late(Tensor& tensor) {
+void Link::mark_late(const TensorId& id, const Tensor& tensor) {
   std::atomic<std::uint64_t>* const bits = world_.late(tensor.slot);
   // Relaxed, all: for messages; written by the link only.
   for (std::uint64_t i = 0; i < world_.late_words; ++i) bits[i].store(0, std::memory_order_relaxed);
-  for (int host = 0; host < world_.hosts; ++host) {
+  for (const auto& [host, other] : others_) {
     if (!tensor.by_host[host].empty()) continue;
-    for (const int rank : tensor.late[host].empty() ? ranks_[host] : tensor.late[host]) {
+    std::vector<int> late;
+    for (const Late& one : other.late) {
+      if (one.id == id) late.push_back(one.rank);
+    }
+    for (const int rank : late.empty() ? ranks_[host] : late) {
       bits[rank / 64].fetch_or(std::uint64_t{1} << (rank % 64), std::memory_order_relaxed);
     }
-  }
-}
-
-// What some ranks of this host have announced, and some have not.
-void Link::tell_late() {
-  for (const Missed& one : table_.missed(256, false).value_or(std::vector<Missed>())) {
-    const std::vector<int> late = table_.late(one.slot);
-    if (late.empty()) continue;
-    to_all([&](std::vector<char>& outgoing) {
-      RecordWriter writer(outgoing);
-      writer.put(LateRecord{{RecordKind::kLate, 0}, id_of(one.name), late.size()});
-      for (const int r : late) writer.put(static_cast<std::uint64_t>(world_.rank(r).rank_of_world));
-    });
   }
 }
 
@@ -560,15 +476,13 @@ void Link::tell_early(Tensor& tensor) {
 // world has failed here.
 bool Link::may_end() {
   const bool has_failed = world_.failure.is_set();
-  const bool have_left = told_left_ == static_cast<std::uint32_t>(world_.ranks);
-  bool is_over = has_failed ? has_told_failure_ : have_left && chunks_.is_empty();
-  for (int host = 0; host < world_.hosts && is_over; ++host) {
-    if (host == world_.host) continue;
-    const Other& other = others_[host];
-    is_over = (other.has_left || (has_failed && other.has_failed)) && mails_[host]->has_ended();
-  }
   if (has_failed && !after_failure_) after_failure_.emplace(2 * kAbort);
-  return is_over || (has_failed && after_failure_->is_over());
+  if (has_failed && after_failure_->is_over()) return true;
+  if (!has_told_end_ || !(has_failed || chunks_.is_empty())) return false;
+  return std::all_of(others_.begin(), others_.end(), [&](const auto& each) {
+    const Other& other = each.second;
+    return (other.has_left || (has_failed && other.has_failed)) && other.mail.has_sent_all();
+  });
 }
 
 }  // namespace kvstore_hvd

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -63,10 +64,10 @@ class Link {
  private:
   // One operation, as all ranks of a host have announced it.
   struct Ready {
-    Announcement announcement;
+    Announcement announcement;  // of local rank 0
     WeightSums weights;
     bool is_inline;
-    std::vector<AnnouncedBy> told;  // if not the same, or not all can take part
+    std::vector<AnnouncedBy> told;  // by each rank, if not all announced the same, or not all can take part
     std::vector<char> sum;          // of the host, if it is inline
     std::uint64_t number = 0;       // among all that the host has announced
   };
@@ -78,10 +79,38 @@ class Link {
     bool is_agreed = false;  // what comes next is the conductor's
     bool is_early = false;   // ranks here know that others have announced it
     Clock::time_point since;
-    std::vector<std::vector<int>> late;  // by host: those that it has told of
+  };
+  // An entry of the schedule, from another host's conductor. Its pieces have no slots yet.
+  struct Order {
+    Entry entry;
+    std::vector<TensorId> ids;  // of the pieces
+  };
+  // A rank that has not announced an operation which others of its host have.
+  struct Late {
+    TensorId id;
+    int rank;
+  };
+  // What is known of another host.
+  struct Other {
+    Other(Transport& transport, int host, const LinkOptions& options)
+        : mail(transport, host, options.build), silence(options.silence) {}
+    Mail mail;
+    Patience silence;
+    bool has_left = false, has_failed = false;
+    std::vector<int> left;   // ranks
+    std::vector<Late> late;  // when it last told
+  };
+  // What another host has told of its failure. What is complete there will be everywhere, before anybody hears of it:
+  // `arrived` entries, and what the READY records make up that had come from each host.
+  struct Abort {
+    ErrorCode error;
+    std::string text;
+    std::uint64_t arrived;
+    std::vector<std::uint64_t> n_ready;
+    Patience patience;
   };
 
-  void handle(int host, const char* record);
+  void handle(int host, RecordKind kind, RecordReader& record);
   void lose(int host, const std::string& why);
   void announced_here(std::uint32_t slot, Clock::time_point now);
   Tensor& tensor(const TensorId& id, std::string_view name, Clock::time_point now);
@@ -97,21 +126,18 @@ class Link {
   void tell_order(const Entry& entry);
   void look(Clock::time_point now);
   void check_peers();
-  void check_left();
-  void mark_late(Tensor& tensor);
-  void tell_late();
+  void check_left(const Tensor& tensor);
+  void mark_late(const TensorId& id, const Tensor& tensor);
   void tell_early(Tensor& tensor);
   void beat();
-  void beaten(int host, RecordReader reader);
+  void beaten(int host, RecordReader& record);
   void raise_abort();
   bool may_end();
   std::string operation_on(std::uint32_t slot) const;
-  template <class Write>
-  void to_all(const Write& write) {
-    if (has_told_failure_) return;  // the others may have closed their ends
-    for (const auto& mail : mails_) {
-      if (mail != nullptr) write(mail->outgoing());
-    }
+  template <class... T>
+  void tell_all(RecordKind kind, const T&... values) {
+    if (has_told_end_) return;  // the others may have closed their ends
+    for (auto& [host, other] : others_) append_record(other.mail.outgoing(), kind, values...);
   }
 
   const std::shared_ptr<Segment> segment_;
@@ -122,39 +148,22 @@ class Link {
   TensorTable table_;
   Agenda agenda_;
   LinkChunks chunks_;
-  std::vector<std::unique_ptr<Mail>> mails_;  // by host; none for this one
+  std::vector<std::vector<int>> ranks_;  // by host
+  std::map<int, Other> others_;          // by host
   std::unordered_map<TensorId, Tensor, TensorIdHash> tensors_;
   std::vector<TensorId> ids_;          // by slot, while it is in use
   std::deque<std::uint32_t> failing_;  // slots about which hosts disagree, to be published
-  std::deque<Entry> orders_;           // of another host's conductor; pieces have no slots yet
-  std::deque<std::vector<TensorId>> orders_ids_;
+  std::deque<Order> orders_;
   std::vector<std::uint64_t> n_ready_;  // records that came, by host
   // By host: the number of the patient operation in which its ranks wait, see is_patient(). What it announces after
   // that belongs after it, and is news to ranks here only once it is over.
   std::vector<std::uint64_t> waits_since_;
   std::uint32_t taken_ = 0;             // from the inbox, modulo 2^32
-  // What is known of the other hosts.
-  struct Other {
-    bool has_left = false, has_failed = false;
-    std::vector<bool> left;  // by place among its ranks
-    Patience silence;
-    explicit Other(std::chrono::nanoseconds limit) : silence(limit) {}
-  };
-  std::vector<Other> others_;
-  bool anybody_left_ = false;
-  std::vector<std::vector<int>> ranks_;  // by host
-  std::uint32_t told_left_ = 0;
-  bool has_told_failure_ = false, is_over_ = false;
-  Clock::time_point looked_{}, beat_{}, scanned_{};
+  std::uint32_t told_left_ = 0;         // ranks
+  bool has_told_end_ = false;           // that all ranks here have left, or that the world has failed
+  bool is_over_ = false;
+  Clock::time_point looked_{}, beat_{};
   std::optional<Patience> after_failure_;
-  // What another host has told of its failure.
-  struct Abort {
-    ErrorCode error;
-    std::string text;
-    std::uint64_t arrived;
-    std::vector<std::uint64_t> n_ready;
-    Patience patience;
-  };
   std::optional<Abort> abort_;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <utility>
 
 namespace kvstore_hvd {
 namespace {
@@ -19,18 +20,13 @@ Mail::Mail(Transport& transport, int host, std::uint64_t build)
   receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
 }
 
-bool Mail::progress(const std::function<void(const char*)>& handle) {
+bool Mail::progress(const Handle& handle) {
   const bool received = receive(handle);
   return send() || received;
 }
 
 bool Mail::send() {
-  if (sending_ != 0) {
-    if (!transport_.test(sending_)) return false;
-    sending_ = 0;
-    n_sent_ += n_sending_;
-    n_sending_ = 0;
-  }
+  if (sending_ != 0 && !transport_.test(sending_)) return false;
   const bool is_met = peer() == Peer::kMet;
   if (!greets_ && (!is_met || outgoing_.empty())) return false;
   const Head head{build_, own_, other_, is_met ? std::min(outgoing_.size(), kMessage - sizeof(Head)) : 0};
@@ -38,12 +34,11 @@ bool Mail::send() {
   std::memcpy(sent_.data() + sizeof(head), outgoing_.data(), head.bytes);
   outgoing_.erase(outgoing_.begin(), outgoing_.begin() + static_cast<std::ptrdiff_t>(head.bytes));
   sending_ = transport_.send(host_, kRecords, sent_.data(), sizeof(head) + head.bytes);
-  n_sending_ = head.bytes;
   greets_ = false;
   return true;
 }
 
-bool Mail::receive(const std::function<void(const char*)>& handle) {
+bool Mail::receive(const Handle& handle) {
   if (!transport_.test(receiving_)) return false;
   Head head;
   std::memcpy(&head, received_.data(), sizeof(head));
@@ -57,7 +52,7 @@ bool Mail::receive(const std::function<void(const char*)>& handle) {
   while (incoming_.size() - at >= sizeof(header)) {
     std::memcpy(&header, incoming_.data() + at, sizeof(header));
     if (incoming_.size() - at < header.bytes) break;
-    handle(incoming_.data() + at);
+    handle(header.kind, RecordReader(incoming_.data() + at + sizeof(header)));
     at += header.bytes;
   }
   incoming_.erase(incoming_.begin(), incoming_.begin() + static_cast<std::ptrdiff_t>(at));
@@ -67,25 +62,22 @@ bool Mail::receive(const std::function<void(const char*)>& handle) {
 // The other end's messages come in the order in which they were sent: those of an earlier attempt before those of the
 // present one, so another number after both have met is that of a later attempt.
 bool Mail::is_for_us(const Head& head) {
-  const auto turn_into = [this](Peer peer) { peer_.store(peer, std::memory_order_relaxed); };
-  if (head.build != build_) {
-    turn_into(Peer::kOtherBuild);
-  } else if (peer() == Peer::kUnknown) {
-    if (head.to == own_) {
-      was_met_.store(true, std::memory_order_relaxed);
-      turn_into(Peer::kMet);
-    }
+  Peer peer = this->peer();
+  if (peer >= Peer::kMet) {
+    if (head.build != build_ || head.from != other_) peer = Peer::kStartedOver;
+  } else if (head.build != build_) {
+    peer = Peer::kOtherBuild;
+  } else if (peer == Peer::kUnknown) {
+    if (head.to == own_) peer = Peer::kMet;
     greets_ = greets_ || head.from != other_;
     other_ = head.from;
-  } else if (head.from != other_) {
-    turn_into(Peer::kStartedOver);
   }
-  return peer() == Peer::kMet && head.to == own_;
+  peer_.store(peer, std::memory_order_relaxed);
+  return peer == Peer::kMet && head.to == own_;
 }
 
 bool Mail::close() {
-  if (!is_closed_ && receiving_ != 0) transport_.cancel(receiving_);
-  is_closed_ = true;
+  if (!std::exchange(is_closed_, true) && receiving_ != 0) transport_.cancel(receiving_);
   if (receiving_ != 0) transport_.test(receiving_);
   if (sending_ != 0) transport_.test(sending_);
   return receiving_ == 0 && sending_ == 0;

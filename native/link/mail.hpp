@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <vector>
 
 #include "link/records.hpp"
@@ -23,27 +22,21 @@ class Mail {
   Mail(const Mail&) = delete;
   Mail& operator=(const Mail&) = delete;
 
-  enum class Peer { kUnknown, kMet, kOtherBuild, kStartedOver };
-  // From any thread. Relaxed, everywhere: nothing else depends on it.
+  // From kMet on both ends have met.
+  enum class Peer { kUnknown, kOtherBuild, kMet, kStartedOver };
+  // From any thread. Relaxed: nothing else depends on it. Who has seen a failure that the other end told sees that both
+  // have met: setting a failure is a release.
   Peer peer() const { return peer_.load(std::memory_order_relaxed); }
-  // Whether both ends have met, whatever became of the other one. Who has seen a failure that the other end told sees
-  // this: setting a failure is a release.
-  bool was_met() const { return was_met_.load(std::memory_order_relaxed); }
 
-  // What is appended here is sent once the other end is met. Records, see RecordWriter.
+  // Sends what has been appended to outgoing(), once both ends have met, and receives, without waiting; calls `handle`
+  // with each record that is complete. Returns whether anything has moved.
+  using Handle = std::function<void(RecordKind, RecordReader)>;
+  bool progress(const Handle& handle);
   std::vector<char>& outgoing() { return outgoing_; }
-  // Sends this end's number, until both ends have met.
+  // Whether nothing waits to be sent, or nobody is there to receive it.
+  bool has_sent_all() const { return peer() != Peer::kMet || (outgoing_.empty() && sending_ == 0); }
+  // Sends this end's number again, unless both ends have met.
   void greet() { greets_ = greets_ || peer() == Peer::kUnknown; }
-
-  // Sends and receives what it can without waiting; calls `handle` with each record that is complete. Returns whether
-  // anything has moved.
-  bool progress(const std::function<void(const char*)>& handle);
-
-  // What was written until now is all that the other end needs. has_ended(): it is out of our hands.
-  void end() {
-    if (!end_) end_ = n_sent_ + n_sending_ + outgoing_.size();
-  }
-  bool has_ended() const { return peer() != Peer::kMet || (end_ && n_sent_ >= *end_); }
 
   // Receives and sends nothing more. Returns whether nothing is under way: else to be called again.
   bool close();
@@ -56,7 +49,7 @@ class Mail {
   static constexpr std::size_t kMessage = std::size_t{68} << 10;
 
   bool send();
-  bool receive(const std::function<void(const char*)>& handle);
+  bool receive(const Handle& handle);
   bool is_for_us(const Head& head);
 
   Transport& transport_;
@@ -64,12 +57,9 @@ class Mail {
   const std::uint64_t build_, own_;
   std::uint64_t other_ = 0;
   std::atomic<Peer> peer_{Peer::kUnknown};
-  std::atomic<bool> was_met_{false};
   bool greets_ = true;
-  std::vector<char> outgoing_, incoming_;
-  std::vector<char> sent_, received_;
-  std::uint64_t n_sent_ = 0, n_sending_ = 0;  // bytes of the stream
-  std::optional<std::uint64_t> end_;
+  std::vector<char> outgoing_, incoming_;  // of the stream
+  std::vector<char> sent_, received_;      // a message each
   Transport::Transfer sending_ = 0, receiving_ = 0;
   bool is_closed_ = false;
 };

@@ -61,11 +61,9 @@ TcpTransport::TcpTransport(const std::vector<int>& connections) : peers_(connect
 
 TcpTransport::~TcpTransport() {
   for (Peer& peer : peers_) {
-    for (auto* queue : {&peer.records, &peer.bulk}) {
-      for (const Outgoing& one : *queue) delete one.operation;
-    }
-    for (const auto& queue : peer.posted) {
-      for (const Operation* one : queue) delete one;
+    for (const Message* one : peer.outgoing) delete one;
+    for (const auto& receives : peer.receives) {
+      for (const Message* one : receives) delete one;
     }
     if (peer.socket < 0) continue;
     shutdown(peer.socket, SHUT_WR);
@@ -83,84 +81,76 @@ void TcpTransport::close_all() {
 
 Transport::Transfer TcpTransport::send(int host, int tag, const void* data, std::size_t bytes) {
   Peer& peer = this->peer(host);
-  auto* const operation = new Operation{host, tag, true, static_cast<char*>(const_cast<void*>(data)), bytes};
-  if (!peer.fault.empty()) {
-    operation->is_over = true;
-  } else {
-    (tag == kRecords ? peer.records : peer.bulk).push_back({{static_cast<std::uint64_t>(tag), bytes}, operation});
+  const Header header{static_cast<std::uint64_t>(tag), bytes};
+  auto* const message = new Message{header, static_cast<char*>(const_cast<void*>(data)), host, true};
+  if (peer.fault.empty()) {
+    const auto is_behind = [tag](const Message* other) {
+      return tag == kRecords && other->header.tag != kRecords && other->sent == 0;
+    };
+    peer.outgoing.insert(std::find_if(peer.outgoing.begin(), peer.outgoing.end(), is_behind), message);
     write(peer);
+  } else {
+    message->is_over = true;
   }
-  return reinterpret_cast<Transfer>(operation);
+  return reinterpret_cast<Transfer>(message);
 }
 
 Transport::Transfer TcpTransport::receive(int host, int tag, void* data, std::size_t bytes) {
   Peer& peer = this->peer(host);
-  auto* const operation = new Operation{host, tag, false, static_cast<char*>(data), bytes};
-  auto& early = peer.early[static_cast<std::size_t>(tag)];
-  if (!early.empty() && early.front().is_complete) {
-    hand_over(early.front(), *operation);
-    early.pop_front();
-  } else {
-    peer.posted[static_cast<std::size_t>(tag)].push_back(operation);
-  }
-  return reinterpret_cast<Transfer>(operation);
+  const Header header{static_cast<std::uint64_t>(tag), bytes};
+  auto* const message = new Message{header, static_cast<char*>(data), host};
+  peer.receives[header.tag].push_back(message);
+  if (!peer.early[header.tag].empty()) take_early(peer, *message);
+  return reinterpret_cast<Transfer>(message);
 }
 
 bool TcpTransport::test(Transfer& transfer) {
-  auto* const operation = reinterpret_cast<Operation*>(transfer);
-  Peer& peer = this->peer(operation->host);
-  if (!operation->is_over && operation->is_send) write(peer);
-  if (!operation->is_over && !operation->is_send && operation->tag == kRecords) {
-    read(operation->host);
-    if (!operation->is_over && !peer.fault.empty() && !std::exchange(peer.is_told, true)) {
-      throw TransportError(peer.fault, operation->host, true);
+  auto* const message = reinterpret_cast<Message*>(transfer);
+  Peer& peer = this->peer(message->host);
+  if (!message->is_over && message->is_send) write(peer);
+  if (!message->is_over && !message->is_send && message->header.tag == kRecords) {
+    read(peer);
+    if (!message->is_over && !peer.fault.empty() && !std::exchange(peer.is_told, true)) {
+      throw TransportError(peer.fault, message->host, true);
     }
   }
-  if (!operation->is_over) return false;
-  delete operation;
+  if (!message->is_over) return false;
+  delete message;
   transfer = 0;
   return true;
 }
 
 void TcpTransport::cancel(const Transfer& transfer) {
-  auto* const operation = reinterpret_cast<Operation*>(transfer);
-  if (operation->is_over) return;
-  Peer& peer = this->peer(operation->host);
+  auto* const message = reinterpret_cast<Message*>(transfer);
+  if (message->is_over) return;
+  Peer& peer = this->peer(message->host);
   end(peer, "this end has closed it");
   peer.is_told = true;
-  auto& posted = peer.posted[static_cast<std::size_t>(operation->tag)];
-  posted.erase(std::remove(posted.begin(), posted.end(), operation), posted.end());
-  operation->is_over = true;
+  auto& receives = peer.receives[message->header.tag];
+  receives.erase(std::remove(receives.begin(), receives.end(), message), receives.end());
+  message->is_over = true;
 }
 
 void TcpTransport::progress() {
-  for (std::size_t host = 0; host < peers_.size(); ++host) {
-    Peer& peer = peers_[host];
+  for (Peer& peer : peers_) {
     if (peer.socket < 0) continue;
     if (!peer.fault.empty()) discard_input(peer.socket);
     write(peer);
-    read(static_cast<int>(host));
+    read(peer);
   }
 }
 
 void TcpTransport::write(Peer& peer) {
-  while (peer.fault.empty() && !(peer.records.empty() && peer.bulk.empty())) {
-    // The message that has begun, then records, then bulk.
+  while (peer.fault.empty() && !peer.outgoing.empty()) {
     std::array<iovec, 2 * kTogether> parts;
-    std::array<Outgoing*, kTogether> messages;
-    std::size_t n_messages = 0, n_parts = 0, wanted = 0;
-    const bool has_begun = !peer.bulk.empty() && peer.bulk.front().done > 0;
-    const auto add = [&](Outgoing& one) {
-      if (n_messages == kTogether) return;
-      messages[n_messages++] = &one;
-      const std::size_t of_header = std::min(one.done, sizeof(Header)), of_data = one.done - of_header;
+    std::size_t n_parts = 0, wanted = 0;
+    for (std::size_t i = 0; i < std::min(peer.outgoing.size(), kTogether); ++i) {
+      Message& one = *peer.outgoing[i];
+      const std::size_t of_header = std::min(one.sent, sizeof(Header)), of_data = one.sent - of_header;
       parts[n_parts++] = {reinterpret_cast<char*>(&one.header) + of_header, sizeof(Header) - of_header};
-      parts[n_parts++] = {one.operation->data + of_data, one.operation->bytes - of_data};
-      wanted += sizeof(Header) + one.operation->bytes - one.done;
-    };
-    if (has_begun) add(peer.bulk.front());
-    for (Outgoing& one : peer.records) add(one);
-    for (std::size_t i = has_begun ? 1 : 0; i < peer.bulk.size(); ++i) add(peer.bulk[i]);
+      parts[n_parts++] = {one.data + of_data, one.header.bytes - of_data};
+      wanted += one.unsent();
+    }
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = n_parts;
@@ -171,111 +161,93 @@ void TcpTransport::write(Peer& peer) {
       if (errno != EAGAIN && errno != EPIPE && errno != ECONNRESET) end(peer, text_of(errno));
       return;
     }
-    auto rest = static_cast<std::size_t>(written);
-    for (std::size_t i = 0; i < n_messages && rest > 0; ++i) {
-      Outgoing& one = *messages[i];
-      const std::size_t step = std::min(rest, sizeof(Header) + one.operation->bytes - one.done);
-      one.done += step;
+    for (auto rest = static_cast<std::size_t>(written); rest > 0;) {
+      Message& one = *peer.outgoing.front();
+      const std::size_t step = std::min(rest, one.unsent());
+      one.sent += step;
       rest -= step;
-      if (one.done < sizeof(Header) + one.operation->bytes) break;
-      one.operation->is_over = true;
-      auto& queue = one.operation->tag == kRecords ? peer.records : peer.bulk;
-      queue.pop_front();
+      if (one.unsent() > 0) break;
+      one.is_over = true;
+      peer.outgoing.pop_front();
     }
     if (static_cast<std::size_t>(written) < wanted) return;
   }
 }
 
-void TcpTransport::read(int host) {
-  Peer& peer = this->peer(host);
+void TcpTransport::read(Peer& peer) {
   char ahead[kAhead];
   while (peer.fault.empty()) {
-    const std::size_t rest = peer.rest;
-    iovec parts[2] = {{peer.at, rest}, {ahead, sizeof(ahead)}};
-    const ssize_t found = rest > 0 ? readv(peer.socket, parts, 2) : recv(peer.socket, ahead, sizeof(ahead), 0);
+    const std::size_t wanted = peer.rest + sizeof(ahead);
+    const iovec parts[2] = {{peer.at, peer.rest}, {ahead, sizeof(ahead)}};
+    const ssize_t found = readv(peer.socket, parts, 2);
     if (found < 0 && errno == EINTR) continue;
     if (found < 0 && errno == EAGAIN) return;
     if (found <= 0) return end(peer, found == 0 ? "the other end has closed it" : text_of(errno));
     has_received_ = true;
     const auto count = static_cast<std::size_t>(found);
-    const std::size_t direct = std::min(count, rest);
-    peer.at += direct;
-    peer.rest -= direct;
-    if (rest > 0 && peer.rest == 0) finish(peer);
-    take(peer, ahead, count - direct);
-    if (count < rest + sizeof(ahead)) return;
+    std::size_t done = std::min(count, peer.rest);
+    advance(peer, done);
+    const char* next = ahead;
+    while (done < count && peer.fault.empty()) {
+      const std::size_t step = std::min(count - done, peer.rest);
+      std::memcpy(peer.at, next, step);
+      next += step;
+      done += step;
+      advance(peer, step);
+    }
+    if (count < wanted) return;
   }
 }
 
-// Bytes that were read beyond the end of a message.
-void TcpTransport::take(Peer& peer, const char* bytes, std::size_t count) {
-  while (count > 0 && peer.fault.empty()) {
-    const bool is_header = peer.rest == 0;
-    char* const to = is_header ? reinterpret_cast<char*>(&peer.header) + peer.header_bytes : peer.at;
-    const std::size_t step = std::min(count, is_header ? sizeof(Header) - peer.header_bytes : peer.rest);
-    std::memcpy(to, bytes, step);
-    bytes += step;
-    count -= step;
-    if (is_header) {
-      peer.header_bytes += step;
-      if (peer.header_bytes == sizeof(Header)) begin(peer);
-    } else {
-      peer.at += step;
-      peer.rest -= step;
-      if (peer.rest == 0) finish(peer);
-    }
+// Bytes have come to `at`.
+void TcpTransport::advance(Peer& peer, std::size_t bytes) {
+  peer.at += bytes;
+  peer.rest -= bytes;
+  if (peer.rest == 0 && !peer.is_in_message) begin(peer);
+  if (peer.rest > 0 || !peer.fault.empty()) return;
+  auto& receives = peer.receives[peer.header.tag];
+  if (!receives.empty()) {
+    receives.front()->is_over = true;
+    receives.pop_front();
   }
+  peer.is_in_message = false;
+  peer.at = reinterpret_cast<char*>(&peer.header);
+  peer.rest = sizeof(Header);
 }
 
 // A header is complete.
 void TcpTransport::begin(Peer& peer) {
-  peer.header_bytes = 0;
-  if (peer.header.tag >= kTags || peer.header.bytes > kLongest) return end(peer, "what came is none of our messages");
-  auto& posted = peer.posted[peer.header.tag];
-  peer.rest = peer.header.bytes;
-  if (posted.empty()) {
-    auto& early = peer.early[peer.header.tag];
-    early.emplace_back().bytes.resize(peer.rest);
-    peer.into = nullptr;
-    peer.at = early.back().bytes.data();
-  } else {
-    peer.into = posted.front();
-    peer.at = peer.into->data;
-    if (peer.rest > peer.into->bytes) return end(peer, kTooLong);
-  }
-  if (peer.rest == 0) finish(peer);
+  const auto [tag, bytes] = peer.header;
+  if (tag >= kTags || bytes > kLongest) return end(peer, "what came is none of our messages");
+  const auto& receives = peer.receives[tag];
+  if (!receives.empty() && bytes > receives.front()->header.bytes) return end(peer, kTooLong);
+  peer.is_in_message = true;
+  peer.at = receives.empty() ? peer.early[tag].emplace_back(bytes).data() : receives.front()->data;
+  peer.rest = bytes;
 }
 
-// So is a message.
-void TcpTransport::finish(Peer& peer) {
-  auto& posted = peer.posted[peer.header.tag];
-  if (peer.into != nullptr) {
-    peer.into->is_over = true;
-    peer.into = nullptr;
-    posted.pop_front();
-    return;
-  }
-  auto& early = peer.early[peer.header.tag];
-  early.back().is_complete = true;
-  if (posted.empty()) return;
-  hand_over(early.front(), *posted.front());
+// The first early message is that of this receive. If it is still being read, its rest goes where it belongs.
+void TcpTransport::take_early(Peer& peer, Message& receive) {
+  auto& early = peer.early[receive.header.tag];
+  const std::vector<char> bytes = std::move(early.front());
   early.pop_front();
-  posted.pop_front();
-}
-
-void TcpTransport::hand_over(Early& early, Operation& operation) {
-  if (early.bytes.size() > operation.bytes) return end(peer(operation.host), kTooLong);
-  std::copy(early.bytes.begin(), early.bytes.end(), operation.data);
-  operation.is_over = true;
+  if (bytes.size() > receive.header.bytes) return end(peer, kTooLong);
+  const bool is_whole = !early.empty() || !peer.is_in_message || peer.header.tag != receive.header.tag;
+  const std::size_t here = bytes.size() - (is_whole ? 0 : peer.rest);
+  std::copy_n(bytes.begin(), here, receive.data);
+  if (is_whole) {
+    receive.is_over = true;
+    peer.receives[receive.header.tag].pop_front();
+  } else {
+    peer.at = receive.data + here;
+  }
 }
 
 // Nothing more is received or sent: sends are over, receives when they are cancelled.
 void TcpTransport::end(Peer& peer, const std::string& fault) {
   if (peer.fault.empty()) peer.fault = fault;
-  for (auto* queue : {&peer.records, &peer.bulk}) {
-    for (const Outgoing& one : *queue) one.operation->is_over = true;
-    queue->clear();
-  }
+  for (Message* one : peer.outgoing) one->is_over = true;
+  peer.outgoing.clear();
 }
 
 }  // namespace kvstore_hvd

@@ -35,50 +35,43 @@ class TcpTransport final : public Transport {
   static void close_all();
 
  private:
-  struct Operation {
-    int host, tag;
-    bool is_send;
-    char* data;
-    std::size_t bytes;
-    bool is_over = false;
-  };
   struct Header {
     std::uint64_t tag, bytes;
   };
-  struct Outgoing {
-    Header header;
-    Operation* operation;
-    std::size_t done = 0;  // bytes, the header's too
-  };
-  struct Early {
-    std::vector<char> bytes;
-    bool is_complete = false;
+  // A send, a receive, or a message that came before its receive.
+  struct Message {
+    Header header;  // of a receive: how much there is room for
+    char* data;
+    int host = -1;
+    bool is_send = false, is_over = false;
+    std::size_t sent = 0;  // bytes, the header's too
+
+    std::size_t unsent() const { return sizeof(Header) + header.bytes - sent; }
   };
   struct Peer {
     int socket = -1;
     std::string fault;  // why the connection has ended
     bool is_told = false;
-    std::deque<Outgoing> records, bulk;  // records go before bulk, between two messages
-    std::array<std::deque<Operation*>, kTags> posted;
-    std::array<std::deque<Early>, kTags> early;
-    // The message that is being received. Its rest goes to `at`; the operation is none while the message is early.
+    std::deque<Message*> outgoing;  // what has begun, then records, then bulk
+    // A tag has receives that wait, or messages that came before their receives.
+    std::array<std::deque<Message*>, kTags> receives;
+    std::array<std::deque<std::vector<char>>, kTags> early;
+    // What is being read goes to `at`, and `rest` bytes of it are missing: a header or, after it, a message.
     Header header;
-    std::size_t header_bytes = 0;
-    Operation* into = nullptr;
-    char* at = nullptr;
-    std::size_t rest = 0;
+    bool is_in_message = false;
+    char* at = reinterpret_cast<char*>(&header);
+    std::size_t rest = sizeof(header);
   };
 
   Peer& peer(int host) { return peers_[static_cast<std::size_t>(host)]; }
-  void write(Peer& peer);
-  void read(int host);
-  void take(Peer& peer, const char* bytes, std::size_t count);
-  void begin(Peer& peer);
-  void finish(Peer& peer);
-  void hand_over(Early& early, Operation& operation);
+  static void write(Peer& peer);
+  void read(Peer& peer);
+  static void advance(Peer& peer, std::size_t bytes);
+  static void begin(Peer& peer);
+  static void take_early(Peer& peer, Message& receive);
   static void end(Peer& peer, const std::string& fault);
 
-  std::vector<Peer> peers_;
+  std::vector<Peer> peers_;  // they stay where they are
   bool has_received_ = false;
 };
 
