@@ -400,16 +400,16 @@ class Link:
         build: str,
         dtype: int,
     ) -> None: ...
-    def meet(self, limit_s: float) -> list[int]:
-        """Waits for the links of all other hosts; returns the ranks of those that were not heard of.
+    def missing(self) -> list[int]:
+        """Returns the ranks of hosts whose links were not heard of.
 
         Raises
         ------
         HorovodInternalError
-            The world has failed.
+            There are some, and the world has failed.
         """
-    def remove(self) -> None:
-        """Gives the link up."""
+    def give_up(self) -> None:
+        """Serves it no longer."""
 
 def close_connections() -> None:
     """Closes the TCP connections of all links in a forked child: they end with the parent then."""

@@ -11,10 +11,11 @@ import atexit
 import ctypes
 import functools
 import os
+import time
 from typing import Any
 
 from kvstore_hvd import native
-from kvstore_hvd.base.clocks import LOOK_S, Deadline
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
 from kvstore_hvd.worlds.connections import connect_hosts
@@ -26,6 +27,7 @@ _FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe")
 # Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
 # after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).
 _TAGS, _WORLDS = 4, 512
+_LOOK_S = 0.02  # how often to look whether the links have met
 
 
 def start_link(world: World, segment: native.Segment) -> None:
@@ -47,7 +49,7 @@ def start_link(world: World, segment: native.Segment) -> None:
     try:
         _meet(world, link)
     except BaseException:
-        link.remove()
+        link.give_up()
         raise
 
 
@@ -90,7 +92,7 @@ def _meet(world: World, link: native.Link) -> None:
     topology, limit_s = world.topology, config().start_timeout_s
     deadline = Deadline(limit_s)
     try:
-        while missing := link.meet(deadline.wait_s(LOOK_S)):
+        while missing := link.missing():
             why = world.lost()
             if not why and deadline.left() <= 0:
                 why = f"{topology.rank_list(missing)} did not arrive within {limit_s:g} s."
@@ -99,6 +101,7 @@ def _meet(world: World, link: native.Link) -> None:
                 hosts = dict.fromkeys(topology.hosts[rank] for rank in missing)
                 details = [f"{host}: {topology.rank_list(topology.ranks_by_host[host])}" for host in hosts]
                 raise LaunchError(message(why, **topology.speaker, details=details, fix=fix))
+            time.sleep(deadline.wait_s(_LOOK_S))
     except HorovodInternalError as error:
         fact, _, fix = str(error).partition("\n  Fix: ")
         raise LaunchError(message(f"{fact}.", **topology.speaker, fix=f"{fix}." if fix else fix)) from error

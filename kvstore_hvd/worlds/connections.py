@@ -54,13 +54,12 @@ def _listener(address: str = "") -> socket.socket:
 def own_addresses(listener: socket.socket | None = None) -> list[str]:
     """Where other hosts reach this process: ``ADDRESS:PORT`` of each interface that the job may use. IPv4."""
     chosen = config().network_interfaces.replace(",", " ").split()
-    found: dict[str, list[str]] = {}
+    every: list[tuple[str, str]] = []  # name and address of each
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
-    every = [(name, address) for name, addresses in found.items() for address in addresses]
+                every.append((name, socket.inet_ntoa(answer[20:24])))
     if chosen:
         usable = [address for name, address in every if any(_is_meant(each, name, address) for each in chosen)]
     else:
@@ -121,11 +120,9 @@ class _Meeting:
                     self._world.unreached.extend(map(self._leader, self._absent))
                 for connection in self._found.values():
                     connection.close()
-                self._found.clear()
             raise
-        finally:
-            with self._lock:
-                self._is_over = True
+        with self._lock:
+            self._is_over = True
         return [self._found[host].detach() if host in self._found else -1 for host in range(len(self._hosts))]
 
     def _take(self, connection: socket.socket) -> None:

@@ -50,17 +50,15 @@ void bind_link(py::module_& module) {
            }),
            py::arg("segment"), py::arg("transport"), py::arg("timeout_s"), py::arg("silence_s"), py::arg("build"),
            py::arg("dtype"))
-      .def(
-          "meet",
-          [](const std::shared_ptr<Link>& link, double limit_s) {
-            // First: a world that has failed since all hosts have met is joined, and lost.
-            const bool has_failed = link->has_failed();
-            const std::vector<int> missing = LinkLoop::of_this_process().meet(link, nanoseconds(limit_s));
-            if (!missing.empty() && has_failed) raise(Status(link->failure().code(), link->failure().fact()));
-            return missing;
-          },
-          py::arg("limit_s"), py::call_guard<py::gil_scoped_release>())
-      .def("remove", [](const std::shared_ptr<Link>& link) { LinkLoop::of_this_process().remove(link); });
+      .def("missing",
+           [](const std::shared_ptr<Link>& link) {
+             // First: a world that has failed since all hosts have met is joined, and lost.
+             const bool has_failed = link->has_failed();
+             std::vector<int> missing = link->missing();
+             if (!missing.empty() && has_failed) raise(Status(link->failure().code(), link->failure().fact()));
+             return missing;
+           })
+      .def("give_up", &Link::give_up);
   module.def("close_connections", &TcpTransport::close_all);
   module.def(
       "stop_links", [](double limit_s) { return LinkLoop::of_this_process().stop(nanoseconds(limit_s)); },

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 
 #include "request/request.hpp"
 
@@ -11,20 +12,18 @@ namespace {
 
 // Up to here, times the other hosts, a hop less is worth more than the bytes.
 constexpr std::uint64_t kWhole = std::uint64_t{128} << 10;
+constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin at one, so that no element is cut
+
 std::int64_t monotonic_ns() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin at one, so that no element is cut
-
 }  // namespace
 
 LinkChunks::LinkChunks(World& world, Transport& transport)
-    : world_(world), transport_(transport), log_(world), places_(world.hosts), inputs_(world.hosts) {
-  for (int r = 0; r < world.size; ++r) ++places_[world.home(r).host].count;
-  for (int host = 1; host < world.hosts; ++host) {
-    places_[host].first = places_[host - 1].first + places_[host - 1].count;
-  }
+    : world_(world), transport_(transport), log_(world), places_(world.hosts + 1) {
+  for (int r = 0; r < world.size; ++r) ++places_[world.home(r).host + 1];
+  std::partial_sum(places_.begin(), places_.end(), places_.begin());
 }
 
 void LinkChunks::publish(const Entry& entry) {
@@ -73,7 +72,7 @@ LinkChunks::Bytes LinkChunks::slice_of(const Chunk& chunk, int host) const {
 LinkChunks::Bytes LinkChunks::place_of(const Chunk& chunk, int host) const {
   const std::uint64_t bytes = chunk.entry.staged_bytes;
   if (chunk.entry.algorithm == Algorithm::kLinkBroadcast) return {0, bytes};
-  return {places_[host].first * bytes, places_[host].count * bytes};
+  return {places_[host] * bytes, (places_[host + 1] - places_[host]) * bytes};
 }
 
 // Behind the sum of this host's ranks, and the result; see link_sum.cpp.
@@ -85,18 +84,14 @@ char* LinkChunks::partial_of(const Chunk& chunk, int host) {
 }
 
 void LinkChunks::receive(Chunk& chunk) {
+  const Bytes own = slice_of(chunk, world_.host);
   to_others([&](int host) {
     if (!moves(chunk, host)) return;
-    if (!is_sum(chunk)) {
-      const Bytes place = place_of(chunk, host);
-      chunk.partials.push_back(transport_.receive(host, kPartials, memory(chunk) + place.begin, place.count));
-      return;
-    }
-    const Bytes own = slice_of(chunk, world_.host), theirs = slice_of(chunk, host);
-    if (own.count > 0) {
-      chunk.partials.push_back(transport_.receive(host, kPartials, partial_of(chunk, host), own.count));
-    }
-    if (!chunk.is_whole && theirs.count > 0) {
+    const std::uint64_t count = is_sum(chunk) ? own.count : place_of(chunk, host).count;
+    char* const to = is_sum(chunk) ? partial_of(chunk, host) : memory(chunk) + place_of(chunk, host).begin;
+    if (count > 0) chunk.partials.push_back(transport_.receive(host, kPartials, to, count));
+    const Bytes theirs = slice_of(chunk, host);
+    if (is_sum(chunk) && !chunk.is_whole && theirs.count > 0) {
       chunk.results.push_back(transport_.receive(host, kResults, result_of(chunk) + theirs.begin, theirs.count));
     }
   });
@@ -117,6 +112,7 @@ void LinkChunks::sum(Chunk& chunk) {
   const Entry& entry = chunk.entry;
   char* const result = result_of(chunk);
   const std::uint64_t parts = chunk.is_narrow ? 2 : 1;
+  std::vector<const void*> inputs(world_.hosts);
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
     const std::uint64_t first = piece.staged / parts;
@@ -126,9 +122,9 @@ void LinkChunks::sum(Chunk& chunk) {
     const Slot& slot = world_.slots[piece.slot];
     Reduction reduction = reduction_over_hosts(slot.agreed, slot.weights);
     if (chunk.is_narrow) reduction = {world_.dtype_on_link(slot.agreed), reduction.op, 1.0, reduction.postscale, false};
-    for (int host = 0; host < world_.hosts; ++host) inputs_[host] = partial_of(chunk, host) + (begin - own.begin);
+    for (int host = 0; host < world_.hosts; ++host) inputs[host] = partial_of(chunk, host) + (begin - own.begin);
     void* output = result + begin;
-    reduce(reduction, inputs_.data(), world_.hosts, &output, 1, (end - begin) / size_of(reduction.dtype));
+    reduce(reduction, inputs.data(), world_.hosts, &output, 1, (end - begin) / size_of(reduction.dtype));
   }
   if (chunk.is_whole || own.count == 0) return;
   to_others([&](int host) { chunk.sends.push_back(transport_.send(host, kResults, result + own.begin, own.count)); });
@@ -147,21 +143,21 @@ bool LinkChunks::progress(bool tells) {
       // After the look above: a rank that has read arrays of a world that had failed by then has reduced nothing.
       if (!world_.failure.is_set()) {
         send(chunk);
-        chunk.is_sent = moved = true;
         ++sent_;
+        moved = true;
       }
     }
-    if (!chunk.sends.empty() && test(chunk.sends)) moved = true;
-    if (!chunk.partials.empty() && test(chunk.partials)) moved = true;
-    if (!chunk.results.empty() && test(chunk.results)) moved = true;
-    if (summed_ == chunk.index && chunk.is_sent && chunk.partials.empty()) {
-      if (is_sum(chunk)) sum(chunk);
-      chunk.is_summed = moved = true;
-      ++summed_;
+    for (auto* transfers : {&chunk.sends, &chunk.partials, &chunk.results}) {
+      if (!transfers->empty() && test(*transfers)) moved = true;
     }
-    if (tells && told_ == chunk.index && chunk.is_summed && chunk.results.empty()) {
-      chunk.has_arrived = moved = true;
+    if (summed_ == chunk.index && sent_ > chunk.index && chunk.partials.empty()) {
+      if (is_sum(chunk)) sum(chunk);
+      ++summed_;
+      moved = true;
+    }
+    if (tells && told_ == chunk.index && summed_ > chunk.index && chunk.results.empty()) {
       ++told_;
+      moved = true;
       if (chunk.entry.algorithm != Algorithm::kFail) ++arrived_;
       bytes_under_way_ -= chunk.entry.staged_bytes;
       world_.on_link[chunk.index % kLinkSlots].arrived = monotonic_ns();
@@ -171,7 +167,7 @@ bool LinkChunks::progress(bool tells) {
   }
   while (!chunks_.empty()) {
     const Chunk& first = chunks_.front();
-    if (!first.has_arrived || !first.sends.empty() || !all_ranks(&RankState::collected, first.index)) break;
+    if (told_ <= first.index || !first.sends.empty() || !all_ranks(&RankState::collected, first.index)) break;
     chunks_.pop_front();
     moved = true;
   }

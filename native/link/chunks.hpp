@@ -51,14 +51,9 @@ class LinkChunks {
   struct Chunk {
     std::uint64_t index;  // of the log
     Entry entry;
-    bool is_whole;   // a sum that is not sliced
-    bool is_narrow;  // see link_sum.cpp
-    bool is_sent = false, is_summed = false, has_arrived = false;
+    bool is_whole;                                              // a sum that is not sliced
+    bool is_narrow;                                             // see link_sum.cpp
     std::vector<Transport::Transfer> sends, partials, results;  // the latter two are received
-  };
-  // The places of a host's ranks, see World::Home.
-  struct Places {
-    std::uint64_t first, count;
   };
 
   bool all_ranks(Flag RankState::* flag, std::uint64_t index);
@@ -87,12 +82,11 @@ class LinkChunks {
   World& world_;
   Transport& transport_;
   ScheduleLog log_;
-  std::uint64_t published_ = 0, sent_ = 0, summed_ = 0, told_ = 0;  // in order, by index
+  std::uint64_t published_ = 0, sent_ = 0, summed_ = 0, told_ = 0;  // the next one's index
   std::uint64_t arrived_ = 0;
   std::uint64_t bytes_under_way_ = 0;
-  std::vector<Places> places_;  // by host
-  std::vector<const void*> inputs_;
-  std::deque<Chunk> chunks_;  // in order, of consecutive numbers
+  std::vector<std::uint64_t> places_;  // by host: of its first rank, see World::Home; and the number of all ranks
+  std::deque<Chunk> chunks_;           // in order, of consecutive numbers
   bool is_closed_ = false;
 };
 

@@ -110,10 +110,10 @@ bool Link::step(Clock::time_point now) {
     const std::string who = error.host < 0 ? "another host" : describe_host(world_, error.host);
     alarm_.raise(ErrorCode::kTransport, "a message to or from " + who + " failed (" + error.what() +
                                             ")\n  Fix: see whether its workers live, and what they have printed");
-    is_over_ = after_failure_.has_value();  // another one: there is no way to tell anybody
+    if (after_failure_) is_over_ = true;  // another one: there is no way to tell anybody
     if (!after_failure_) after_failure_.emplace(2 * kAbort);
   }
-  is_over_ = is_over_ || may_end();
+  if (may_end()) is_over_ = true;
   return moved;
 }
 

@@ -5,6 +5,7 @@
 // what small sums amount to; only the order of what is scheduled is the conductor's, the link of rank 0's host.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <map>
@@ -47,8 +48,10 @@ class Link {
 
   // The ranks of hosts whose links are not met. From any thread.
   std::vector<int> missing() const;
-  // Whether the ranks of all hosts have left, or the world has failed and the other hosts know.
+  // Whether the ranks of all hosts have left, or the world has failed and the other hosts know, or it was given up.
   bool is_over() const { return is_over_; }
+  // From any thread.
+  void give_up() { is_over_ = true; }
   // Then, until it returns true: nothing is under way any more, and this can be destroyed.
   bool close();
   // Whether something is under way that the next step may move.
@@ -161,7 +164,7 @@ class Link {
   std::uint32_t taken_ = 0;             // from the inbox, modulo 2^32
   std::uint32_t told_left_ = 0;         // ranks
   bool has_told_end_ = false;           // that all ranks here have left, or that the world has failed
-  bool is_over_ = false;
+  std::atomic<bool> is_over_{false};
   Clock::time_point looked_{}, beat_{};
   std::optional<Patience> after_failure_;
   std::optional<Abort> abort_;

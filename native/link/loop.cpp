@@ -3,6 +3,7 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <thread>
 #include <utility>
 
@@ -18,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 // How often the thread yields after the last news before it sleeps: a small operation costs less than waking it, while
 // the ranks have work to do for a chunk.
 constexpr int kYields = 60, kYieldsForChunks = 10;
-// Between calls of a transport whose links are over; and how many of those the end of the thread may take.
+// A transport whose links are over is called now and then: what MPI sends may need it.
 constexpr std::chrono::milliseconds kAfterwards{20};
 constexpr int kCallsAfterwards = 50;
 
@@ -53,21 +54,6 @@ void LinkLoop::add(const std::shared_ptr<Link>& link) {
   changed_.notify_all();
 }
 
-std::vector<int> LinkLoop::meet(const std::shared_ptr<Link>& link, std::chrono::nanoseconds limit) {
-  Patience patience(limit);
-  for (;;) {
-    const bool has_failed = link->has_failed();  // first: the other host may meet this one and tell of it at once
-    std::vector<int> missing = link->missing();
-    if (missing.empty() || has_failed || patience.is_over()) return missing;
-    std::this_thread::sleep_for(kLook);
-  }
-}
-
-void LinkLoop::remove(const std::shared_ptr<Link>& link) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  links_.erase(std::remove(links_.begin(), links_.end(), link), links_.end());
-}
-
 bool LinkLoop::stop(std::chrono::nanoseconds limit) {
   if (owner_ != process_id()) return true;
   std::unique_lock<std::mutex> lock(mutex_);
@@ -89,54 +75,53 @@ void LinkLoop::run() {
   prctl(PR_SET_NAME, "kvhvd-link");  // for top -H
   prctl(PR_SET_TIMERSLACK, 1UL);     // ns, in place of 50 us
   std::vector<std::shared_ptr<Link>> links;
-  std::vector<std::uint32_t> seen;
-  auto& closing = *new std::vector<std::shared_ptr<Link>>();  // never freed: MPI may use their memory
+  std::vector<std::uint32_t> seen;  // at their bells
   std::shared_ptr<Transport> last;
   int calls = 0, yields = 0;
   bool has_moved = false;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (links_.empty() && closing.empty() && calls == 0) {
-        changed_.wait(lock, [this] { return stops_ || !links_.empty(); });
+      const auto is_wanted = [this] { return stops_ || !links_.empty(); };
+      if (closing_.empty() && calls == 0) {
+        changed_.wait(lock, is_wanted);
+      } else {
+        changed_.wait_for(lock, kAfterwards, is_wanted);
       }
-      for (const auto& link : links) {
-        if (link->is_over()) links_.erase(std::remove(links_.begin(), links_.end(), link), links_.end());
-        if (std::find(links_.begin(), links_.end(), link) == links_.end()) closing.push_back(link);
-      }
+      const auto is_over = [](const auto& link) { return link->is_over(); };
+      std::copy_if(links_.begin(), links_.end(), std::back_inserter(closing_), is_over);
+      links_.erase(std::remove_if(links_.begin(), links_.end(), is_over), links_.end());
       if (links != links_) doorbell_.expect_connections();
       links = links_;
       if (stops_) is_running_ = false;
       changed_.notify_all();
       if (stops_) return;
     }
+    const auto now = Clock::now();
     bool moved = false, is_busy = false, has_chunks = false;
     seen.clear();
-    for (const auto& link : links) seen.push_back(link->bell().value());
-    const auto now = Clock::now();
-    for (const auto& link : links) moved = link->step(now) || moved;
     for (const auto& link : links) {
+      seen.push_back(link->bell().value());
+      moved = link->step(now) || moved;
       is_busy = is_busy || link->is_busy();
       has_chunks = has_chunks || link->has_chunks();
       has_moved = link->transport()->has_received() || has_moved;
     }
     const auto is_closed = [](const auto& link) { return link->close(); };
-    closing.erase(std::remove_if(closing.begin(), closing.end(), is_closed), closing.end());
-    has_moved = has_moved || moved;
-    if (moved) yields = yields_of(WaitPolicy{std::chrono::nanoseconds(0), has_chunks ? kYieldsForChunks : kYields});
-    if (!links.empty()) {
-      last = links.front()->transport();
-      calls = last->calls_afterwards();
-    } else if (calls > 0) {
-      --calls;
-      progress(*last);
-    }
-    if (yields > 0) {
-      yields = yield_once() ? yields - 1 : 0;
+    closing_.erase(std::remove_if(closing_.begin(), closing_.end(), is_closed), closing_.end());
+    if (links.empty()) {
+      if (calls > 0) {
+        --calls;
+        progress(*last);
+      }
       continue;
     }
-    if (links.empty()) {
-      std::this_thread::sleep_for(kAfterwards);
+    last = links.front()->transport();
+    calls = kCallsAfterwards;
+    has_moved = has_moved || moved;
+    if (moved) yields = yields_of(WaitPolicy{std::chrono::nanoseconds(0), has_chunks ? kYieldsForChunks : kYields});
+    if (yields > 0) {
+      yields = yield_once() ? yields - 1 : 0;
       continue;
     }
     bool may_sleep = true;

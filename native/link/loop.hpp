@@ -22,11 +22,6 @@ class LinkLoop {
 
   // Serves the link until it is over and none of its messages is under way.
   void add(const std::shared_ptr<Link>& link);
-  // Waits until all other hosts are met, the world has failed, or `limit` has passed; returns the ranks that are
-  // missing.
-  std::vector<int> meet(const std::shared_ptr<Link>& link, std::chrono::nanoseconds limit);
-  // Serves it no longer.
-  void remove(const std::shared_ptr<Link>& link);
   // Serves no link any longer: once all are over, or `limit` has passed. Returns whether they were over, and the thread
   // has ended: it may stand still in MPI.
   bool stop(std::chrono::nanoseconds limit);
@@ -41,6 +36,7 @@ class LinkLoop {
   std::condition_variable changed_;  // what follows
   std::vector<std::shared_ptr<Link>> links_;
   bool is_running_ = false, stops_ = false;
+  std::vector<std::shared_ptr<Link>> closing_;  // the thread's: over, with messages under way
 };
 
 }  // namespace kvstore_hvd

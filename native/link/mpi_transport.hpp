@@ -31,7 +31,6 @@ class MpiTransport final : public Transport {
   bool test(Transfer& transfer) override;
   void cancel(const Transfer& transfer) override;
   void progress() override;
-  int calls_afterwards() const override { return 50; }
 
  private:
   const MpiFunctions functions_;

@@ -98,7 +98,7 @@ Transport::Transfer TcpTransport::send(int host, int tag, const void* data, std:
 Transport::Transfer TcpTransport::receive(int host, int tag, void* data, std::size_t bytes) {
   Peer& peer = this->peer(host);
   const Header header{static_cast<std::uint64_t>(tag), bytes};
-  auto* const message = new Message{header, static_cast<char*>(data), host};
+  auto* const message = new Message{header, static_cast<char*>(data), host, false};
   peer.receives[header.tag].push_back(message);
   if (!peer.early[header.tag].empty()) take_early(peer, *message);
   return reinterpret_cast<Transfer>(message);

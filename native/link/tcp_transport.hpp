@@ -38,12 +38,13 @@ class TcpTransport final : public Transport {
   struct Header {
     std::uint64_t tag, bytes;
   };
-  // A send, a receive, or a message that came before its receive.
+  // A send or a receive.
   struct Message {
     Header header;  // of a receive: how much there is room for
     char* data;
-    int host = -1;
-    bool is_send = false, is_over = false;
+    int host;
+    bool is_send;
+    bool is_over = false;
     std::size_t sent = 0;  // bytes, the header's too
 
     std::size_t unsent() const { return sizeof(Header) + header.bytes - sent; }
