@@ -158,8 +158,8 @@ class _Meeting:
                 try:
                     connection = on_failure.enter_context(socket.create_connection((name, int(port)), timeout=_ONE_S))
                     self._prove(connection, host)
-                except (OSError, _Refused) as error:
-                    self._faults[host] = f"{address}: {getattr(error, 'strerror', None) or error}"
+                except OSError as error:
+                    self._faults[host] = f"{address}: {error.strerror or error}"
                     time.sleep(_PAUSE_S)
                 else:
                     on_failure.pop_all()
@@ -172,7 +172,7 @@ class _Meeting:
         connection.sendall(hello)
         nonce, proof = _receive(connection, NONCE_BYTES, until), _receive(connection, MAC_BYTES, until)
         if not hmac.compare_digest(proof, mac(self._world.secret, b"called", hello, nonce)):
-            raise _Refused("another process answers there")
+            raise ConnectionError("another process answers there")
         connection.sendall(mac(self._world.secret, b"calling", hello, nonce))
 
     def _answer(self, connection: socket.socket) -> None:
@@ -182,13 +182,13 @@ class _Meeting:
             magic, host, called, _, name = _HELLO.unpack(hello)
             is_ours = magic == _MAGIC and self._own < host < len(self._hosts) and called == self._own
             if not is_ours or not hmac.compare_digest(name, self._name):
-                raise _Refused("it does not belong to this world")
+                raise ConnectionError("it does not belong to this world")
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(nonce + mac(self._world.secret, b"called", hello, nonce))
             proof = _receive(connection, MAC_BYTES, until)
             if not hmac.compare_digest(proof, mac(self._world.secret, b"calling", hello, nonce)):
-                raise _Refused("it does not know the secret of the job")
-        except (OSError, _Refused) as error:
+                raise ConnectionError("it does not know the secret of the job")
+        except OSError as error:
             log.logger.info("refused a connection: %s", error)
             connection.close()
         else:
@@ -224,10 +224,6 @@ class _Meeting:
         )
 
 
-class _Refused(Exception):
-    """The other end is not the one that is meant."""
-
-
 def _receive(connection: socket.socket, count: int, until: float) -> bytes:
     """So many bytes, by then."""
     received = b""
@@ -235,6 +231,6 @@ def _receive(connection: socket.socket, count: int, until: float) -> bytes:
         connection.settimeout(max(0.001, until - time.monotonic()))
         more = connection.recv(count - len(received))
         if not more:
-            raise _Refused("the other end has closed the connection")
+            raise ConnectionError("the other end has closed the connection")
         received += more
     return received

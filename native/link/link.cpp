@@ -23,12 +23,6 @@ constexpr std::chrono::milliseconds kPatience{500};
 // For the others to hear that the world has failed, and for what is complete on one host to become so here.
 constexpr std::chrono::seconds kAbort{1};
 
-WeightSums weights_of(World& world, std::uint32_t slot) {
-  WeightSums sums{};
-  for (int r = 0; r < world.ranks; ++r) sums.add(world.mark(slot, r).weight);
-  return sums;
-}
-
 // Where a rank's array lies: in its arena, or with its announcement.
 char* array_of(World& world, std::uint32_t slot, int rank, std::size_t bytes) {
   const std::uint64_t place = world.mark(slot, rank).place;
@@ -161,9 +155,9 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
   Tensor& tensor = this->tensor(id, name, now);
   tensor.slot = slot;
   tensor.since = now;
-  Ready own;
+  Ready own{};
   own.announcement = world_.announcement(slot, 0);
-  own.weights = weights_of(world_, slot);
+  for (int r = 0; r < world_.ranks; ++r) own.weights.add(world_.mark(slot, r).weight);
   const Signature& signature = own.announcement.signature;
   if (!table_.all_announced_the_same(slot)) own.told = kvstore_hvd::announced_here(world_, slot);
   const std::size_t bytes = bytes_of(signature);
