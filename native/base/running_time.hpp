@@ -8,10 +8,15 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <mutex>
 
 namespace kvstore_hvd {
+
+inline std::int64_t monotonic_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 inline constexpr std::chrono::seconds kLongestGap{1};
 // For how long the process may have run before and after such a gap.

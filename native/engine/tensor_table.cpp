@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/running_time.hpp"
 #include "shm/describe.hpp"
 
 namespace kvstore_hvd {
@@ -330,7 +331,8 @@ std::optional<Announced> TensorTable::announced(std::uint32_t slot, int rank) co
 }
 
 std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool described) const {
-  if (described && world_.has_link()) world_.asks_what_it_missed.store(1, std::memory_order_relaxed);  // a hint
+  // Relaxed: a hint.
+  if (world_.has_link()) world_.asked_at.store(monotonic_ns(), std::memory_order_relaxed);
   // Version and operations.
   const auto operation_of = [](std::uint64_t state) { return state >> 16; };
   std::vector<Missed> found;

@@ -1,10 +1,10 @@
 #include "link/chunks.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <numeric>
 
+#include "base/running_time.hpp"
 #include "request/request.hpp"
 
 namespace kvstore_hvd {
@@ -13,10 +13,6 @@ namespace {
 // Up to here, times the other hosts, a hop less is worth more than the bytes.
 constexpr std::uint64_t kWhole = std::uint64_t{128} << 10;
 constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin at one, so that no element is cut
-
-std::int64_t monotonic_ns() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 }  // namespace
 

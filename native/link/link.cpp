@@ -388,7 +388,8 @@ void Link::look(Clock::time_point now) {
     beat();
   }
   if (has_failed) return;
-  const bool asks = world_.asks_what_it_missed.load(std::memory_order_relaxed) != 0;  // a hint
+  const std::chrono::nanoseconds asked_at(world_.asked_at.load(std::memory_order_relaxed));  // a hint
+  const bool asks = now.time_since_epoch() - asked_at < kPatience;
   const bool is_due = now - looked_ >= kLook;
   if (!is_due && !asks) return;
   for (auto& [id, tensor] : tensors_) {

@@ -227,11 +227,12 @@ struct World {
 
   Failure failure;
   std::atomic<std::uint32_t> left;  // ranks that left in good order
-  // Over hosts: whether ranks here ask for what others have announced, which the link then has to know at once.
-  std::atomic<std::uint32_t> asks_what_it_missed;
   // The link's steps, modulo 2^32, and how long it may stand still in between; 0: there is none yet.
   std::atomic<std::uint32_t> link_steps;
   std::atomic<std::int64_t> link_silence_ns;
+  // When a rank here has asked for what others have announced, nanoseconds of the monotonic clock: for some time the
+  // link then tells of what other hosts have announced at once.
+  std::atomic<std::int64_t> asked_at;
   // Set before other ranks have the segment.
   DType link_dtype;           // see dtype_on_link()
   std::uint64_t link_number;  // of its thread's Doorbell; 0: the thread sleeps at the link's bell
