@@ -68,7 +68,7 @@ SUITE = [
         Step("parallel", UNIT.marks, "kvhvdrun", 4),
         *(Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", ranks) for ranks in (3, 2)),
         Step("parallel", f"mpi and {UNIT.marks}", "mpirun", 3),
-        Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 4, hosts="2"),
+        Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 4, hosts="2,1,1"),
         Step("parallel", UNIT.marks, "mpirun", 4, hosts="2"),
     ],
     [INTEGRATION, HOSTS],

@@ -32,6 +32,14 @@ def test_the_last_one(rank, size):
     assert 0 <= hvd.join() < size
 
 
+def test_again_and_again(rank, size):
+    """One host may be told of the end of a join, and begin the next one, before another has heard of all its ranks."""
+    for turn in range(60):
+        for _ in range((rank + turn) % 3):
+            sum_of(mx.nd.ones(1)).wait_to_read()
+        hvd.join()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8"])
 def test_uneven_allreduces(rank, size, dtype):
     """Who has joined contributes zeros, averages are still divided by the number of all workers; no extremes."""
