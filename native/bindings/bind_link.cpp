@@ -53,7 +53,7 @@ void bind_link(py::module_& module) {
       .def("missing",
            [](const std::shared_ptr<Link>& link) {
              // First: a world that has failed since all hosts have met is joined, and lost.
-             const bool has_failed = link->has_failed();
+             const bool has_failed = link->failure().is_set();
              std::vector<int> missing = link->missing();
              if (!missing.empty() && has_failed) raise(Status(link->failure().code(), link->failure().fact()));
              return missing;

@@ -15,7 +15,6 @@ namespace {
 // network would wait for the next order.
 constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
 constexpr int kConductor = 0;
-constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
 constexpr std::uint64_t kAlong = std::uint64_t{64} << 10;  // see rides_along()
 constexpr std::chrono::milliseconds kBeat{500}, kLook{100};
 // How long an operation waits before other hosts tell their ranks of it, and who is late.
@@ -58,8 +57,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
       chunks_(world_, *transport_),
       ranks_(world_.hosts),
       ids_(kSlots),
-      n_ready_(world_.hosts),
-      waits_since_(world_.hosts, kNever) {
+      n_ready_(world_.hosts) {
   for (int rank = 0; rank < world_.size; ++rank) ranks_[world_.home(rank).host].push_back(rank);
   for (int host = 0; host < world_.hosts; ++host) {
     if (host != world_.host) others_.try_emplace(host, *transport_, host, options);
@@ -141,11 +139,6 @@ Link::Tensor& Link::tensor(const TensorId& id, std::string_view name, Clock::tim
   return tensor;
 }
 
-std::string Link::operation_on(std::uint32_t slot) const {
-  const Announcement& announcement = world_.announcement(slot, 0);
-  return std::string(name_of(announcement.signature.collective)) + " " + announcement.note;
-}
-
 // -- What hosts have announced --------------------------------------------------------------------------------------
 
 void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
@@ -175,7 +168,6 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
 
 void Link::add(const TensorId& id, Tensor& tensor, int host, Ready ready) {
   ready.number = ++n_ready_[host];
-  if (is_patient(tensor.name)) waits_since_[host] = std::min(waits_since_[host], ready.number);
   tensor.by_host[host].push_back(std::move(ready));
   const auto is_empty = [](const auto& one) { return one.empty(); };
   if (tensor.by_host[host].size() == 1 && std::none_of(tensor.by_host.begin(), tensor.by_host.end(), is_empty)) {
@@ -251,11 +243,9 @@ void Link::end(const TensorId& id) {
   const auto found = tensors_.find(id);
   Tensor& tensor = found->second;
   bool is_idle = true;
-  for (std::size_t host = 0; host < tensor.by_host.size(); ++host) {
-    auto& one = tensor.by_host[host];
+  for (auto& one : tensor.by_host) {
     one.pop_front();
     is_idle = is_idle && one.empty();
-    if (is_patient(tensor.name)) waits_since_[host] = one.empty() ? kNever : one.front().number;
   }
   tensor.slot = kNoSlot;
   tensor.is_agreed = tensor.is_early = false;
@@ -371,9 +361,7 @@ void Link::beaten(int host, RecordReader& record) {
 void Link::raise_abort() {
   if (world_.failure.is_set()) return;
   bool is_late = chunks_.arrived() < abort_->arrived;
-  for (std::size_t host = 0; host < n_ready_.size(); ++host) {
-    is_late = is_late || (static_cast<int>(host) != world_.host && n_ready_[host] < abort_->n_ready[host]);
-  }
+  for (int host = 0; host < world_.hosts; ++host) is_late = is_late || n_ready_[host] < abort_->n_ready[host];
   if (!is_late || abort_->patience.is_over()) alarm_.raise(abort_->error, abort_->text);
 }
 
@@ -392,10 +380,20 @@ void Link::look(Clock::time_point now) {
   const bool asks = now.time_since_epoch() - asked_at < kPatience;
   const bool is_due = now - looked_ >= kLook;
   if (!is_due && !asks) return;
+  // By host: the patient operation in which its ranks wait, see is_patient(). What it announces after that belongs
+  // after it, and is news to ranks here only once it is over.
+  std::vector<std::uint64_t> waits_since(world_.hosts, std::numeric_limits<std::uint64_t>::max());
+  for (const auto& [id, tensor] : tensors_) {
+    if (!is_patient(tensor.name)) continue;
+    for (int host = 0; host < world_.hosts; ++host) {
+      const auto& one = tensor.by_host[host];
+      if (!one.empty()) waits_since[host] = std::min(waits_since[host], one.front().number);
+    }
+  }
   for (auto& [id, tensor] : tensors_) {
     const bool is_old = now - tensor.since >= kPatience;
     if (tensor.slot == kNoSlot) {
-      if (!tensor.is_early && (asks || is_old)) tell_early(tensor);
+      if (!tensor.is_early && (asks || is_old)) tell_early(tensor, waits_since);
     } else if (is_due) {
       if (is_old) mark_late(id, tensor);
       check_left(tensor);
@@ -435,8 +433,10 @@ void Link::check_peers() {
 void Link::check_left(const Tensor& tensor) {
   for (const auto& [host, other] : others_) {
     if (!tensor.by_host[host].empty() || other.left.empty()) continue;
-    return alarm_.raise(ErrorCode::kPeerLost, describe_member(world_, other.left.front()) +
-                                                  " left before it submitted " + operation_on(tensor.slot));
+    const Announcement& own = world_.announcement(tensor.slot, 0);
+    const std::string operation = std::string(name_of(own.signature.collective)) + " " + own.note;
+    return alarm_.raise(ErrorCode::kPeerLost,
+                        describe_member(world_, other.left.front()) + " left before it submitted " + operation);
   }
 }
 
@@ -458,10 +458,10 @@ void Link::mark_late(const TensorId& id, const Tensor& tensor) {
   }
 }
 
-void Link::tell_early(Tensor& tensor) {
+void Link::tell_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since) {
   for (std::size_t host = 0; host < tensor.by_host.size(); ++host) {
     const auto& one = tensor.by_host[host];
-    if (one.empty() || one.front().number > waits_since_[host]) continue;
+    if (one.empty() || one.front().number > waits_since[host]) continue;
     tensor.is_early = table_.announce_early(tensor.name, one.front().announcement).has_value();
     return;
   }

@@ -57,7 +57,6 @@ class Link {
   // Whether something is under way that the next step may move.
   bool is_busy() const { return !chunks_.is_empty() || !tensors_.empty() || !missing().empty(); }
   bool has_chunks() const { return !chunks_.is_empty(); }
-  bool has_failed() const { return world_.failure.is_set(); }
   Flag& bell() { return world_.link().bell; }
   // Before other ranks have the segment: its thread sleeps there.
   void sleeps_at(const Doorbell& doorbell) { world_.link_number = doorbell.number(); }
@@ -131,12 +130,11 @@ class Link {
   void check_peers();
   void check_left(const Tensor& tensor);
   void mark_late(const TensorId& id, const Tensor& tensor);
-  void tell_early(Tensor& tensor);
+  void tell_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since);
   void beat();
   void beaten(int host, RecordReader& record);
   void raise_abort();
   bool may_end();
-  std::string operation_on(std::uint32_t slot) const;
   template <class... T>
   void tell_all(RecordKind kind, const T&... values) {
     if (has_told_end_) return;  // the others may have closed their ends
@@ -158,9 +156,6 @@ class Link {
   std::deque<std::uint32_t> failing_;  // slots about which hosts disagree, to be published
   std::deque<Order> orders_;
   std::vector<std::uint64_t> n_ready_;  // records that came, by host
-  // By host: the number of the patient operation in which its ranks wait, see is_patient(). What it announces after
-  // that belongs after it, and is news to ranks here only once it is over.
-  std::vector<std::uint64_t> waits_since_;
   std::uint32_t taken_ = 0;             // from the inbox, modulo 2^32
   std::uint32_t told_left_ = 0;         // ranks
   bool has_told_end_ = false;           // that all ranks here have left, or that the world has failed

@@ -23,13 +23,6 @@ constexpr int kYields = 60, kYieldsForChunks = 10;
 constexpr std::chrono::milliseconds kAfterwards{20};
 constexpr int kCallsAfterwards = 50;
 
-void progress(Transport& transport) {
-  try {
-    transport.progress();
-  } catch (const TransportError&) {  // every link over it is over
-  }
-}
-
 }  // namespace
 
 LinkLoop& LinkLoop::of_this_process() {
@@ -112,7 +105,10 @@ void LinkLoop::run() {
     if (links.empty()) {
       if (calls > 0) {
         --calls;
-        progress(*last);
+        try {
+          last->progress();
+        } catch (const TransportError&) {  // every link over it is over
+        }
       }
       continue;
     }

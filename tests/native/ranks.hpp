@@ -101,7 +101,7 @@ inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_
       std::this_thread::yield();
       continue;
     }
-    if (link.has_failed()) {
+    if (link.failure().is_set()) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     } else {
       link.bell().wait_change(seen, WaitPolicy{}, std::chrono::microseconds(100), link.failure());
@@ -110,7 +110,7 @@ inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_
   ++n_over;
   // After a failure what was sent to a link that is gone is never over.
   while (!link.close() || n_over < hosts) {
-    if (n_over == hosts && link.has_failed()) return;
+    if (n_over == hosts && link.failure().is_set()) return;
     transport->progress();
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
