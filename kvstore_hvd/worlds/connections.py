@@ -35,9 +35,11 @@ _SIOCGIFADDR = 0x8915
 _HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s{MAC_BYTES}s")  # magic, calling and called host, nonce, world
 _MAGIC = b"KVHVDtcp"
 _ONE_S, _LOOK_S, _PAUSE_S = 5.0, 0.02, 0.05  # for one handshake; between looks; before the next call
+_FIRST_S = 0.3  # for the first call of an address: others of that host may answer where this one cannot be reached
 _MOST_STRANGERS = 64
 
 
+_reached: set[str] = set()  # addresses, without ports, that have answered: they are called first
 _listeners: dict[int, socket.socket] = {}  # by process: a forked child closes that of its parent, and has none
 
 
@@ -97,7 +99,7 @@ class _Meeting:
         self._lock = threading.Lock()  # of what follows
         self._found: dict[int, socket.socket] = {}
         self._strangers: list[socket.socket] = []  # who has called and has proved nothing yet, oldest first
-        self._faults: dict[int, str] = {}  # of the last call of each host
+        self._faults: dict[int, dict[str, str]] = {}  # by host and address
         self._is_over = False
 
     def run(self) -> list[int]:
@@ -150,19 +152,23 @@ class _Meeting:
 
     def _call(self, host: int) -> None:
         """Call another host until it answers, at each of its addresses in turn."""
-        for address in itertools.cycle(self._world.addresses[self._leader(host)]):
+        places = [address.rpartition(":") for address in self._world.addresses[self._leader(host)]]
+        places.sort(key=lambda place: place[0] not in _reached)
+        faults = self._faults[host] = {}
+        for number, (name, colon, port) in enumerate(itertools.cycle(places)):
             if self._is_over:
                 return
-            name, _, port = address.rpartition(":")
+            limit_s = min(_ONE_S, _FIRST_S * 2 ** min(number // len(places), 9))
             with contextlib.ExitStack() as on_failure:
                 try:
-                    connection = on_failure.enter_context(socket.create_connection((name, int(port)), timeout=_ONE_S))
+                    connection = on_failure.enter_context(socket.create_connection((name, int(port)), limit_s))
                     self._prove(connection, host)
                 except OSError as error:
-                    self._faults[host] = f"{address}: {error.strerror or error}"
+                    faults[name + colon + port] = error.strerror or str(error)
                     time.sleep(_PAUSE_S)
                 else:
                     on_failure.pop_all()
+                    _reached.add(name)
                     self._keep(host, connection)
                     return
 
@@ -208,7 +214,8 @@ class _Meeting:
         details = []
         for host in self._absent:
             if host < self._own:
-                how = f"{own} has not reached it at {self._faults.get(host, 'any address')}"
+                faults = [f"{address}: {text}" for address, text in list(self._faults.get(host, {}).items())]
+                how = f"{own} has not reached it at {'; '.join(faults) or 'any address'}"
             else:
                 how = f"it has not called {own} at {' or '.join(own_addresses(self._listener))}"
             details.append(f"{self._hosts[host]}: {how}")

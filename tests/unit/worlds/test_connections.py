@@ -4,6 +4,7 @@ Hosts are threads, each with a listening socket of its own.
 """
 
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from kvstore_hvd import config
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.worlds import connections
 from kvstore_hvd.worlds.connections import connect_hosts, own_addresses
 from kvstore_hvd.worlds.topology import Host, Topology, World
 from support.patience import patient
@@ -151,6 +153,24 @@ def test_a_host_that_does_not_come(listeners, setting):
     assert "node1: it has not called node0 at " in str(results[0])
     assert f"node1: node2 has not reached it at {of_all[0].addresses[1][0]}: Connection refused" in str(results[1])
     assert [of_all[host].unreached for host in (0, 2)] == [[1], [1]]
+
+
+def test_addresses_that_do_not_answer(listeners, setting, monkeypatch):
+    """As of an interface that other hosts cannot reach: they cost little the first time, and nothing later."""
+    monkeypatch.setattr(connections, "_reached", set())
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
+        for _ in range(4):  # what its backlog does not hold is dropped
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(silent.getsockname())
+        address = f"127.0.0.2:{silent.getsockname()[1]}"
+        setting("KVHVD_START_TIMEOUT", "10")
+        for dead in (3, 60):
+            of_all = worlds(listeners)
+            more = [tuple((*[address] * dead, *each) for each in world.addresses) for world in of_all]
+            of_all = [dataclasses.replace(world, addresses=each) for world, each in zip(of_all, more)]
+            check_connected(connect(listeners, of_all))
 
 
 def test_addresses(listeners, setting):
