@@ -109,7 +109,8 @@ class Daemon:
     def _turn(self, until: float = math.inf) -> None:
         """Wait for what happens, until then at most, and do what is due."""
         now = self._clock.now()
-        times = [until, self._leave_until, now + BEAT_S if self._suspended else self._beat_at]
+        awaited = now + BEAT_S if self._suspended else min(self._beat_at, self._heard_at + self._lease_s)
+        times = [until, self._leave_until, awaited]
         times += [worker.kill_at for worker in self._workers.values()]
         self._poller.wait(min(min(times) - now, self._reaper.wait_s(), BEAT_S))
         for number in self._inbox.take():
@@ -151,9 +152,10 @@ class Daemon:
             self._beat_at = now + BEAT_S
             self._tell("beat")
         # What has arrived meanwhile has been read by now, and while this process stood still its clock did, too.
-        if now > self._heard_at + self._lease_s and not self._suspended:
-            # At once: the launcher gives this host up half a second after the lease, counted from an earlier beat.
+        if now >= self._heard_at + self._lease_s and not self._suspended:
+            # At once: the launcher gives this host up soon after the lease, counted from an earlier beat.
             self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)", 0.0)
+            self._lease_s = math.inf
         is_empty = not any(number >= 0 for number in self._workers)
         if self._leaving and not self._why and (is_empty or now >= self._leave_until):
             self._end(self._leaving, 0.0, code=1)

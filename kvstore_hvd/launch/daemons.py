@@ -25,8 +25,8 @@ from kvstore_hvd.launch.state import Settings, how_it_ended
 
 # A daemon that has missed so many beats may have messages of workers that have not come.
 _SILENT_S = 4 * BEAT_S
-# The launcher waits longer than a daemon by this, two beats: when it counts a host as lost, no worker runs there.
-_LEASE_EXTRA_S = 0.5
+# The launcher waits longer than a daemon by this, over one beat: when it counts a host as lost, no worker runs there.
+_LEASE_EXTRA_S = 0.4
 # For a daemon of this host; or the lease, where that is longer.
 _START_S = 60.0
 # A line that ends because its daemon died is followed by the end of the guard, which first ends what is left there.

@@ -55,8 +55,7 @@ def hosts_of_file(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         fact = f"the host file cannot be read: {error}."
         raise LaunchError(message(fact, fix="give the path of a text file.")) from None
-    entries = [line for line in lines if line]
-    if not entries:
+    if not (entries := [line for line in lines if line]):
         raise LaunchError(message(f"the host file '{path}' names no host.", fix="one line: localhost slots=4"))
     return entries
 

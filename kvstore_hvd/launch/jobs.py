@@ -454,8 +454,7 @@ class Job:
             self._add(slot, now)
 
     def _add(self, slot: Slot, now: float) -> None:
-        worker = Worker(len(self.workers), slot, now, self._change)
-        self.workers[worker.id] = worker
+        worker = self.workers[len(self.workers)] = Worker(len(self.workers), slot, now, self._change)
         self._actions.append(Start(worker.id, slot))
 
     def _is_over(self) -> bool:

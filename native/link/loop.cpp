@@ -7,14 +7,11 @@
 #include <thread>
 #include <utility>
 
-#include "base/process.hpp"
 #include "base/running_time.hpp"
 #include "shm/poll.hpp"
 
 namespace kvstore_hvd {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // How often the thread yields after the last news before it sleeps: a small operation costs less than waking it, while
 // the ranks have work to do for a chunk.
@@ -32,8 +29,6 @@ LinkLoop& LinkLoop::of_this_process() {
   if (loop == nullptr || loop->owner_ != process_id()) loop = new LinkLoop();  // a forked child has none
   return *loop;
 }
-
-LinkLoop::LinkLoop() : owner_(process_id()) {}
 
 void LinkLoop::add(const std::shared_ptr<Link>& link) {
   link->sleeps_at(doorbell_);
@@ -90,7 +85,7 @@ void LinkLoop::run() {
       changed_.notify_all();
       if (stops_) return;
     }
-    const auto now = Clock::now();
+    const auto now = Link::Clock::now();
     bool moved = false, is_busy = false, has_chunks = false;
     seen.clear();
     for (const auto& link : links) {

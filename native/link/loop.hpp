@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/process.hpp"
 #include "link/link.hpp"
 #include "shm/doorbell.hpp"
 
@@ -27,10 +28,10 @@ class LinkLoop {
   bool stop(std::chrono::nanoseconds limit);
 
  private:
-  LinkLoop();
+  LinkLoop() = default;
   void run();
 
-  const pid_t owner_;
+  const pid_t owner_ = process_id();
   Doorbell doorbell_;
   std::mutex mutex_;
   std::condition_variable changed_;  // what follows

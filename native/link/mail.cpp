@@ -16,7 +16,7 @@ std::uint64_t random_number() {
 }  // namespace
 
 Mail::Mail(Transport& transport, int host, std::uint64_t build)
-    : transport_(transport), host_(host), build_(build), own_(random_number()), sent_(kMessage), received_(kMessage) {
+    : transport_(transport), host_(host), build_(build), own_(random_number()) {
   receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
 }
 
@@ -28,34 +28,39 @@ bool Mail::progress(const Handle& handle) {
 bool Mail::send() {
   if (sending_ != 0 && !transport_.test(sending_)) return false;
   const bool is_met = peer() == Peer::kMet;
-  if (!greets_ && (!is_met || outgoing_.empty())) return false;
-  const Head head{build_, own_, other_, is_met ? std::min(outgoing_.size(), kMessage - sizeof(Head)) : 0};
+  if (!greets_ && !(is_met && has_outgoing())) return false;
+  const std::size_t bytes = is_met ? std::min(outgoing_.size(), kMessage) : sizeof(Head);
+  const Head head{build_, own_, other_, bytes - sizeof(Head)};
+  sent_.swap(outgoing_);
+  outgoing_.resize(sizeof(head));
+  outgoing_.insert(outgoing_.end(), sent_.begin() + static_cast<std::ptrdiff_t>(bytes), sent_.end());
   std::memcpy(sent_.data(), &head, sizeof(head));
-  std::memcpy(sent_.data() + sizeof(head), outgoing_.data(), head.bytes);
-  outgoing_.erase(outgoing_.begin(), outgoing_.begin() + static_cast<std::ptrdiff_t>(head.bytes));
-  sending_ = transport_.send(host_, kRecords, sent_.data(), sizeof(head) + head.bytes);
+  sending_ = transport_.send(host_, kRecords, sent_.data(), bytes);
   greets_ = false;
   return true;
 }
 
 bool Mail::receive(const Handle& handle) {
   if (!transport_.test(receiving_)) return false;
-  Head head;
-  std::memcpy(&head, received_.data(), sizeof(head));
-  if (is_for_us(head)) {
-    const char* const begin = received_.data() + sizeof(head);
-    incoming_.insert(incoming_.end(), begin, begin + head.bytes);
-  }
+  received_.swap(read_);
   receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
-  std::size_t at = 0;
+  Head head;
+  std::memcpy(&head, read_.data(), sizeof(head));
+  if (!is_for_us(head)) return true;
+  const char *at = read_.data() + sizeof(head), *end = at + head.bytes;
+  if (!begun_.empty()) {
+    begun_.insert(begun_.end(), at, end);
+    at = begun_.data();
+    end = at + begun_.size();
+  }
   RecordHeader header;
-  while (incoming_.size() - at >= sizeof(header)) {
-    std::memcpy(&header, incoming_.data() + at, sizeof(header));
-    if (incoming_.size() - at < header.bytes) break;
-    handle(header.kind, RecordReader(incoming_.data() + at + sizeof(header)));
+  while (end - at >= static_cast<std::ptrdiff_t>(sizeof(header))) {
+    std::memcpy(&header, at, sizeof(header));
+    if (end - at < static_cast<std::ptrdiff_t>(header.bytes)) break;
+    handle(header.kind, RecordReader(at + sizeof(header)));
     at += header.bytes;
   }
-  incoming_.erase(incoming_.begin(), incoming_.begin() + static_cast<std::ptrdiff_t>(at));
+  begun_ = std::vector<char>(at, end);
   return true;
 }
 

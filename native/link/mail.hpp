@@ -34,7 +34,7 @@ class Mail {
   bool progress(const Handle& handle);
   std::vector<char>& outgoing() { return outgoing_; }
   // Whether nothing waits to be sent, or nobody is there to receive it.
-  bool has_sent_all() const { return peer() != Peer::kMet || (outgoing_.empty() && sending_ == 0); }
+  bool has_sent_all() const { return peer() != Peer::kMet || !(has_outgoing() || sending_ != 0); }
   // Sends this end's number again, unless both ends have met.
   void greet() { greets_ = greets_ || peer() == Peer::kUnknown; }
 
@@ -48,6 +48,7 @@ class Mail {
   };
   static constexpr std::size_t kMessage = std::size_t{68} << 10;
 
+  bool has_outgoing() const { return outgoing_.size() > sizeof(Head); }
   bool send();
   bool receive(const Handle& handle);
   bool is_for_us(const Head& head);
@@ -58,8 +59,9 @@ class Mail {
   std::uint64_t other_ = 0;
   std::atomic<Peer> peer_{Peer::kUnknown};
   bool greets_ = true;
-  std::vector<char> outgoing_, incoming_;  // of the stream
-  std::vector<char> sent_, received_;      // a message each
+  std::vector<char> outgoing_ = std::vector<char>(sizeof(Head));  // the rest of the stream, behind the place of a head
+  std::vector<char> begun_;                                       // a record whose end has not come
+  std::vector<char> sent_, received_ = std::vector<char>(kMessage), read_ = received_;  // a message each
   Transport::Transfer sending_ = 0, receiving_ = 0;
   bool is_closed_ = false;
 };
