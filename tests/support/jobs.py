@@ -259,9 +259,10 @@ class Job:
         return int(self.events("worker_started", worker=worker)[-1]["pid"])
 
     def kill(self, *workers: int, number: int = signal.SIGKILL) -> None:
-        """Send workers of an elastic job a signal."""
+        """Send workers of an elastic job a signal, if they have not ended."""
         for worker in workers:
-            os.kill(self.pid(worker), number)
+            if pid := self.pid(worker):  # 0 would be all processes of our group
+                os.kill(pid, number)
 
     def daemons(self) -> list[int]:
         """The daemons of an elastic job: parents of its workers."""
