@@ -6,7 +6,7 @@ Horovod (for MXNet, with MPI) has an environment of its own; mpirun is that of i
 `resnet` is the gradients of ResNet-50, all submitted in priority; `trainer` the same by a DistributedTrainer. A
 repetition counts as its slowest rank. 'yield': Horovod's ranks give up their cores while they wait for MPI
 (`mpi_yield_when_idle`). 'TCP': under kvhvdrun, in place of MPI. 'best' is the least of Horovod's medians, or minima.
-'floor': what no program can do without, see `be_the_floor`.
+'floor': what the bytes alone cost, one thing after the other, see `be_the_floor`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ def be_a_rank(module: str, sizes: list[str], repetitions: int, folder: Path) -> 
     save_samples(folder, hvd.rank(), samples)
 
 
+def connected() -> socket.socket | None:
+    """A connection to the first host; None while nobody listens there."""
+    with suppress(ConnectionRefusedError):
+        return socket.create_connection(("node0", FLOOR_PORT))
+    return None
+
+
 def be_the_floor(sizes: list[str], repetitions: int, folder: Path) -> None:
     """One process of each host: exchange the bytes of a rank both ways by TCP; sum two arrays, copy that twice."""
     import numpy as np
@@ -94,8 +101,8 @@ def be_the_floor(sizes: list[str], repetitions: int, folder: Path) -> None:
     if rank == 0:
         connection = socket.create_server(("", FLOOR_PORT)).accept()[0]
     else:
-        sleep(1)
-        connection = socket.create_connection(("node0", FLOOR_PORT))
+        while not (connection := connected()):
+            sleep(0.1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for size in sizes:
         count = sum(map(prod, shapes_of_resnet50(False))) if size in GRADIENTS else int(size) // 4

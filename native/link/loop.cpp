@@ -3,7 +3,6 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
-#include <iterator>
 #include <thread>
 #include <utility>
 
@@ -76,9 +75,10 @@ void LinkLoop::run() {
       } else {
         changed_.wait_for(lock, kAfterwards, is_wanted);
       }
-      const auto is_over = [](const auto& link) { return link->is_over(); };
-      std::copy_if(links_.begin(), links_.end(), std::back_inserter(closing_), is_over);
-      links_.erase(std::remove_if(links_.begin(), links_.end(), is_over), links_.end());
+      // Each is asked once: Link::give_up() may come at any time.
+      const auto over = std::stable_partition(links_.begin(), links_.end(), [](auto& one) { return !one->is_over(); });
+      closing_.insert(closing_.end(), over, links_.end());
+      links_.erase(over, links_.end());
       if (links != links_) doorbell_.expect_connections();
       links = links_;
       if (stops_) is_running_ = false;
