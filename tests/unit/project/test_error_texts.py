@@ -29,6 +29,7 @@ INTERNAL = {
     "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
     "recording/trace.py": "caught by its only callers",
     "recording/parts.py": "an OSError that its callers make a text of",
+    "worlds/connections.py": "an OSError of one call; the next one follows",
     "worlds/rendezvous.py": "an OSError that the next attempt follows",
 }
 # Lines for the developer, or facts that become part of a text that has a fix.
