@@ -107,7 +107,7 @@ def test_a_host_is_cut_off_and_comes_back(begin, network, tmp_path):
     network.cut("node1")
     lost = job.until_event("host_lost", host="node1")
     assert not left(network, "node1")
-    assert lost["text"].startswith("its daemon has said nothing for 3.5 s (KVHVD_LEASE)")
+    assert lost["text"].startswith("its daemon has said nothing for 3.4 s (KVHVD_LEASE)")
     job.until_joined(0)
     network.heal("node1")
     job.until_joined(count=3, after=1)
