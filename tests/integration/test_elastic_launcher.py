@@ -237,7 +237,7 @@ def test_the_only_daemon_is_lost(start, number):
         assert f"was lost with its host localhost: its daemon (pid {daemon}) was killed by SIGKILL." in err
         assert "no worker of generation 0 is left" in err
     else:
-        assert "its daemon has said nothing for 2.5 s (KVHVD_LEASE)" in err
+        assert "its daemon has said nothing for 2.4 s (KVHVD_LEASE)" in err
 
 
 def test_one_of_two_daemons_is_killed(start, tmp_path):

@@ -178,7 +178,7 @@ def test_a_line_is_silent(start, tmp_path):
     lost = job.pid(1)
     with stopped(shells(job)["node1"]):
         job.until(lambda: status_of(lost)[0] in "XZ", "the end of the worker there")
-        assert job.until_event("host_lost")["text"].startswith("its daemon has said nothing for 2.5 s (KVHVD_LEASE)")
+        assert job.until_event("host_lost")["text"].startswith("its daemon has said nothing for 2.4 s (KVHVD_LEASE)")
         job.until_joined(count=2, after=0)
     (tmp_path / "finish").touch()
     job.end()
