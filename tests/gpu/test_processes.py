@@ -15,6 +15,32 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which(
 )
 REAL = not os.environ.get("KVHVD_TEST_FAKE_GPU")
 
+PROGRAM = """
+import cupy, numpy as np, kvstore_hvd
+
+kvstore_hvd.init()
+rank, size = kvstore_hvd.topology().rank, kvstore_hvd.topology().size
+for count in (1, 1000, 3_000_000):
+    for dtype in ("float16", "float32", "int64"):
+        for op in ("sum", "average", "max"):
+            if (dtype, op) == ("int64", "average"):
+                continue
+            given = (np.random.default_rng(rank).standard_normal(count) * 100).astype(dtype)
+            there = kvstore_hvd.allreduce(cupy.asarray(given), f"there/{count}/{dtype}/{op}", op=op)
+            here = kvstore_hvd.allreduce(given, f"here/{count}/{dtype}/{op}", op=op)
+            np.testing.assert_array_equal(cupy.asnumpy(there), here)
+got = kvstore_hvd.broadcast(cupy.full(5, rank), size - 1, "got")
+assert (got == size - 1).all()
+try:
+    kvstore_hvd.allreduce(cupy.ones(3 + rank % 2), "unequal")
+except kvstore_hvd.errors.MismatchError as error:
+    assert "unequal" in str(error)
+else:
+    raise SystemExit("unequal shapes pass")
+kvstore_hvd.allreduce(cupy.ones(3), "after")
+print("all right", flush=True)
+"""
+
 pytestmark = pytest.mark.skipif(not REAL, reason="needs a real GPU")
 
 
@@ -58,3 +84,18 @@ def test_no_access_beside_arrays(device):
         timeout=140,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("path", "hosts"), [("auto", ""), ("staged", ""), ("staged", "2"), ("staged", "2,1,1")])
+def test_workers_on_several_hosts(device, tmp_path, path, hosts):
+    """CuPy's arrays give the bits of NumPy's, over virtual hosts too."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvstore_hvd.launch", "-np", "4", sys.executable, str(program)],
+        env={**environment(), "KVHVD_TEST_HOSTS": hosts, "KVHVD_GPU_PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.stdout.count("all right") == 4, ended.stdout + ended.stderr
