@@ -29,7 +29,7 @@ from kvstore_hvd.launch.hosts import (
 from kvstore_hvd.launch.state import Settings, StartError
 
 # Folder of the workers' sitecustomize.
-_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+_SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "mxnet_compat", "site")
 _HOSTS = ("hosts", "hostfile", "host_discovery_script")
 # Options that make a job elastic, those that are for such a job only, and those that are not.
 _DECISIVE = ("min_np", "max_np", "host_discovery_script")

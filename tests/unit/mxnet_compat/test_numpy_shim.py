@@ -132,7 +132,7 @@ def test_hook_surrounds_the_first_import_that_succeeds(tmp_path, monkeypatch):
 @pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
 def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path):
     """The folder that kvhvdrun puts on PYTHONPATH; an environment's own sitecustomize runs as well."""
-    site, other = ROOT / "kvstore_hvd" / "launch" / "site", tmp_path / "other"
+    site, other = ROOT / "kvstore_hvd" / "mxnet_compat" / "site", tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("own = True\n")
     check = (
