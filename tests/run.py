@@ -78,7 +78,7 @@ QUICK_MARKS = f"not alike and {UNIT.marks}"
 QUICK = [
     [
         Step("unit", QUICK_MARKS, lanes=2),
-        Step("parallel", QUICK_MARKS, "kvhvdrun", 2),
+        Step("parallel", f"sizes and {QUICK_MARKS}", "kvhvdrun", 2),
         Step("parallel", f"mpi and {QUICK_MARKS}", "mpirun", 3),
         Step("parallel", UNIT.marks, "mpirun", 3, hosts="2,1"),
     ],

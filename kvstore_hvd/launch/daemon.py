@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -352,14 +353,16 @@ class Daemon:
 
 
 def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
-    """Be the guard of a daemon on another host than the launcher's, in this folder if it is there; does not return."""
+    """Be the guard of a daemon on another host than the launcher's, in this folder; does not return."""
     reader, writer = io.FileIO(os.dup(0)), io.FileIO(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)  # nothing else comes between messages
     os.close(null)
-    with contextlib.suppress(OSError):
-        os.chdir(folder)
+    try:
+        os.chdir(folder or os.curdir)
+    except OSError as error:
+        sys.exit(f"{host} cannot use the launcher's working folder: {folder}: {error.strerror}")
     writer.write(GREETING)
     grace_s, variables = float(kill_grace_s), environment()
     run = lambda: Daemon(Channel(reader, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731

@@ -164,12 +164,10 @@ class Daemons:
     def reaped(self, pid: int, code: int) -> None:
         """A child of ours has ended."""
         for daemon in self._running.values():
-            if pid == daemon.guard:
+            if pid == daemon.guard and not daemon.shell:
                 # A guard that was killed has left us the daemon itself.
                 daemon.code, daemon.guard = code if code <= 128 else 128 - code, 0 if code < 0 else -1
-                if daemon.shell:
-                    daemon.code, daemon.guard = code, -1
-            elif pid == daemon.pid:
+            elif pid == (daemon.guard if daemon.shell else daemon.pid):
                 daemon.code, daemon.guard = code, -1
 
     def act_on_time(self, lost: Callable[[str, str], None]) -> float:
@@ -184,9 +182,8 @@ class Daemons:
             if not why:
                 continue
             _kill(daemon)
-            why += _last_lines(daemon)
             self._remove(daemon)
-            lost(host, why)
+            lost(host, why + _last_lines(daemon))
         heard = [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
         return min([self._beat_at, *(daemon.heard_at + daemon.lease_s + _LEASE_EXTRA_S for daemon in heard)])
 

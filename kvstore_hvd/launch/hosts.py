@@ -50,7 +50,7 @@ def check_count(count: int) -> None:
 def hosts_of_file(path: str) -> list[str]:
     """The entries of a host file: ``host``, ``host slots=N`` or ``host:N`` in each line, ``#`` before comments."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = [line.partition("#")[0].strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
         fact = f"the host file cannot be read: {error}."

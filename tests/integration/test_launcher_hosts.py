@@ -101,10 +101,10 @@ forever()
 
 def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(run):
     """No worker is started anywhere."""
-    job = run(f"{SHELL} -H localhost:1,refused:1,node1:1,babbling:1,bare:2,old:1", "say('begun')", code=126)
+    job = run(f"{SHELL} -H localhost:1,refused:1,node1:1,babbling:1,bare:2,old:1,homeless:1", "say('begun')", code=126)
     assert job.out == ""
     head, *hosts, fix = job.err.removeprefix("kvhvdrun: ").splitlines()
-    assert head == "the job cannot start on 4 of its hosts."
+    assert head == "the job cannot start on 5 of its hosts."
     told = {name: text for name, _, text in (line.strip().partition(": ") for line in hosts)}
     expected = {
         "refused": "its daemon did not come: 'remote_shell.py' exited with code 1. "
@@ -112,6 +112,7 @@ def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(ru
         "babbling": "the other side says something else than messages",
         "bare": "/nowhere/python: not found",
         "old": "kvstore_hvd has version 99 there, and ",
+        "homeless": "homeless cannot use the launcher's working folder: /nowhere: No such file or directory",
     }
     assert told.keys() == expected.keys()
     assert [text for host, text in expected.items() if text not in told[host]] == []
@@ -182,6 +183,17 @@ def test_a_line_is_silent(start, tmp_path):
         job.until_joined(count=2, after=0)
     (tmp_path / "finish").touch()
     job.end()
+
+
+def test_a_second_ctrl_c_waits_for_no_silent_host(start):
+    """Nor for its lease; its workers end because the line has ended."""
+    program = "signal.signal(signal.SIGINT, lambda *_: say('no\\n')); say('ready\\n')\nwhile True: signal.pause()"
+    job = start(f"{SHELL} -H localhost:1,node1:1", program, KVHVD_KILL_GRACE="100", KVHVD_LEASE="100")
+    job.until_printed("ready", 2)
+    with stopped(shells(job)["node1"]):
+        job.process.send_signal(signal.SIGINT)
+        job.until_printed("no")
+        job.end(128 + signal.SIGINT, signal.SIGINT, leaves=True)
 
 
 def test_the_launcher_is_killed(start):

@@ -239,16 +239,18 @@ class Job:
         found: list[int] = self.until(joined, f"a world of {workers or count}")[-1]
         return found
 
-    def end(self, code: int | None = 0, number: int = 0) -> Job:
-        """Wait for the end, after a signal to the launcher; fails if anything is left, or if the code is another."""
+    def end(self, code: int | None = 0, number: int = 0, leaves: bool = False) -> Job:
+        """Wait for the end, after a signal to the launcher; fails if anything is left, or if the code is another.
+
+        `leaves`: hosts that the launcher did not reach may need a moment, as after a launcher that was killed.
+        """
         if number:
             self.process.send_signal(number)
         try:
             self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs\n{self.describe()}") from None
-        # Only what a launcher was killed may need a moment.
-        self._belongings.assert_gone(patient(15) if self.process.returncode < 0 else 0.0, self.describe())
+        self._belongings.assert_gone(patient(15) if leaves or self.process.returncode < 0 else 0.0, self.describe())
         assert code in (None, self.process.returncode), self.describe()
         return self
 

@@ -69,6 +69,8 @@ def main() -> None:
         os.execv(words[0], [words[0], "-c", ANOTHER_VERSION, *words[2:]])
     if host == "bare":
         words[0] = "/nowhere/python"
+    if host == "homeless":
+        words[-1] = "/nowhere"
     command = " ".join(words)
     if port := os.environ.get("KVHVD_TEST_SHELL_PORT"):
         line = socket.create_connection((host, int(port)))
