@@ -65,8 +65,8 @@ UNIT, INTEGRATION, HOSTS = Step("unit", lanes=2), Step("integration", lanes=3), 
 SUITE = [
     [
         UNIT,
-        Step("parallel", UNIT.marks, "kvhvdrun", 4),
-        *(Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", ranks) for ranks in (3, 2)),
+        Step("parallel", UNIT.marks, "kvhvdrun", 2),
+        *(Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", ranks) for ranks in (3, 4)),
         Step("parallel", f"mpi and {UNIT.marks}", "mpirun", 3),
         Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 4, hosts="2,1,1"),
         Step("parallel", UNIT.marks, "mpirun", 4, hosts="2"),
