@@ -344,8 +344,8 @@ class MXNetAdapter:
 class Transport:
     """What carries messages between the links of hosts."""
 
-class MpiTransport(Transport):
-    """MPI.
+def mpi_transport(functions: Mapping[str, int], communicator: int, ranks: Sequence[int], first_tag: int) -> Transport:
+    """By MPI.
 
     Parameters
     ----------
@@ -359,20 +359,14 @@ class MpiTransport(Transport):
         Of the four that the link uses; no other link of these processes uses them.
     """
 
-    def __init__(
-        self, functions: Mapping[str, int], communicator: int, ranks: Sequence[int], first_tag: int
-    ) -> None: ...
-
-class TcpTransport(Transport):
-    """TCP.
+def tcp_transport(connections: Sequence[int]) -> Transport:
+    """By TCP.
 
     Parameters
     ----------
     connections : sequence of int
         By host, the descriptor of a connected socket; -1 for this one. The transport closes them.
     """
-
-    def __init__(self, connections: Sequence[int]) -> None: ...
 
 class Link:
     """What moves bytes between this host and the others: served by a thread of this process until all have left.

@@ -59,9 +59,9 @@ def end_links_at_exit() -> None:
     atexit.register(lambda: native.stop_links(config().exit_timeout_s))
 
 
-def _tcp_transport(world: World) -> native.TcpTransport:
+def _tcp_transport(world: World) -> native.Transport:
     _close_in_children()
-    return native.TcpTransport(connect_hosts(world))
+    return native.tcp_transport(connect_hosts(world))
 
 
 @functools.lru_cache(maxsize=1)
@@ -70,7 +70,7 @@ def _close_in_children() -> None:
     os.register_at_fork(after_in_child=native.close_connections)
 
 
-def _mpi_transport(world: World) -> native.MpiTransport:
+def _mpi_transport(world: World) -> native.Transport:
     topology = world.topology
     from mpi4py import MPI
 
@@ -79,7 +79,7 @@ def _mpi_transport(world: World) -> native.MpiTransport:
         fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
         raise LaunchError(message(fact, **topology.speaker, fix=fix))
     most_tags = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) // _TAGS
-    return native.MpiTransport(
+    return native.mpi_transport(
         _functions(MPI),
         _handle(MPI, world.communicator),
         # Under MPI the lowest rank of a host has its local rank 0.

@@ -8,8 +8,7 @@
 #include "bindings/bind.hpp"
 #include "bindings/errors.hpp"
 #include "link/loop.hpp"
-#include "link/mpi_transport.hpp"
-#include "link/tcp_transport.hpp"
+#include "link/transport.hpp"
 
 namespace py = pybind11;
 
@@ -32,13 +31,14 @@ MpiFunctions functions_of(const py::dict& values) {
 
 void bind_link(py::module_& module) {
   py::class_<Transport, std::shared_ptr<Transport>>(module, "Transport", "Messages between hosts.");
-  py::class_<MpiTransport, Transport, std::shared_ptr<MpiTransport>>(module, "MpiTransport", "By MPI.")
-      .def(py::init([](const py::dict& functions, std::uintptr_t communicator, std::vector<int> ranks, int first_tag) {
-             return std::make_shared<MpiTransport>(functions_of(functions), communicator, std::move(ranks), first_tag);
-           }),
-           py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"));
-  py::class_<TcpTransport, Transport, std::shared_ptr<TcpTransport>>(module, "TcpTransport", "By TCP connections.")
-      .def(py::init<const std::vector<int>&>(), py::arg("connections"));
+  module.def(
+      "mpi_transport",
+      [](const py::dict& functions, std::uintptr_t communicator, std::vector<int> ranks, int first_tag) {
+        return mpi_transport(functions_of(functions), communicator, std::move(ranks), first_tag);
+      },
+      py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"));
+  module.def("tcp_transport", &tcp_transport, py::arg("connections"));
+  module.def("close_connections", &close_connections);
   py::class_<Link, std::shared_ptr<Link>>(module, "Link", "Moves bytes between this host and the others.")
       .def(py::init([](std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transport, double timeout_s,
                        double silence_s, const std::string& build, int dtype) {
@@ -59,7 +59,6 @@ void bind_link(py::module_& module) {
              return missing;
            })
       .def("give_up", &Link::give_up);
-  module.def("close_connections", &TcpTransport::close_all);
   module.def(
       "stop_links", [](double limit_s) { return LinkLoop::of_this_process().stop(nanoseconds(limit_s)); },
       py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());

@@ -1,5 +1,8 @@
-#include "link/tcp_transport.hpp"
-
+// Messages between hosts over one TCP connection to each. Bytes go from the sender's memory to the kernel, and from
+// there into the memory of the receive that is posted; a message without one is kept until it is.
+//
+// A connection that ends is the loss of its host. It is told by test() of a receive of records, once, after all that
+// came before: links test that receive at every step, which also moves what has arrived.
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -8,12 +11,19 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <deque>
+#include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
+
+#include "link/transport.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -43,211 +53,257 @@ void discard_input(int socket) {
 std::mutex& all_mutex = *new std::mutex;
 std::set<int>& all_sockets = *new std::set<int>;
 
-}  // namespace
-
-TcpTransport::TcpTransport(const std::vector<int>& connections) : peers_(connections.size()) {
-  for (std::size_t host = 0; host < peers_.size(); ++host) {
-    const int socket = peers_[host].socket = connections[host];
-    if (socket < 0) continue;
-    fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
-    const auto set = [&](int name, int value) { setsockopt(socket, IPPROTO_TCP, name, &value, sizeof(value)); };
-    set(TCP_NODELAY, 1);
-    set(TCP_NOTSENT_LOWAT, kUnsent);
-    set(kRtoMax, kRtoMaxMs);
-    const std::lock_guard<std::mutex> lock(all_mutex);
-    all_sockets.insert(socket);
-  }
-}
-
-TcpTransport::~TcpTransport() {
-  for (Peer& peer : peers_) {
-    for (const Message* one : peer.outgoing) delete one;
-    for (const auto& receives : peer.receives) {
-      for (const Message* one : receives) delete one;
+class TcpTransport final : public Transport {
+ public:
+  // `connections`: sockets by host, -1 for this one; they are owned.
+  explicit TcpTransport(const std::vector<int>& connections) : peers_(connections.size()) {
+    for (std::size_t host = 0; host < peers_.size(); ++host) {
+      const int socket = peers_[host].socket = connections[host];
+      if (socket < 0) continue;
+      fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
+      const auto set = [&](int name, int value) { setsockopt(socket, IPPROTO_TCP, name, &value, sizeof(value)); };
+      set(TCP_NODELAY, 1);
+      set(TCP_NOTSENT_LOWAT, kUnsent);
+      set(kRtoMax, kRtoMaxMs);
+      const std::lock_guard<std::mutex> lock(all_mutex);
+      all_sockets.insert(socket);
     }
-    if (peer.socket < 0) continue;
-    shutdown(peer.socket, SHUT_WR);
-    discard_input(peer.socket);
-    const std::lock_guard<std::mutex> lock(all_mutex);
-    all_sockets.erase(peer.socket);
-    close(peer.socket);
   }
-}
 
-void TcpTransport::close_all() {
-  // Without the lock: a thread that the child does not have may have held it.
-  for (const int socket : all_sockets) close(socket);
-}
+  ~TcpTransport() override {
+    for (Peer& peer : peers_) {
+      for (const Message* one : peer.outgoing) delete one;
+      for (const auto& receives : peer.receives) {
+        for (const Message* one : receives) delete one;
+      }
+      if (peer.socket < 0) continue;
+      shutdown(peer.socket, SHUT_WR);
+      discard_input(peer.socket);
+      const std::lock_guard<std::mutex> lock(all_mutex);
+      all_sockets.erase(peer.socket);
+      close(peer.socket);
+    }
+  }
 
-Transport::Transfer TcpTransport::send(int host, int tag, const void* data, std::size_t bytes) {
-  Peer& peer = this->peer(host);
-  const Header header{static_cast<std::uint64_t>(tag), bytes};
-  auto* const message = new Message{header, static_cast<char*>(const_cast<void*>(data)), host, true};
-  if (peer.fault.empty()) {
-    const auto is_behind = [tag](const Message* other) {
-      return tag == kRecords && other->header.tag != kRecords && other->sent == 0;
-    };
-    peer.outgoing.insert(std::find_if(peer.outgoing.begin(), peer.outgoing.end(), is_behind), message);
-    write(peer);
-  } else {
+  Transfer send(int host, int tag, const void* data, std::size_t bytes) override {
+    Peer& peer = this->peer(host);
+    const Header header{static_cast<std::uint64_t>(tag), bytes};
+    auto* const message = new Message{header, static_cast<char*>(const_cast<void*>(data)), host, true};
+    if (peer.fault.empty()) {
+      const auto is_behind = [tag](const Message* other) {
+        return tag == kRecords && other->header.tag != kRecords && other->sent == 0;
+      };
+      peer.outgoing.insert(std::find_if(peer.outgoing.begin(), peer.outgoing.end(), is_behind), message);
+      write(peer);
+    } else {
+      message->is_over = true;
+    }
+    return reinterpret_cast<Transfer>(message);
+  }
+
+  Transfer receive(int host, int tag, void* data, std::size_t bytes) override {
+    Peer& peer = this->peer(host);
+    const Header header{static_cast<std::uint64_t>(tag), bytes};
+    auto* const message = new Message{header, static_cast<char*>(data), host, false};
+    peer.receives[header.tag].push_back(message);
+    if (!peer.early[header.tag].empty()) take_early(peer, *message);
+    return reinterpret_cast<Transfer>(message);
+  }
+
+  bool test(Transfer& transfer) override {
+    auto* const message = reinterpret_cast<Message*>(transfer);
+    Peer& peer = this->peer(message->host);
+    if (!message->is_over && message->is_send) write(peer);
+    if (!message->is_over && !message->is_send && message->header.tag == kRecords) {
+      read(peer);
+      if (!message->is_over && !peer.fault.empty() && !std::exchange(peer.is_told, true)) {
+        throw TransportError(peer.fault, message->host, true);
+      }
+    }
+    if (!message->is_over) return false;
+    delete message;
+    transfer = 0;
+    return true;
+  }
+
+  // Also gives up what is being sent to that host: a link cancels when it is over.
+  void cancel(const Transfer& transfer) override {
+    auto* const message = reinterpret_cast<Message*>(transfer);
+    if (message->is_over) return;
+    Peer& peer = this->peer(message->host);
+    end(peer, "this end has closed it");
+    peer.is_told = true;
+    auto& receives = peer.receives[message->header.tag];
+    receives.erase(std::remove(receives.begin(), receives.end(), message), receives.end());
     message->is_over = true;
   }
-  return reinterpret_cast<Transfer>(message);
-}
 
-Transport::Transfer TcpTransport::receive(int host, int tag, void* data, std::size_t bytes) {
-  Peer& peer = this->peer(host);
-  const Header header{static_cast<std::uint64_t>(tag), bytes};
-  auto* const message = new Message{header, static_cast<char*>(data), host, false};
-  peer.receives[header.tag].push_back(message);
-  if (!peer.early[header.tag].empty()) take_early(peer, *message);
-  return reinterpret_cast<Transfer>(message);
-}
-
-bool TcpTransport::test(Transfer& transfer) {
-  auto* const message = reinterpret_cast<Message*>(transfer);
-  Peer& peer = this->peer(message->host);
-  if (!message->is_over && message->is_send) write(peer);
-  if (!message->is_over && !message->is_send && message->header.tag == kRecords) {
-    read(peer);
-    if (!message->is_over && !peer.fault.empty() && !std::exchange(peer.is_told, true)) {
-      throw TransportError(peer.fault, message->host, true);
+  void progress() override {
+    for (Peer& peer : peers_) {
+      if (peer.socket < 0) continue;
+      if (!peer.fault.empty()) discard_input(peer.socket);
+      write(peer);
+      read(peer);
     }
   }
-  if (!message->is_over) return false;
-  delete message;
-  transfer = 0;
-  return true;
-}
 
-void TcpTransport::cancel(const Transfer& transfer) {
-  auto* const message = reinterpret_cast<Message*>(transfer);
-  if (message->is_over) return;
-  Peer& peer = this->peer(message->host);
-  end(peer, "this end has closed it");
-  peer.is_told = true;
-  auto& receives = peer.receives[message->header.tag];
-  receives.erase(std::remove(receives.begin(), receives.end(), message), receives.end());
-  message->is_over = true;
-}
+  bool has_received() override { return std::exchange(has_received_, false); }
 
-void TcpTransport::progress() {
-  for (Peer& peer : peers_) {
-    if (peer.socket < 0) continue;
-    if (!peer.fault.empty()) discard_input(peer.socket);
-    write(peer);
-    read(peer);
-  }
-}
+ private:
+  struct Header {
+    std::uint64_t tag, bytes;
+  };
+  // A send or a receive.
+  struct Message {
+    Header header;  // of a receive: how much there is room for
+    char* data;
+    int host;
+    bool is_send;
+    bool is_over = false;
+    std::size_t sent = 0;  // bytes, the header's too
 
-void TcpTransport::write(Peer& peer) {
-  while (peer.fault.empty() && !peer.outgoing.empty()) {
-    std::array<iovec, 2 * kTogether> parts;
-    std::size_t n_parts = 0, wanted = 0;
-    for (std::size_t i = 0; i < std::min(peer.outgoing.size(), kTogether); ++i) {
-      Message& one = *peer.outgoing[i];
-      const std::size_t of_header = std::min(one.sent, sizeof(Header)), of_data = one.sent - of_header;
-      parts[n_parts++] = {reinterpret_cast<char*>(&one.header) + of_header, sizeof(Header) - of_header};
-      parts[n_parts++] = {one.data + of_data, one.header.bytes - of_data};
-      wanted += one.unsent();
+    std::size_t unsent() const { return sizeof(Header) + header.bytes - sent; }
+  };
+  struct Peer {
+    int socket = -1;
+    std::string fault;  // why the connection has ended
+    bool is_told = false;
+    std::deque<Message*> outgoing;  // what has begun, then records, then bulk
+    // A tag has receives that wait, or messages that came before their receives.
+    std::array<std::deque<Message*>, kTags> receives;
+    std::array<std::deque<std::vector<char>>, kTags> early;
+    // What is being read goes to `at`, and `rest` bytes of it are missing: a header or, after it, a message.
+    Header header;
+    bool is_in_message = false;
+    char* at = reinterpret_cast<char*>(&header);
+    std::size_t rest = sizeof(header);
+  };
+
+  Peer& peer(int host) { return peers_[static_cast<std::size_t>(host)]; }
+
+  static void write(Peer& peer) {
+    while (peer.fault.empty() && !peer.outgoing.empty()) {
+      std::array<iovec, 2 * kTogether> parts;
+      std::size_t n_parts = 0, wanted = 0;
+      for (std::size_t i = 0; i < std::min(peer.outgoing.size(), kTogether); ++i) {
+        Message& one = *peer.outgoing[i];
+        const std::size_t of_header = std::min(one.sent, sizeof(Header)), of_data = one.sent - of_header;
+        parts[n_parts++] = {reinterpret_cast<char*>(&one.header) + of_header, sizeof(Header) - of_header};
+        parts[n_parts++] = {one.data + of_data, one.header.bytes - of_data};
+        wanted += one.unsent();
+      }
+      msghdr message{};
+      message.msg_iov = parts.data();
+      message.msg_iovlen = n_parts;
+      const ssize_t written = sendmsg(peer.socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (written < 0) {
+        if (errno == EINTR) continue;
+        // What the other end had sent before is read first.
+        if (errno != EAGAIN && errno != EPIPE && errno != ECONNRESET) end(peer, text_of(errno));
+        return;
+      }
+      for (auto rest = static_cast<std::size_t>(written); rest > 0;) {
+        Message& one = *peer.outgoing.front();
+        const std::size_t step = std::min(rest, one.unsent());
+        one.sent += step;
+        rest -= step;
+        if (one.unsent() > 0) break;
+        one.is_over = true;
+        peer.outgoing.pop_front();
+      }
+      if (static_cast<std::size_t>(written) < wanted) return;
     }
-    msghdr message{};
-    message.msg_iov = parts.data();
-    message.msg_iovlen = n_parts;
-    const ssize_t written = sendmsg(peer.socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (written < 0) {
-      if (errno == EINTR) continue;
-      // What the other end had sent before is read first.
-      if (errno != EAGAIN && errno != EPIPE && errno != ECONNRESET) end(peer, text_of(errno));
-      return;
+  }
+
+  void read(Peer& peer) {
+    char ahead[kAhead];
+    while (peer.fault.empty()) {
+      const std::size_t wanted = peer.rest + sizeof(ahead);
+      const iovec parts[2] = {{peer.at, peer.rest}, {ahead, sizeof(ahead)}};
+      const ssize_t found = readv(peer.socket, parts, 2);
+      if (found < 0 && errno == EINTR) continue;
+      if (found < 0 && errno == EAGAIN) return;
+      if (found <= 0) return end(peer, found == 0 ? "the other end has closed it" : text_of(errno));
+      has_received_ = true;
+      const auto count = static_cast<std::size_t>(found);
+      std::size_t done = std::min(count, peer.rest);
+      advance(peer, done);
+      const char* next = ahead;
+      while (done < count && peer.fault.empty()) {
+        const std::size_t step = std::min(count - done, peer.rest);
+        std::memcpy(peer.at, next, step);
+        next += step;
+        done += step;
+        advance(peer, step);
+      }
+      if (count < wanted) return;
     }
-    for (auto rest = static_cast<std::size_t>(written); rest > 0;) {
-      Message& one = *peer.outgoing.front();
-      const std::size_t step = std::min(rest, one.unsent());
-      one.sent += step;
-      rest -= step;
-      if (one.unsent() > 0) break;
-      one.is_over = true;
-      peer.outgoing.pop_front();
+  }
+
+  // Bytes have come to `at`.
+  static void advance(Peer& peer, std::size_t bytes) {
+    peer.at += bytes;
+    peer.rest -= bytes;
+    if (peer.rest == 0 && !peer.is_in_message) begin(peer);
+    if (peer.rest > 0 || !peer.fault.empty()) return;
+    auto& receives = peer.receives[peer.header.tag];
+    if (!receives.empty()) {
+      receives.front()->is_over = true;
+      receives.pop_front();
     }
-    if (static_cast<std::size_t>(written) < wanted) return;
+    peer.is_in_message = false;
+    peer.at = reinterpret_cast<char*>(&peer.header);
+    peer.rest = sizeof(Header);
   }
-}
 
-void TcpTransport::read(Peer& peer) {
-  char ahead[kAhead];
-  while (peer.fault.empty()) {
-    const std::size_t wanted = peer.rest + sizeof(ahead);
-    const iovec parts[2] = {{peer.at, peer.rest}, {ahead, sizeof(ahead)}};
-    const ssize_t found = readv(peer.socket, parts, 2);
-    if (found < 0 && errno == EINTR) continue;
-    if (found < 0 && errno == EAGAIN) return;
-    if (found <= 0) return end(peer, found == 0 ? "the other end has closed it" : text_of(errno));
-    has_received_ = true;
-    const auto count = static_cast<std::size_t>(found);
-    std::size_t done = std::min(count, peer.rest);
-    advance(peer, done);
-    const char* next = ahead;
-    while (done < count && peer.fault.empty()) {
-      const std::size_t step = std::min(count - done, peer.rest);
-      std::memcpy(peer.at, next, step);
-      next += step;
-      done += step;
-      advance(peer, step);
+  // A header is complete.
+  static void begin(Peer& peer) {
+    const auto [tag, bytes] = peer.header;
+    if (tag >= kTags || bytes > kLongest) return end(peer, "what came is none of our messages");
+    const auto& receives = peer.receives[tag];
+    if (!receives.empty() && bytes > receives.front()->header.bytes) return end(peer, kTooLong);
+    peer.is_in_message = true;
+    peer.at = receives.empty() ? peer.early[tag].emplace_back(bytes).data() : receives.front()->data;
+    peer.rest = bytes;
+  }
+
+  // The first early message is that of this receive. If it is still being read, its rest goes where it belongs.
+  static void take_early(Peer& peer, Message& receive) {
+    auto& early = peer.early[receive.header.tag];
+    const std::vector<char> bytes = std::move(early.front());
+    early.pop_front();
+    if (bytes.size() > receive.header.bytes) return end(peer, kTooLong);
+    const bool is_whole = !early.empty() || !peer.is_in_message || peer.header.tag != receive.header.tag;
+    const std::size_t here = bytes.size() - (is_whole ? 0 : peer.rest);
+    std::copy_n(bytes.begin(), here, receive.data);
+    if (is_whole) {
+      receive.is_over = true;
+      peer.receives[receive.header.tag].pop_front();
+    } else {
+      peer.at = receive.data + here;
     }
-    if (count < wanted) return;
   }
-}
 
-// Bytes have come to `at`.
-void TcpTransport::advance(Peer& peer, std::size_t bytes) {
-  peer.at += bytes;
-  peer.rest -= bytes;
-  if (peer.rest == 0 && !peer.is_in_message) begin(peer);
-  if (peer.rest > 0 || !peer.fault.empty()) return;
-  auto& receives = peer.receives[peer.header.tag];
-  if (!receives.empty()) {
-    receives.front()->is_over = true;
-    receives.pop_front();
+  // Nothing more is received or sent: sends are over, receives when they are cancelled.
+  static void end(Peer& peer, const std::string& fault) {
+    if (peer.fault.empty()) peer.fault = fault;
+    for (Message* one : peer.outgoing) one->is_over = true;
+    peer.outgoing.clear();
   }
-  peer.is_in_message = false;
-  peer.at = reinterpret_cast<char*>(&peer.header);
-  peer.rest = sizeof(Header);
+
+  std::vector<Peer> peers_;  // they stay where they are
+  bool has_received_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> tcp_transport(const std::vector<int>& connections) {
+  return std::make_shared<TcpTransport>(connections);
 }
 
-// A header is complete.
-void TcpTransport::begin(Peer& peer) {
-  const auto [tag, bytes] = peer.header;
-  if (tag >= kTags || bytes > kLongest) return end(peer, "what came is none of our messages");
-  const auto& receives = peer.receives[tag];
-  if (!receives.empty() && bytes > receives.front()->header.bytes) return end(peer, kTooLong);
-  peer.is_in_message = true;
-  peer.at = receives.empty() ? peer.early[tag].emplace_back(bytes).data() : receives.front()->data;
-  peer.rest = bytes;
-}
-
-// The first early message is that of this receive. If it is still being read, its rest goes where it belongs.
-void TcpTransport::take_early(Peer& peer, Message& receive) {
-  auto& early = peer.early[receive.header.tag];
-  const std::vector<char> bytes = std::move(early.front());
-  early.pop_front();
-  if (bytes.size() > receive.header.bytes) return end(peer, kTooLong);
-  const bool is_whole = !early.empty() || !peer.is_in_message || peer.header.tag != receive.header.tag;
-  const std::size_t here = bytes.size() - (is_whole ? 0 : peer.rest);
-  std::copy_n(bytes.begin(), here, receive.data);
-  if (is_whole) {
-    receive.is_over = true;
-    peer.receives[receive.header.tag].pop_front();
-  } else {
-    peer.at = receive.data + here;
-  }
-}
-
-// Nothing more is received or sent: sends are over, receives when they are cancelled.
-void TcpTransport::end(Peer& peer, const std::string& fault) {
-  if (peer.fault.empty()) peer.fault = fault;
-  for (Message* one : peer.outgoing) one->is_over = true;
-  peer.outgoing.clear();
+void close_connections() {
+  // Without the lock: a thread that the child does not have may have held it.
+  for (const int socket : all_sockets) close(socket);
 }
 
 }  // namespace kvstore_hvd

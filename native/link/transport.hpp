@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace kvstore_hvd {
 
@@ -39,5 +41,20 @@ class Transport {
   // Whether a part of a message has come since the last call, as far as it is known: nothing tests true for that.
   virtual bool has_received() { return false; }
 };
+
+// Addresses of MPI's functions, and what tells the one kind of handles from the other.
+struct MpiFunctions {
+  std::uintptr_t isend = 0, irecv = 0, test = 0, cancel = 0, iprobe = 0;
+  std::uintptr_t byte = 0;            // the datatype
+  std::uintptr_t ignored_status = 0;  // MPI_STATUS_IGNORE
+};
+// `ranks`: by host, that of its link in the communicator. Messages have kTags tags, from `first_tag` on.
+std::shared_ptr<Transport> mpi_transport(const MpiFunctions& functions, std::uintptr_t communicator,
+                                         std::vector<int> ranks, int first_tag);
+
+// `connections`: sockets by host, -1 for this one; they are owned.
+std::shared_ptr<Transport> tcp_transport(const std::vector<int>& connections);
+// Closes the sockets of all transports of this process: in a forked child, whose parent alone uses them.
+void close_connections();
 
 }  // namespace kvstore_hvd

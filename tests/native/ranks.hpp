@@ -22,7 +22,7 @@
 #include "check.hpp"
 #include "engine/engine.hpp"
 #include "link/link.hpp"
-#include "link/tcp_transport.hpp"
+#include "link/transport.hpp"
 #include "network.hpp"
 #include "reduce/reduce.hpp"
 #include "shm/world.hpp"
@@ -128,9 +128,7 @@ inline void with_hosts(const Placement& placement, const std::function<void(Engi
   std::vector<std::shared_ptr<Transport>> ends;
   std::vector<std::thread> threads;
   if (over_tcp) {
-    for (const auto& sockets : tcp_connections(placement.size())) {
-      ends.push_back(std::make_shared<TcpTransport>(sockets));
-    }
+    for (const auto& sockets : tcp_connections(placement.size())) ends.push_back(tcp_transport(sockets));
   }
   for (std::size_t host = 0; host < placement.size(); ++host) {
     segments.push_back(Segment::create(static_cast<int>(placement[host].size()), arena_bytes, thresholds, inside,

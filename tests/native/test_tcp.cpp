@@ -1,11 +1,12 @@
-// TcpTransport: messages of any size arrive whole, in order and where they belong, whoever is early; and what ends.
+// TCP between hosts: messages of any size arrive whole, in order and where they belong, whoever is early; and what
+// ends.
 #include <cstring>
 #include <deque>
 #include <random>
 #include <string>
 
 #include "check.hpp"
-#include "link/tcp_transport.hpp"
+#include "link/transport.hpp"
 #include "ranks.hpp"
 
 namespace kvstore_hvd {
@@ -13,11 +14,9 @@ namespace {
 
 using testing::check;
 
-std::vector<std::unique_ptr<TcpTransport>> connected(std::size_t hosts) {
-  std::vector<std::unique_ptr<TcpTransport>> ends;
-  for (const auto& sockets : tcp_connections(hosts)) {
-    ends.push_back(std::make_unique<TcpTransport>(sockets));
-  }
+std::vector<std::shared_ptr<Transport>> connected(std::size_t hosts) {
+  std::vector<std::shared_ptr<Transport>> ends;
+  for (const auto& sockets : tcp_connections(hosts)) ends.push_back(tcp_transport(sockets));
   return ends;
 }
 
@@ -29,7 +28,7 @@ std::vector<char> message(std::uint32_t number, std::size_t bytes) {
 
 void run_program(std::uint32_t seed) {
   struct Message {
-    TcpTransport& end;  // that of who sends, or receives, it
+    Transport& end;  // that of who sends, or receives, it
     std::uint32_t number;
     std::vector<char> content;
     Transport::Transfer transfer;
@@ -134,15 +133,15 @@ const bool ended = testing::add("the end of a connection is told once, after all
 
 const bool strangers = testing::add("bytes of another program end the connection", [] {
   const auto sockets = tcp_connections(2);
-  TcpTransport end(sockets[0]);
+  const auto end = tcp_transport(sockets[0]);
   const std::string text = "GET / HTTP/1.1\r\nHost: example.org\r\n\r\n";
   check(write(sockets[1][0], text.data(), text.size()) == static_cast<ssize_t>(text.size()), "sent");
   char memory[64];
-  auto receiving = end.receive(1, kRecords, memory, sizeof(memory));
+  auto receiving = end->receive(1, kRecords, memory, sizeof(memory));
   std::string fault;
   for (int i = 0; i < 1000000 && fault.empty(); ++i) {
     try {
-      check(!end.test(receiving), "taken for a message");
+      check(!end->test(receiving), "taken for a message");
     } catch (const TransportError& error) {
       fault = error.what();
     }
