@@ -76,7 +76,7 @@ step 150 measure "$python" benchmarks/gpu/device.py --json "$out/gpu-device.json
 if "$python" -c 'from kvstore_hvd import native; native.abi()' 2>/dev/null && [ -f examples/digits_cupy.py ] && has sklearn; then
   step 60 example "$python" -m kvstore_hvd.launch -np 2 "$python" examples/digits_cupy.py
 fi
-step 120 test_processes "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_processes.py -k "share or hosts"
+step 150 test_processes "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_processes.py -k "not access"
 # Two ranks of NCCL on one GPU: an experiment of NCCL 2.30 and newer, which may hang.
 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=8 \
   step 45 test_nccl_shared "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_executors.py \

@@ -362,7 +362,7 @@ def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
     try:
         os.chdir(folder or os.curdir)
     except OSError as error:
-        sys.exit(f"{host} cannot use the launcher's working folder: {folder}: {error.strerror}")
+        sys.exit(f"{host} cannot use {folder} ({error.strerror}): start kvhvdrun in a folder that all hosts have")
     writer.write(GREETING)
     grace_s, variables = float(kill_grace_s), environment()
     run = lambda: Daemon(Channel(reader, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731

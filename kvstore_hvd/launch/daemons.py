@@ -171,8 +171,7 @@ class Daemons:
                 daemon.code, daemon.guard = code, -1
 
     def act_on_time(self, lost: Callable[[str, str], None]) -> float:
-        """Send beats, and give up daemons: `lost` is called with the host of each and what happened to it."""
-        # Returns when to call it again.
+        """Send beats, and give up daemons: `lost` gets the host and fate of each. Returns when to be called again."""
         now = self._clock.now()
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S

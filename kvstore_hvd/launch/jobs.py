@@ -454,7 +454,8 @@ class Job:
             self._add(slot, now)
 
     def _add(self, slot: Slot, now: float) -> None:
-        worker = self.workers[len(self.workers)] = Worker(len(self.workers), slot, now, self._change)
+        worker = Worker(len(self.workers), slot, now, self._change)
+        self.workers[worker.id] = worker
         self._actions.append(Start(worker.id, slot))
 
     def _is_over(self) -> bool:

@@ -55,7 +55,6 @@ std::set<int>& all_sockets = *new std::set<int>;
 
 class TcpTransport final : public Transport {
  public:
-  // `connections`: sockets by host, -1 for this one; they are owned.
   explicit TcpTransport(const std::vector<int>& connections) : peers_(connections.size()) {
     for (std::size_t host = 0; host < peers_.size(); ++host) {
       const int socket = peers_[host].socket = connections[host];

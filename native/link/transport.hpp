@@ -42,7 +42,7 @@ class Transport {
   virtual bool has_received() { return false; }
 };
 
-// Addresses of MPI's functions, and what tells the one kind of handles from the other.
+// Addresses of MPI's functions, and two of its values.
 struct MpiFunctions {
   std::uintptr_t isend = 0, irecv = 0, test = 0, cancel = 0, iprobe = 0;
   std::uintptr_t byte = 0;            // the datatype

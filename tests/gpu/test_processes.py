@@ -41,6 +41,29 @@ kvstore_hvd.allreduce(cupy.ones(3), "after")
 print("all right", flush=True)
 """
 
+ELASTIC = """
+import os, signal, cupy, kvstore_hvd
+from kvstore_hvd import elastic
+
+kvstore_hvd.init()
+
+@elastic.run
+def train(state):
+    rank, size = kvstore_hvd.topology().rank, kvstore_hvd.topology().size
+    while state.step < 200:
+        for count in (3, 5000, 400_000):
+            total = kvstore_hvd.allreduce(cupy.full(count, rank + state.step, "float32"), f"sum/{count}")
+            assert (total == size * (size - 1) // 2 + size * state.step).all()
+        if state.step == 100 and os.environ["KVHVD_WORKER"] == "3":
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.step += 1
+        if state.step % 10 == 0:
+            state.commit()
+
+train(elastic.ObjectState(step=0))
+print("all right", flush=True)
+"""
+
 pytestmark = pytest.mark.skipif(not REAL, reason="needs a real GPU")
 
 
@@ -86,16 +109,28 @@ def test_no_access_beside_arrays(device):
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("path", "hosts"), [("auto", ""), ("staged", ""), ("staged", "2"), ("staged", "2,1,1")])
+PATHS = [("auto", ""), ("staged", ""), ("staged", "2"), ("staged", "2,1,1")]
+
+
+def run(folder, program, path, hosts, *options):
+    """Start four workers; returns what the launcher and they have printed."""
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "-m", "kvstore_hvd.launch", "-np", "4", *options, sys.executable, "program.py"]
+    variables = {**environment(), "KVHVD_TEST_HOSTS": hosts, "KVHVD_GPU_PATH": path}
+    ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=100)
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(("path", "hosts"), PATHS)
 def test_workers_on_several_hosts(device, tmp_path, path, hosts):
     """CuPy's arrays give the bits of NumPy's, over virtual hosts too."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvstore_hvd.launch", "-np", "4", sys.executable, str(program)],
-        env={**environment(), "KVHVD_TEST_HOSTS": hosts, "KVHVD_GPU_PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ended.stdout.count("all right") == 4, ended.stdout + ended.stderr
+    printed = run(tmp_path, PROGRAM, path, hosts)
+    assert printed.count("all right") == 4, printed
+
+
+@pytest.mark.parametrize(("path", "hosts"), PATHS)
+def test_a_worker_is_killed_in_elastic_training(device, tmp_path, path, hosts):
+    """Nobody gets half of a sum, and the others go on."""
+    printed = run(tmp_path, ELASTIC, path, hosts, "--min-np", "2")
+    assert "worker 3 (localhost:3) was killed by SIGKILL" in printed, printed
+    assert printed.count("all right") >= 3, printed

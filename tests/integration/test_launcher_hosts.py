@@ -112,7 +112,7 @@ def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(ru
         "babbling": "the other side says something else than messages",
         "bare": "/nowhere/python: not found",
         "old": "kvstore_hvd has version 99 there, and ",
-        "homeless": "homeless cannot use the launcher's working folder: /nowhere: No such file or directory",
+        "homeless": "homeless cannot use /nowhere (No such file or directory): start kvhvdrun in a folder that all ",
     }
     assert told.keys() == expected.keys()
     assert [text for host, text in expected.items() if text not in told[host]] == []
