@@ -19,17 +19,15 @@ ROOT = Path(__file__).resolve().parent
 VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not each.parent.name.endswith("-demo"))
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
-    "comm": ["unit/adapter", "parallel/fuzz"],
     "elastic": ["parallel/elastic"],
     "join": ["parallel/join", "parallel/hvd_join"],
     "launch": ["integration/launcher", "integration/elastic_launcher", "integration/run_function"],
     "mxnet": ["parallel/hvd", "parallel/fuzz"],
     "mxnet_compat": ["parallel/trainer", "parallel/zero_copy", "parallel/self_reducing", "parallel/trainings"],
     "ops": ["parallel/numpy_ops", "parallel/persistent", "parallel/fuzz"],
-    "process": ["parallel/resets", "parallel/hvd_basics"],
     "recording": ["parallel/timeline", "parallel/report"],
     "store": ["parallel/kvstore", "parallel/scales", "parallel/sparse"],
-    "worlds": ["parallel/hvd_basics", "integration/lifecycle", "hosts"],
+    "world": ["unit/adapter", "parallel/resets", "parallel/hvd_basics", "parallel/fuzz", "integration/lifecycle", "hosts"],
     "native/base": ["parallel/fuzz", "test_running_time"],
     "native/bindings": ["parallel/fuzz", "unit/adapter", "parallel/persistent"],
     "native/engine": ["parallel/fuzz", "test_engine"],

@@ -34,14 +34,13 @@ def be_a_rank(name: str, repetitions: int) -> None:
     from gradients import shapes_of_resnet50
 
     import kvstore_hvd
-    from kvstore_hvd.comm.base import Request
-    from kvstore_hvd.process import process
+    from kvstore_hvd import native
+    from kvstore_hvd.world import process
 
     kvstore_hvd.init()
     from mpi4py import MPI
 
-    world, communicator = MPI.COMM_WORLD, process.current().member.communicator()
-    arena = communicator.arena
+    world, engine, arena = MPI.COMM_WORLD, process.current().member.engine(), process.current().member.arena
     assert arena is not None
     if name == "resnet":
         counts = [int(np.prod(shape)) for shape in shapes_of_resnet50(with_biases=False)]
@@ -52,15 +51,17 @@ def be_a_rank(name: str, repetitions: int) -> None:
         address = arena.allocate(4 * count)
         arrays.append(np.frombuffer((ctypes.c_char * (4 * count)).from_address(address), np.float32))
         array = [address]
-        requests.append(Request("allreduce", f"{place}", f"{place}", array, array, [count], "float32", priority=-place))
-    prepared = communicator.prepare(requests[0], None, None)
+        requests.append(
+            native.Request("allreduce", f"{place}", f"{place}", array, array, [count], "float32", priority=-place)
+        )
+    prepared = engine.prepare(requests[0], None, None)
 
     def ours() -> None:
         if len(requests) == 1:
             prepared()
             return
-        for work in [communicator.submit(request) for request in requests]:
-            communicator.wait(work)
+        for work in [engine.submit(request) for request in requests]:
+            engine.wait(work)
 
     def flat() -> None:
         for array in arrays:

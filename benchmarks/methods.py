@@ -13,9 +13,7 @@ import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.comm.shm import native_request
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
 
@@ -100,7 +98,7 @@ class Methods:
             wait()
 
         place = [memory.ctypes.data]
-        request = native_request(Request("allreduce", name, name, place, place, [memory.size], "float32"))
+        request = native.Request("allreduce", name, name, place, place, [memory.size], "float32")
         found = {"raw (alone)": self._alone.prepare(request, memory, memory), "pushpull (alone)": store}
         if self._mpi is not None:
             found["MPI (alone)"] = _of_mpi(self._mpi, self._mpi.COMM_SELF, memory)

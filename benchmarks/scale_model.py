@@ -39,28 +39,29 @@ def be_a_rank(repetitions: int) -> None:
     from gradients import shapes_of_resnet50
 
     import kvstore_hvd
-    from kvstore_hvd.comm.base import Request
-    from kvstore_hvd.process import process
+    from kvstore_hvd import native
+    from kvstore_hvd.world import process
 
     kvstore_hvd.init()
     from mpi4py import MPI
 
-    communicator = process.current().member.communicator()
-    arena = communicator.arena
+    engine, arena = process.current().member.engine(), process.current().member.arena
     assert arena is not None
     requests = []
     for place, shape in enumerate(shapes_of_resnet50(with_biases=False)):
         array = [arena.allocate(4 * int(np.prod(shape)))]
         count = [int(np.prod(shape))]
-        requests.append(Request("allreduce", f"{place}", f"{place}", array, array, count, "float32", priority=-place))
+        requests.append(
+            native.Request("allreduce", f"{place}", f"{place}", array, array, count, "float32", priority=-place)
+        )
 
     def step(backward_s: float) -> None:
         works, start = [], time.perf_counter()
         for number, request in enumerate(reversed(requests)):
             time.sleep(max(0.0, start + backward_s * (number + 1) / len(requests) - time.perf_counter()))
-            works.append(communicator.submit(request))
+            works.append(engine.submit(request))
         for work in works:
-            communicator.wait(work)
+            engine.wait(work)
 
     def timed(call: object, *arguments: object) -> float:
         kvstore_hvd.barrier()

@@ -45,8 +45,6 @@ from ranks import (
 )
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.comm.shm import native_request
 
 SCRIPT = Path(__file__).resolve()
 KI, MI = 1 << 10, 1 << 20
@@ -97,7 +95,7 @@ def action_of(segment: native.Segment, engine: native.Engine, rank: int, kind: s
         memory = np.empty(size // 4, np.float32)
         address = memory.ctypes.data
     collective = "broadcast" if kind == "broadcast" else "allreduce"
-    request = native_request(Request(collective, str(size), str(size), [address], [address], [size // 4], "float32"))
+    request = native.Request(collective, str(size), str(size), [address], [address], [size // 4], "float32")
     run, fill = engine.run, memory.fill
 
     def action() -> None:

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from kvstore_hvd.join import Join, Joinable, JoinHook
     from kvstore_hvd.launch.call import run
     from kvstore_hvd.ops.numpy_ops import allreduce, allreduce_init, barrier, broadcast
-    from kvstore_hvd.process.process import init, is_initialized, reset, shutdown, topology
     from kvstore_hvd.store.divergence import verify
     from kvstore_hvd.store.kvstore import Horovod
     from kvstore_hvd.timeline import start_timeline, stop_timeline
-    from kvstore_hvd.worlds.topology import Topology
+    from kvstore_hvd.world.process import init, is_initialized, reset, shutdown, topology
+    from kvstore_hvd.world.topology import Topology
 
 __version__ = "0.1.0"
 
@@ -102,10 +102,10 @@ _HOMES = (
     "launch.call",
     "join",
     "ops.numpy_ops",
-    "process.process",
+    "world.process",
     "store.divergence",
     "timeline",
-    "worlds.topology",
+    "world.topology",
 )
 
 if not TYPE_CHECKING:
@@ -153,8 +153,8 @@ class _BeforeMXNet:
 def _hook_mxnet() -> None:
     """Register the store and make all other changes: now if MXNet is imported already, else as soon as it is."""
     from kvstore_hvd import mxnet_compat
-    from kvstore_hvd.process.process import current
     from kvstore_hvd.store.kvstore import make_store_class
+    from kvstore_hvd.world.process import current
 
     if _config().numpy_shim:
         mxnet_compat.numpy_shim.install()

@@ -134,12 +134,33 @@ class Arena:
         """
 
 class Request:
-    """A collective operation on raw addresses; may be submitted any number of times.
+    """A collective operation on raw addresses, as one worker submits it; any number of times.
 
-    Its fields are those of `comm.base.Request`, by name. The addresses must stay valid until it is done.
+    The addresses must stay valid until it is done.
     """
 
-    def __init__(self, fields: Mapping[str, Any]) -> None: ...
+    def __init__(
+        self,
+        collective: str,
+        name: str,
+        label: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        shape: Sequence[int],
+        dtype: str,
+        op: str = "sum",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        priority: int = 0,
+        parts: Sequence[tuple[int, int, int, int]] = (),
+        contributed: int = 0,
+        weight: float = 1.0,
+        as_half: bool = False,
+        group: int = 0,
+        on_device: bool = False,
+        failure: str = "",
+    ) -> None: ...
 
 class Work:
     """A request in flight."""
@@ -298,7 +319,7 @@ class MXNetAdapter:
         """Reduce `inputs` with those of the other workers into each of `outputs`; asynchronous.
 
         Operations of one name take part in the order of the calls. For `op`, `as_half`, `weight` and `group` see
-        `comm.base.Request`.
+        `Request`.
         """
 
     def pushpull_in_place(

@@ -211,7 +211,7 @@ class MPILaunch(NamedTuple):
             # Slurm speaks PMI too, and then to any MPI.
             return cls("Slurm" if slurm_step else "MPICH", number("PMI_RANK"), number("PMI_SIZE"), "PMI_SIZE")
         if number("PMIX_RANK") is not None:
-            return cls("PMIx", number("PMIX_RANK"), tasks if slurm_step else None, "PMIX_RANK")
+            return cls("PMIx", number("PMIX_RANK"), tasks, "PMIX_RANK")
         if slurm_step:
             return cls("Slurm", number("SLURM_PROCID"), tasks, "SLURM_STEP_NUM_TASKS")
         return None

@@ -47,7 +47,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def _process():
-    process = importlib.import_module("kvstore_hvd.process.process").current()
+    process = importlib.import_module("kvstore_hvd.world.process").current()
     process.init()
     yield process
     process.shutdown()

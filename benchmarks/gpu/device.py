@@ -27,16 +27,16 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 from common import ROOT, describe, size_text, summary, table, write
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.device.nccl import NcclExecutor
-from kvstore_hvd.comm.device.ring import RingExecutor
-from kvstore_hvd.comm.device.rounds import buffer_bytes, rounds
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.gpu import kernels, shapes
 from kvstore_hvd.gpu.devices import Device, activate
+from kvstore_hvd.gpu.executor import buffer_bytes, rounds
 from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
 from kvstore_hvd.gpu.memory import DeviceMemory
 from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.nccl_executor import NcclExecutor
 from kvstore_hvd.gpu.nccl_library import library
+from kvstore_hvd.gpu.ring_executor import RingExecutor
 from kvstore_hvd.gpu.runtime import cupy, version_text
 from kvstore_hvd.gpu.streams import Stream
 from support.gpu_ranks import Exchange, device_operation, on_ranks

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import struct
 from typing import Any, Protocol
 
-__all__ = ["Channel", "ChannelError"]
+__all__ = ["Channel", "ChannelError", "peer_process"]
 
 _LENGTHS = struct.Struct("!II")  # of the object, and of the bytes before it
 _CHUNK = 1 << 18
@@ -131,3 +132,9 @@ def _message(body: bytes) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("t"), str):
         raise ChannelError(f"{body[:80]!r} is no message.")
     return message
+
+
+def peer_process(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other side of a connected Unix socket, from the kernel."""
+    pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid

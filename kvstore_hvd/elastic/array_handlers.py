@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import log, mxnet_compat
-from kvstore_hvd.comm.base import Request
+from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.elastic.copies import deep_copy
 from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.elastic.images import Image, Spec, Specs
 from kvstore_hvd.mxnet.functions import broadcast_object
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["ArraysHandler", "Details", "drain"]
 
@@ -87,8 +86,8 @@ class ArraysHandler(StagedHandler):
             memory = spare.image.memory
             if memory.size:
                 place = [memory.ctypes.data]
-                world.communicator().run(
-                    Request("broadcast", _NAME, "values of arrays", place, place, memory.shape, "uint8")
+                world.engine().run(
+                    native.Request("broadcast", _NAME, "values of arrays", place, place, memory.shape, "uint8")
                 )
 
     def content(self) -> Any:

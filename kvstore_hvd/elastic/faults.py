@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.errors import MismatchError, message
-from kvstore_hvd.process.member import Member
+from kvstore_hvd.world.agree import exchange
+from kvstore_hvd.world.member import Member
 
 __all__ = ["raise_on_all"]
 
@@ -14,7 +14,7 @@ _NAME = "elastic/faults"
 
 def raise_on_all(world: Member, fault: str) -> None:
     """Raise on all workers what is wrong with the state of any."""
-    faults = exchange(world.communicator(), world.topology, _NAME, fault)
+    faults = exchange(world.engine(), world.topology, _NAME, fault)
     if any(faults):
         raise MismatchError(
             message(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore_hvd import log
 from kvstore_hvd.errors import message
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["NotificationManager", "notification_manager"]
 

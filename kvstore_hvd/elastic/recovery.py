@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore_hvd import errors
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, PeerLostError, message
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["REPLACES", "as_lost_world", "check_recoverable"]
 

@@ -26,7 +26,7 @@ from kvstore_hvd.errors import (
     message,
 )
 from kvstore_hvd.mxnet import process_sets
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["run", "run_fn"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["ElasticSampler"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvstore_hvd.elastic.faults import raise_on_all
 from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.mxnet.functions import broadcast_object
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["SamplerHandler"]
 

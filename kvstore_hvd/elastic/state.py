@@ -13,7 +13,7 @@ from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
 from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
 from kvstore_hvd.mxnet.basics import rank
 from kvstore_hvd.mxnet.functions import broadcast_object
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["ObjectState", "State"]
 

@@ -7,7 +7,7 @@ import queue
 
 import numpy as np
 
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["HostUpdateResult", "HostUpdates"]
 

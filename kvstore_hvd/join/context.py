@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, NoReturn, Optional
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import (
     DivergedError,
     HorovodInternalError,
@@ -39,9 +38,8 @@ from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
 from kvstore_hvd.join.withdrawal import Withdrawal, is_withdrawn
 from kvstore_hvd.join.zeros import LEFT, explained
 from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
-from kvstore_hvd.process import process
-from kvstore_hvd.process.member import Member
-from kvstore_hvd.process.numbering import next_number
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
 
 __all__ = ["Join", "is_uneven"]
 
@@ -161,7 +159,7 @@ class Join:
             fact, fix = "another thread is in a Join.", "use one thread for all of them."
             raise InvalidRequestError(message(fact, operation="Join", fix=fix))
         if self._enable:
-            self._number = next_number(self._world, "Join")
+            self._number = self._world.next_number("Join")
         self._before = [joinable._join_config for joinable in self._joinables]
         for place, joinable in enumerate(self._joinables):
             joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
@@ -280,7 +278,7 @@ class Join:
         withdrawal.drain()
         token = np.zeros(1, np.int64)
         # Patient: what a host does after it is news to another one only once all have come to it.
-        request = self._request(f"{PATIENT}{self._wire_name('withdrawn')}", token)
+        request = self._request(f"{native.PATIENT}{self._wire_name('withdrawn')}", token)
         withdrawal.decline_until(tokens.submit(self._world, request, token))
         withdrawal.drain()
         withdrawal.agree()
@@ -339,7 +337,7 @@ class Join:
 
     def _begun(self, hooks: Sequence[TrainerHook]) -> list[TrainerHook]:
         """Those of which others have begun a step that this worker can follow."""
-        missed = self._world.communicator().missed(native.MAX_NAMES, any(hook.is_deferred for hook in hooks))
+        missed = self._world.engine().missed(native.MAX_NAMES, any(hook.is_deferred for hook in hooks))
         if not missed:
             return []
         for hook in hooks:
@@ -396,7 +394,7 @@ class Join:
         with self._world.submitting():
             presence = self._submit(0)
             try:
-                self._world.communicator().wait(presence.work)
+                self._world.engine().wait(presence.work)
             except MismatchError as error:
                 raise explained(error, self._world) from None
         return bool(presence.token[0] > 0)
@@ -408,16 +406,16 @@ class Join:
     def _wait_for_early(self, early: int) -> bool:
         """Whether a worker has ended early; waits for all."""
         token = np.array([early], np.int64)
-        self._world.communicator().run(self._request(self._wire_name("early"), token))
+        self._world.engine().run(self._request(self._wire_name("early"), token))
         return bool(token[0] > 0)
 
     def _wire_name(self, what: str) -> str:
         return f"join/{self._number}/{what}"
 
-    def _request(self, name: str, token: Any) -> Request:
+    def _request(self, name: str, token: Any) -> native.Request:
         place = [token.ctypes.data]
         # The group tells contexts apart that are under one name.
-        return Request("allreduce", name, f"'{name}'", place, place, (1,), "int64", group=self._number)
+        return native.Request("allreduce", name, f"'{name}'", place, place, (1,), "int64", group=self._number)
 
 
 def is_uneven() -> bool:

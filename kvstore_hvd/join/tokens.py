@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.process.member import Member
+from kvstore_hvd.world.member import Member
 
 __all__ = ["submit"]
 
@@ -26,14 +25,14 @@ _lock = threading.Lock()
 _kept: list[_Kept] = []
 
 
-def submit(world: Member, request: Request, memory: Any) -> native.Work:
+def submit(world: Member, request: native.Request, memory: Any) -> native.Work:
     """Submit an operation on arrays that nobody else need keep. To be called inside `Member.submitting`."""
     one = _Kept(memory)
     with _lock:
         _kept[:] = [each for each in _kept if each.work is None or not each.work.done]
         _kept.append(one)
     try:
-        one.work = world.communicator().submit(request)
+        one.work = world.engine().submit(request)
     except Exception:
         with _lock:
             _kept.remove(one)

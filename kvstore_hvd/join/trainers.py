@@ -2,7 +2,7 @@
 
 It averages with the others and applies the same update, so that parameters, the states of the optimizer, its learning
 rate and the scale of AMP stay equal on all workers, bit by bit. What a gradient counts is agreed within the allreduce
-itself: each worker announces its batch size as its weight (see `comm.base.Request`), and nothing else is sent. Only
+itself: each worker announces its batch size as its weight (see `native.Request`), and nothing else is sent. Only
 gradients of float16 are summed, as a mean might be too small for them; then batch sizes are exchanged in each step.
 """
 
@@ -21,11 +21,11 @@ from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutErr
 from kvstore_hvd.join.joinable import Joinable, JoinHook
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.native.records import Missed
-from kvstore_hvd.process import process
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.keys import wire_name
 from kvstore_hvd.store.kvstore import StoreMethods
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
 
 __all__ = ["TrainerHook", "check_stores", "joinable_for"]
 
@@ -279,7 +279,7 @@ class TrainerHook(JoinHook):
         world, pauses = self._joinable.world, Pauses()
         deadline = Deadline(config().timeout_s)
         while self.is_deferred:
-            self.initialize(world.communicator().missed(native.MAX_NAMES, described=True) or [])
+            self.initialize(world.engine().missed(native.MAX_NAMES, described=True) or [])
             pauses.after(found=False)
             world.check()
             if deadline.left() < 0:

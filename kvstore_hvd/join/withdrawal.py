@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.join import tokens
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.join.zeros import explained
 from kvstore_hvd.native.records import Missed
-from kvstore_hvd.process import process
-from kvstore_hvd.process.member import Member
-from kvstore_hvd.process.numbering import agree_on_numbers
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
 
 __all__ = ["Withdrawal", "is_withdrawn"]
 
@@ -62,16 +60,16 @@ class Withdrawal:
 
     def decline_until(self, work: native.Work) -> None:
         """Decline what the others submit until all have submitted `work`, and wait for that. After `drain`."""
-        communicator = self._world.communicator()
+        engine = self._world.engine()
         pauses = Pauses()
         while True:
             missed = [(world, self._missed_in(world)) for world in self._worlds]
-            if communicator.is_met(work):  # then what is missed comes after it
+            if engine.is_met(work):  # then what is missed comes after it
                 break
             done = [self._decline(world, one) for world, found in missed for one in found]
             pauses.after(found=any(done))
         try:
-            communicator.wait(work)
+            engine.wait(work)
         except MismatchError as error:
             raise explained(error, self._world) from None
 
@@ -79,13 +77,13 @@ class Withdrawal:
         """Number what comes next alike: workers have begun different numbers of calls."""
         for world in self._worlds:
             with world.submitting():
-                agree_on_numbers(world)
+                world.agree_on_numbers()
 
     def _is_withdrawn(self, error: Exception) -> bool:
         return is_withdrawn(error, self._world, self._number)
 
     def _missed_in(self, world: Member) -> Sequence[Missed]:
-        missed = world.communicator().missed(native.MAX_NAMES, described=True) or []
+        missed = world.engine().missed(native.MAX_NAMES, described=True) or []
         # A Join of a process set may have this one's number there, and its operations the same names.
         own = self._early if world is self._world else ""
         return [one for one in missed if one.name != own and (world, one.name) not in self._followed]
@@ -102,7 +100,9 @@ class Withdrawal:
             return True
         kind = "allreduce" if one.announced is None else one.announced.collective
         label = f"'{one.name}' of the others"
-        request = Request(kind, one.name, label, (), (), (0,), "float32", failure=_refusal(self._world, self._number))
+        request = native.Request(
+            kind, one.name, label, (), (), (0,), "float32", failure=_refusal(self._world, self._number)
+        )
         self._declined[place] = tokens.submit(world, request, None)
         return True
 

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.comm.base import PATIENT, Request
 from kvstore_hvd.errors import KVHvdError, MismatchError, message
 from kvstore_hvd.join import tokens
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.native.records import Announced
-from kvstore_hvd.process.member import Member
+from kvstore_hvd.world.agree import clock_ahead
+from kvstore_hvd.world.member import Member
 
 __all__ = ["LEFT", "explained", "join"]
 
 #: What workers submit who wait for the others, here and at the end of every `Join`: of one name, or those in different
 #: ones would wait for each other for ever.
-LEFT = f"{PATIENT}left"
+LEFT = f"{native.PATIENT}left"
 
 # The bits of infinity, minus infinity and one in bfloat16, which NumPy does not know.
 _BFLOAT16 = {"min": 0x7F80, "max": 0xFF80, "product": 0x3F80}
@@ -44,18 +44,18 @@ def join(world: Member) -> int:
 def _follow(world: Member) -> int:
     topology = world.topology
     arrivals = np.zeros(topology.size, np.int64)
-    arrivals[topology.rank] = time.monotonic_ns()  # one clock for all workers of a host
+    arrived = arrivals[topology.rank] = time.monotonic_ns()
     place = [arrivals.ctypes.data]
-    request = Request("allreduce", LEFT, "join", place, place, arrivals.shape, "int64")
+    request = native.Request("allreduce", LEFT, "join", place, place, arrivals.shape, "int64")
     with world.submitting():
         work = tokens.submit(world, request, arrivals)
-    communicator = world.communicator()
+    engine = world.engine()
     answers: dict[str, native.Work] = {}  # by name: under way
     pauses = Pauses()
     while True:
         answers = {name: answer for name, answer in answers.items() if not answer.done}
-        missed = communicator.missed(native.MAX_NAMES, described=True) or []
-        if communicator.is_met(work):  # then what is missed comes after it
+        missed = engine.missed(native.MAX_NAMES, described=True) or []
+        if engine.is_met(work):  # then what is missed comes after it
             break
         new = [one for one in missed if one.name not in answers]
         for one in new:
@@ -63,9 +63,13 @@ def _follow(world: Member) -> int:
             answers[one.name] = tokens.submit(world, request, memory)
         pauses.after(found=bool(new))
     try:
-        communicator.wait(work)
+        engine.wait(work)
     except MismatchError as error:
         raise explained(error, world) from None
+    if topology.host_count > 1:  # whose clocks differ: all times are made those of rank 0's host
+        ahead_ns, _ = clock_ahead(engine, topology, "join/clock")
+        row = np.array([arrived - ahead_ns], np.int64)
+        arrivals = world.all_rows("join", "join/arrivals", "join", row)[:, 0]
     return int(np.flatnonzero(arrivals == arrivals.max())[-1])
 
 
@@ -78,17 +82,17 @@ def explained(error: Exception, world: Member) -> Exception:
     return MismatchError(message(fact, **world.topology.speaker, operation="join", fix=fix))
 
 
-def _answer(name: str, what: Announced | None) -> tuple[Request, Any]:
+def _answer(name: str, what: Announced | None) -> tuple[native.Request, Any]:
     """What takes part in an operation of the others, and its memory."""
     label = f"'{name}' of the others, in join(),"
     if what is None or what.collective != "allreduce":
         called = "This operation" if what is None else what.collective.capitalize()
         failure = f"{called} is not supported with Join at this time."
         kind = "allreduce" if what is None else what.collective
-        return Request(kind, name, label, (), (), (0,), "float32", failure=failure), None
+        return native.Request(kind, name, label, (), (), (0,), "float32", failure=failure), None
     memory = _neutral(what.op, what.dtype, what.count)
     place = [memory.ctypes.data]
-    request = Request(
+    request = native.Request(
         "allreduce",
         name,
         label,

@@ -395,7 +395,7 @@ def call_function() -> int:
 
 def _place() -> tuple[int, int, int]:
     """Generation, rank and size of this worker's last world, see `_report`."""
-    from kvstore_hvd.process import process
+    from kvstore_hvd.world import process
 
     known = config()
     if known.worker is None:

@@ -11,7 +11,7 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.gpu import nccl_library, runtime
 from kvstore_hvd.horovod import alias as horovod_alias
-from kvstore_hvd.worlds.mpi import world as mpi_world
+from kvstore_hvd.world import mpi as mpi_world
 
 
 def build_report() -> str:

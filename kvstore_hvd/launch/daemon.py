@@ -23,14 +23,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvstore_hvd import __version__
-from kvstore_hvd.base.channel import Channel, ChannelError
+from kvstore_hvd.base.channel import Channel, ChannelError, peer_process
 from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.hosts import MAX_WORKERS
-from kvstore_hvd.worlds.authentication import peer_process
 
 BEAT_S = 0.25
 #: Ends what a login shell prints before the first message of a daemon on another host.

@@ -9,8 +9,8 @@ import resource
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from kvstore_hvd.base.limits import limit_of, open_below
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.worlds.descriptors import limit_of, open_below
 
 _ENTRY = re.compile(
     r"(?P<host>[^\s:,=\[\]\\]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"

@@ -14,8 +14,8 @@ from kvstore_hvd.mxnet.calls import check_name, make_call, names_for
 from kvstore_hvd.mxnet.gathers import exchange, refusal_of
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.shapes import exchange_shapes
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.keys import Call, priority_of
+from kvstore_hvd.world.member import Member
 
 __all__ = ["alltoall"]
 

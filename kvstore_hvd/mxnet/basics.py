@@ -11,10 +11,10 @@ from kvstore_hvd.errors import InvalidRequestError, KVHvdError, NotInitializedEr
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.nccl_library import library
 from kvstore_hvd.mxnet import process_sets as sets
-from kvstore_hvd.process import process
 from kvstore_hvd.timeline import start_timeline, stop_timeline
-from kvstore_hvd.worlds.mpi.world import initialised_mpi
-from kvstore_hvd.worlds.topology import Topology
+from kvstore_hvd.world import process
+from kvstore_hvd.world.mpi import initialised_mpi
+from kvstore_hvd.world.topology import Topology
 
 __all__ = [
     "ccl_built",

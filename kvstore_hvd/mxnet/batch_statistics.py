@@ -32,12 +32,11 @@ from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet.calls import make_call, operations
 from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
-from kvstore_hvd.process import process
-from kvstore_hvd.process.member import Member
-from kvstore_hvd.process.numbering import next_number
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.keys import Call, Group
 from kvstore_hvd.store.operations import SUM
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
 
 __all__ = ["OPERATION", "StatisticsExchange", "operator_type"]
 
@@ -99,7 +98,7 @@ class StatisticsExchange:
         """The exchange of the next forward pass. Raises as `check`."""
         world, call = self.check()
         kind = f"{OPERATION}.{self._number}"
-        name = f"{kind}.{next_number(world, kind)}"
+        name = f"{kind}.{world.next_number(kind)}"
         shown = dict.fromkeys((name, _gradient_of(name)), self._parameter.name)
         return Exchange(dataclasses.replace(call, names=shown), world, name)
 

@@ -7,10 +7,9 @@ from typing import Any, Optional
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, fault_of_text
 from kvstore_hvd.mxnet.process_sets import ProcessSet
-from kvstore_hvd.process.member import Member
-from kvstore_hvd.process.numbering import next_number
 from kvstore_hvd.store.keys import Call, reject_array
 from kvstore_hvd.store.operations import Operations
+from kvstore_hvd.world.member import Member
 
 __all__ = [
     "NAMESPACE",
@@ -74,7 +73,7 @@ def names_for(call: Call, world: Member, name: Optional[str], count: int = 0) ->
 
 def unnamed(world: Member, kind: str) -> str:
     """A name that no call had in this world."""
-    return f"{kind}.noname.{next_number(world, kind)}"
+    return f"{kind}.noname.{world.next_number(kind)}"
 
 
 def root_in(call: Call, root_rank: Any, process_set: ProcessSet) -> int:

@@ -10,15 +10,14 @@ from typing import Any, Optional
 
 import numpy as np
 
-from kvstore_hvd import mxnet_compat
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.errors import InvalidRequestError, MismatchError
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for, operations, root_in, unnamed
 from kvstore_hvd.mxnet.gathers import gather_bytes
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.store.keys import Call, Group, wire_name
+from kvstore_hvd.world.member import Member
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broadcast_trainer_states"]
 
@@ -208,16 +207,8 @@ def _broadcast_bytes(
     table = world.all_rows(call.operation, wire_name(NAMESPACE, name), f"'{name}'", row)
     if refusal is not None:
         raise refusal
-    roots: dict[int, list[int]] = {}
-    for rank, told in enumerate(table[:, 0].tolist()):
-        roots.setdefault(told, []).append(rank)
-    if len(roots) > 1:
-        details = tuple(
-            f"root {call.topology.rank_of_all(told)}: {call.topology.rank_list(ranks)}" for told, ranks in roots.items()
-        )
-        raise MismatchError(
-            call.message(name, "ranks disagree on the root.", "name the same root everywhere.", details)
-        )
+    roots = [f"root {call.topology.rank_of_all(told)}" for told in table[:, 0].tolist()]
+    call.compare(name, "the root", roots, "name the same root everywhere.")
     refusing = np.flatnonzero(table[:, 2])
     if refusing.size:
         fact = f"{call.topology.rank_list(refusing.tolist())} could not write what was to be sent."
@@ -225,10 +216,10 @@ def _broadcast_bytes(
     is_root = world.topology.rank == root
     buffer = np.frombuffer(data, np.uint8) if is_root else np.empty(table[root, 1], np.uint8)
     place = [buffer.ctypes.data]
-    request = Request(
+    request = native.Request(
         "broadcast", wire_name(NAMESPACE, f"{name}/bytes"), f"'{name}'", place, place, buffer.shape, "uint8", root=root
     )
-    world.communicator().run(request)
+    world.engine().run(request)
     return buffer.data
 
 

@@ -10,19 +10,18 @@ from typing import Any, Optional
 
 import numpy as np
 
-from kvstore_hvd import mxnet_compat
-from kvstore_hvd.comm.base import Request
+from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet import gradients
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_list, check_name, make_call, names_for
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
 from kvstore_hvd.mxnet.shapes import Shapes, exchange_shapes
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, scaled
 from kvstore_hvd.store.keys import Call, Group, priority_of, wire_name
 from kvstore_hvd.store.operations import Reduction
 from kvstore_hvd.store.placement import home_of
+from kvstore_hvd.world.member import Member
 
 __all__ = [
     "allgather",
@@ -292,7 +291,7 @@ def _run_exchange(
     contributed = shapes.rows[world.topology.rank] * shapes.row_elements
     if extent == 0:
         return  # nobody has anything
-    request = Request(
+    request = native.Request(
         "exchange",
         _data_name(name),
         call.label(name),
@@ -304,7 +303,7 @@ def _run_exchange(
         contributed=contributed,
         on_device=on_device,
     )
-    world.communicator().run(request)
+    world.engine().run(request)
 
 
 def _share(world: Member, rows: int) -> tuple[int, int]:
@@ -338,7 +337,7 @@ def _reduce_rows(
     home = home_of(world, tensor)
     (source, start), (target, place) = (_memory(world, *end) for end in ((tensor, home, True), (output, home, False)))
     unit = shapes.row_bytes
-    request = Request(
+    request = native.Request(
         "reducescatter",
         _data_name(name),
         call.label(name),
@@ -353,7 +352,7 @@ def _reduce_rows(
         parts=[(world.topology.rank, first * unit, rows * unit, 0)],
         on_device=home is not None,
     )
-    world.communicator().run(request)
+    world.engine().run(request)
     if target is not output:
         copy(target, output)
     del source  # alive until here

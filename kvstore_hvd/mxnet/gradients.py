@@ -13,10 +13,10 @@ from typing import Any, Optional
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet.calls import operations, unnamed
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import buffer_like
 from kvstore_hvd.store.keys import Call, Group
 from kvstore_hvd.store.operations import SUM, Reduction
+from kvstore_hvd.world.member import Member
 
 __all__ = ["Tape", "refuse_in_graph", "refuse_in_place", "tape"]
 

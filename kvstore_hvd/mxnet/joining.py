@@ -9,7 +9,6 @@ from kvstore_hvd.join import zeros
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet.calls import make_call
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.process.numbering import agree_on_numbers
 
 __all__ = ["join"]
 
@@ -49,5 +48,5 @@ def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
         raise InvalidRequestError(make_call(world, "join").message(None, fact, fix))
     last = zeros.join(world)
     with world.submitting():
-        agree_on_numbers(world)
+        world.agree_on_numbers()
     return int((process_set.ranks or [])[last])

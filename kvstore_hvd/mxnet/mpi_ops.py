@@ -57,9 +57,9 @@ from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_redu
 from kvstore_hvd.mxnet.joining import join
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
-from kvstore_hvd.process import process
 from kvstore_hvd.store.arrays import buffer_like, check_group
 from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, priority_of, wire_name
+from kvstore_hvd.world import process
 
 # As in Horovod, its module of operations has the basics as well.
 __all__ = [

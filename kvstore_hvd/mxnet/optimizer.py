@@ -15,10 +15,10 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.kvstore import make_store_class
 from kvstore_hvd.store.operations import Reduction, submit_all
+from kvstore_hvd.world.member import Member
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]
 

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 
-from kvstore_hvd.comm.agreement import exchange
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
 from kvstore_hvd.mxnet.set_agreement import Part, agreed_sets, row_of
-from kvstore_hvd.process import process
-from kvstore_hvd.process.inner_worlds import InnerMember
-from kvstore_hvd.process.member import Member
+from kvstore_hvd.world import process
+from kvstore_hvd.world.agree import exchange
+from kvstore_hvd.world.member import InnerMember, Member
 
 __all__ = [
     "ProcessSet",
@@ -105,19 +104,17 @@ class ProcessSet:
         InvalidRequestError
             The set is not registered, or this worker is not a member.
         """
-        world = process.current()
-        if not world.is_initialized:
-            fix = "call hvd.init() first."
-            raise NotInitializedError(message("Horovod has not been initialized.", operation=operation, fix=fix))
-        if self.process_set_id is None:
+        everybody, registry = _of_all(operation), _registry()
+        number = registry.number_of(self)
+        if number is None:
             fact, fix = f"{self} is not registered.", "add it with hvd.add_process_set() or hvd.init(process_sets=...)."
             raise InvalidRequestError(_text(fact, fix, operation))
-        if max(self.ranks or [0]) >= world.topology.size:
-            fact = f"{self} has ranks that do not exist any more: there are {world.topology.size} workers."
+        found, size = registry.sets[number].member, everybody.topology.size
+        if found.ranks[-1] >= size:
+            fact = f"{self} has ranks that do not exist any more: there are {size} workers."
             raise InvalidRequestError(_text(fact, "use it when enough workers are there.", operation))
-        found = _registry().world_of(self)
         if found.topology.is_outside and not or_outside:
-            fact = f"this worker is not one of the members, {rank_list(self.ranks or [])}."
+            fact = f"this worker is not one of the members, {rank_list(found.ranks)}."
             raise InvalidRequestError(_text(fact, "call it on the members only.", operation))
         return found
 
@@ -142,6 +139,19 @@ class _GlobalProcessSet(ProcessSet):
         """All ranks; None outside of a world."""
         world = process.current()
         return list(range(world.topology.size)) if world.is_initialized else None
+
+    def world(self, operation: str, or_outside: bool = False) -> Member:
+        """See `ProcessSet.world`."""
+        return _of_all(operation)
+
+
+def _of_all(operation: str) -> Member:
+    """This worker's part in the world of all workers."""
+    world = process.current()
+    if not world.is_initialized:
+        fix = "call hvd.init() first."
+        raise NotInitializedError(message("Horovod has not been initialized.", operation=operation, fix=fix))
+    return world.member
 
 
 #: All workers.
@@ -177,11 +187,6 @@ class _Registry:
             return 0 if process.current().is_initialized else None
         found = (number for number, each in self.sets.items() if any(one is process_set for one in each.objects))
         return next(found, None)
-
-    def world_of(self, process_set: ProcessSet) -> Member:
-        """This worker's part in the world of a registered set."""
-        number = self.number_of(process_set)
-        return self.sets[number].member if number else process.current().member
 
 
 # With the number of times that this worker had left by then: `shutdown` forgets the sets, `reset` keeps them.
@@ -271,7 +276,7 @@ def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
 def _check_counts(world: Member, count: int) -> None:
     table = world.all_rows("init", "hvd.init", "process sets", np.array([count], np.int64))
     if (table != table[0]).any():
-        details = [f"{each}: {rank_list(np.flatnonzero(table[:, 0] == each))}" for each in np.unique(table)]
+        details = world.topology.listed(table[:, 0].tolist())
         fact, fix = "the workers name different numbers of process sets.", "give init() the same sets on all workers."
         raise MismatchError(_text(fact, fix, "init", details))
 
@@ -336,7 +341,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     with world.submitting():
         table = world.all_rows(operation, "hvd.remove_process_set", "process set", np.array([number or 0], np.int64))
         if (table != table[0]).any():
-            details = [f"set {each}: {rank_list(np.flatnonzero(table[:, 0] == each))}" for each in np.unique(table)]
+            details = world.topology.listed(f"set {each}" for each in table[:, 0].tolist())
             fix = "remove the same set on every worker."
             raise MismatchError(_text("the workers name different process sets.", fix, operation, details))
         if not number:
@@ -363,7 +368,7 @@ def rejoin() -> None:
         told = _as_text(registry)
     else:
         with world.submitting():
-            told = exchange(world.communicator(), world.topology, "process sets", _as_text(registry))[0]
+            told = exchange(world.engine(), world.topology, "process sets", _as_text(registry))[0]
     dynamic, registry.next_number, sets = json.loads(told)
     registry.is_dynamic = registry.is_dynamic or dynamic
     before, registry.sets = registry.sets, {}

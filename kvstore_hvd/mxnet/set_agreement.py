@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, message, rank_list
-from kvstore_hvd.worlds.topology import Topology
+from kvstore_hvd.world.topology import Topology
 
 __all__ = ["Part", "agreed_sets", "row_of"]
 

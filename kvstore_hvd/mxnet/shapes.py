@@ -14,17 +14,18 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.errors import InvalidRequestError, MismatchError
+from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet.calls import NAMESPACE
 from kvstore_hvd.native import ITEM_BYTES
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.keys import Call, wire_name
+from kvstore_hvd.world.member import Member
 
 __all__ = ["Shapes", "exchange_shapes"]
 
 _KINDS = ("allgather", "alltoall", "reducescatter", "object")
 _DTYPES = list(native.DTYPES)
 _MAX_NDIM = 32  # MXNet's own limit
+_FIX = "call it with arrays that fit together on every rank; nothing was exchanged."
 _HEAD = 5  # kind, whether this worker refuses the call, number of tensors, dtype, number of dimensions
 
 
@@ -80,24 +81,12 @@ def exchange_shapes(
         fact = f"{call.topology.rank_list(refusing.tolist())} refused the call."
         raise InvalidRequestError(call.message(name, fact, "see the error there; nothing was exchanged."))
     shapes = [tuple(each[_HEAD : _HEAD + each[4]].tolist()) for each in table]
-    _agree(call, name, "the operation", [_KINDS[each[0]] for each in table])
-    _agree(call, name, "the number of tensors", table[:, 2].tolist())
-    _agree(call, name, "dtype", [_DTYPES[each[3]] for each in table])
+    call.compare(name, "the operation", [_KINDS[each[0]] for each in table], _FIX)
+    call.compare(name, "the number of tensors", table[:, 2].tolist(), _FIX)
+    call.compare(name, "dtype", [_DTYPES[each[3]] for each in table], _FIX)
     if kind == "reducescatter":
-        _agree(call, name, "shape", shapes)
+        call.compare(name, "shape", shapes, _FIX)
     else:
-        _agree(call, name, "the number of dimensions", [len(shape) for shape in shapes], shapes)
-        _agree(call, name, "the shape beyond the first dimension", [shape[1:] for shape in shapes], shapes)
+        call.compare(name, "the number of dimensions", [len(shape) for shape in shapes], _FIX, shapes)
+        call.compare(name, "the shape beyond the first dimension", [shape[1:] for shape in shapes], _FIX, shapes)
     return Shapes(_DTYPES[table[0][3]], shapes, [tuple(each[-size:].tolist()) for each in table])
-
-
-def _agree(call: Call, name: str, what: str, told: Sequence[Any], shown: Optional[Sequence[Any]] = None) -> None:
-    """Raise MismatchError unless all told the same; list what is shown of each."""
-    if all(each == told[0] for each in told):
-        return
-    by_value: dict[Any, list[int]] = {}
-    for rank, value in enumerate(shown or told):
-        by_value.setdefault(value, []).append(rank)
-    details = tuple(f"{value}: {call.topology.rank_list(ranks)}" for value, ranks in by_value.items())
-    fix = "call it with arrays that fit together on every rank; nothing was exchanged."
-    raise MismatchError(call.message(name, f"ranks disagree on {what}.", fix, details))

@@ -43,6 +43,7 @@ __all__ = [
     "ITEM_BYTES",
     "MAX_NAMES",
     "OPS",
+    "PATIENT",
     "Arena",
     "Engine",
     "Link",
@@ -90,6 +91,8 @@ ITEM_BYTES = {
     "int64": 8,
 }
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
+#: What the names of requests begin with that have no timeout and are in no stall report: native/request/request.hpp.
+PATIENT = "~"
 #: How many tensors a world knows at a time: native/shm/world.hpp.
 MAX_NAMES = 8192
 

@@ -93,7 +93,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Announced:
-    """What another worker wants to do under a name: fields of its request, see `comm.base.Request`."""
+    """What another worker wants to do under a name: fields of its request, see `native.Request`."""
 
     collective: str
     dtype: str
@@ -119,7 +119,7 @@ class Missed:
 
 @dataclass(frozen=True)
 class DeviceOperation:
-    """One operation of a batch for a device: fields of its request, see `comm.base.Request`."""
+    """One operation of a batch for a device: fields of its request, see `native.Request`."""
 
     # The operations of a batch are of one collective, and equal from `dtype` on; `postscale` has the divisor of an
     # average.

@@ -6,14 +6,14 @@ import threading
 import time
 from typing import Any
 
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.comm.device.executor import Executor
-from kvstore_hvd.comm.device.executors import create_executor
+from kvstore_hvd import native
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, is_on_gpu, synchronize
 from kvstore_hvd.gpu.devices import active
+from kvstore_hvd.gpu.executor import Executor
 from kvstore_hvd.native.records import DeviceOperation
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
+from kvstore_hvd.world.gpus import create_executor
 
 __all__ = ["allreduce", "broadcast"]
 
@@ -56,25 +56,20 @@ def _run(
         synchronize(source)
         if target is not source:
             synchronize(target)
-        request = Request(
-            collective,
-            f"np/{name}",  # matched with those on the CPU: workers that differ are told so
-            f"'{name}'",
-            [source.address],
-            [target.address],
-            source.shape,
-            source.dtype,
-            op,
-            prescale,
-            postscale,
-            root,
-            on_device=True,
-        )
+        inputs, outputs = [source.address], [target.address]
         if world.is_alone:
-            _run_alone(request, source.device)
+            count, how = source.count, (source.dtype, op, prescale, postscale, False, root)
+            operation = DeviceOperation(name, name, inputs, outputs, count, count, (), *how)
+            _run_alone(collective, operation, source.device)
         else:
             world.start_device(source.device)
-            world.communicator().run(request)
+            wire_name, label = (
+                f"np/{name}",
+                f"'{name}'",
+            )  # matched with those on the CPU: workers that differ are told so
+            what = source.shape, source.dtype, op, prescale, postscale, root
+            request = native.Request(collective, wire_name, label, inputs, outputs, *what, on_device=True)
+            world.engine().run(request)
     return out
 
 
@@ -100,28 +95,13 @@ _executors: dict[int, Executor] = {}  # by device
 _lock = threading.Lock()
 
 
-def _run_alone(request: Request, device: int) -> None:
+def _run_alone(collective: str, operation: DeviceOperation, device: int) -> None:
     """Copy and scale on the device, so that the result has the bits that it has with several workers."""
-    operation = DeviceOperation(
-        request.name,
-        request.label,
-        request.inputs,
-        request.outputs,
-        request.count,
-        request.count,
-        (),
-        request.dtype,
-        request.op,
-        request.prescale,
-        request.postscale,
-        request.as_half,
-        request.root,
-    )
     # The program's own current device stays what it is.
     with _lock, active(device):
         if device not in _executors:
             _executors[device] = create_executor(None, process.current().topology, device)
         executor = _executors[device]
-        completion = getattr(executor, request.collective)([operation])
+        completion = getattr(executor, collective)([operation])
         while not completion.done():
             time.sleep(_LOOK_S)

@@ -11,7 +11,6 @@ from typing import Any, Literal, Optional, TypeVar
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import (
     InvalidRequestError,
     InvalidTypeError,
@@ -22,7 +21,7 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.gpu.arrays import is_on_gpu
 from kvstore_hvd.ops import gpu_ops
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["allreduce", "allreduce_init", "barrier", "broadcast"]
 
@@ -126,7 +125,7 @@ def allreduce_init(
 
         return run_alone
     request = _request("allreduce", name, array, out, op, *scale)
-    return world.communicator().prepare(request, out, array)
+    return world.engine().prepare(request, out, array)
 
 
 def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -> Array:
@@ -169,6 +168,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
 
 def barrier(name: str = "barrier") -> None:
     """Wait until every worker has called it. Does not wait for pending operations on MXNet arrays."""
+    _check_call("barrier", name)
     process.current().member.barrier(name)
 
 
@@ -191,7 +191,7 @@ def _run(
         _alone(array, prescale, postscale, out)
         return
     with world.submitting():
-        world.communicator().run(_request(collective, name, array, out, op, prescale, postscale, root))
+        world.engine().run(_request(collective, name, array, out, op, prescale, postscale, root))
 
 
 def _request(
@@ -203,8 +203,8 @@ def _request(
     prescale: float,
     postscale: float,
     root: int = 0,
-) -> Request:
-    return Request(
+) -> native.Request:
+    return native.Request(
         collective,
         f"np/{name}",
         f"'{name}'",
@@ -234,7 +234,7 @@ def _check_call(operation: str, name: str, op: str = "sum") -> None:
     if fault:
         fix = "use a name that can be written as UTF-8 text."
         raise InvalidRequestError(_text(operation, ascii(name), f"the name {fault}", fix))
-    if op not in native.OPS:
+    if not isinstance(op, str) or op not in native.OPS:
         fix = f"use one of {', '.join(native.OPS)}."
         raise InvalidRequestError(_text(operation, name, f"there is no op {op!r}.", fix))
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import mxnet_compat
-from kvstore_hvd.comm.base import Request
+from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidTypeError, message
-from kvstore_hvd.process import process
-from kvstore_hvd.process.member import Member
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
 
 __all__ = ["compare", "verify"]
 
@@ -95,12 +94,7 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, wo
 
 def _diverged(world: Member, label: str, by_rank: Array, differing: int, total: int, when: str) -> DivergedError:
     topology = world.topology
-    ranks: dict[int, list[int]] = {}
-    for rank, value in enumerate(by_rank.tolist()):
-        ranks.setdefault(value, []).append(rank)
-    details = [
-        f"{_SHOWN.get(value, f'{value % 2**64:016x}')}: {topology.rank_list(who)}" for value, who in ranks.items()
-    ]
+    details = topology.listed(_SHOWN.get(value, f"{value % 2**64:016x}") for value in by_rank.tolist())
     others = f"{differing} of {total} parameters differ; this is the first one." if total > 1 else ""
     return DivergedError(
         message(
@@ -130,8 +124,8 @@ def _allreduce(world: Member, array: Array, name: str, op: str) -> None:
     place = [array.ctypes.data]
     label = "of the parameters' hashes"
     # Errors of earlier operations that nobody has read are left for others to raise: all workers have to come this way.
-    request = Request("allreduce", f"verify/{name}", label, place, place, array.shape, "int64", op)
-    world.communicator().run(request)
+    request = native.Request("allreduce", f"verify/{name}", label, place, place, array.shape, "int64", op)
+    world.engine().run(request)
 
 
 def _labelled(params: Any) -> list[tuple[str, Any]]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Union
 
-from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
-from kvstore_hvd.worlds.topology import Topology
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, MismatchError, message
+from kvstore_hvd.world.topology import Topology
 
 __all__ = ["MAX_KEYS", "Call", "Group", "Key", "group_arguments", "priority_of", "reject_array", "wire_name"]
 
@@ -65,6 +65,12 @@ class Call:
             details=details,
             fix=fix,
         )
+
+    def compare(self, key: Key, what: str, told: Sequence[Any], fix: str, shown: Sequence[Any] | None = None) -> None:
+        """Raise MismatchError unless all workers told the same; list what is shown of each, by default that."""
+        if any(each != told[0] for each in told):
+            details = tuple(self.topology.listed(told if shown is None else shown))
+            raise MismatchError(self.message(key, f"ranks disagree on {what}.", fix, details))
 
     def _name_and_key(self, key: Key) -> tuple[str, Key | None]:
         name = self.names.get(str(key), "")

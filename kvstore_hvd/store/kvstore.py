@@ -19,8 +19,6 @@ from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
 from kvstore_hvd.native.records import Statistics
-from kvstore_hvd.process import process
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.store.compression import arrays_from, parse_compression, read_residuals, values_of, write_residuals
@@ -28,6 +26,8 @@ from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, Key, group_arguments, 
 from kvstore_hvd.store.operations import SUM, Operations, Reduction
 from kvstore_hvd.store.steps import Step, is_plain
 from kvstore_hvd.store.usage import Measured, Report, Usage
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
 
 __all__ = ["StoreMethods", "make_store_class"]
 
@@ -417,7 +417,7 @@ class StoreMethods:
 
     @contextlib.contextmanager
     def _averaging(self, weight: float) -> Iterator[None]:
-        """Within, values are averaged by the workers' weights (see `comm.base.Request`). For Trainers in a Join."""
+        """Within, values are averaged by the workers' weights (see `native.Request`). For Trainers in a Join."""
         before = self._reduction
         self._reduction = dataclasses.replace(before, op="average", weight=weight)
         try:

@@ -12,13 +12,13 @@ from typing import Any
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import sparse
 from kvstore_hvd.store.arrays import buffer_like, bytes_of, copy, local_sum, scaled, unique
 from kvstore_hvd.store.compression import check_compressible, expand, signs_of
 from kvstore_hvd.store.keys import Call, Group, Key, priority_of, wire_name
 from kvstore_hvd.store.placement import Placement, home_of
 from kvstore_hvd.store.reduction import SUM, Reduction
+from kvstore_hvd.world.member import Member
 
 __all__ = ["SUM", "Operations", "Reduction", "submit_all"]
 

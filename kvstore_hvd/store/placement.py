@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import gpu, log, mxnet_compat
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import unique
 from kvstore_hvd.store.keys import Group
+from kvstore_hvd.world.member import Member
 
 __all__ = ["Placement", "home_of"]
 

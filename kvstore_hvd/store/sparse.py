@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import log, mxnet_compat, native
-from kvstore_hvd.comm.base import Request
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, MismatchError
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store.arrays import unique
 from kvstore_hvd.store.keys import Call, Group
 from kvstore_hvd.store.reduction import Reduction
+from kvstore_hvd.world.member import Member
 
 __all__ = ["pushpull"]
 
 _DTYPES = list(native.DTYPES)
 _OPS = list(native.OPS)
 _MAX_NDIM = 32  # MXNet's own limit
+_FIX = "use equal row_sparse arrays and arguments on every rank; nothing was changed."
 #: What a worker tells: that it refuses, how many rows it has, and what all must have in common.
 _REFUSES, _ROWS, _COMMON = 0, 1, 2
 
@@ -126,9 +126,9 @@ def _agree(world: Member, call: Call, one: _Rows, how: Reduction) -> None:
         fact = f"{call.topology.rank_list(refusing.tolist())} refused the call."
         raise InvalidRequestError(call.message(group.key, fact, "see the error there; nothing was changed."))
     for place, (what, shown) in enumerate(_SHOWN.items(), _COMMON):
-        _compare(call, group, what, [shown(number) for number in table[:, place].tolist()])
+        call.compare(group.key, what, [shown(number) for number in table[:, place].tolist()], _FIX)
     dimensions, shapes = int(table[0, _COMMON + len(_SHOWN) - 1]), table[:, _COMMON + len(_SHOWN) :]
-    _compare(call, group, "shape", [tuple(each[:dimensions].tolist()) for each in shapes])
+    call.compare(group.key, "shape", [tuple(each[:dimensions].tolist()) for each in shapes], _FIX)
     one.counts = table[:, _ROWS]
 
 
@@ -146,18 +146,6 @@ def _read(call: Call, group: Group, value: Any) -> tuple[Any, Any]:
         np.add.at(merged, places, rows)
         return found, merged
     return found, rows if np.array_equal(found, ids) else rows[np.argsort(ids)]
-
-
-def _compare(call: Call, group: Group, what: str, told: Sequence[Any]) -> None:
-    """Raise MismatchError unless all told the same."""
-    if all(each == told[0] for each in told):
-        return
-    by_value: dict[Any, list[int]] = {}
-    for rank, value in enumerate(told):
-        by_value.setdefault(value, []).append(rank)
-    details = tuple(f"{value}: {call.topology.rank_list(ranks)}" for value, ranks in by_value.items())
-    fix = "use equal row_sparse arrays and arguments on every rank; nothing was changed."
-    raise MismatchError(call.message(group.key, f"ranks disagree on {what}.", fix, details))
 
 
 def _reduce(world: Member, call: Call, one: _Rows, priority: int, how: Reduction) -> None:
@@ -186,7 +174,7 @@ def _ids_of_all(world: Member, call: Call, one: _Rows, priority: int) -> Any:
         if count:
             parts.append((rank, 0, count * mine.itemsize, place))
         place += count * mine.itemsize
-    request = Request(
+    request = native.Request(
         "exchange",
         f"{one.name}/row ids",
         call.label(one.group.key),
@@ -198,7 +186,7 @@ def _ids_of_all(world: Member, call: Call, one: _Rows, priority: int) -> Any:
         parts=parts,
         contributed=mine.size,
     )
-    world.communicator().run(request)
+    world.engine().run(request)
     return np.unique(found)
 
 
@@ -214,7 +202,7 @@ def _reduce_blocks(
         if how.is_scaled:
             native.scale(dtype, result.ctypes.data, result.ctypes.data, result.size, how.prescale, how.postscale)
         return
-    request = Request(
+    request = native.Request(
         "allreduce",
         f"{one.name}/rows",
         call.label(one.group.key),
@@ -229,7 +217,7 @@ def _reduce_blocks(
         as_half=how.as_half,
         weight=how.weight,
     )
-    world.communicator().run(request)
+    world.engine().run(request)
 
 
 def _write(rows: Any, ids: Any, out: Any) -> None:

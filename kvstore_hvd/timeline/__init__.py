@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Union
 
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 __all__ = ["start_timeline", "stop_timeline"]
 

@@ -34,7 +34,7 @@ std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
   return result;
 }
 
-// A field of a request, by its name in comm.base.Request.
+// A field of a request, by its name in Python.
 struct Field {
   const char* name;
   void (*set)(Request&, const py::handle& value);
@@ -81,7 +81,8 @@ constexpr Field kFields[] = {
     {"failure", set_field<&Request::input_failure>},
 };
 
-std::shared_ptr<Request> make_request(const py::dict& values) {
+// Takes fields in the order of the table, or by name, like a Python function.
+std::shared_ptr<Request> make_request(const py::args& in_order, const py::kwargs& by_name) {
   // Strings of the interpreter's that are looked up without being hashed; never freed.
   static const auto* const names = [] {
     auto* made = new std::array<PyObject*, std::size(kFields)>();
@@ -89,14 +90,19 @@ std::shared_ptr<Request> make_request(const py::dict& values) {
     return made;
   }();
   auto request = std::make_shared<Request>();
+  std::size_t place = 0;
+  for (const py::handle value : in_order) {
+    if (place == names->size()) throw py::type_error("a Request has no more fields");
+    kFields[place++].set(*request, value);
+  }
   std::size_t given = 0;
-  for (std::size_t i = 0; i < names->size(); ++i) {
-    PyObject* value = PyDict_GetItemWithError(values.ptr(), (*names)[i]);
+  for (; place < names->size(); ++place) {
+    PyObject* value = PyDict_GetItemWithError(by_name.ptr(), (*names)[place]);
     if (value == nullptr) continue;
-    kFields[i].set(*request, value);
+    kFields[place].set(*request, value);
     ++given;
   }
-  if (given != values.size()) throw py::value_error("a Request has no such field");
+  if (given != by_name.size()) throw py::type_error("a Request has no such field, or has it twice");
   return request;
 }
 

@@ -1,30 +1,64 @@
 #include "engine/engine.hpp"
 
+#include <algorithm>
+#include <condition_variable>
+#include <thread>
 #include <utility>
 
 #include "base/process.hpp"
-#include "engine/active_engine.hpp"
+#include "base/running_time.hpp"
+#include "engine/engine_state.hpp"
+#include "engine/lingering.hpp"
+#include "engine/progress.hpp"
+#include "engine/watcher.hpp"
 #include "request/messages.hpp"
 #include "shm/describe.hpp"
 
 namespace kvstore_hvd {
+namespace {
 
-// A call into the world. The last one out of a world that was left gives back what it held: memory, descriptors, and
-// the threads' stacks, however long the Engine itself is kept.
+// See submit_and_linger and wait_briefly.
+constexpr std::chrono::microseconds kLinger{60};
+constexpr std::chrono::microseconds kBriefly{5};
+// How long a rank that leaves waits for the devices of the others: for kernels that run, and wait for nobody any more.
+constexpr std::chrono::seconds kDevicesLeave{2};
+
+}  // namespace
+
+// What an engine has for as long as it is in its world.
+struct Engine::Inner : EngineState {
+  Inner(std::shared_ptr<Segment> its_segment, int its_rank, EngineOptions its_options)
+      : EngineState(std::move(its_segment), its_rank, std::move(its_options)),
+        progress(*this),
+        watcher(*this, progress) {}
+
+  std::shared_ptr<Work> submit(std::shared_ptr<const Request> request, bool caller_waits);
+  void submit(const std::shared_ptr<Work>& work, bool caller_waits);
+  bool leave(const std::string& reason);
+  bool await_devices();
+
+  Progress progress;
+  Watcher watcher;
+  Lingering lingering;
+  bool leaving = false, left = false, gone = false;  // under the mutex, as is the next one
+  bool are_devices_through = true;
+  std::condition_variable gone_changed;  // gone
+};
+
+// A call into the world, of which there is none once it is left, and in a forked child. The last one out of a world
+// that was left gives back what it held: memory, descriptors, and the threads' stacks, however long the Engine itself
+// is kept.
 class Engine::Visit {
  public:
-  explicit Visit(const Engine& engine) : engine_(engine), inside_(engine.gate_.enter()) {}
+  explicit Visit(const Engine& engine) : engine_(engine), inside_(!engine.forked() && engine.gate_.enter()) {}
   ~Visit() {
-    if (!inside_ || !engine_.gate_.leave()) return;
-    // In a forked child there is nothing to give back, as in ~Engine.
-    if (engine_.forked()) return;
-    engine_.active_.reset();
+    if (inside_ && engine_.gate_.leave()) engine_.inner_.reset();
   }
   Visit(const Visit&) = delete;
   Visit& operator=(const Visit&) = delete;
 
   explicit operator bool() const { return inside_; }
-  ActiveEngine* operator->() const { return engine_.active_.get(); }
+  Inner* operator->() const { return engine_.inner_.get(); }
 
  private:
   const Engine& engine_;
@@ -37,12 +71,12 @@ Engine::Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options
       local_rank_(rank),
       owner_(process_id()),
       speaker_(describe_speaker(segment->world(), rank)),
-      active_(std::make_unique<ActiveEngine>(std::move(segment), rank, std::move(options))) {}
+      inner_(std::make_unique<Inner>(std::move(segment), rank, std::move(options))) {}
 
 Engine::~Engine() {
   // The threads and the memory of the parent do not exist in a forked child: there is nothing to release.
   if (forked()) {
-    static_cast<void>(active_.release());
+    static_cast<void>(inner_.release());
   } else {
     shutdown("");
   }
@@ -50,38 +84,22 @@ Engine::~Engine() {
 
 bool Engine::forked() const { return process_id() != owner_; }
 
-Status Engine::why_outside(const Request& request) const {
-  return forked() ? Messages::forked() : Messages::left(speaker_ + describe_operation(request) + ": ");
-}
-
 std::shared_ptr<Segment> Engine::segment() const {
-  const Visit visit(*this);
-  return visit ? visit->segment() : nullptr;
+  const Visit in(*this);
+  return in ? in->segment : nullptr;
 }
 
 void Engine::protect(std::shared_ptr<Arena> arena) {
-  if (const Visit visit(*this); visit) visit->protect(std::move(arena));
+  const Visit in(*this);
+  if (!in) return;
+  const Lock lock = in->locked();
+  in->arena = std::move(arena);
 }
 
-std::shared_ptr<Work> Engine::submit(std::shared_ptr<const Request> request) {
-  if (const Visit visit(*this); visit) return visit->submit(std::move(request), false);
-  return refuse(std::move(request));
-}
+// ---- Submitting ----
 
-std::shared_ptr<Work> Engine::submit_and_linger(std::shared_ptr<const Request> request) {
-  if (const Visit visit(*this); visit) return visit->submit_and_linger(std::move(request));
-  return refuse(std::move(request));
-}
-
-std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> request) {
-  if (const Visit visit(*this); visit) return visit->submit(std::move(request), true);
-  return refuse(std::move(request));
-}
-
-void Engine::submit_to_wait(const std::shared_ptr<Work>& work) {
-  work->renew();
-  if (const Visit visit(*this); visit) return visit->submit(work, true);
-  work->finish(why_outside(work->request()));
+Status Engine::why_outside(const Request& request) const {
+  return forked() ? Messages::forked() : Messages::left(speaker_ + describe_operation(request) + ": ");
 }
 
 std::shared_ptr<Work> Engine::refuse(std::shared_ptr<const Request> request) const {
@@ -90,22 +108,76 @@ std::shared_ptr<Work> Engine::refuse(std::shared_ptr<const Request> request) con
   return work;
 }
 
-// Whoever leaves completes all works first, so outside there is nothing to wait for.
+std::shared_ptr<Work> Engine::submit(std::shared_ptr<const Request> request) {
+  if (const Visit in(*this); in) return in->submit(std::move(request), false);
+  return refuse(std::move(request));
+}
+
+std::shared_ptr<Work> Engine::submit_to_wait(std::shared_ptr<const Request> request) {
+  if (const Visit in(*this); in) return in->submit(std::move(request), true);
+  return refuse(std::move(request));
+}
+
+void Engine::submit_to_wait(const std::shared_ptr<Work>& work) {
+  work->renew();
+  if (const Visit in(*this); in) return in->submit(work, true);
+  work->finish(why_outside(work->request()));
+}
+
+std::shared_ptr<Work> Engine::submit_and_linger(std::shared_ptr<const Request> request) {
+  const Visit in(*this);
+  if (!in) return refuse(std::move(request));
+  // Over hosts an operation takes longer than this thread may stay.
+  const bool linger = !in->world.has_link() && !request->on_device &&
+                      bytes_of(*request) <= in->world.thresholds.linger && in->progress.is_idle() &&
+                      in->lingering.is_promising();
+  auto work = in->submit(std::move(request), linger);
+  if (linger) {
+    WaitPolicy policy = in->callers_policy;
+    policy.spin = std::min<std::chrono::nanoseconds>(policy.spin, kLinger);
+    policy.sleeps = false;
+    in->lingering.ended(in->progress.wait(*work, kLinger, policy));
+  }
+  return work;
+}
+
+std::shared_ptr<Work> Engine::Inner::submit(std::shared_ptr<const Request> request, bool caller_waits) {
+  // What only this rank can see to be wrong is announced all the same, or the others would wait for it.
+  if (request->input_failure.empty()) {
+    if (std::string fault = fault_of(*request, world.size); !fault.empty()) {
+      auto faulty = std::make_shared<Request>(*request);
+      faulty->input_failure = std::move(fault);
+      request = std::move(faulty);
+    }
+  }
+  auto work = std::make_shared<Work>(std::move(request));
+  submit(work, caller_waits);
+  return work;
+}
+
+void Engine::Inner::submit(const std::shared_ptr<Work>& work, bool caller_waits) {
+  const Request& request = work->request();
+  if (request.name.empty() || request.name.size() > kMaxName) {
+    const std::string limits = "a name has 1 to " + std::to_string(kMaxName) + " bytes, not ";
+    return work->finish(messages.invalid(request, limits + std::to_string(request.name.size())));
+  }
+  Lock lock = locked();
+  if (left || world.failure.is_set()) {
+    Status status = left ? messages.left(request) : messages.lost(request);
+    lock.unlock();
+    return work->finish(std::move(status));
+  }
+  work->bell_before = own().bell.value();
+  const Pending::Added added = pending.add(work, caller_waits);
+  progress.added(lock, *work, added, caller_waits);
+}
+
+// ---- Waiting. Whoever leaves completes all works first, so outside there is nothing to wait for. ----
+
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
   if (work.done()) return true;
-  const Visit visit(*this);
-  return !visit || visit->wait(work, limit);
-}
-
-bool Engine::wait_briefly(Work& work) {
-  if (work.done()) return true;
-  const Visit visit(*this);
-  return !visit || visit->wait_briefly(work);
-}
-
-bool Engine::is_met(const Work& work) const {
-  const Visit visit(*this);
-  return !visit || visit->is_met(work);
+  const Visit in(*this);
+  return !in || in->progress.wait(work, limit, in->callers_policy);
 }
 
 const Status& Engine::wait(Work& work) {
@@ -114,83 +186,183 @@ const Status& Engine::wait(Work& work) {
   return work.status();
 }
 
-bool Engine::wait_for_all(std::chrono::nanoseconds limit) {
-  const Visit visit(*this);
-  return !visit || visit->wait_for_all(limit);
+// Not with more ranks than cores: the others need this one.
+bool Engine::wait_briefly(Work& work) {
+  if (work.done()) return true;
+  const Visit in(*this);
+  if (!in) return true;
+  return in->callers_policy.spin.count() > 0 && in->progress.wait(work, kBriefly, WaitPolicy{kBriefly, 0, false});
 }
 
+bool Engine::wait_for_all(std::chrono::nanoseconds limit) {
+  const Visit in(*this);
+  return !in || in->progress.progress_until([&in] { return in->progress.is_idle(); }, limit, in->policy);
+}
+
+bool Engine::is_met(const Work& work) const {
+  const Visit in(*this);
+  if (!in || work.done()) return true;
+  const Lock lock = in->locked();
+  return in->pending.is_met(work);
+}
+
+// ---- Failures, and the device thread ----
+
 void Engine::abort(const std::string& text) {
-  if (const Visit visit(*this); visit) visit->abort(text);
+  if (const Visit in(*this); in) in->alarm.raise(ErrorCode::kTransport, text);
+}
+
+Status Engine::health() const {
+  if (const Visit in(*this); in) return in->health();
+  return forked() ? Messages::forked() : remains_.health;
+}
+
+std::optional<DeviceBatch> Engine::take_batch(std::chrono::nanoseconds limit) {
+  const Visit in(*this);
+  return in ? in->devices.take(limit) : std::nullopt;
+}
+
+bool Engine::end_batch(std::uint64_t number, const Status& status) {
+  const Visit in(*this);
+  if (!in) return false;
+  if (!status.ok()) in->alarm.raise(status.code(), describe_rank(in->world, in->rank) + ": " + status.text());
+  // The device may have been stopped on the way, because of the failure.
+  if (in->world.failure.is_set()) in->devices.give_up(kDevicesEnd);
+  const bool was_out = in->devices.done(number);
+  in->own().bell.ring();
+  return was_out;
+}
+
+// ---- What can be asked ----
+
+std::uint64_t Engine::bytes_in_place() const {
+  const Visit in(*this);
+  return in ? in->progress.bytes_in_place() : remains_.bytes_in_place;
 }
 
 EngineStatistics Engine::report() const {
-  const Visit visit(*this);
-  return visit ? visit->report() : EngineStatistics();
+  const Visit in(*this);
+  if (!in) return {};
+  const Lock lock = in->locked();
+  return in->pending.report();
 }
 
 void Engine::start_timeline(std::size_t capacity) {
-  if (const Visit visit(*this); visit) visit->start_timeline(capacity);
+  const Visit in(*this);
+  if (!in) return;
+  const Lock lock = in->locked();
+  in->pending.start_timeline(capacity);
 }
 
 void Engine::stop_timeline() {
-  if (const Visit visit(*this); visit) visit->stop_timeline();
+  const Visit in(*this);
+  if (!in) return;
+  const Lock lock = in->locked();
+  in->pending.timeline().stop();
 }
 
 TimelineEvents Engine::take_timeline() {
-  if (const Visit visit(*this); visit) return visit->take_timeline();
+  if (const Visit in(*this); in) {
+    const Lock lock = in->locked();
+    return in->pending.timeline().take();
+  }
   if (forked()) return {};
   const std::lock_guard<std::mutex> lock(remains_mutex_);
   return std::exchange(remains_.timeline, {});
 }
 
 std::optional<std::vector<Waiting>> Engine::waiting(std::chrono::nanoseconds age) const {
-  const Visit visit(*this);
-  return visit ? visit->waiting(age) : std::vector<Waiting>{};
+  const Visit in(*this);
+  if (!in || in->world.failure.is_set()) return std::vector<Waiting>{};
+  const Lock lock(in->mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return std::nullopt;
+  return in->pending.waiting(age);
 }
 
+// Without the mutex: looks at nothing of this rank's but its marks.
 std::optional<std::vector<Missed>> Engine::missed(std::size_t most, bool described) const {
-  const Visit visit(*this);
-  return visit ? visit->missed(most, described) : std::vector<Missed>{};
+  const Visit in(*this);
+  if (!in || in->world.failure.is_set()) return std::vector<Missed>{};
+  // Relaxed: a hint.
+  if (in->world.has_link()) in->world.asked_at.store(monotonic_ns(), std::memory_order_relaxed);
+  return in->pending.missed(most, described);
 }
 
 Engine::Process Engine::process(int rank) const {
-  const Visit visit(*this);
-  return visit ? visit->process(rank) : Process();
+  const Visit in(*this);
+  if (!in) return {};
+  const World::Home home = in->world.home(rank);
+  if (home.host != in->world.host) return {0, describe_member(in->world, rank)};
+  const RankState& state = in->world.rank(home.rank);
+  // Acquire: the process id was written before.
+  const bool joined = state.presence.load(std::memory_order_acquire) != Presence::kAbsent;
+  return {joined ? state.pid : 0, describe_rank(in->world, home.rank)};
 }
 
-Status Engine::health() const {
-  if (const Visit visit(*this); visit) return visit->health();
-  if (forked()) return Messages::forked();
-  return remains_.health;
-}
-
-std::optional<DeviceBatch> Engine::take_batch(std::chrono::nanoseconds limit) {
-  const Visit visit(*this);
-  return visit ? visit->take_batch(limit) : std::nullopt;
-}
-
-bool Engine::end_batch(std::uint64_t number, const Status& status) {
-  const Visit visit(*this);
-  return visit && visit->end_batch(number, status);
-}
-
-std::uint64_t Engine::bytes_in_place() const {
-  const Visit visit(*this);
-  return visit ? visit->bytes_in_place() : remains_.bytes_in_place;
-}
+// ---- Leaving ----
 
 bool Engine::shutdown(const std::string& reason) {
-  const Visit visit(*this);
-  if (forked()) return true;
-  if (!visit) return remains_.are_devices_through;
-  const bool are_through = visit->shutdown(reason);
+  const Visit in(*this);
+  if (!in) return forked() || remains_.are_devices_through;
+  const bool are_through = in->leave(reason);
   const std::lock_guard<std::mutex> lock(remains_mutex_);
-  if (!is_left_) {
-    remains_ = {visit->health(), visit->bytes_in_place(), are_through, visit->take_timeline()};
-    is_left_ = true;
-    gate_.close();
-  }
+  if (is_left_) return are_through;
+  const Lock of_timeline = in->locked();
+  remains_ = {in->health(), in->progress.bytes_in_place(), are_through, in->pending.timeline().take()};
+  is_left_ = true;
+  gate_.close();
   return are_through;
+}
+
+bool Engine::Inner::leave(const std::string& reason) {
+  {
+    Lock lock = locked();
+    if (leaving) {
+      gone_changed.wait(lock, [this] { return gone; });  // bounded by what the first caller does
+      return are_devices_through;
+    }
+    leaving = true;
+  }
+  const auto is_idle = [this] { return progress.is_idle(); };
+  const std::string self = describe_rank(world, rank);
+  if (!reason.empty()) alarm.raise(ErrorCode::kPeerLost, self + " ended early: " + reason);
+  progress.progress_until(is_idle, options.timeout + kBusyTick, policy);
+  bool is_pending = false;
+  {
+    const Lock lock = locked();
+    left = true;  // nothing is accepted any more
+    is_pending = !is_idle();
+  }
+  if (is_pending) {
+    alarm.raise(ErrorCode::kPeerLost, self + " left while its operations were pending");
+    progress.progress_until(is_idle, std::chrono::hours(1), policy);  // only fails them: the world is lost
+  }
+  const bool are_through = await_devices();
+  devices.close();
+  // Release: this rank has written whatever the others will read from it.
+  own().presence.store(Presence::kLeft, std::memory_order_release);
+  world.left.fetch_add(1, std::memory_order_release);
+  ring_all(world);
+  // The watcher last: while the communication thread is about, somebody has to look after the other ranks.
+  progress.stop();
+  watcher.stop();
+  {
+    const Lock lock = locked();
+    gone = true;
+    are_devices_through = are_through;
+  }
+  gone_changed.notify_all();
+  return are_through;
+}
+
+// Whoever calls shutdown() gives the devices' memory back next, which other ranks may still read.
+bool Engine::Inner::await_devices() {
+  Patience patience(kDevicesLeave);
+  while (!devices.others_are_through([this](int r) { return watcher.is_dead(r); })) {
+    if (patience.is_over()) return false;
+    std::this_thread::sleep_for(kLook);
+  }
+  return true;
 }
 
 }  // namespace kvstore_hvd

@@ -27,8 +27,6 @@
 
 namespace kvstore_hvd {
 
-class ActiveEngine;
-
 class Engine {
  public:
   // Joins the world of `segment` as `rank`. Ranks may arrive in any order; nothing here waits for the others.
@@ -138,6 +136,7 @@ class Engine {
   bool shutdown(const std::string& reason = "");
 
  private:
+  struct Inner;
   class Visit;
 
   // What can still be asked for when the world is left.
@@ -155,8 +154,8 @@ class Engine {
   const int rank_, size_, local_rank_;
   const pid_t owner_;
   const std::string speaker_;
-  mutable Gate gate_;                             // of active_
-  mutable std::unique_ptr<ActiveEngine> active_;  // gone when the gate is closed and nobody is inside
+  mutable Gate gate_;                     // of inner_
+  mutable std::unique_ptr<Inner> inner_;  // gone when the gate is closed and nobody is inside
   std::mutex remains_mutex_;
   bool is_left_ = false;
   Remains remains_;  // written once, before the gate is closed; the timeline's: under the mutex

@@ -1,8 +1,6 @@
 // What the parts of one rank's engine share: its world, its requests, and the lock of both.
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -10,7 +8,6 @@
 #include <utility>
 
 #include "base/blocking.hpp"
-#include "base/process.hpp"
 #include "base/running_time.hpp"
 #include "engine/device_queue.hpp"
 #include "engine/engine_options.hpp"
@@ -38,7 +35,6 @@ struct EngineState {
         rank(its_rank),
         size(segment->size()),
         options(std::move(its_options)),
-        owner(process_id()),
         policy(WaitPolicy::for_engine(world.has_core_for_each != 0)),
         callers_policy(WaitPolicy::for_callers(world.has_core_for_each != 0)),
         messages(world, rank),
@@ -65,14 +61,13 @@ struct EngineState {
     lock.lock();
   }
 
-  bool forked() const { return process_id() != owner; }
   RankState& own() { return world.rank(rank); }
+  Status health() const { return world.failure.is_set() ? messages.lost() : Status(); }
 
   const std::shared_ptr<Segment> segment;
   World& world;
   const int rank, size;
   const EngineOptions options;
-  const pid_t owner;
   const WaitPolicy policy, callers_policy;
   Messages messages;
   Alarm alarm;

@@ -81,7 +81,7 @@ class Pending {
   // How many requests were added and not yet given to settle(). Any thread; acquire: what the settled ones have written
   // is visible.
   std::size_t count() const { return count_.load(std::memory_order_acquire); }
-  void settle(std::size_t count) { count_.fetch_sub(count, std::memory_order_release); }  // Release: see count().
+  void settle() { count_.fetch_sub(1, std::memory_order_release); }  // Release: see count().
 
   // Announces what found no free slot. Slots also become free by the completions of other ranks, which nobody tells us
   // about.

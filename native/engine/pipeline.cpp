@@ -8,20 +8,16 @@
 
 namespace kvstore_hvd {
 
-Pipeline::Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-                   std::function<void(const Entry&)> scheduled,
-                   std::function<void(const Entry&, const World::OnLink&)> arrived,
-                   std::function<void(std::uint32_t)> finished, DeviceQueue& devices)
+Pipeline::Pipeline(World& world, Alarm& alarm, const Pending& pending, DeviceQueue& devices,
+                   std::function<void(std::uint32_t)> finished)
     : world_(world),
       rank_(alarm.rank()),
       schedule_(world, alarm),
-      request_of_(std::move(request_of)),
-      scheduled_(std::move(scheduled)),
-      arrived_(std::move(arrived)),
-      finished_(std::move(finished)),
+      pending_(pending),
       devices_(devices),
+      finished_(std::move(finished)),
       depth_(world.has_link() ? kLinkSlots : kStages),
-      chunk_(world, rank_, request_of_) {}
+      chunk_(world, rank_, pending) {}
 
 bool Pipeline::advance(const WaitPolicy& policy) {
   policy_ = policy;
@@ -38,7 +34,7 @@ bool Pipeline::advance(const WaitPolicy& policy) {
   const auto next = static_cast<std::uint32_t>(fetched_);
   if (fetched_ == filled_ && filled_ - collected_ < depth_ && (!chunk_.is_lost || schedule_.is_published(next)) &&
       schedule_.fetch(next, entry(fetched_))) {
-    scheduled_(entry(fetched_));
+    pending_.scheduled(entry(fetched_));
     ++fetched_;
   }
   if (fetched_ == collected_) return false;
@@ -66,7 +62,7 @@ bool Pipeline::finish_arrived(const WaitPolicy& policy) {
   policy_ = policy;
   const auto next = static_cast<std::uint32_t>(fetched_);
   if (fetched_ == collected_ && schedule_.is_published(next) && schedule_.fetch(next, entry(fetched_))) {
-    scheduled_(entry(fetched_));
+    pending_.scheduled(entry(fetched_));
     ++fetched_;
   }
   // Nothing moves of what has failed by itself.
@@ -83,7 +79,7 @@ bool Pipeline::finish_arrived(const WaitPolicy& policy) {
 }
 
 void Pipeline::take(std::uint32_t slot) {
-  const Request& request = request_of_(slot);
+  const Request& request = pending_.request_on(slot);
   // Before the caller learns that its operation is done, and may look.
   if (InlineReduction::take(world_, rank_, slot, request)) {
     bytes_in_place_.fetch_add(bytes_of(request), std::memory_order_relaxed);
@@ -99,7 +95,7 @@ const Steps& Pipeline::turn_to(std::uint64_t index) {
 void Pipeline::sum_devices(const Entry& entry) {
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const Piece& piece = entry.pieces[i];
-    const Request& request = request_of_(piece.slot);
+    const Request& request = pending_.request_on(piece.slot);
     if (request.inputs.size() < 2 || piece.bytes == 0) continue;
     std::vector<const void*> local;
     for (const void* input : request.inputs) local.push_back(static_cast<const char*>(input) + piece.offset);
@@ -112,12 +108,12 @@ void Pipeline::sum_devices(const Entry& entry) {
 void Pipeline::hand_over(const Entry& entry) {
   const std::uint32_t first = entry.pieces[0].slot;
   DeviceBatch batch;
-  batch.collective = request_of_(first).collective;
-  batch.reduction = reduction_of(request_of_(first), world_.slots[first].weights);
+  batch.collective = pending_.request_on(first).collective;
+  batch.reduction = reduction_of(pending_.request_on(first), world_.slots[first].weights);
   batch.root = entry.root;
   for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
     const std::uint32_t slot = entry.pieces[i].slot;
-    const Request& request = request_of_(slot);
+    const Request& request = pending_.request_on(slot);
     batch.operations.push_back({slot, request.name, request.label, request.inputs, request.outputs, request.count,
                                 request.contributed, request.parts});
   }
@@ -149,7 +145,7 @@ bool Pipeline::reduce_entry(std::uint64_t index) {
 bool Pipeline::collect(std::uint64_t index) {
   const Steps& steps = turn_to(index);
   if (steps.collect != nullptr && !steps.collect(chunk_)) return false;
-  if (steps.memory == Steps::Memory::kLink) arrived_(chunk_.entry(), world_.on_link[index % kLinkSlots]);
+  if (steps.memory == Steps::Memory::kLink) pending_.arrived(chunk_.entry(), world_.on_link[index % kLinkSlots]);
   if (steps.memory != Steps::Memory::kDevice) deliver(chunk_.entry());  // a device says itself when it is done
   if (world_.has_link()) {
     world_.rank(rank_).collected.post(static_cast<std::uint32_t>(index + 1));
@@ -186,7 +182,7 @@ bool Pipeline::are_all_at(Flag RankState::* flag, std::uint64_t target) {
 }
 
 void Pipeline::copy_to_other_outputs(const Piece& piece) {
-  const Request& request = request_of_(piece.slot);
+  const Request& request = pending_.request_on(piece.slot);
   for (std::size_t o = 1; o < request.outputs.size(); ++o) {
     std::memcpy(static_cast<char*>(request.outputs[o]) + piece.offset, chunk_.result(piece), piece.bytes);
   }

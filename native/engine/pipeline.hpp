@@ -18,6 +18,7 @@
 
 #include "engine/algorithms/algorithm.hpp"
 #include "engine/device_queue.hpp"
+#include "engine/pending.hpp"
 #include "engine/schedule.hpp"
 #include "request/request.hpp"
 #include "shm/wait.hpp"
@@ -27,12 +28,9 @@ namespace kvstore_hvd {
 
 class Pipeline {
  public:
-  // `request_of` finds this rank's request for a slot that it announced; `finished` is told when all bytes of a slot's
-  // operation are done on this rank (or when it failed: ask the slot); `scheduled` is told of every entry, before
-  // anything of it is done, and `arrived` of those that other hosts took part in, before `finished`.
-  Pipeline(World& world, Alarm& alarm, std::function<const Request&(std::uint32_t)> request_of,
-           std::function<void(const Entry&)> scheduled, std::function<void(const Entry&, const World::OnLink&)> arrived,
-           std::function<void(std::uint32_t)> finished, DeviceQueue& devices);
+  // `finished` is told when all bytes of a slot's operation are done on this rank (or when it failed: ask the slot).
+  Pipeline(World& world, Alarm& alarm, const Pending& pending, DeviceQueue& devices,
+           std::function<void(std::uint32_t)> finished);
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
@@ -84,11 +82,9 @@ class Pipeline {
   int rank_;
   Schedule schedule_;
   WaitPolicy policy_;  // of the thread that makes progress at the moment
-  std::function<const Request&(std::uint32_t)> request_of_;
-  std::function<void(const Entry&)> scheduled_;
-  std::function<void(const Entry&, const World::OnLink&)> arrived_;
-  std::function<void(std::uint32_t)> finished_;
+  const Pending& pending_;
   DeviceQueue& devices_;
+  const std::function<void(std::uint32_t)> finished_;
 
   // How many entries may be under way: as many as have staging memory, or over hosts link memory.
   static constexpr std::uint64_t kWindow = kLinkSlots;

@@ -1,6 +1,5 @@
 #include "engine/progress.hpp"
 
-#include <deque>
 #include <utility>
 
 #include "engine/inline_reduction.hpp"
@@ -18,13 +17,9 @@ constexpr std::chrono::microseconds kInlineTime{200};
 }  // namespace
 
 Progress::Progress(EngineState& state)
-    : state_(state),
-      pipeline_(
-          state.world, state.alarm,
-          [this](std::uint32_t slot) -> const Request& { return state_.pending.request_on(slot); },
-          [this](const Entry& entry) { state_.pending.scheduled(entry); },
-          [this](const Entry& entry, const World::OnLink& times) { state_.pending.arrived(entry, times); },
-          [this](std::uint32_t slot) { complete(slot); }, state.devices) {
+    : state_(state), pipeline_(state.world, state.alarm, state.pending, state.devices, [this](std::uint32_t slot) {
+        complete(slot);
+      }) {
   communication_ = std::thread([this] { communicate(); });
 }
 
@@ -43,7 +38,7 @@ void Progress::added(Lock& lock, Work& work, const Pending::Added& added, bool c
   callers_progress_ = caller_waits;
   if (added.ready == Pending::Ready::kDone) {
     work.scheduled = work.submitted;
-    return take(lock, work, added.slot, work.submitted);
+    return take(lock, added.slot, work.submitted);
   }
   if (caller_waits && added.ready == Pending::Ready::kNot) work.watched_slot = added.slot;
   const bool wake_communication = parked_ && !progressing_ && (!caller_waits || state_.world.failure.is_set());
@@ -61,21 +56,14 @@ void Progress::added(Lock& lock, Work& work, const Pending::Added& added, bool c
 }
 
 // Completes what was carried out inline, on the thread that learns of it. `lock` is that of the mutex, and given up.
-void Progress::take(Lock& lock, Work& work, std::uint32_t slot, Clock::time_point when) {
+void Progress::take(Lock& lock, std::uint32_t slot, Clock::time_point when) {
   pipeline_.take(slot);
-  Pending::Completed completed = state_.pending.complete(slot, when);
-  if (work.request().on_done) lock.unlock();
-  work.finish(std::move(completed.status));
-  if (!lock.owns_lock()) EngineState::acquire(lock);
-  state_.pending.settle(1);
-  const bool progressing = progressing_, waited_for = waiters_ > 0;
-  lock.unlock();
-  if (waited_for) changed_.notify_all();
-  if (progressing) state_.own().bell.ring();  // it may be this that the other thread waits for
+  // It may be this that the thread that makes progress waits for.
+  if (finish(lock, state_.pending.complete(slot, when))) state_.own().bell.ring();
 }
 
 bool Progress::wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy& policy) {
-  if (work.done() || state_.forked()) return true;
+  if (work.done()) return true;
   if (work.watched_slot != kNoSlot && watch(work, policy)) return true;
   return progress_until([&] { return work.done(); }, limit, policy);
 }
@@ -92,7 +80,7 @@ bool Progress::watch(Work& work, const WaitPolicy& policy) {
   // was scheduled: the mark may by now be that of the next operation on the slot.
   if (world.failure.is_set() || !state_.pending.is_in_flight(slot, work)) return false;
   if (InlineReduction::give_up(world, state_.rank, slot)) return false;
-  take(lock, work, slot, Clock::now());
+  take(lock, slot, Clock::now());
   return true;
 }
 
@@ -180,24 +168,22 @@ void Progress::communicate() {
 }
 
 void Progress::complete(std::uint32_t slot) {
-  Pending::Completed completed;
-  {
-    const Lock lock = state_.locked();
-    completed = state_.pending.complete(slot, Clock::now());
-  }
-  completed.work->finish(std::move(completed.status));
-  settle(1);
+  Lock lock = state_.locked();
+  finish(lock, state_.pending.complete(slot, Clock::now()));
 }
 
-// `count` operations are over, and their callers may look.
-void Progress::settle(std::size_t count) {
-  {
-    // Under the lock, or a waiter that has just looked would miss the notification.
-    const Lock lock = state_.locked();
-    state_.pending.settle(count);
-    if (waiters_ == 0) return;
-  }
-  changed_.notify_all();
+// The only way in which a pending operation ends. `lock` is that of the mutex, and given up: whoever is told that the
+// operation is over is told without it. Returns whether a thread makes progress.
+bool Progress::finish(Lock& lock, Pending::Completed over) {
+  if (over.work->request().on_done) lock.unlock();
+  over.work->finish(std::move(over.status));
+  // Under the lock, or a waiter that has just looked would miss the notification.
+  if (!lock.owns_lock()) EngineState::acquire(lock);
+  state_.pending.settle();
+  const bool progressing = progressing_, waited_for = waiters_ > 0;
+  lock.unlock();
+  if (waited_for) changed_.notify_all();
+  return progressing;
 }
 
 void Progress::check_left() {
@@ -246,16 +232,16 @@ void Progress::protect_arena() {
 
 // The world is lost, or this rank leaves: nothing that is pending will happen.
 void Progress::fail_pending() {
-  std::deque<std::shared_ptr<Work>> lost;
-  {
-    const Lock lock = state_.locked();
-    lost = state_.pending.take_all([this](std::uint32_t slot) { return state_.devices.holds(slot); });
-  }
+  Lock lock = state_.locked();
+  const auto lost = state_.pending.take_all([this](std::uint32_t slot) { return state_.devices.holds(slot); });
+  lock.unlock();
   const Messages& messages = state_.messages;
   for (const auto& work : lost) {
-    work->finish(state_.world.failure.is_set() ? messages.lost(work->request()) : messages.left(work->request()));
+    const Request& request = work->request();
+    Status status = state_.world.failure.is_set() ? messages.lost(request) : messages.left(request);
+    EngineState::acquire(lock);
+    finish(lock, {work, std::move(status)});
   }
-  settle(lost.size());
 }
 
 }  // namespace kvstore_hvd

@@ -50,7 +50,7 @@ class Progress {
   void stop();
 
  private:
-  void take(Lock& lock, Work& work, std::uint32_t slot, std::chrono::steady_clock::time_point when);
+  void take(Lock& lock, std::uint32_t slot, std::chrono::steady_clock::time_point when);
   bool watch(Work& work, const WaitPolicy& policy);
   bool progress_inline(const Work& work);
   bool progress(const WaitPolicy& policy) noexcept;
@@ -58,7 +58,7 @@ class Progress {
   void communicate();
 
   void complete(std::uint32_t slot);
-  void settle(std::size_t count);
+  bool finish(Lock& lock, Pending::Completed over);
   void finish_what_is_done(const WaitPolicy& policy);
   void protect_arena();
   void fail_pending();

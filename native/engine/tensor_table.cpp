@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/running_time.hpp"
 #include "shm/describe.hpp"
 
 namespace kvstore_hvd {
@@ -23,9 +22,9 @@ constexpr std::uint16_t announced_of(std::uint64_t state) { return state & (kKno
 constexpr bool is_under_way(std::uint64_t state) { return static_cast<std::uint16_t>(state) != 0; }
 static_assert(kMaxRanks < kKnownEarly);
 
-// By the rank itself, the only one to write it.
+// By the rank itself, the only one to write it. Release: what it announces was written before, see missed().
 void add(std::atomic<std::uint32_t>& count, int change) {
-  count.store(count.load(std::memory_order_relaxed) + static_cast<std::uint32_t>(change), std::memory_order_relaxed);
+  count.store(count.load(std::memory_order_relaxed) + static_cast<std::uint32_t>(change), std::memory_order_release);
 }
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo). Finds buckets, where names are then compared byte by byte, and compares
@@ -301,8 +300,8 @@ bool TensorTable::announced_by(std::uint32_t slot, int other) {
 }
 
 int TensorTable::rank_ahead(std::uint32_t slot) const {
-  // Relaxed: as in announced_by().
-  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_relaxed); };
+  // Acquire: missed() describes what that rank has announced.
+  const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_acquire); };
   // The link may have announced one early, which it tells of as long as ranks here have not.
   const Mark& mark = world_.mark(slot, rank_);
   const std::uint32_t own = (rank_ == world_.ranks ? mark.completed : mark.announced).load(std::memory_order_relaxed);
@@ -331,8 +330,6 @@ std::optional<Announced> TensorTable::announced(std::uint32_t slot, int rank) co
 }
 
 std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool described) const {
-  // Relaxed: a hint.
-  if (world_.has_link()) world_.asked_at.store(monotonic_ns(), std::memory_order_relaxed);
   // Version and operations.
   const auto operation_of = [](std::uint64_t state) { return state >> 16; };
   std::vector<Missed> found;
@@ -358,7 +355,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
     if (is_patient(name_in(slot))) continue;
     Missed one{std::string(name_in(slot)), found[i].operation, places[i]};
     if (described) {
-      // The acquire above ordered what that rank has announced; it stays as it is until this rank announces, too.
+      // It stays as it is until this rank announces, too.
       const int rank = rank_ahead(places[i]);
       if (rank < 0) continue;
       one.announced = announced(places[i], rank);

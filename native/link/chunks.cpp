@@ -17,7 +17,7 @@ constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin 
 }  // namespace
 
 LinkChunks::LinkChunks(World& world, Transport& transport)
-    : world_(world), transport_(transport), log_(world), places_(world.hosts + 1) {
+    : world_(world), transport_(transport), places_(world.hosts + 1) {
   for (int r = 0; r < world.size; ++r) ++places_[world.home(r).host + 1];
   std::partial_sum(places_.begin(), places_.end(), places_.begin());
 }
@@ -33,10 +33,10 @@ void LinkChunks::publish(const Entry& entry) {
   receive(chunk);
   chunks_.push_back(std::move(chunk));
   bytes_under_way_ += entry.staged_bytes;
-  Entry& shared = log_.next_entry();
+  Entry& shared = next_entry(world_);
   std::memcpy(&shared, &entry, offsetof(Entry, pieces));
   std::copy_n(entry.pieces, entry.n_pieces, shared.pieces);
-  log_.publish();
+  publish_entry(world_);
   for (int r = 0; r < world_.ranks; ++r) world_.rank(r).bell.ring();
 }
 

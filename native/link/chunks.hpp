@@ -10,7 +10,7 @@
 #include <deque>
 #include <vector>
 
-#include "engine/schedule_log.hpp"
+#include "engine/schedule.hpp"
 #include "link/transport.hpp"
 #include "shm/world.hpp"
 
@@ -29,9 +29,6 @@ class LinkChunks {
   std::uint64_t arrived() const { return arrived_; }
   // Bytes of one host's that are published and have not arrived.
   std::uint64_t bytes_under_way() const { return bytes_under_way_; }
-
-  // As ScheduleLog::devices_have_room(), of this host's ranks.
-  bool devices_have_room() const { return log_.devices_have_room(); }
 
   // Makes it the next entry of this host's schedule.
   void publish(const Entry& entry);
@@ -81,7 +78,6 @@ class LinkChunks {
 
   World& world_;
   Transport& transport_;
-  ScheduleLog log_;
   std::uint64_t published_ = 0, sent_ = 0, summed_ = 0, told_ = 0;  // the next one's index
   std::uint64_t arrived_ = 0;
   std::uint64_t bytes_under_way_ = 0;

@@ -265,7 +265,7 @@ bool Link::publish_next() {
     failing_.pop_front();
   } else if (world_.host == kConductor) {
     if (chunks_.bytes_under_way() >= kWindow) return false;
-    const auto decision = agenda_.decide(entry, agenda_.has_device_tensors() && chunks_.devices_have_room());
+    const auto decision = agenda_.decide(entry, agenda_.has_device_tensors() && devices_have_room(world_));
     if (!decision) return false;
     Agenda::remove(*decision);
     tell_order(entry);

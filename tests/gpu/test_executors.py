@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors, native
-from kvstore_hvd.comm.device.nccl import NcclExecutor
-from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu.nccl_executor import NcclExecutor
 from kvstore_hvd.gpu.nccl_library import library
+from kvstore_hvd.gpu.ring_executor import RingExecutor
 from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.gpu_ranks import PATIENCE_S, Exchange, combined, device_operation, finish, on_ranks, samples
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.device.rounds import buffer_bytes, rounds
 from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu.executor import buffer_bytes, rounds
 from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import cupy

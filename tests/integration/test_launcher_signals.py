@@ -125,8 +125,8 @@ def test_a_signal_ends_the_job_although_nobody_reads_its_output(start, options):
 
 def test_workers_share_memory_and_the_secret_is_on_no_command_line(run):
     program = """
-from kvstore_hvd.worlds.bootstrap import discover
-from kvstore_hvd.worlds.rendezvous import share_segment
+from kvstore_hvd.world.discover import discover
+from kvstore_hvd.world.meeting import share_segment
 fd = share_segment(discover(), lambda told: os.memfd_create('x'))
 os.pwrite(fd, b'x', rank)
 say(f'{os.fstat(fd).st_ino} {len(os.sched_getaffinity(0))}\\n')
@@ -144,8 +144,8 @@ for pid in filter(str.isdigit, os.listdir('/proc')):
 def test_a_worker_that_never_comes_is_named_by_all_others(run):
     program = """
 if rank == 1: forever()
-from kvstore_hvd.worlds.bootstrap import discover
-from kvstore_hvd.worlds.rendezvous import share_segment
+from kvstore_hvd.world.discover import discover
+from kvstore_hvd.world.meeting import share_segment
 share_segment(discover(), lambda told: os.memfd_create('x'))
 """
     err = run("-np 3 --start-timeout 2", program, code=1).err

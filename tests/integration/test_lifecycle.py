@@ -44,7 +44,7 @@ import threading
 import numpy as np
 import mxnet as mx
 import kvstore_hvd
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 computed = threading.Event()
 class Late(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):

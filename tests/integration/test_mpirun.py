@@ -10,8 +10,8 @@ pytestmark = pytest.mark.skipif(OWN is None, reason="no mpirun and mpi4py beside
 
 DISCOVER = """
 import dataclasses
-from kvstore_hvd.worlds.bootstrap import discover
-from kvstore_hvd.worlds.rendezvous import share_segment
+from kvstore_hvd.world.discover import discover
+from kvstore_hvd.world.meeting import share_segment
 {before}
 world = discover({comm})
 told = dataclasses.asdict(world.topology)
@@ -21,7 +21,7 @@ REPORT = (
 )
 
 FAILURE = """
-from kvstore_hvd.worlds.bootstrap import discover
+from kvstore_hvd.world.discover import discover
 from kvstore_hvd.errors import KVHvdError
 try:
     discover()

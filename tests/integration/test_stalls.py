@@ -51,13 +51,13 @@ def test_a_late_rank_is_named_and_says_where_it_is(start):
 SUM = """
 import numpy as np
 import kvstore_hvd
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 kvstore_hvd.init()
 def inspectors():
     return sum(thread.name == 'kvstore_hvd-stall' for thread in threading.enumerate())
 try:
     if rank == 1 and HOW == 'late':
-        while not process.current().member.communicator().missed(1): time.sleep(0.005)
+        while not process.current().member.engine().missed(1): time.sleep(0.005)
         say(f'missed, {inspectors()} inspectors\\n')
         wait_for('go')
     kvstore_hvd.allreduce(np.ones(3), f'of-rank-{rank}' if HOW == 'crossed' else 'x')

@@ -18,8 +18,8 @@ PROGRAM = """
 import ctypes, mmap
 import numpy as np
 import kvstore_hvd
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.process import process
+from kvstore_hvd import native
+from kvstore_hvd.world import process
 from support.jobs import status_of
 def stop_with(offset):  # inside the lock, until somebody continues this process
     links = {each: os.path.realpath(f'/proc/self/fd/{each}') for each in os.listdir('/proc/self/fd')}
@@ -39,19 +39,19 @@ kvstore_hvd.init()
 # More than an announcement carries, and little enough to be submitted with the interpreter lock.
 array = np.full(1 if CASE == 'table' else 10_000, rank + 1, np.float32)
 kvstore_hvd.barrier('met')
-communicator = process.current().member.communicator()
+engine = process.current().member.engine()
 if rank == 1 and CASE == 'schedule':  # rank 0 is the last one, and has to put the tensor into the schedule
     place = [array.ctypes.data]
-    work = communicator.submit(Request('allreduce', 'np/x', "'x'", place, place, array.shape, 'float32'))
+    work = engine.submit(native.Request('allreduce', 'np/x', "'x'", place, place, array.shape, 'float32'))
     stop_with(OFFSET)
-    communicator.wait(work)
+    engine.wait(work)
 elif rank == 1:
     stop_with(OFFSET)
     kvstore_hvd.allreduce(array, 'x', out=array)
 else:
     entered = threading.Event()
     threading.Thread(target=tick, daemon=True).start()
-    while status_of(communicator.process(1)[0])[0] != 'T':
+    while status_of(engine.process(1)[0])[0] != 'T':
         time.sleep(0.01)
     entered.set()
     kvstore_hvd.allreduce(array, 'x', out=array)

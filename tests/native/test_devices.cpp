@@ -255,21 +255,17 @@ const bool not_handed_over = testing::add("a rank that comes to a batch when the
   const auto segment = Segment::create(2);
   World& world = segment->world();
   auto data = values_of(0, 10);
-  const Request request = on_device(allreduce("t", data));
+  const auto request = std::make_shared<const Request>(on_device(allreduce("t", data)));
   const WaitPolicy policy = WaitPolicy::for_engine(true);
+  const Standstills standstills;
   Alarm alarms[] = {{world, 0, 10s}, {world, 1, 10s}};
+  const Messages messages[] = {{world, 0}, {world, 1}};
   DeviceQueue queues[] = {{world, 0}, {world, 1}};
+  Pending pending[] = {{world, alarms[0], messages[0], standstills}, {world, alarms[1], messages[1], standstills}};
   std::uint32_t slot = kNoSlot;
-  for (Alarm& alarm : alarms) {
-    TensorTable table(world, alarm);
-    const auto found = table.find("t");
-    slot = found->slot;
-    if (table.announce(*found, request) == TensorTable::Outcome::kLast) Schedule(world, alarm).make_ready(slot, 0);
-  }
+  for (Pending& of : pending) slot = of.add(std::make_shared<Work>(request), false).slot;
   const auto pipeline_of = [&](int rank) {
-    return std::make_unique<Pipeline>(
-        world, alarms[rank], [&](std::uint32_t) -> const Request& { return request; }, [](const Entry&) {},
-        [](const Entry&, const World::OnLink&) {}, [](std::uint32_t) {}, queues[rank]);
+    return std::make_unique<Pipeline>(world, alarms[rank], pending[rank], queues[rank], [](std::uint32_t) {});
   };
   check(pipeline_of(0)->advance(policy) && queues[0].holds(slot), "the first rank hands it over");
   alarms[0].raise(ErrorCode::kTransport, "the test says so");

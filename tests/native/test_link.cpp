@@ -8,6 +8,7 @@
 #include "link/link.hpp"
 #include "ranks.hpp"
 #include "reduce/reduce.hpp"
+#include "shm/arena.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -81,6 +82,47 @@ const bool together = testing::add("bits do not depend on what travels with what
     }
   });
 });
+
+// Tensors that travel together are chosen by what is known on the first host.
+const bool mixed =
+    testing::add("arrays that lie in arenas on one host and elsewhere on another have the right sums", [] {
+      const Placement placement{{0, 1}, {2, 3}};
+      constexpr std::size_t kCount = 20000;
+      constexpr std::uint32_t kTensors = 8;
+      with_hosts(
+          placement,
+          [&](Engine& engine, int rank) {
+            Arena arena(engine.segment(), engine.local_rank());
+            std::vector<float> outside(kCount * kTensors);
+            for (std::uint32_t round = 0; round < 10; ++round) {
+              std::vector<float*> arrays;
+              std::vector<std::shared_ptr<Work>> works;
+              for (std::uint32_t t = 0; t < kTensors; ++t) {
+                const bool is_outside = rank >= 2 && t % 2 == 1;
+                arrays.push_back(is_outside ? &outside[t * kCount] : static_cast<float*>(arena.allocate(kCount * 4)));
+                for (std::size_t i = 0; i < kCount; ++i) arrays[t][i] = value_of(rank, i, t);
+                std::vector<float> none;
+                Request request = allreduce("t" + std::to_string(t), none, -static_cast<int>(t));
+                request.inputs = {arrays[t]};
+                request.outputs = {arrays[t]};
+                request.count = kCount;
+                request.shape = {static_cast<std::int64_t>(kCount)};
+                works.push_back(engine.submit(std::move(request)));
+              }
+              for (std::uint32_t t = 0; t < kTensors; ++t) {
+                check(engine.wait(*works[t]).ok(), works[t]->status().text());
+                const std::vector<float> result(arrays[t], arrays[t] + kCount);
+                check(same_bits(
+                          result,
+                          [&](std::size_t i) { return sum_over(placement, [&](int r) { return value_of(r, i, t); }); }),
+                      "tensor " + std::to_string(t));
+                if (arena.contains(arrays[t])) arena.free(arrays[t]);
+              }
+            }
+            engine.shutdown();
+          },
+          std::chrono::seconds(60), std::size_t{8} << 20);
+    });
 
 // A program that all ranks derive from the seed: operations of all kinds, submitted by each rank in an order of its
 // own.

@@ -8,11 +8,10 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.comm import shm
-from kvstore_hvd.comm.base import Request
+from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
 from kvstore_hvd.mxnet import gathers
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, sum_of_ranks
 from support.host_executor import HostExecutor
 
@@ -28,14 +27,14 @@ def executors(monkeypatch, size):
         pytest.skip("a world of one has no communicator")
     made = []
 
-    def create(communicator, topology, ordinal):
-        made.append(HostExecutor(communicator))
+    def create(engine, topology, ordinal):
+        made.append(HostExecutor(engine))
         return made[-1]
 
-    monkeypatch.setattr(shm, "create_executor", create)
+    monkeypatch.setattr(segment, "create_executor", create)
     kvstore_hvd.barrier()
     kvstore_hvd.reset()
-    process.current().member.communicator().start_device(0)
+    process.current().member.start_device(0)
     yield made
     with contextlib.suppress(HorovodInternalError):
         kvstore_hvd.barrier()  # the others are not disturbed
@@ -46,17 +45,19 @@ def executors(monkeypatch, size):
 def request(array, name, collective="allreduce", **more):
     address = [array.ctypes.data]
     dtype = array.dtype.name
-    return Request(collective, name, f"'{name}'", address, address, array.shape, dtype, **{"on_device": True, **more})
+    return native.Request(
+        collective, name, f"'{name}'", address, address, array.shape, dtype, **{"on_device": True, **more}
+    )
 
 
 def test_batches_are_equal_on_all_workers(executors, rank, size):
     """Arrays in another order on each worker: batches of the same operations in the same order."""
-    communicator = process.current().member.communicator()
+    engine = process.current().member.engine()
     names = [f"device/{number}" for number in range(40)]
     arrays = {name: np.full(7, rank + 1, np.float32) for name in names}
-    works = [communicator.submit(request(arrays[name], name)) for name in (names if rank % 2 else reversed(names))]
+    works = [engine.submit(request(arrays[name], name)) for name in (names if rank % 2 else reversed(names))]
     for work in works:
-        communicator.wait(work)
+        engine.wait(work)
     assert all((array == size * (size + 1) / 2).all() for array in arrays.values())
     (executor,) = executors
     rows = hvd.allgather_object(executor.batches)
@@ -66,11 +67,11 @@ def test_batches_are_equal_on_all_workers(executors, rank, size):
 
 def test_batches_one_after_another(executors, size):
     """More batches than the link to other hosts has places, with nothing of the host's memory between them."""
-    communicator = process.current().member.communicator()
+    engine = process.current().member.engine()
     array = np.empty(7, np.float32)
     for value in range(30):
         array[:] = value
-        communicator.run(request(array, "again"))
+        engine.run(request(array, "again"))
         assert (array == size * value).all()
 
 
@@ -78,7 +79,7 @@ def test_one_kind_of_memory(executors, rank, size):
     """An array on a device on some workers only: MismatchError that says so, and the world stays usable."""
     array = np.ones(5, np.float32)
     with pytest.raises(MismatchError, match="the kind of memory"):
-        process.current().member.communicator().run(request(array, "mixed", on_device=rank == 0))
+        process.current().member.engine().run(request(array, "mixed", on_device=rank == 0))
     assert (array == 1).all()
     kvstore_hvd.barrier()
     assert executors == []
@@ -86,13 +87,13 @@ def test_one_kind_of_memory(executors, rank, size):
 
 def test_a_device_that_fails_loses_the_world(executors, rank, size):
     """An executor that raises on one worker: TransportError on all, which names the rank and has the reason."""
-    communicator = process.current().member.communicator()
-    communicator.run(request(np.ones(5, np.float32), "before"))
+    engine = process.current().member.engine()
+    engine.run(request(np.ones(5, np.float32), "before"))
     kvstore_hvd.barrier()
     if rank == 1:
         executors[0].fails = "the device broke."
     with pytest.raises(TransportError, match=r"rank 1[\s\S]*the device broke\.\n"):
-        communicator.run(request(np.ones(5, np.float32), "broken"))
+        engine.run(request(np.ones(5, np.float32), "broken"))
     with pytest.raises(HorovodInternalError):
         kvstore_hvd.barrier()
 
@@ -125,16 +126,16 @@ def test_an_array_on_another_gpu_is_an_error_of_all(executors, rank, size, monke
 
 def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
     """A device that hangs, and a worker that aborts: what is under way is aborted before callers hear of it."""
-    communicator = process.current().member.communicator()
-    communicator.run(request(np.ones(5, np.float32), "before"))
+    engine = process.current().member.engine()
+    engine.run(request(np.ones(5, np.float32), "before"))
     kvstore_hvd.barrier()
     executors[0].hangs = True
-    work = communicator.submit(request(np.ones(5, np.float32), "hangs"))
+    work = engine.submit(request(np.ones(5, np.float32), "hangs"))
     while len(executors[0].batches) < 2:
         time.sleep(0.001)
     kvstore_hvd.barrier()
     if rank == 0:
         process.current().abort("the test ends it")
     with pytest.raises(TransportError, match="the test ends it"):
-        communicator.wait(work)
+        engine.wait(work)
     assert executors[0].is_aborted

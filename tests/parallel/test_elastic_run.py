@@ -21,7 +21,7 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import process_sets
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, mlp, samples, weights
 

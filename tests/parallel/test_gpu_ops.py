@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd.comm import shm
 from kvstore_hvd.errors import (
     HorovodInternalError,
     InvalidRequestError,
@@ -15,7 +14,7 @@ from kvstore_hvd.errors import (
     UnsupportedDtypeError,
 )
 from kvstore_hvd.ops import gpu_ops
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, expected_sum
 from support.fake_cuda import CUDARuntimeError, fake_cuda
 from support.gpu_claims import DLPack, OnGPU
@@ -39,7 +38,7 @@ def kernels(tmp_path_factory):
 def gpu(monkeypatch, tmp_path, size, kernels):
     """The stand-in for this worker's GPU, in a fresh world."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shm, "create_executor", lambda communicator, topology, ordinal: HostExecutor(communicator))
+    monkeypatch.setattr(segment, "create_executor", lambda engine, topology, ordinal: HostExecutor(engine))
     monkeypatch.setattr(gpu_ops, "_executors", {})
     with kernels(), fake_cuda() as machine:
         kvstore_hvd.barrier()

@@ -126,7 +126,7 @@ def test_a_group_fails_as_a_whole(kind, rank, size):
         with pytest.raises(MismatchError, match=text.get(place, "disagree on the other arrays of the group")):
             each.wait_to_read()
     with contextlib.suppress(MismatchError):  # what nobody has read yet
-        kvstore_hvd.process.process.current().member.check()
+        kvstore_hvd.world.process.current().member.check()
     for each in arrays:
         assert (each.asnumpy() == 1).all()
     test_grouped(kind, rank, size)

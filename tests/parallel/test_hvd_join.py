@@ -130,7 +130,7 @@ def test_a_lost_world_ends_the_wait(rank, size):
         return
     hvd.barrier()  # all are in this test
     if rank == size - 1:
-        kvstore_hvd.process.process.current().abort("the test says so")
+        kvstore_hvd.world.process.current().abort("the test says so")
     with pytest.raises(HorovodInternalError, match="the test says so"):
         hvd.join()
     kvstore_hvd.reset()

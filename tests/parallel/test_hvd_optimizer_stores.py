@@ -10,7 +10,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import log
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError
 from kvstore_hvd.join import Join
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 

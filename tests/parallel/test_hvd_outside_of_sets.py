@@ -6,7 +6,7 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet import process_sets
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.arrays import assert_same_bits
 from support.gluon import array, backward, gradients, mlp, parameters, samples, weights
 

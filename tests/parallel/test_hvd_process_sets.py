@@ -12,9 +12,9 @@ from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process import process
-from kvstore_hvd.process.inner_worlds import InnerMember
 from kvstore_hvd.store import divergence
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import InnerMember
 from support.arrays import assert_same_bits, contribution, sum_of_ranks
 from support.gluon import array, backward, mlp, samples, weights
 from support.joinables import Counter
@@ -229,10 +229,10 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
             waiting = hvd.allreduce(mx.nd.ones((2,)), name="x", process_set=few)  # rank 0 never comes
         deadline = time.monotonic() + patient(30)
         if rank == 0:
-            while not inner.communicator().missed(1):
+            while not inner.engine().missed(1):
                 assert time.monotonic() < deadline, "rank 1 never came"
             process.current().abort("this is a test")
-        while inner.communicator().health() is None:
+        while inner.engine().health() is None:
             assert time.monotonic() < deadline, "the abort never arrived"
         if rank == 1:
             with pytest.raises(kvstore_hvd.errors.TransportError, match="this is a test"):

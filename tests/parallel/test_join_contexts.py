@@ -8,7 +8,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.gluon import mlp, samples
 from support.joinables import Counter
 from support.uneven import BATCH, assert_same_everywhere, train, trainer_of

@@ -10,7 +10,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, MismatchError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, parameters, weights
 from support.joinables import Nothing

@@ -9,7 +9,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.join import Join
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
 from support.joinables import Nothing

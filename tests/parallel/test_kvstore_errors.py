@@ -8,14 +8,14 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.comm.base import Request
+from kvstore_hvd import native
 from kvstore_hvd.errors import (
     InvalidRequestError,
     MismatchError,
     TransportError,
     UnsupportedDtypeError,
 )
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.patience import patient
 
 mx = pytest.importorskip("mxnet")
@@ -222,7 +222,7 @@ def test_a_lost_world(world, rank, size):
         with pytest.raises(TransportError, match="this is a test"):
             x.asnumpy()
     deadline = time.monotonic() + patient(30)
-    while process.current().member.communicator().health() is None:
+    while process.current().member.engine().health() is None:
         assert time.monotonic() < deadline, "the abort never arrived"
     for call in (
         *(lambda store=store: store.pushpull("x", x) for store in stores),
@@ -257,7 +257,9 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one(world, rank, 
     token = np.zeros(1)
     place = [token.ctypes.data]
     # Not barrier(), which would raise the error: it must still be there.
-    process.current().member.communicator().run(Request("allreduce", "all are here", "", place, place, (1,), "float64"))
+    process.current().member.engine().run(
+        native.Request("allreduce", "all are here", "", place, place, (1,), "float64")
+    )
     kvstore_hvd.reset()
     for _ in range(3):
         y = mx.nd.ones(4)

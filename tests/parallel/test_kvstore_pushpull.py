@@ -7,9 +7,9 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process.member import Member
 from kvstore_hvd.store import kvstore, operations, usage
 from kvstore_hvd.store.operations import Operations
+from kvstore_hvd.world.member import Member
 from support.arrays import (
     assert_same_bits,
     contribution,

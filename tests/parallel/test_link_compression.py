@@ -6,7 +6,7 @@ import pytest
 import kvstore_hvd
 from fuzz.model import rounded_to_bfloat16
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.arrays import assert_same_bits, by_host, contribution, ordered_sum, sum_of_ranks
 
 COUNTS = (300_001, 5000, 70_000, 3)

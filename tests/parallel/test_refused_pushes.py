@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat, native
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.pair import World, mx, ramp
 from support.refusing_engine import COMPILER, RefusingEngine
 
@@ -35,7 +35,9 @@ def member(world, size, refusing, monkeypatch):
         pytest.skip("one rank cannot get out of step")
     member = process.current().member
     mx.nd.waitall()
-    adapter = member.communicator().mxnet_adapter(refusing.path, mxnet_compat.engine_is_naive())
+    adapter = native.MXNetAdapter(
+        member.engine(), refusing.path, mxnet_compat.engine_is_naive(), member._connection._arena
+    )
     monkeypatch.setattr(member, "_adapter", adapter)
     yield member
     mx.nd.waitall()

@@ -12,7 +12,7 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.gluon import gradients, parameters
 from support.networks import built, step, trainer_of
 from support.patience import patient
@@ -122,7 +122,7 @@ def test_a_thousand_resets_leave_nothing_behind(rank, size, no_collector):
 
 
 def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_collector):
-    """Stores, prepared operations, errors with their tracebacks, and the communicator itself; all still answer."""
+    """Stores, prepared operations, errors with their tracebacks, and the engine itself; all still answer."""
     meet_again()
     before = held()
     kept, errors = [], []
@@ -136,11 +136,11 @@ def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_
         assert (value.asnumpy() == size).all()
         kept += [prepared, store, value]
         if size > 1:
-            communicator = process.current().member.communicator()
-            kept += [communicator, communicator.arena, process.current().member.used_adapter]
+            engine = process.current().member.engine()
+            kept += [engine, process.current().member.arena, process.current().member.used_adapter]
             if number % 2:  # a lost world
                 kvstore_hvd.barrier()
-                communicator.abort("the test says so")
+                engine.abort("the test says so")
                 with pytest.raises(HorovodInternalError) as lost:
                     kvstore_hvd.allreduce(array, "lost")
                 errors.append(lost.value)

@@ -10,8 +10,8 @@ import pytest
 
 import kvstore_hvd
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.process import process
-from kvstore_hvd.recording import recorder
+from kvstore_hvd.world import process
+from kvstore_hvd.world.agree import clock_ahead
 from support.gluon import array, backward, mlp, parameters, samples
 from support.timeline import Trace, parts_of
 from support.zero_copy import meet_again
@@ -289,6 +289,6 @@ def test_clocks_of_other_hosts(world, rank, size, monkeypatch):
     ahead_ns, clock = (0 if place.host == place.hosts[0] else 5_000_000_000), time.monotonic_ns
     with monkeypatch.context() as patched:
         patched.setattr(time, "monotonic_ns", lambda: clock() + ahead_ns)
-        found = recorder._clock_of_host(process.current().member.communicator(), place)
-    assert (found == {}) == (ahead_ns == 0)
-    assert not found or abs(found["ahead_ns"] - ahead_ns) <= found["error_ns"] < 1_000_000_000
+        found, error_ns = clock_ahead(process.current().member.engine(), place, "test/clock")
+    assert (error_ns == 0) == (ahead_ns == 0)
+    assert abs(found - ahead_ns) <= error_ns < 1_000_000_000

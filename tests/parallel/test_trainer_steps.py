@@ -5,8 +5,8 @@ import pytest
 
 from kvstore_hvd.errors import MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.process import process
 from kvstore_hvd.store.kvstore import StoreMethods
+from kvstore_hvd.world import process
 from support.arrays import assert_same_bits, contribution, expected_sum, sum_of_ranks
 from support.gluon import array, is_mxnet_2
 from support.steps import SHAPES, assert_summed, check_step, fill, make_parameters, make_trainer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import kvstore_hvd
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 DTYPES = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.device.executor import Executor
 from kvstore_hvd.errors import TransportError
+from kvstore_hvd.gpu.executor import Executor
 from kvstore_hvd.gpu.tables import ENTRIES
 from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
 from support.patience import patient

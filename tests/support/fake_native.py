@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore_hvd.comm.base import Communicator, Request
+from kvstore_hvd import native
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.process import process
-from kvstore_hvd.worlds.topology import Host, Topology, World
+from kvstore_hvd.world import process
+from kvstore_hvd.world.topology import Host, Topology, World
 
-__all__ = ["FakeAdapter", "FakeCommunicator", "fake_world"]
+__all__ = ["FakeAdapter", "FakeConnection", "fake_world"]
 
 
 class FakeAdapter:
@@ -44,22 +44,32 @@ class FakeAdapter:
 
 
 @dataclass
-class FakeCommunicator(Communicator):
-    """Records; everything succeeds at once, unless the test has set something else."""
+class FakeConnection:
+    """Records, as connection and engine; everything succeeds at once, unless the test has set something else."""
 
     adapter: FakeAdapter
-    requests: list[Request] = field(default_factory=list)
+    requests: list[native.Request] = field(default_factory=list)
     failure: KVHvdError | None = None
     left: list[str] = field(default_factory=list)
     interrupted: BaseException | None = None
     is_pending: bool = False
 
-    submit = prepare = wait = None  # type: ignore[assignment]  # not needed by stores
+    arena = None
 
-    def run(self, request: Request) -> None:
+    @property
+    def engine(self) -> Any:
+        return self
+
+    def start_device(self, device: int) -> None:
+        """There are no devices."""
+
+    def process(self, rank: int) -> tuple[int, str]:
+        return 0, f"rank {rank}"
+
+    def run(self, request: native.Request) -> None:
         self.requests.append(request)
 
-    def wait_for_all(self) -> bool:
+    def wait_for_all(self, limit_s: float) -> bool:
         if self.interrupted is not None:
             raise self.interrupted
         return not self.is_pending
@@ -70,24 +80,24 @@ class FakeCommunicator(Communicator):
     def abort(self, text: str) -> None:
         self.left.append(f"abort: {text}")
 
-    def shutdown(self, reason: str = "") -> None:
+    def close(self, reason: str = "") -> None:
         self.left.append(reason)
 
-    def mxnet_adapter(self, library_path: str, naive: bool) -> Any:
+    def mxnet_adapter(self) -> Any:
         return self.adapter
 
 
 @contextmanager
-def fake_world(rank: int = 0, size: int = 2) -> Iterator[FakeCommunicator]:
+def fake_world(rank: int = 0, size: int = 2) -> Iterator[FakeConnection]:
     """Put this process into a fake world for the duration; stores created inside belong to it."""
     mine = process.Process()
     topology = Topology.of(rank, [Host.here()] * size, source="launcher")
-    communicator = FakeCommunicator(FakeAdapter())
+    connection = FakeConnection(FakeAdapter())
     mine._member._world = World(topology, "fake", b"")
-    mine._member._communicator = communicator
+    mine._member._connection = connection  # type: ignore[assignment]
     before = process._current
     process._current = mine
     try:
-        yield communicator
+        yield connection
     finally:
         process._current = before

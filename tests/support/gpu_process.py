@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.device.ring import RingExecutor
 from kvstore_hvd.gpu.devices import Device, activate
+from kvstore_hvd.gpu.ring_executor import RingExecutor
 from support.gpu_memory import Arena, DeviceArray
 from support.gpu_ranks import combined, device_operation, finish, samples
 from support.patience import patient

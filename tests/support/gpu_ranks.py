@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.comm.device.executor import Completion
+from kvstore_hvd.gpu.executor import Completion
 from kvstore_hvd.native.records import DeviceOperation
 from support.patience import patient
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore_hvd.comm.base import Communicator, Request
-from kvstore_hvd.comm.device.executor import Batch, Completion, Executor
+from kvstore_hvd import native
+from kvstore_hvd.gpu.executor import Batch, Completion, Executor
 
 
 class HostExecutor(Executor):
     """Carries out batches with the engine's own operations on the same addresses."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    def __init__(self, engine: native.Engine) -> None:
+        self.engine = engine
         self.batches: list[list[str]] = []
         self.kinds: list[str] = []
         self.is_aborted = self.is_closed = False
@@ -52,7 +52,7 @@ class HostExecutor(Executor):
             name, op = f"host/{number}/{place}", "sum" if one.op == "average" else one.op
             more: Any = {"parts": one.parts, "contributed": one.contributed, "as_half": one.as_half}
             where = one.inputs, one.outputs, (one.count,), one.dtype, op, one.prescale, one.postscale, one.root
-            works.append(self.communicator.submit(Request(collective, name, one.label, *where, **more)))
+            works.append(self.engine.submit(native.Request(collective, name, one.label, *where, **more)))
         return _Works(self, works)
 
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.comm.shm import native_request
 from support.arrays import Array
 from support.patience import patient
 
@@ -63,8 +61,8 @@ class World:
         collective = "allreduce" if root < 0 else "broadcast"
         place = [array.ctypes.data]
         dtype = str(array.dtype)
-        request = Request(collective, name, repr(name), place, place, array.shape, dtype, root=max(root, 0))
-        return self.other.submit(native_request(request))
+        request = native.Request(collective, name, repr(name), place, place, array.shape, dtype, root=max(root, 0))
+        return self.other.submit(request)
 
     def close(self) -> None:
         """Leave, with both ranks at once: neither has to wait for the other."""

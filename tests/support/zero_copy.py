@@ -12,7 +12,7 @@ import numpy as np
 
 import kvstore_hvd
 from kvstore_hvd import config
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.arrays import Array, assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import parameters
 
@@ -29,7 +29,7 @@ def address(array: Any) -> int:
 
 def arena() -> Any:
     """Return the arena of this worker's world, or None."""
-    return None if process.current().member.is_alone else process.current().member.communicator().arena
+    return None if process.current().member.is_alone else process.current().member.arena
 
 
 def lies_in_arena(array: Any) -> bool:
@@ -48,7 +48,7 @@ def bytes_in_place() -> int:
     import mxnet as mx
 
     mx.nd.waitall()
-    return 0 if process.current().member.is_alone else process.current().member.communicator().bytes_in_place
+    return 0 if process.current().member.is_alone else process.current().member.engine().bytes_in_place
 
 
 def gradient_bytes(net: Any) -> int:

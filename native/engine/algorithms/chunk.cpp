@@ -4,10 +4,10 @@
 
 namespace kvstore_hvd {
 
-Chunk::Chunk(World& world, int rank, const std::function<const Request&(std::uint32_t)>& request_of)
+Chunk::Chunk(World& world, int rank, const Pending& pending)
     : world_(world),
       rank_(rank),
-      request_of_(request_of),
+      pending_(pending),
       inputs_(std::max(world.ranks, world.hosts)),
       outputs_(world.ranks) {}
 

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
+#include "engine/pending.hpp"
 #include "reduce/reduce.hpp"
 #include "request/request.hpp"
 #include "shm/wait.hpp"
@@ -21,8 +21,8 @@ struct Range {
 
 class Chunk {
  public:
-  // `request_of` finds this rank's request for a slot that it announced.
-  Chunk(World& world, int rank, const std::function<const Request&(std::uint32_t)>& request_of);
+  // `pending`: this rank's requests.
+  Chunk(World& world, int rank, const Pending& pending);
 
   // Which entry it is, from now on. `policy`: how its waits wait.
   void is(const Entry& entry, std::uint64_t index, const WaitPolicy& policy) {
@@ -35,7 +35,7 @@ class Chunk {
   int rank() const { return rank_; }
   const Entry& entry() const { return *entry_; }
   std::uint64_t index() const { return index_; }
-  const Request& request(const Piece& piece) const { return request_of_(piece.slot); }
+  const Request& request(const Piece& piece) const { return pending_.request_on(piece.slot); }
 
   // Once the world is lost: the other ranks' arrays may be in use again, and the others take part in nothing new.
   bool is_lost = false;
@@ -120,7 +120,7 @@ class Chunk {
 
   World& world_;
   const int rank_;
-  const std::function<const Request&(std::uint32_t)>& request_of_;
+  const Pending& pending_;
   const Entry* entry_ = nullptr;
   std::uint64_t index_ = 0;
   const WaitPolicy* policy_ = nullptr;

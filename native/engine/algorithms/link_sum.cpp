@@ -16,12 +16,16 @@ char* sum_of(const Chunk& chunk) { return chunk.world().link_memory(chunk.index(
 
 bool is_direct(const Chunk& chunk, const Piece& piece) { return chunk.world().slots[piece.slot].direct != 0; }
 
-// Arrays in arenas, which all pieces of an entry are in or none, and this rank's own slice are read where they lie.
+// Arrays in arenas and this rank's own slice are read where they lie. Which pieces are in arenas may differ from host
+// to host; the conductor, which puts them together, knows it of its own.
 void fill(Chunk& chunk) {
-  if (is_direct(chunk, chunk.entry().pieces[0])) return;
+  const auto stage = [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+    if (is_direct(chunk, piece)) return;
+    std::memcpy(chunk.staging(chunk.rank()) + piece.staged + offset, chunk.source(piece) + offset, bytes);
+  };
   const Range own = chunk.own_slice();
-  chunk.stage(Range{0, own.begin});
-  chunk.stage(Range{own.end, chunk.entry().staged_bytes});
+  chunk.for_each_in(Range{0, own.begin}, stage);
+  chunk.for_each_in(Range{own.end, chunk.entry().staged_bytes}, stage);
 }
 
 bool reduce_slice(Chunk& chunk) {

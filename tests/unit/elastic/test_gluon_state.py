@@ -6,7 +6,7 @@ import pytest
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, UnsupportedDtypeError
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 from support.gluon import array, backward, is_mxnet_2, network, samples
 
 mx = pytest.importorskip("mxnet")

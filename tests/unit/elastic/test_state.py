@@ -15,7 +15,7 @@ from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectS
 from kvstore_hvd.elastic.copies import deep_copy
 from kvstore_hvd.elastic.notification import NotificationManager
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError
-from kvstore_hvd.process import process
+from kvstore_hvd.world import process
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ MODULES = sorted((Path(runtime.__file__).parent).glob("*.py"))
 
 def test_nothing_of_it_is_imported_before_a_gpu_is_used():
     names = ", ".join(f"kvstore_hvd.gpu.{path.stem}" for path in MODULES if path.stem != "__init__")
-    code = f"import sys, kvstore_hvd.comm.device.executors, {names}; sys.exit('cupy' in sys.modules)"
+    code = f"import sys, kvstore_hvd.world.gpus, {names}; sys.exit('cupy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])
 
 

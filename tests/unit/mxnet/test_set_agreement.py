@@ -11,7 +11,7 @@ from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.mxnet import basics, mpi_ops, process_sets
 from kvstore_hvd.mxnet.optimizer import Scale, TrainerMethods
 from kvstore_hvd.mxnet.set_agreement import agreed_sets, row_of
-from kvstore_hvd.worlds.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Topology
 
 
 def judged(*rows):

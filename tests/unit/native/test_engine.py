@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import native
-from kvstore_hvd.comm import shm
-from kvstore_hvd.comm.base import Request
-from kvstore_hvd.comm.shm import native_request
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import ConfigError, TransportError
+from kvstore_hvd.world import segment
 from support.patience import patient
 
 
@@ -32,8 +30,8 @@ def test_changes_replace_defaults_by_name(monkeypatch):
     assert changed == {"one_shot": 4096, "direct_chunk": 2097152}
     monkeypatch.setenv("KVHVD_THRESHOLDS", "one_shot=4096")
     reload()
-    assert shm._thresholds() == config().thresholds == "one_shot=4096"
-    assert native.Segment.create(2, 0, shm._thresholds()).fd >= 0
+    assert segment._thresholds() == config().thresholds == "one_shot=4096"
+    assert native.Segment.create(2, 0, segment._thresholds()).fd >= 0
     with pytest.raises(ValueError):
         native.Segment.create(2, 0, "one_shoot=1")
 
@@ -56,7 +54,7 @@ def test_wrong_changes_are_refused(monkeypatch, changes, says):
     monkeypatch.setenv("KVHVD_THRESHOLDS", changes)
     reload()
     with pytest.raises(ConfigError) as error:
-        shm._thresholds()
+        segment._thresholds()
     assert f"KVHVD_THRESHOLDS: {refused.value}" in str(error.value)
 
 
@@ -66,7 +64,9 @@ def test_nothing_is_under_way_after_ctrl_c():
     ours, theirs = (native.Engine(segment, rank, patient(30.0), False) for rank in range(2))
     arrays = [np.ones(3, np.float32) for _ in range(2)]
     places = [[array.ctypes.data] for array in arrays]
-    requests = [Request("allreduce", "x", "'x'", place, place, (3,), "float32", on_device=True) for place in places]
+    requests = [
+        native.Request("allreduce", "x", "'x'", place, place, (3,), "float32", on_device=True) for place in places
+    ]
     ended = False
 
     def device():
@@ -79,11 +79,11 @@ def test_nothing_is_under_way_after_ctrl_c():
         ended = True
         ours.end_batch(batch[0])
 
-    work = theirs.submit(native_request(requests[1]))
+    work = theirs.submit(requests[1])
     thread = threading.Thread(target=device, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        ours.run(native_request(requests[0]))
+        ours.run(requests[0])
     assert ended
     thread.join()
     with pytest.raises(TransportError, match="was interrupted"):

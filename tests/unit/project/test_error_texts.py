@@ -29,15 +29,15 @@ INTERNAL = {
     "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
     "recording/trace.py": "caught by its only callers",
     "recording/parts.py": "an OSError that its callers make a text of",
-    "worlds/connections.py": "an OSError of one call; the next one follows",
-    "worlds/rendezvous.py": "an OSError that the next attempt follows",
+    "world/links.py": "an OSError of one call; the next one follows",
+    "world/meeting.py": "an OSError that the next attempt follows",
 }
 # Lines for the developer, or facts that become part of a text that has a fix.
 WITHOUT_FIX = {
-    "worlds/mpi/world.py": "a row of kvhvdrun --check-build",
+    "world/mpi.py": "a row of kvhvdrun --check-build",
     "gpu/launcher.py": "a fact for native/request/messages.cpp, which adds the fix",
     "gpu/nccl.py": "as in launcher.py",
-    "comm/device/ring.py": "a detail of the error of comm/device/executors.py",
+    "gpu/ring_executor.py": "a detail of the error of world/gpus.py",
     "gpu/memory.py": "as in ring.py",
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.store.keys import Call, group_arguments, priority_of, wire_name
-from kvstore_hvd.worlds.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Topology
 from support.fake_native import fake_world
 
 mx = pytest.importorskip("mxnet")

@@ -1,1 +1,0 @@
-"""Communication of arrays on GPUs: one executor for each way."""

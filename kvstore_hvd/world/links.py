@@ -1,0 +1,347 @@
+"""Links: native threads, one on each host, that exchange what the workers of a host have reduced.
+
+A link calls MPI by the addresses of a few functions of the library that mpi4py has loaded; in jobs without MPI it has
+TCP connections to the other links, in clear. Messages that Python itself sent would wait for the interpreter lock, for
+milliseconds beside a busy program.
+
+TCP: every worker listens on a port of its own, and the launcher tells all workers the addresses of all. Of two hosts
+the later one calls. Both ends prove by HMAC-SHA256 over fresh nonces of both that they know the job's secret; the proof
+names the world and both hosts, so that an attempt of one world never meets that of another. A stranger, who proves
+nothing, gets a thread of its own and a few seconds; past a number of them the oldest is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hmac
+import ipaddress
+import itertools
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from kvstore_hvd import log, native
+from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
+from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, check_wanted, mac
+from kvstore_hvd.world.topology import World
+
+__all__ = ["connect_hosts", "end_links_at_exit", "own_addresses", "start_link"]
+
+_FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe")
+# Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
+# after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).
+_TAGS, _WORLDS = 4, 512
+
+_SIOCGIFADDR = 0x8915
+_HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s{MAC_BYTES}s")  # magic, calling and called host, nonce, world
+_MAGIC = b"KVHVDtcp"
+_HANDSHAKE_S, _POLL_S, _RETRY_S = 5.0, 0.02, 0.05
+_FIRST_S = 0.3  # limit of the first call of an address; doubles: another address of that host may answer sooner
+_MOST_STRANGERS = 64
+
+
+def start_link(world: World, segment: native.Segment) -> None:
+    """On local rank 0 of each host of a world on several: start the host's link, and wait for those of the others."""
+    topology = world.topology
+    if topology.host_count == 1:
+        return
+    for rank, (host, pid) in enumerate(zip(topology.hosts, topology.pids)):
+        segment.introduce(rank, pid, host)
+    transport = _mpi_transport(world) if world.communicator is not None else _tcp_transport(world)
+    link = native.Link(
+        segment,
+        transport,
+        config().timeout_s,
+        config().link_timeout_s,
+        f"{native.abi()} {config().link_compression} {config().thresholds}",
+        native.DTYPES[{"none": "float32", "fp16": "float16", "bf16": "bfloat16"}[config().link_compression]],
+    )
+    try:
+        _await_links(world, link)
+    except BaseException:
+        link.give_up()
+        raise
+
+
+@functools.lru_cache(maxsize=1)
+def end_links_at_exit() -> None:
+    """Have this process not end before its links are over: other hosts may need them. Where there is no MPI."""
+    atexit.register(lambda: native.stop_links(config().exit_timeout_s))
+
+
+def _tcp_transport(world: World) -> native.Transport:
+    _close_in_children()
+    return native.tcp_transport(connect_hosts(world))
+
+
+@functools.lru_cache(maxsize=1)
+def _close_in_children() -> None:
+    # Other hosts would take this worker for alive as long as a forked child holds its connections.
+    os.register_at_fork(after_in_child=native.close_connections)
+
+
+def _mpi_transport(world: World) -> native.Transport:
+    topology = world.topology
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        fact = "MPI was initialised without MPI_THREAD_MULTIPLE, which several hosts need."
+        fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
+        raise LaunchError(message(fact, **topology.speaker, fix=fix))
+    most_tags = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) // _TAGS
+    return native.mpi_transport(
+        _functions(MPI),
+        _handle(MPI, world.communicator),
+        # Under MPI the lowest rank of a host has its local rank 0.
+        [topology.rank_of_all(ranks[0]) for ranks in topology.ranks_by_host.values()],
+        (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
+    )
+
+
+def _await_links(world: World, link: native.Link) -> None:
+    topology, limit_s = world.topology, config().start_timeout_s
+    deadline = Deadline(limit_s)
+    try:
+        while missing := link.missing():
+            why = world.lost()
+            if not why and deadline.left() <= 0:
+                why = f"{topology.rank_list(missing)} did not arrive within {limit_s:g} s."
+            if why:
+                fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
+                hosts = dict.fromkeys(topology.hosts[rank] for rank in missing)
+                details = [f"{host}: {topology.rank_list(topology.ranks_by_host[host])}" for host in hosts]
+                raise LaunchError(message(why, **topology.speaker, details=details, fix=fix))
+            time.sleep(deadline.wait_s(_POLL_S))
+    except HorovodInternalError as error:
+        fact, _, fix = str(error).partition("\n  Fix: ")
+        raise LaunchError(message(f"{fact}.", **topology.speaker, fix=f"{fix}." if fix else fix)) from error
+
+
+def _functions(mpi: Any) -> dict[str, int]:
+    library = ctypes.CDLL(mpi.__file__)
+    found = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS}
+    # MPI_STATUS_IGNORE is 1 in MPICH, whose handles are ints, and 0 in Open MPI and in the ABI of MPI 5.
+    is_mpich = mpi._sizeof(mpi.Comm) == ctypes.sizeof(ctypes.c_int)
+    return {**found, "byte": _handle(mpi, mpi.BYTE), "ignored_status": 1 if is_mpich else 0}
+
+
+def _handle(mpi: Any, value: Any) -> int:
+    return int(mpi._handleof(value)) & 0xFFFFFFFFFFFFFFFF
+
+
+# -- TCP ----------------------------------------------------------------------------------------------------------
+
+_reached: set[str] = set()  # addresses, without ports, that have answered: they are called first
+_listeners: dict[int, socket.socket] = {}  # by process: a forked child closes that of its parent, and has none
+
+
+def _listener(address: str = "") -> socket.socket:
+    """The listening socket of this process; made at the first call, at this address or at all."""
+    owner = os.getpid()
+    if owner not in _listeners:
+        _listeners[owner] = listener = socket.create_server((address, 0), backlog=128)
+        listener.setblocking(False)
+        os.register_at_fork(after_in_child=listener.close)
+    return _listeners[owner]
+
+
+def own_addresses(listener: socket.socket | None = None) -> list[str]:
+    """Where other hosts reach this process: ``ADDRESS:PORT`` of each interface that the job may use. IPv4."""
+    chosen = config().network_interfaces.replace(",", " ").split()
+    every: list[tuple[str, str]] = []  # name and address of each
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                every.append((name, socket.inet_ntoa(answer[20:24])))
+    if chosen:
+        usable = [address for name, address in every if any(_is_meant(each, name, address) for each in chosen)]
+    else:
+        outside = [address for _, address in every if not ipaddress.ip_address(address).is_loopback]
+        usable = outside or [address for _, address in every]
+    if not usable:
+        has = ", ".join(f"{name} {address}" for name, address in every) or "none with an IPv4 address"
+        fact = f"{socket.gethostname()} has none of the network interfaces that the job may use: {', '.join(chosen)}."
+        fix = "--network-interfaces takes names and networks of all hosts: eth0,10.0.0.0/8; or omit it."
+        raise LaunchError(message(fact, details=[f"it has: {has}"], fix=fix))
+    # One address: nothing listens at others.
+    port = (listener or _listener(usable[0] if len(usable) == 1 else "")).getsockname()[1]
+    return [f"{address}:{port}" for address in usable]
+
+
+def _is_meant(wanted: str, name: str, address: str) -> bool:
+    try:
+        return wanted == name or ipaddress.ip_address(address) in ipaddress.ip_network(wanted, strict=False)
+    except ValueError:
+        return False
+
+
+def connect_hosts(world: World, listener: socket.socket | None = None) -> list[int]:
+    """Sockets to the leaders of all other hosts, by host, -1 for this one. Collective over the leaders of hosts."""
+    return _Meeting(world, listener or _listener()).run()
+
+
+class _Meeting:
+    def __init__(self, world: World, listener: socket.socket) -> None:
+        topology = world.topology
+        self._world, self._listener = world, listener
+        self._hosts = list(topology.ranks_by_host)
+        self._own = self._hosts.index(topology.host)
+        self._name = mac(world.secret, b"world", f"{world.job}/{world.meeting}/{world.index}".encode())
+        self._lock = threading.Lock()  # of what follows
+        self._found: dict[int, socket.socket] = {}
+        self._strangers: list[socket.socket] = []  # who has called and has proved nothing yet, oldest first
+        self._faults: dict[int, dict[str, str]] = {}  # by host and address
+        self._is_over = False
+
+    def run(self) -> list[int]:
+        deadline, calls = Deadline(config().start_timeout_s), select.poll()
+        calls.register(self._listener, select.POLLIN)
+        for host in range(self._own):
+            threading.Thread(target=self._call, args=(host,), daemon=True).start()
+        try:
+            while len(self._found) < len(self._hosts) - 1:
+                check_wanted(self._world)
+                if deadline.left() <= 0:
+                    raise self._missing()
+                calls.poll(1000 * deadline.wait_s(_POLL_S))
+                with contextlib.suppress(OSError):  # nobody calls, or nobody any more
+                    for _ in range(_MOST_STRANGERS):  # then the clock is looked at again
+                        self._take(self._listener.accept()[0])
+        except BaseException:
+            with self._lock:
+                self._is_over = True  # who comes now is closed
+                if deadline.left() < config().start_timeout_s / 2:  # one that has just begun proves nothing
+                    self._world.unreached.extend(map(self._leader, self._absent))
+                for connection in self._found.values():
+                    connection.close()
+            raise
+        with self._lock:
+            self._is_over = True
+        return [self._found[host].detach() if host in self._found else -1 for host in range(len(self._hosts))]
+
+    def _take(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.append(connection)
+            if len(self._strangers) > _MOST_STRANGERS:
+                with contextlib.suppress(OSError):  # it has gone
+                    self._strangers.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _keep(self, host: int, connection: socket.socket) -> None:
+        with self._lock:
+            # A second one: the other end has given the first one up, and calls again.
+            former = connection if self._is_over else self._found.pop(host, None)
+            if former is not connection:
+                connection.settimeout(None)
+                self._found[host] = connection
+        if former is not None:
+            former.close()
+
+    def _leader(self, host: int) -> int:
+        topology = self._world.topology
+        ranks = topology.ranks_by_host[self._hosts[host]]
+        return topology.rank_of_all(min(ranks, key=topology.places.__getitem__) if topology.places else ranks[0])
+
+    def _call(self, host: int) -> None:
+        """Call another host until it answers, at each of its addresses in turn."""
+        places = [address.rpartition(":") for address in self._world.addresses[self._leader(host)]]
+        places.sort(key=lambda place: place[0] not in _reached)
+        faults = self._faults[host] = {}
+        for number, (name, colon, port) in enumerate(itertools.cycle(places)):
+            if self._is_over:
+                return
+            limit_s = min(_HANDSHAKE_S, _FIRST_S * 2 ** min(number // len(places), 9))
+            with contextlib.ExitStack() as on_failure:
+                try:
+                    connection = on_failure.enter_context(socket.create_connection((name, int(port)), limit_s))
+                    self._prove(connection, host)
+                except OSError as error:
+                    faults[name + colon + port] = error.strerror or str(error)
+                    time.sleep(_RETRY_S)
+                else:
+                    on_failure.pop_all()
+                    _reached.add(name)
+                    self._keep(host, connection)
+                    return
+
+    def _prove(self, connection: socket.socket, host: int) -> None:
+        until = time.monotonic() + _HANDSHAKE_S
+        hello = _HELLO.pack(_MAGIC, self._own, host, secrets.token_bytes(NONCE_BYTES), self._name)
+        connection.sendall(hello)
+        nonce, proof = _receive(connection, NONCE_BYTES, until), _receive(connection, MAC_BYTES, until)
+        if not hmac.compare_digest(proof, mac(self._world.secret, b"called", hello, nonce)):
+            raise ConnectionError("another process answers there")
+        connection.sendall(mac(self._world.secret, b"calling", hello, nonce))
+
+    def _answer(self, connection: socket.socket) -> None:
+        until = time.monotonic() + _HANDSHAKE_S
+        try:
+            hello = _receive(connection, _HELLO.size, until)
+            magic, host, called, _, name = _HELLO.unpack(hello)
+            is_ours = magic == _MAGIC and self._own < host < len(self._hosts) and called == self._own
+            if not is_ours or not hmac.compare_digest(name, self._name):
+                raise ConnectionError("it does not belong to this world")
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(nonce + mac(self._world.secret, b"called", hello, nonce))
+            proof = _receive(connection, MAC_BYTES, until)
+            if not hmac.compare_digest(proof, mac(self._world.secret, b"calling", hello, nonce)):
+                raise ConnectionError("it does not know the secret of the job")
+        except OSError as error:
+            log.logger.info("refused a connection: %s", error)
+            connection.close()
+        else:
+            self._keep(host, connection)
+        finally:
+            with self._lock:
+                if connection in self._strangers:
+                    self._strangers.remove(connection)
+
+    @property
+    def _absent(self) -> list[int]:
+        return [host for host in range(len(self._hosts)) if host != self._own and host not in self._found]
+
+    def _missing(self) -> LaunchError:
+        topology, own = self._world.topology, self._hosts[self._own]
+        ranks = [rank for host in self._absent for rank in topology.ranks_by_host[self._hosts[host]]]
+        details = []
+        for host in self._absent:
+            if host < self._own:
+                faults = [f"{address}: {text}" for address, text in list(self._faults.get(host, {}).items())]
+                how = f"{own} has not reached it at {'; '.join(faults) or 'any address'}"
+            else:
+                how = f"it has not called {own} at {' or '.join(own_addresses(self._listener))}"
+            details.append(f"{self._hosts[host]}: {how}")
+        return LaunchError(
+            message(
+                f"{topology.rank_list(ranks)} did not arrive within {config().start_timeout_s:g} s.",
+                **topology.speaker,
+                details=details,
+                fix="see whether they failed or create no store, and whether a firewall lets workers of these hosts "
+                "connect to each other; KVHVD_NETWORK_INTERFACES chooses interfaces, KVHVD_START_TIMEOUT (seconds) "
+                "gives more time.",
+            )
+        )
+
+
+def _receive(connection: socket.socket, count: int, until: float) -> bytes:
+    """So many bytes, by then."""
+    received = b""
+    while len(received) < count:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        more = connection.recv(count - len(received))
+        if not more:
+            raise ConnectionError("the other end has closed the connection")
+        received += more
+    return received

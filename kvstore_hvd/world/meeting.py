@@ -1,0 +1,411 @@
+"""Hand one memory segment to all workers of a host.
+
+The worker with local rank 0 listens on an abstract Unix socket (a name that is no file, and ends with its process),
+hears all its peers, creates the segment, and sends each of them the file descriptor. Nobody gets it, and nobody
+returns, before all have come: this is also the barrier at the start of a world.
+
+A peer is believed when the kernel says that it runs as the same user and when it proves, by HMAC-SHA256 over fresh
+nonces of both sides, that it knows the job's secret; the server proves the same to the peer. The socket keeps message
+boundaries, so whatever a stranger sends is one message that does not verify: its connection is closed, and nobody
+waits for it.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore_hvd import log
+from kvstore_hvd.base.channel import peer_process
+from kvstore_hvd.base.clocks import LOOK_S, Deadline
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.world.topology import Topology, World, watching_namespaces
+
+__all__ = ["MAC_BYTES", "NONCE_BYTES", "check_wanted", "mac", "share_segment", "socket_name"]
+
+MAC_BYTES = NONCE_BYTES = 32
+
+_MAGIC = b"KVHVD\x01"
+_MAX_MESSAGE = 16 * 1024
+# Connections that have not proved themselves; past this number the oldest is closed.
+_MAX_STRANGERS = 256
+# The server gives up first, so that its text, which names the missing ranks, reaches those who wait.
+_CLIENT_EXTRA_S = 5.0
+# How often to look whether the others are still to be waited for.
+_LOOK_S = 0.02
+_PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
+
+_HELLO = struct.Struct("!II")  # local rank, process id
+# Between the fields of a hello: version, description of the cores, PID and time namespace.
+_SEPARATOR = "\0"
+_OK, _FAILED = b"\x01", b"\x00"
+_FIX_OF_SOCKETS = "a sandbox (seccomp, SELinux, AppArmor) forbids Unix sockets here: allow them, or run outside of it."
+
+
+def mac(secret: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 over parts, each with its length, so that no two lists of parts have the same text."""
+    text = b"".join(struct.pack("!I", len(part)) + part for part in parts)
+    return hmac.digest(secret, text, hashlib.sha256)
+
+
+def share_segment(
+    world: World,
+    create: Callable[[Sequence[str]], int],
+    *,
+    version: str = "",
+    tell: str = "",
+    timeout_s: float | None = None,
+) -> int:
+    """Share one segment among the workers of this host. Collective over them; a barrier."""
+    if world.topology.local_size == 1:
+        return create([tell])
+    timeout = config().start_timeout_s if timeout_s is None else timeout_s
+    if world.topology.local_rank == 0:
+        return _Server(world, version, tell, timeout).run(create)
+    return _fetch(world, version + _SEPARATOR + tell, timeout)
+
+
+def socket_name(world: World) -> bytes:
+    """The abstract address of a world's meeting; without the secret it cannot be guessed or taken beforehand."""
+    text = f"{world.job}/{world.meeting}/{world.topology.host}".encode()
+    return b"\0kvstore_hvd-" + mac(world.secret, b"name", text).hex()[:32].encode()
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def check_wanted(world: World) -> None:
+    """Raise LaunchError when the world is lost: nobody need meet for it any more."""
+    why = world.lost()
+    if why:
+        fix = "kvstore_hvd.elastic.run meets the next world by itself; outside of it, start the job again."
+        raise _error(world.topology, f"the workers need not meet any more: {why}", fix=fix)
+
+
+def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: str = "") -> LaunchError:
+    return LaunchError(message(fact, **topology.speaker, details=details, fix=fix))
+
+
+# -- Local rank 0 -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    peer_nonce: bytes = b""
+    rank: int | None = None  # local rank, once proved
+    pid: int = 0
+    version: str = ""
+    namespaces: tuple[str, ...] = ()
+    told: str = ""
+
+
+class _Server:
+    def __init__(self, world: World, version: str, tell: str, timeout_s: float) -> None:
+        self._world = world
+        self._topology = world.topology
+        self._version, self._tell = version, tell
+        self._timeout_s = timeout_s
+        self._peers: dict[int, _Connection] = {}
+        self._strangers: dict[socket.socket, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, create: Callable[[Sequence[str]], int]) -> int:
+        deadline = Deadline(self._timeout_s)
+        listener = self._listen()
+        try:
+            try:
+                self._gather(listener, deadline)
+                self._compare_versions()
+                self._compare_namespaces()
+                fd = create([self._tell, *(connection.told for connection in self._peers.values())])
+            except BaseException as error:
+                self._send_all(_FAILED, str(error) or type(error).__name__)
+                raise
+            self._send_all(_OK, "", fd)
+            return fd
+        finally:
+            self._selector.close()
+            listener.close()
+            for connection in (*self._peers.values(), *self._strangers.values()):
+                connection.socket.close()
+
+    def _listen(self) -> socket.socket:
+        listener = _socket()
+        try:
+            listener.bind(socket_name(self._world))
+            listener.listen(max(128, 2 * self._topology.local_size))
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                raise _error(
+                    self._topology,
+                    "another process already holds this place in the job.",
+                    fix="create the store in one process per worker only; a process started by a worker must not "
+                    "inherit its KVHVD_ variables.",
+                ) from None
+            raise _error(
+                self._topology, f"cannot open a Unix socket to meet the other workers: {error}.", fix=_FIX_OF_SOCKETS
+            ) from error
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        return listener
+
+    def _gather(self, listener: socket.socket, deadline: Deadline) -> None:
+        """Answer connections until all peers have proved themselves."""
+        while len(self._peers) < self._topology.local_size - 1:
+            if deadline.left() <= 0:
+                raise self._missing()
+            check_wanted(self._world)
+            for key, _ in self._selector.select(deadline.wait_s(_LOOK_S)):
+                if key.fileobj is listener:
+                    self._accept(listener)
+                else:
+                    self._receive(key.data)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:
+            return  # gone again, or no descriptor free: the peer tries again
+        pid, uid = peer_process(accepted)
+        if uid != os.geteuid():
+            log.logger.info("rendezvous: refused process %d of user %d", pid, uid)
+            accepted.close()
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers.values())))
+        accepted.setblocking(False)
+        connection = _Connection(accepted, pid=pid)
+        self._strangers[accepted] = connection
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        try:
+            accepted.send(_MAGIC + connection.nonce)
+        except OSError:
+            self._drop(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(_MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if connection.rank is not None:
+            # A proved peer has nothing more to say: this is its end.
+            check_wanted(self._world)
+            raise _error(
+                self._topology,
+                f"{self._topology.rank_list([self._name(connection.rank)])} (pid {connection.pid}) ended while the "
+                "workers were finding each other.",
+                fix="look at what that worker printed.",
+            )
+        hello = self._verify(connection, data)
+        if hello is None:
+            if data:
+                log.logger.info("rendezvous: process %d did not prove that it belongs to the job", connection.pid)
+            self._drop(connection)
+            return
+        if hello in self._peers or not 0 < hello < self._topology.local_size:
+            self._refuse(
+                connection,
+                f"rank {self._topology.rank_of_all(self._name(hello))} has already joined from another process.",
+            )
+            return
+        connection.rank = hello
+        self._strangers.pop(connection.socket)
+        self._peers[hello] = connection
+
+    def _verify(self, connection: _Connection, data: bytes) -> int | None:
+        """The local rank that a hello proves, or None. Fills in what the hello says."""
+        head = len(_MAGIC) + NONCE_BYTES + _HELLO.size
+        if len(data) < head + MAC_BYTES or not data.startswith(_MAGIC):
+            return None
+        body, proof = data[:-MAC_BYTES], data[-MAC_BYTES:]
+        if not hmac.compare_digest(proof, mac(self._world.secret, b"client", connection.nonce, body)):
+            return None
+        connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES]
+        rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + NONCE_BYTES)
+        connection.version, *others = body[head:].decode("utf-8", "replace").split(_SEPARATOR)
+        connection.told, connection.namespaces = "".join(others[:1]), tuple(others[1:])
+        return int(rank)
+
+    def _name(self, local_rank: int) -> int:
+        ranks = self._topology.local_ranks
+        return ranks[local_rank] if local_rank < len(ranks) else local_rank
+
+    def _drop(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        self._strangers.pop(connection.socket, None)
+        connection.socket.close()
+
+    def _refuse(self, connection: _Connection, text: str) -> None:
+        self._send(connection, _FAILED, text, None)
+        self._drop(connection)
+
+    def _compare_versions(self) -> None:
+        told = self._by_rank(self._version, {place: peer.version for place, peer in self._peers.items()})
+        if len(set(told.values())) > 1:
+            fix = "install the same version for every worker."
+            raise _error(self._topology, "the workers run different versions of kvstore_hvd.", self._listed(told), fix)
+
+    def _compare_namespaces(self) -> None:
+        """Refuse workers that could not tell whether the others are alive: each would take them for dead."""
+        own = watching_namespaces()
+        for at, kind in enumerate(("PID", "time")):
+            others = {place: "".join(peer.namespaces[at : at + 1]) for place, peer in self._peers.items()}
+            told = self._by_rank(own[at], others)
+            if len(set(told.values())) > 1:
+                fact = f"the workers are in different {kind} namespaces, and cannot see whether the others are alive."
+                fix = f"start all of them in one container, or in containers with one {kind} namespace"
+                fix += " (docker run --pid=container:NAME)." if kind == "PID" else "."
+                raise _error(self._topology, fact, self._listed(told), fix)
+
+    def _by_rank(self, own: str, others: dict[int, str]) -> dict[int, str]:
+        """What the workers of this host have told, in the order of their local ranks."""
+        told = {self._topology.rank: own}
+        told.update((self._name(local_rank), text) for local_rank, text in sorted(others.items()))
+        return told
+
+    def _listed(self, told: dict[int, str]) -> tuple[str, ...]:
+        texts = dict.fromkeys(told.values())
+        ranks = {text: [rank for rank, each in told.items() if each == text] for text in texts}
+        return tuple(f"{text or 'unknown'}: {self._topology.rank_list(who)}" for text, who in ranks.items())
+
+    def _missing(self) -> LaunchError:
+        absent = [r for i, r in enumerate(self._topology.local_ranks) if i > 0 and i not in self._peers]
+        arrived = [self._topology.rank, *(self._name(local_rank) for local_rank in self._peers)]
+        return _error(
+            self._topology,
+            f"{self._topology.rank_list(absent)} did not arrive within {self._timeout_s:g} s.",
+            (f"arrived: {self._topology.rank_list(arrived)}",),
+            fix="see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time.",
+        )
+
+    def _send_all(self, status: bytes, text: str, fd: int | None = None) -> None:
+        for connection in self._peers.values():
+            self._send(connection, status, text, fd)
+
+    def _send(self, connection: _Connection, status: bytes, text: str, fd: int | None) -> None:
+        body = status + text.encode()[: _MAX_MESSAGE // 2]
+        data = body + mac(self._world.secret, b"server", connection.nonce, connection.peer_nonce, body)
+        try:
+            if fd is None:
+                connection.socket.send(data)
+            else:
+                socket.send_fds(connection.socket, [data], [fd])
+        except OSError as error:
+            # The engine watches the processes from here on; a peer that just died is its business.
+            log.logger.info("rendezvous: could not answer process %d: %s", connection.pid, error)
+
+
+# -- The others ---------------------------------------------------------------------------------------------------
+
+
+def _fetch(world: World, hello: str, timeout_s: float) -> int:
+    """Find the server, prove ourselves, and wait for its answer."""
+    topology = world.topology
+    name = socket_name(world)
+    longer = Deadline(timeout_s + _CLIENT_EXTRA_S)
+    deadline = longer.within(timeout_s)
+    impostor = False
+    attempt = 0
+    while True:
+        check_wanted(world)
+        if deadline.left() <= 0:
+            what = "another process answers in its place" if impostor else "it never opened its socket"
+            raise _error(
+                topology,
+                f"rank {topology.rank_of_all(topology.local_ranks[0])} did not arrive within {timeout_s:g} s ({what}).",
+                fix="see whether it failed or creates no store; KVHVD_START_TIMEOUT (seconds) gives it more time.",
+            )
+        with _socket() as connection:
+            connection.settimeout(max(0.001, deadline.wait_s()))
+            try:
+                connection.connect(name)
+                if peer_process(connection)[1] != os.geteuid():
+                    raise _NotTheServer
+                return _ask(connection, world, hello, longer)
+            except _NotTheServer:
+                impostor = True
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.EACCES):
+                    fact = f"cannot connect to the other workers: {error}."
+                    raise _error(topology, fact, fix=_FIX_OF_SOCKETS) from error
+        # No server yet, or one that is gone again. An abstract name gives no event to wait for.
+        time.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
+        attempt += 1
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """One message and the descriptors that came with it, close-on-exec (`socket.recv_fds` drops its flags)."""
+    fds = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(
+        _MAX_MESSAGE, socket.CMSG_SPACE(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, fds.tolist()
+
+
+class _NotTheServer(Exception):
+    """Whoever answered does not know the secret."""
+
+
+def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline) -> int:
+    topology = world.topology
+
+    def wait_at_most(seconds: float) -> None:
+        connection.settimeout(max(0.001, deadline.wait_s(seconds)))
+
+    # A server speaks first and at once; who does not is none.
+    wait_at_most(LOOK_S)
+    challenge = connection.recv(_MAX_MESSAGE)
+    if len(challenge) != len(_MAGIC) + NONCE_BYTES or not challenge.startswith(_MAGIC):
+        raise _NotTheServer
+    server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(NONCE_BYTES)
+    about = _SEPARATOR.join((hello, *watching_namespaces())).encode()
+    body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + about
+    connection.send(body + mac(world.secret, b"client", server_nonce, body))
+    while True:
+        wait_at_most(_LOOK_S)
+        try:
+            answer, fds = _receive_fds(connection)
+            break
+        except socket.timeout:
+            check_wanted(world)
+            if deadline.left() <= 0:
+                raise
+    try:
+        body, proof = answer[:-MAC_BYTES], answer[-MAC_BYTES:]
+        if not body or not hmac.compare_digest(proof, mac(world.secret, b"server", server_nonce, nonce, body)):
+            if not answer:
+                raise ConnectionResetError(errno.ECONNRESET, "the server ended")
+            raise _NotTheServer
+        if body[:1] != _OK or len(fds) != 1:
+            *details, last = body[1:].decode("utf-8", "replace").splitlines() or [""]
+            told, _, fix = last.partition("Fix: ")
+            raise _error(
+                topology,
+                "the start failed on the worker that leads this host.",
+                tuple(line for line in (*details, told if fix else last) if line.strip()),
+                fix=fix or "see what that worker says.",
+            )
+        return fds.pop()
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,508 @@
+"""The process's place in the world of workers: joining it, leaving it, forking, and starting over.
+
+One `Process` holds the current world. MXNet creates stores without arguments, so the stores of a process find it
+through `current()`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore_hvd import log, native
+from kvstore_hvd.config import config, reload
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
+from kvstore_hvd.world.agree import exchange
+from kvstore_hvd.world.discover import discover
+from kvstore_hvd.world.exit import ExitWatchdog, early_end
+from kvstore_hvd.world.member import InnerMember, Member, first_unread, log_unread, raise_unread
+from kvstore_hvd.world.mpi import warn_beside
+from kvstore_hvd.world.recorder import Recorder
+from kvstore_hvd.world.topology import Topology, World
+from kvstore_hvd.world.worker_line import WorkerLine, current_line
+
+__all__ = [
+    "Process",
+    "current",
+    "init",
+    "is_initialized",
+    "register_exit_handler",
+    "reset",
+    "shutdown",
+    "topology",
+]
+
+
+class Process:
+    """This process, with its parts in the world of all workers and in the worlds inside it."""
+
+    def __init__(self) -> None:
+        self.departures = 0  # by `shutdown`
+        self._lock = threading.RLock()
+        self._member = Member()
+        self._inner: list[InnerMember] = []  # in the order of their making
+        self._inner_joins = 0  # in the present world, by all of its workers alike
+        self._watchdog: ExitWatchdog | None = None
+        self._recorder = Recorder()
+        self._meetings: dict[str, int] = {}  # by job: the number of the next meeting
+        self._line: WorkerLine | None = None  # to the launcher, where workers may come and go
+
+    @property
+    def member(self) -> Member:
+        """This worker's part in the world of all; joins it first when this process never did."""
+        if self._member.world is None:
+            self.init()
+        return self._member
+
+    @property
+    def topology(self) -> Topology:
+        """Who this worker is and how many there are, as `member` knows it; stays readable after `shutdown`."""
+        return self.member.topology
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process is in the world of all workers."""
+        return self._member.is_initialized
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of a worker: it knows the world, and is not in it."""
+        return self._member.is_forked
+
+    @property
+    def has_given_up(self) -> bool:
+        """As `Member.has_given_up`, in any of its worlds."""
+        return any(member.has_given_up for member in self._members)
+
+    def expected_size(self) -> int | None:
+        """How many workers there are, or what the launcher's variables say about it; None if nobody knows."""
+        if self._member.world is not None:
+            return self._member.topology.size
+        known = config()
+        return known.size or (known.mpi_launch.size if known.mpi_launch is not None else None)
+
+    # -- Joining and leaving ----------------------------------------------------------------------------------------
+
+    def init(self, comm: Any = None) -> Topology:
+        """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
+
+        Reads the environment again when it joins one: programs set variables before they call it.
+
+        Parameters
+        ----------
+        comm : mpi4py communicator, optional
+            The workers. By default those of the last world, or those that the launcher's environment names.
+
+        Returns
+        -------
+        Topology
+
+        Raises
+        ------
+        LaunchError
+            The workers could not find each other.
+        ConfigError, InvalidRequestError
+            The environment has settings that cannot be used.
+        """
+        with self._lock:
+            if self._member.is_initialized:
+                return self._member.topology
+            reload()
+            world = self._member.world
+            if world is None:
+                line = current_line()
+                if line is not None:
+                    self._enter(line, comm)
+                else:
+                    self._join(discover(comm))
+            elif self._member.is_waiting and comm is None:
+                self._member.wait_for(world)  # again: only within `elastic.run` the others take it in
+            else:
+                self._rejoin(comm)
+            self._record_from_start()
+            return self.topology
+
+    def shutdown(self, reason: str = "") -> None:
+        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one.
+
+        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
+        the other workers that need this one, with the reason in their text.
+
+        Raises
+        ------
+        HorovodInternalError
+            The world was lost while this worker waited for its operations.
+        KVHvdError
+            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
+        """
+        with self._lock:
+            try:
+                was_lost = self._member.is_lost
+                raise_unread(self.leave(reason), was_lost)
+            finally:
+                self._recorder.finish()
+                self._forget_inner()
+                self.departures += 1
+
+    def reset(self) -> Topology:
+        """Leave the world, lost or not, and meet the same workers in a fresh one; every worker must call it.
+
+        Pending operations fail. Stores stay usable. In an elastic job others may have come or gone, and process sets
+        are not met again.
+
+        Raises
+        ------
+        LaunchError
+            Not all workers came back in time.
+        """
+        with self._lock:
+            if self._member.world is None:
+                return self.init()
+            self.abandon("reset() was called")
+            self._rejoin()
+            return self.topology
+
+    def abandon(self, reason: str) -> None:
+        """Leave the world, lost or not, as the first half of `reset`: arrays can be used again, with any content."""
+        with self._lock:
+            self.leave(reason)
+            self._member.drain()  # the errors of what was pending belong to the old world
+
+    def meet(self, cause: str, text: str = "") -> Topology:
+        """The other half of `reset`, after `abandon`, or to be taken in by a running job."""
+        with self._lock:
+            self._rejoin(cause=cause, text=text)
+            return self.topology
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this worker of an elastic job has come to a running one, and has yet to be taken in by `meet`."""
+        return self._member.is_waiting
+
+    @property
+    def last_place(self) -> Topology | None:
+        """The place of this worker in the latest world that it was in, left or not; None before the first one."""
+        return None if self._member.world is None or self._member.is_waiting else self._member.topology
+
+    @property
+    def line(self) -> WorkerLine | None:
+        """Where the worlds come from when workers may come and go; None where they may not."""
+        return self._line
+
+    def _join(self, world: World) -> None:
+        """Join a world, and those inside it again. Raises as `Member.join`."""
+        topology = world.topology
+        log.set_rank(topology.rank, topology.size)
+        if topology.size > 1:
+            _register_fork_handlers()
+            self._watchdog = self._watchdog or ExitWatchdog()
+        self._member.join(world)
+        self._meetings[world.job] = world.meeting + 1
+        warn_beside(topology)
+        if topology.size > 1:
+            register_exit_handler()
+        self._recorder.joined(self._member.others(), topology)
+        self._inner_joins = 0
+        for inner in self._inner:
+            self._join_inner(inner, world)
+        self._record(*self._inner)
+
+    def leave(self, reason: str = "") -> Exception | None:
+        """Leave the world, after those inside it; does nothing without one. Returns and raises as `Member.leave`."""
+        member = self._member
+        if not member.is_initialized:
+            return None
+        try:
+            try:
+                if not reason and member.is_connected and not member.is_lost:
+                    member.drain()  # what MXNet has not come to yet may submit more, like a layer of SyncBatchNorm
+                inner_unread = self._leave_all_inner(reason)
+            except BaseException as error:  # Ctrl-C, above all: nobody waits for this worker in any of these worlds
+                interrupted = f"it was interrupted while it left: {type(error).__name__}"
+                self._leave_all_inner(interrupted)
+                member.leave(interrupted)
+                raise
+            return first_unread(inner_unread, member.leave(reason))
+        finally:
+            self._recorder.left()
+
+    def abort(self, text: str) -> None:
+        """Fail the pending and later operations of all workers, with this text; in the worlds inside it as well."""
+        for member in self._members:
+            member.abort(text)
+
+    @property
+    def _members(self) -> list[Member]:
+        """This worker's parts in all of its worlds."""
+        return [self._member, *self._inner]
+
+    def _leave_all_inner(self, reason: str) -> Exception | None:
+        """Leave every world inside; returns as `Member.leave`, also that one was lost. Of several errors, the first."""
+        first: Exception | None = None
+        for inner in self._inner:
+            try:
+                unread = inner.leave(reason)
+            except HorovodInternalError as error:
+                unread = error
+            first = first_unread(first, None if reason else unread)
+        return first
+
+    def _forget_inner(self) -> None:
+        """Let go of the worlds inside, which have been left."""
+        for inner in self._inner:
+            self._member.keep_arenas(inner)
+        self._inner = []
+
+    def _enter(self, line: WorkerLine, comm: Any) -> None:
+        _check_chosen_by_launcher(comm)
+        self._line = line
+        line.on_void = self._on_void
+        world, is_real = line.enter()
+        if is_real:
+            self._meet(line, world)
+            return
+        log.set_rank(world.topology.rank, world.topology.size)
+        log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
+        self._member.wait_for(world)
+
+    def _meet(self, line: WorkerLine, world: World) -> None:
+        """Join a world that the launcher has given out, or the next one that all of its workers reach."""
+        while True:
+            try:
+                self._join(world)
+                break
+            except LaunchError as error:
+                log.logger.info("the rendezvous failed: %s", error)
+                text = " ".join(map(str.strip, str(error).splitlines()))
+                world = line.next_world("meeting", text, world.unreached)
+        line.joined(world)
+        why = world.lost()  # the message may have come before this world was joined
+        if why:
+            self.abort(why)
+
+    def _on_void(self, generation: int, text: str) -> None:
+        world = self._member.world
+        if world is not None and world.topology.generation <= generation:
+            self.abort(text)
+
+    def _rejoin(self, comm: Any = None, cause: str = "reset", text: str = "") -> None:
+        world = self._member.world
+        assert world is not None
+        if self._member.is_forked:
+            raise self._member.closed_error()
+        if self._line is not None:
+            _check_chosen_by_launcher(comm)
+        if comm is not None:
+            chosen = discover(comm)
+            # Generations go on, whoever meets; meetings are counted for each group of workers.
+            topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
+            meeting = self._meetings.get(chosen.job, 0)
+            self._join(dataclasses.replace(chosen, topology=topology, meeting=meeting))
+        elif self._line is not None:
+            self._forget_inner()  # to be made anew: ranks are not what they were
+            self._meet(self._line, self._line.next_world(cause, text))
+        else:
+            # A failed attempt does not count: it is made again under the same name. Workers that failed a different
+            # number of times would never meet otherwise.
+            self._join(world.next_generation())
+
+    def adapter_for_gradients(self) -> native.MXNetAdapter | None:
+        """See `Member.adapter_for_gradients`; also none before the first world."""
+        return self._member.adapter_for_gradients()
+
+    # -- Worlds inside it -------------------------------------------------------------------------------------------
+
+    def join_inner(self, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
+        """Make a world of some of this one's workers. Left with this one, and made again by `reset`."""
+        # `former`: the object that stands for it. Every worker of this world calls it, inside `submitting`.
+        with self._lock:
+            world = self._member.world
+            assert world is not None
+            inner, failure = former or InnerMember(ranks, number), None
+            try:
+                self._join_inner(inner, world)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others have to know
+                failure = error
+            told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            try:
+                faults = exchange(self._member.others(), self.topology, "process set", told)
+                if any(faults):
+                    raise LaunchError(self._join_fault(number, faults)) from failure
+            except BaseException:
+                if failure is None:
+                    inner.leave("not all of its workers could join the process set")
+                raise
+            self._inner = [*self._inner, inner]
+            self._record(inner)
+            return inner
+
+    def _join_inner(self, inner: InnerMember, world: World) -> None:
+        self._inner_joins += 1
+        inner.join_inside(world, self._inner_joins)
+
+    def has_inner(self, inner: InnerMember) -> bool:
+        """Whether this worker has joined that world inside the present one; the same on all workers."""
+        return inner in self._inner
+
+    def _join_fault(self, number: int, faults: list[str]) -> str:
+        details = [
+            line if place else f"rank {rank}: {line}"
+            for rank, fault in enumerate(faults)
+            for place, line in enumerate(fault.splitlines())
+        ]
+        fact, fix = f"process set {number} could not be made.", "see the first error; the workers are as before."
+        return message(fact, **self.topology.speaker, details=details, fix=fix)
+
+    def worlds_within(self, world: Member) -> list[Member]:
+        """A world that this worker is in, and those of some of its workers and no others; without worlds of one."""
+        members = set(world.topology.all_ranks)
+        return [each for each in self._members if members.issuperset(each.topology.all_ranks) and not each.is_alone]
+
+    def leave_inner(self, inner: InnerMember) -> None:
+        """Leave a world that `join_inner` made; does nothing if this worker is not in it. Raises as `shutdown`."""
+        with self._lock:
+            if inner not in self._inner:
+                return
+            self._inner = [each for each in self._inner if each is not inner]
+            try:
+                inner.shutdown()
+            finally:
+                inner.explain_closed(
+                    "its process set was removed.", "create the Trainer or store again, with a registered set."
+                )
+                self._recorder.left(inner.topology)
+                self._member.keep_arenas(inner)
+
+    # -- Timeline ---------------------------------------------------------------------------------------------------
+
+    def start_timeline(self, file_path: Any, mark_cycles: bool = False) -> None:
+        """See `timeline.start_timeline`; raises as `Recorder.start` and `Member.engine`."""
+        with self._lock:
+            topology = self.topology
+            self._recorder.start(file_path, mark_cycles, self._member.others(), topology)
+            self._record(*self._inner)
+            register_exit_handler()  # with one worker nobody has done so
+
+    def stop_timeline(self) -> None:
+        """See `timeline.stop_timeline`; raises as `Recorder.stop` and `Member.engine`."""
+        with self._lock:
+            if self._recorder.is_recording:
+                self._recorder.stop(self._member.others(), self.topology)
+
+    def _record(self, *inner: InnerMember) -> None:
+        """Have the recorder know of worlds inside this one."""
+        for member in inner:
+            if not member.is_alone:
+                self._recorder.joined(member.engine(), member.topology)
+
+    def _record_from_start(self) -> None:
+        path = config().timeline
+        if path in ("", "DYNAMIC") or self._recorder.is_recording:
+            return
+        if self._member.is_waiting:
+            text = "the timeline holds the workers that began with the job: this one, which came later, is not in it"
+            log.once("timeline-newcomer", logging.WARNING, text)
+            return
+        try:
+            self.start_timeline(path, config().timeline_mark_cycles)
+        except BaseException:
+            self.leave()
+            raise
+
+    # -- Fork and exit ----------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Wait for MXNet's operations: it would do so itself, but an unread error there would abort the process."""
+        if self._member.is_connected:
+            self._member.drain()
+            for inner in self._inner:  # nobody can tell whose error it was: the next call of any of them raises it
+                inner.defer(self._member.deferred)
+
+    def after_fork_in_child(self) -> None:
+        """Let go of the world and of those inside it; the child may not talk to the other workers."""
+        self._lock = threading.RLock()
+        self._watchdog = None
+        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            for member in self._members:
+                stack.callback(member.after_fork_in_child)
+
+    def leave_at_exit(self) -> None:
+        """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
+        if not self._member.is_connected:  # a world of one, or one that could not be met again
+            # MXNet's own exit handler ends the threads of operators written in Python before it waits for these.
+            self._member.drain()
+            if self._member.deferred is not None and not early_end():
+                log_unread(self._member.deferred)
+            self._recorder.finish()
+            return
+        if self._watchdog is not None:
+            rank, limit_s = self._member.topology.rank, config().exit_timeout_s
+            text = f"rank {rank} left: its operations did not complete within {limit_s:g} s of its exit"
+            self._watchdog.leaving(limit_s, lambda: self.abort(text))
+        reason = early_end(f"rank {self._member.topology.rank}")
+        try:
+            unread = self.leave(reason)
+            if reason:
+                self._member.drain()  # or MXNet's own exit handler would print the errors of what was pending
+            if unread is not None:
+                log_unread(unread)
+                native.end_as_failed()
+        except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
+            if not reason:
+                log.logger.warning("could not leave the world in good order: %s", error)
+        finally:
+            # After an exception MXNet's own exit handler may wait for ever: the watchdog stays until the process ends.
+            if self._watchdog is not None and not reason:
+                self._watchdog.left()
+            self._recorder.finish()
+
+
+def _check_chosen_by_launcher(comm: Any) -> None:
+    if comm is not None:
+        fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
+        raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
+
+
+_current = Process()
+_fork_handlers_registered = False
+
+
+def current() -> Process:
+    """This process."""
+    return _current
+
+
+init = _current.init
+shutdown = _current.shutdown
+reset = _current.reset
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world of workers."""
+    return _current.is_initialized
+
+
+def topology() -> Topology:
+    """Who this worker is and how many there are; joins the world first when this process never did."""
+    return _current.topology
+
+
+def register_exit_handler() -> None:
+    """Have this process leave its world at exit."""
+    # MXNet waits for its operations at exit. To be able to end those, our handler has to run before MXNet's, and so
+    # must be registered after it: this is called when a world is joined, and once MXNet is imported.
+    atexit.unregister(_current.leave_at_exit)
+    atexit.register(_current.leave_at_exit)
+
+
+def _register_fork_handlers() -> None:
+    global _fork_handlers_registered
+    if not _fork_handlers_registered:
+        _fork_handlers_registered = True
+        os.register_at_fork(before=_current.before_fork, after_in_child=_current.after_fork_in_child)

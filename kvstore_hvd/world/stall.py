@@ -1,0 +1,267 @@
+"""The stall report: who waits for whom, and where a late worker is.
+
+Every worker looks at its own world, about twice a second, on a thread of its own. One that waits (the lowest rank of
+those that wait for an operation) says for what and for whom; one that others wait for says so, with its Python stack.
+Nothing is exchanged for it: what a worker needs to know lies in the memory that they share.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvstore_hvd import log, native
+from kvstore_hvd.base.clocks import LOOK_S, RunningClock
+from kvstore_hvd.native.records import Missed, Waiting
+from kvstore_hvd.world.topology import Topology
+
+__all__ = ["OWN_THREADS", "StallInspector", "python_stacks"]
+
+#: What the names of this package's threads begin with; stacks leave those out.
+OWN_THREADS = "kvstore_hvd-"
+# Of a report: the innermost calls of each thread, and a few threads.
+_MAIN_CALLS, _OTHER_CALLS, _OTHER_THREADS = 15, 5, 3
+
+_STOP_S = 1.0
+_LOOKS = 4  # at least so many before the first report
+_SHOWN = 6  # operations
+_SHOWN_RANKS = 8
+_MISSED = 256  # operations that are looked at
+
+# proc(5): the states of a process that explain why it does not go on.
+_STATES = {
+    "T": "its process is stopped; `kill -CONT {pid}` continues it",
+    "t": "its process is stopped by a debugger",
+    "D": "its process waits for a disk or a network file system",
+    "Z": "its process has ended",
+}
+_STOPPED = ("T", "t")
+
+
+class StallInspector:
+    """Reports the stalls of one world, each once, then after double the time, and when it is over."""
+
+    def __init__(
+        self,
+        engine: native.Engine,
+        topology: Topology,
+        check_s: float,
+        shutdown_s: float,
+        describe: Callable[[str], str],
+    ) -> None:
+        self._engine = engine
+        self._topology = topology
+        self._rank, self._size = topology.rank, topology.size
+        self._name = f"rank {topology.rank_in_all}"
+        self._workers = f"workers{topology.group}"
+        self._check_s = min(check_s, shutdown_s) if shutdown_s else check_s
+        self._shutdown_s = shutdown_s
+        self._describe = describe
+        #: Whether this worker has failed the world because others did not come.
+        self.has_given_up = False
+        self._waiting, self._missing = _Reports(self._check_s), _Reports(self._check_s)
+        self._missed_since: dict[Missed, float] = {}
+        self._patient: set[tuple[str, float]] = set()
+        self._blocked_since: float | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True)
+
+    def start(self) -> None:
+        """Look from now on, until `stop` or the world is lost."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more. Waits for a look that is under way, for a second at most."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)
+
+    def look(self, now: float) -> bool:
+        """Look once, and log what there is to report."""
+        if self._engine.health() is not None:
+            return False
+        self._look_at_waiting(now)
+        self._look_at_missed(now)
+        return True
+
+    def _run(self) -> None:
+        tick_s = min(LOOK_S, self._check_s / _LOOKS)
+        clock = RunningClock()
+        while not self._ended.wait(tick_s):
+            try:
+                if not self.look(clock.now()):
+                    return
+            except Exception as error:  # noqa: BLE001 - a report must not be what ends a training
+                log.logger.warning("there will be no more stall reports: %s: %s", type(error).__name__, error)
+                return
+
+    # -- What this worker waits for -----------------------------------------------------------------------------------
+
+    def _look_at_waiting(self, now: float) -> None:
+        waiting = self._engine.waiting(self._check_s)
+        if waiting is None:
+            self._look_at_blocked(now)
+            return
+        self._blocked_since = None
+        self._tell_of_patient([one for one in waiting if one.name.startswith(native.PATIENT)])
+        waiting = [one for one in waiting if not one.name.startswith(native.PATIENT) and self._speaks_for(one)]
+        waiting.sort(key=lambda one: -one.age_s)
+        culprits = {rank for one in waiting for rank in one.late}
+        report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
+        if over is not None:
+            log.logger.warning("the stall%s is over: %s waited %.0f s.", self._topology.group, self._name, over)
+        if not waiting:
+            return
+        oldest = waiting[0].age_s
+        if report:
+            head = f"{self._name} has waited {oldest:.0f} s for other {self._workers}."
+            log.logger.warning("%s", self._waiting_text(head, waiting, "see its own report"))
+        if self._shutdown_s and oldest >= self._shutdown_s:
+            whom = self._topology.rank_list(culprits) if culprits else "the other ranks"
+            head = f"{self._name} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
+            self.has_given_up = True
+            self._engine.abort(self._waiting_text(head, waiting))
+
+    def _tell_of_patient(self, waiting: Sequence[Waiting]) -> None:
+        """Say once that this worker has nothing to do but to wait for others, which is no fault of theirs."""
+        now = {(one.name, one.since) for one in waiting}
+        for one in waiting:
+            if (one.name, one.since) not in self._patient and one.late:
+                whom = self._topology.rank_list(one.late)
+                head = f"{self._name} has no input left, and has waited {one.age_s:.0f} s for {whom}: this is no stall."
+                log.logger.info("%s", "\n  ".join([head, *self._ranks(one.late)]))
+        self._patient = now
+
+    def _speaks_for(self, one: Waiting) -> bool:
+        """Whether this is the lowest of those that wait, and can speak."""
+        return all(self._state(rank) in _STOPPED for rank in range(self._rank) if rank not in one.late)
+
+    def _waiting_text(self, head: str, waiting: Sequence[Waiting], hint: str = "") -> str:
+        lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
+        if len(waiting) > _SHOWN:
+            lines.append(f"... and {len(waiting) - _SHOWN} more")
+        lines += self._ranks({rank for one in waiting for rank in one.late}, hint)
+        return "\n  ".join(lines)
+
+    def _who(self, one: Waiting) -> str:
+        if one.announced_by_all:
+            behind = f"{self._topology.rank_list(one.late)} stopped inside it" if one.late else "none of them moves"
+            return f"submitted by all; {behind}"
+        present = [rank for rank in range(self._size) if rank not in one.late]
+        return f"submitted by {self._topology.rank_list(present)}, not by {self._topology.rank_list(one.late)}"
+
+    def _ranks(self, ranks: Collection[int], hint: str = "") -> list[str]:
+        """Who they are, and why they do not go on: `hint` where their processes do not tell."""
+        lines = []
+        for rank in sorted(ranks)[:_SHOWN_RANKS]:
+            pid, text = self._engine.process(rank)  # no process of another host, or of a rank that never joined
+            why = _STATES.get(self._state(rank), "" if rank == self._rank else hint)
+            is_known = pid or self._topology.hosts[rank] != self._topology.host
+            lines.append(f"{text}: {why.format(pid=pid)}" if why and is_known else text)
+        if len(ranks) > _SHOWN_RANKS:
+            lines.append(f"... and {len(ranks) - _SHOWN_RANKS} more")
+        return lines
+
+    def _state(self, rank: int) -> str:
+        """The state of a rank's process, a letter of proc(5); '' when it cannot be seen."""
+        pid, _ = self._engine.process(rank)
+        try:
+            # The name in parentheses may hold anything.
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode() if pid else ""
+        except (OSError, IndexError):
+            return ""
+
+    def _look_at_blocked(self, now: float) -> None:
+        """Another thread of this worker is inside the engine: for a moment, or because a stopped rank has a lock."""
+        if self._blocked_since is None:
+            self._blocked_since = now
+        age_s = now - self._blocked_since
+        if age_s < self._check_s:
+            return
+        stopped = [rank for rank in range(self._size) if self._state(rank) in _STOPPED]
+        report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
+        if report:
+            head = f"{self._name} has been blocked in the engine for {age_s:.0f} s: a stopped rank holds a lock."
+            log.logger.warning("%s", "\n  ".join([head, *self._ranks(stopped)]))
+
+    # -- What others wait for -----------------------------------------------------------------------------------------
+
+    def _look_at_missed(self, now: float) -> None:
+        missed = self._engine.missed(_MISSED)
+        if missed is None:
+            return
+        self._missed_since = {one: self._missed_since.get(one, now) for one in missed}
+        ages = {one: now - since for one, since in self._missed_since.items() if now - since >= self._check_s}
+        report, _ = self._missing.update(ages, ())  # the waiting ranks report the end
+        if not report:
+            return
+        names = [self._describe(one.name) for one in ages]
+        more = f", ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        log.logger.warning(
+            "the other %s have waited %.0f s for %s.\n  It has not submitted %s\n%s",
+            self._workers,
+            max(ages.values()),
+            self._name,
+            ", ".join(names[:_SHOWN]) + more,
+            "\n".join(f"  {line}" for line in python_stacks().splitlines()),
+        )
+
+
+class _Reports:
+    """When to report a stall: a row of looks, each of which saw something that the look before saw as well."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._known: set[Hashable] = set()
+        self._culprits: set[int] = set()
+        self._next_s = limit_s
+        self._longest_s = 0.0
+
+    def update(self, ages: Mapping[Any, float], culprits: Collection[int]) -> tuple[bool, float | None]:
+        """Whether to report now, and how long the stall before lasted if it is over (else None)."""
+        over = None
+        if self._known and self._known.isdisjoint(ages):
+            over = self._longest_s
+            self._culprits, self._next_s, self._longest_s = set(), self._limit_s, 0.0
+        self._known = set(ages)
+        if not ages:
+            return False, over
+        longest_s = max(ages.values())
+        self._longest_s = max(self._longest_s, longest_s)
+        report = longest_s >= self._next_s or not self._culprits.issuperset(culprits)
+        self._culprits.update(culprits)
+        while self._next_s <= longest_s:
+            self._next_s *= 2
+        return report, over
+
+
+def python_stacks() -> str:
+    """The stacks of this process, as tracebacks show them: the main thread's first, this package's threads left out."""
+    # Any thread may call it; it stops nobody.
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    parts = []
+    if main in frames:
+        parts.append(_stack("main thread", frames.pop(main), _MAIN_CALLS))
+    frames.pop(threading.get_ident(), None)
+    others = [(names.get(ident, f"thread {ident}"), frame) for ident, frame in frames.items()]
+    others = [(name, frame) for name, frame in others if not name.startswith(OWN_THREADS)]
+    parts += [_stack(name, frame, _OTHER_CALLS) for name, frame in others[:_OTHER_THREADS]]
+    if len(others) > _OTHER_THREADS:
+        parts.append(f"... and {len(others) - _OTHER_THREADS} more threads")
+    return "\n".join(parts)
+
+
+def _stack(name: str, frame: FrameType, most: int) -> str:
+    calls, depth, outer = traceback.extract_stack(frame, limit=most), 0, frame
+    while outer.f_back is not None:
+        depth, outer = depth + 1, outer.f_back
+    left_out = depth + 1 - len(calls)
+    title = f"{name}, innermost call last{f' ({left_out} outer calls left out)' if left_out > 0 else ''}:"
+    return "\n".join([title, *(line.rstrip("\n") for line in traceback.format_list(calls))])

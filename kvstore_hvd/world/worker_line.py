@@ -1,0 +1,210 @@
+"""A worker's line to the launcher of an elastic job: where its worlds come from, one after the other. A static job on
+several hosts has it too, for its only one.
+
+The daemon that started the worker passes messages on. A thread listens: it keeps the place in the next world for who
+waits for it, and tells at once when the present world is lost or other workers are to come or go. When the line itself
+is lost, nobody watches over this worker any more, and it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstore_hvd import log
+from kvstore_hvd.base.channel import Channel, ChannelError, peer_process
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.world.exit import end_by_force
+from kvstore_hvd.world.links import own_addresses
+from kvstore_hvd.world.topology import Host, Topology, World, virtual_hosts
+
+__all__ = ["WorkerLine", "current_line", "meet"]
+
+
+class WorkerLine:
+    """The line of this process. Any thread may call its methods."""
+
+    def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
+        #: Called when a generation is lost, with it and the reason. From another thread, as the next one.
+        self.on_void: Callable[[int, str], None] = lambda generation, text: None
+        #: Called when workers are to come or go, with a number that grows and a `HostUpdateResult`.
+        self.on_update: Callable[[int, int], None] = lambda number, result: None
+        self._secret, self._worker = secret, worker
+        self._pid = os.getpid()
+        self._channel = Channel(_connected(daemon))
+        self._lock = threading.Lock()  # of who sends; one thread may receive meanwhile
+        self._writable = select.poll()
+        self._writable.register(self._channel, select.POLLOUT)
+        self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._generation = -1  # of the latest world that was given out
+        self._void: tuple[int, str] = (-1, "")  # the latest one that is lost, and why
+        self._number, self._result = 0, 0  # of the latest update
+        self._number_then = 0  # as the present world was given out
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
+        threading.Thread(target=self._listen, name="kvstore_hvd-line", daemon=True).start()
+
+    # -- Worlds -------------------------------------------------------------------------------------------------------
+
+    def enter(self, ranks: Sequence[int] = ()) -> tuple[World, bool]:
+        """The first world, as soon as all workers of a new job are there; in a static one those with these ranks."""
+        here = Host.here()
+        about = {"host": [here.name, here.identity], "pid": os.getpid(), "ranks": list(ranks)}
+        self._send({"t": "enter", **about, "addresses": own_addresses() if config().hosts else []})
+        answer = self._take()
+        return self._world(answer), answer["t"] == "world"
+
+    def next_world(self, cause: str, text: str, unreached: Sequence[int] = ()) -> World:
+        """Wait for the next world, after the present one was lost or left, or these ranks of it were not reached."""
+        self._ready(self._generation, cause, text, unreached)
+        return self._world(self._take())
+
+    def joined(self, world: World) -> None:
+        """Tell that the meeting has succeeded."""
+        self._send({"t": "joined", "generation": world.topology.generation})
+
+    def synced(self) -> None:
+        """Tell that this worker has the state of the training, and could hand it on."""
+        self._send({"t": "synced", "generation": self._generation})
+
+    def finished(self) -> None:
+        """Tell that training is over here: nobody need take this worker's place, or wait for it."""
+        self._send({"t": "finished"})
+
+    def void(self, generation: int) -> str:
+        """Why a generation is lost; empty as long as it is not."""
+        lost, text = self._void
+        return text if generation <= lost else ""
+
+    @property
+    def update(self) -> tuple[int, int] | None:
+        """Number and result of an update that came after the present world was given out, if any did."""
+        return (self._number, self._result) if self._number > self._number_then else None
+
+    def _take(self) -> dict[str, Any]:
+        while True:
+            answer = self._places.get()  # the launcher has deadlines; without it `_end` ends this process
+            if answer["t"] == "fail":
+                fact = f"the job ends: {answer['text']}"
+                raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=answer["fix"]))
+            if answer["t"] == "leave":
+                log.logger.info("this worker is not needed any more: %s", answer["text"])
+                raise SystemExit(0)
+            if answer["t"] == "place":
+                return answer
+            text = self.void(answer["generation"])
+            if not text:
+                return answer
+            # Lost before this worker could meet anybody: the launcher waits to hear that it has given it up.
+            self._ready(answer["generation"], "meeting", text)
+
+    def _ready(self, generation: int, cause: str, text: str, unreached: Sequence[int] = ()) -> None:
+        about = {"generation": generation, "cause": cause, "text": text}
+        self._send({"t": "ready", **about, "unreached": list(unreached)})
+
+    def _world(self, answer: dict[str, Any]) -> World:
+        generation = answer.get("generation", -1)
+        hosts = [Host(name, identity) for name, identity in answer["hosts"]]
+        places = answer["places"]
+        if config().test_hosts:
+            hosts, places = virtual_hosts(hosts, config().test_hosts), ()
+        topology = Topology.of(
+            answer["rank"], hosts, generation=generation, source="launcher", places=places, pids=answer["pids"]
+        )
+        return World(
+            topology,
+            answer.get("job", ""),
+            self._secret,
+            lost=lambda: self.void(generation),
+            meeting=generation,
+            addresses=tuple(map(tuple, answer["addresses"])),
+        )
+
+    # -- The connection -----------------------------------------------------------------------------------------------
+
+    def _send(self, text: dict[str, Any]) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child
+        with self._lock:
+            self._channel.send(text)
+            while self._channel.wants_to_write:
+                self._writable.poll(1000)
+                self._channel.flush()
+
+    def _listen(self) -> None:
+        readable = select.poll()
+        readable.register(self._channel, select.POLLIN)
+        try:
+            while True:
+                readable.poll()
+                for each in self._channel.receive():
+                    self._on_message(each)
+        except Exception as error:  # noqa: BLE001 - a worker that hears nothing any more must not go on
+            if self._pid == os.getpid():
+                self._end(error)
+
+    def _on_message(self, text: dict[str, Any]) -> None:
+        kind = text["t"]
+        if kind == "refused":
+            raise ChannelError(text["text"])
+        if kind == "void":
+            self._void = max(self._void, (text["generation"], text["text"]))
+            self.on_void(text["generation"], text["text"])
+        elif kind == "updated":
+            self._number, self._result = text["number"], text["result"]
+            self.on_update(self._number, self._result)
+        else:
+            if kind == "world":
+                self._generation, self._number_then = text["generation"], self._number
+            self._places.put(text)
+
+    def _end(self, error: Exception) -> None:
+        """Nobody watches over this worker any more: it must not train on beside a job that goes on without it."""
+        end_by_force(f"the line to the daemon of this job is lost: {error} This process ends.")
+
+    def _after_fork_in_child(self) -> None:
+        self._channel.close()
+
+
+def _connected(daemon: str) -> socket.socket:
+    """A socket to the daemon of this job, which knows by the process that we are which worker this is."""
+    fix = "start with kvhvdrun; a process that a worker started cannot take its place."
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        line.connect(f"\0{daemon}")
+    except OSError as error:
+        line.close()
+        raise LaunchError(message(f"the daemon of the job does not answer: {error}.", fix=fix)) from None
+    user = peer_process(line)[1]
+    if user != os.geteuid() and 0 not in (user, os.geteuid()):  # root: by sudo, one of the two may be another user
+        line.close()
+        raise LaunchError(message(f"user {user} answers in place of the daemon of the job.", fix=fix))
+    return line
+
+
+_current: WorkerLine | None = None
+_lock = threading.Lock()
+
+
+def current_line() -> WorkerLine | None:
+    """The line of this process; None unless it is a worker of an elastic job."""
+    known = config()
+    return None if not known.daemon or known.worker is None else _line(known.worker)
+
+
+def meet(rank: int, ranks: Sequence[int]) -> World:
+    """The world of these ranks of a static job on several hosts. Collective over them."""
+    return _line(rank).enter(ranks)[0]
+
+
+def _line(worker: int) -> WorkerLine:
+    global _current
+    with _lock:
+        if _current is None:
+            _current = WorkerLine(config().daemon, config().secret, worker)
+        return _current

@@ -1,1 +1,0 @@
-"""Who takes part: finding the other workers, meeting them, and leaving."""

@@ -1,1 +1,0 @@
-"""MPI as the way by which workers find each other, and as what tells of the dead."""

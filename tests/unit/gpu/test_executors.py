@@ -1,0 +1,172 @@
+"""Which executor a world gets, told by the workers over the real engine; and what all executors must do."""
+
+import contextlib
+import importlib
+from typing import Any
+
+import pytest
+
+from kvstore_hvd import log, native
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.gpu.devices import Device
+from kvstore_hvd.gpu.ring_executor import RingExecutor
+from kvstore_hvd.gpu.staged_executor import StagedExecutor
+from kvstore_hvd.world import gpus
+from kvstore_hvd.world.gpus import create_executor
+from kvstore_hvd.world.topology import Host, Topology
+from support.executor_cases import STAGING, ExecutorCases, Ranks
+from support.fake_cuda import FakeDevice, fake_cuda
+from support.gpu_ranks import Exchange, HostArray, on_ranks
+from support.host_kernels import COMPILER, compiled, host_kernels, loaded
+
+config = importlib.import_module("kvstore_hvd.config")
+
+
+class Engines:
+    """Engines of ranks that are threads."""
+
+    def __init__(self, size):
+        self.size, self._segment = size, native.Segment.create(size)
+        self._engines = on_ranks(size, lambda rank: native.Engine(self._segment, rank, 20.0, False))
+
+    def of(self, rank):
+        return self._engines[rank]
+
+    def topology(self, rank):
+        return Topology.of(rank, [Host("here", "here")] * self.size, source="launcher")
+
+    def close(self):
+        on_ranks(self.size, lambda rank: self._engines[rank].shutdown())
+
+
+@pytest.fixture
+def engines():
+    with contextlib.ExitStack() as stack:
+        yield lambda size: stack.enter_context(contextlib.closing(Engines(size)))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(gpus, "library", refuse)
+    with fake_cuda() as machine:
+        yield machine
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    def set_them(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        config.reload()
+
+    set_them(KVHVD_GPU_STAGING_MIB="2", KVHVD_START_TIMEOUT="20")
+    yield set_them
+    monkeypatch.undo()
+    config.reload()
+
+
+def refuse():
+    raise LaunchError("NCCL (libnccl.so.2) is not found.")
+
+
+def make_all(engines):
+    return on_ranks(engines.size, lambda rank: create_executor(engines.of(rank), engines.topology(rank), rank))
+
+
+def close_all(made):
+    on_ranks(len(made), lambda rank: made[rank].close())
+
+
+def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(engines, cuda, settings, caplog):
+    made = make_all(engines(2))
+    assert {type(one) for one in made} == {RingExecutor}
+    close_all(made)
+    log._said.clear()
+    cuda.peers = lambda own, other: False
+    made = make_all(engines(2))
+    assert {type(one) for one in made} == {StagedExecutor}
+    (text,) = (each for each in caplog.messages if "copied to the host" in each)
+    assert "no NCCL 2.18" in text
+    assert "not all GPUs reach each other's memory" in text
+    close_all(made)
+
+
+def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda, settings):
+    cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (5, 2))
+    world = engines(3)
+
+    def make(rank):
+        with pytest.raises(LaunchError) as error:
+            create_executor(world.of(rank), world.topology(rank), rank)
+        return str(error.value)
+
+    for rank, text in enumerate(on_ranks(3, make)):
+        assert text.startswith(f"[rank {rank}/3] rank 1 cannot use the GPU.\n  rank 1:\n  Old GPU")
+
+
+class KernelRanks(Ranks):
+    """On the stand-in, with the real kernels: two ranks share a GPU, more have one each."""
+
+    def __init__(self, size):
+        self.size, self.kind = size, "kernels"
+        exchange = Exchange(size)
+        ordinals = [0 if size == 2 else each for each in range(size)]
+        devices = [Device.of(each, "here") for each in ordinals]
+        self.executors = on_ranks(
+            size, lambda rank: RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
+        )
+
+
+class StagedRanks(Ranks):
+    """By way of the host, with the CPU engine."""
+
+    def __init__(self, size):
+        self.size, self.kind, self._engines = size, "staged", Engines(size)
+        self.executors = on_ranks(size, lambda rank: StagedExecutor(self._engines.of(rank), rank, rank, 60.0))
+
+    def close(self):
+        super().close()
+        self._engines.close()
+
+
+class Cases(ExecutorCases):
+    """What all executors must do; nothing is left behind."""
+
+    kind: type[Any]
+
+    @pytest.fixture
+    def ranks(self, machine):
+        with contextlib.ExitStack() as stack:
+            yield lambda size: stack.enter_context(contextlib.closing(self.kind(size)))
+        assert not machine.memory
+        assert not machine.events
+
+    @pytest.fixture
+    def new(self):
+        return HostArray
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return loaded(compiled(tmp_path_factory.mktemp("kernels")))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+class TestKernels(Cases):
+    kind = KernelRanks
+
+    @pytest.fixture
+    def machine(self, library):
+        with host_kernels(library), fake_cuda() as machine:
+            yield machine
+
+
+class TestStaged(Cases):
+    kind = StagedRanks
+    test_abort_ends_what_waits_on_every_rank = None  # the engine has its own way to end
+
+    @pytest.fixture
+    def machine(self):
+        with fake_cuda() as machine:
+            yield machine

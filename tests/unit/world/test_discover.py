@@ -1,0 +1,212 @@
+"""Which world a process finds itself in, and what it refuses. Real MPIs are tested in tests/integration."""
+
+import dataclasses
+import importlib
+import sys
+import types
+
+import pytest
+
+from kvstore_hvd.errors import InvalidRequestError, LaunchError
+from kvstore_hvd.horovod import variables as horovod_variables
+from kvstore_hvd.world import discover as discover_module
+from kvstore_hvd.world import mpi as mpi_world
+from kvstore_hvd.world.topology import Host, Topology
+
+config_module = importlib.import_module("kvstore_hvd.config")
+PREFIXES = ("KVHVD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
+LAUNCHED = {"KVHVD_RANK": "1", "KVHVD_SIZE": "3", "KVHVD_JOB": "job", "KVHVD_SECRET": "5a" * 32}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """Start without any launcher's variables or MPI; afterwards the configuration is read anew."""
+    for name in config_module.environment():
+        if name.startswith(PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    config_module.reload()
+    yield
+    monkeypatch.undo()
+    config_module.reload()
+
+
+def discover(monkeypatch, environ, comm=None):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    config_module.reload()
+    return discover_module.discover(comm)
+
+
+def hosts(*names):
+    return [Host(name.rstrip("'"), name) for name in names]
+
+
+def test_places_on_hosts_of_unequal_size():
+    all_hosts = hosts("a", "b", "a", "b", "b")
+    seen = [Topology.of(rank, all_hosts, source="mpi") for rank in range(5)]
+    assert [(t.rank, t.size) for t in seen] == [(rank, 5) for rank in range(5)]
+    assert [t.local_rank for t in seen] == [0, 0, 1, 1, 2]
+    assert [t.local_size for t in seen] == [2, 3, 2, 3, 3]
+    assert [t.cross_rank for t in seen] == [0, 1, 0, 1, 0]
+    assert [t.cross_size for t in seen] == [2, 2, 2, 2, 1]
+    assert (seen[3].local_ranks, seen[3].host, seen[3].host_count) == ((1, 3, 4), "b", 2)
+    topology = Topology.of(0, hosts("a", "a'", "a", "a'"), source="mpi")  # two hosts of one name
+    assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#2"), (0, 2))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+    ],
+)
+def test_one_rank_needs_no_mpi(monkeypatch, environ):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
+    topology = discover(monkeypatch, environ).topology
+    assert (topology.rank, topology.size, topology.source) == (0, 1, "single")
+
+
+def test_horovodrun_is_refused(monkeypatch):
+    with pytest.raises(LaunchError, match=r"Horovod's launcher started 4 workers(.|\n)*Fix: .*kvhvdrun"):
+        discover(monkeypatch, {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"})
+
+
+def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
+    """Whatever a worker starts, with all of its variables, with kvhvdrun's taken away, or only those of its rank."""
+
+    def horovods(rank, size):
+        return horovod_variables.of_worker("localhost", horovod_variables.Seat(rank, size, rank, size))
+
+    assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
+    assert discover(monkeypatch, {"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
+    for others in (horovods(1, 3), horovods(5, 7)):  # another one's do not count
+        topology = discover(monkeypatch, {**LAUNCHED, **others}).topology
+        assert (topology.rank, topology.size, topology.source) == (1, 3, "launcher")
+
+
+def test_kvhvdruns_variables_make_the_world(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    world = discover(monkeypatch, {**LAUNCHED, "KVHVD_GENERATION": "4"})
+    topology = world.topology
+    assert (topology.rank, topology.size, topology.local_rank, topology.local_size) == (1, 3, 1, 3)
+    assert (topology.generation, topology.source) == (4, "launcher")
+    assert (world.job, world.secret) == ("job", b"\x5a" * 32)
+    assert world.next_generation().topology.generation == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "fact"),
+    [
+        ({"KVHVD_SECRET": None}, "incomplete: KVHVD_SECRET not set"),
+        ({"KVHVD_RANK": None}, "incomplete: KVHVD_RANK not set"),
+        ({"KVHVD_RANK": "3"}, "KVHVD_RANK=3 is not below KVHVD_SIZE=3"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "by kvhvdrun and by mpirun"),
+    ],
+)
+def test_variables_that_cannot_be(monkeypatch, changed, fact):
+    with pytest.raises(LaunchError, match=fact):
+        discover(monkeypatch, {name: value for name, value in {**LAUNCHED, **changed}.items() if value is not None})
+
+
+def test_ranks_that_are_given(monkeypatch):
+    """All of them are the whole world; some are a world of their own, in the order given."""
+    for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([2, 1], (1, 2))):
+        world = discover(monkeypatch, LAUNCHED, ranks)
+        assert (world.topology.rank, world.topology.size) == place
+        assert (world.job == "job") == (place[1] == 3)
+    for wrong in ([0, 3], [1, 1], [-1], "01", 2):
+        with pytest.raises(InvalidRequestError):
+            discover(monkeypatch, LAUNCHED, wrong)
+
+
+class FakeComm:
+    """A communicator whose other ranks answer like this one, each from the host given."""
+
+    def __init__(self, rank, size, on=None):
+        self.rank, self.size, self._on = rank, size, on
+
+    def Get_size(self):
+        return self.size
+
+    def Dup(self):
+        return self
+
+    def Ibarrier(self):
+        return types.SimpleNamespace(Test=lambda: True)
+
+    Is_inter = Free = Set_errhandler = lambda self, *arguments: False
+
+    def allgather(self, item):
+        if self._on is None or not isinstance(item, mpi_world.Introduction):
+            return [item] * self.size
+        return [dataclasses.replace(item, host=Host(host, host)) for host in self._on]
+
+
+def fake_mpi(size, vendor="Open MPI", version=(5, 0, 11), **more):
+    module = types.ModuleType("mpi4py.MPI")
+    calls = []
+    module.__dict__.update(
+        COMM_WORLD=FakeComm(0, size, more.get("on")),
+        COMM_NULL=object(),
+        Comm=FakeComm,
+        Status=object,
+        THREAD_MULTIPLE=3,
+        ERRORS_RETURN="return",
+        Exception=type("Exception", (RuntimeError,), {}),
+        Init_thread=lambda level: calls.append(f"Init_thread({level})"),
+        Is_initialized=lambda: more.get("initialised", False) or bool(calls),
+        Is_finalized=lambda: more.get("finalised", False),
+        get_vendor=lambda: (vendor, version),
+        calls=calls,
+    )
+    return module
+
+
+def install(monkeypatch, module):
+    """Let `from mpi4py import MPI` find the stand-in."""
+    package = types.ModuleType("mpi4py")
+    package.__dict__.update(MPI=module, rc=types.SimpleNamespace(initialize=True, finalize=None))
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    return package
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_VERSION": "5.0.11"}
+
+
+def test_a_world_of_one_under_a_launcher_of_more(monkeypatch):
+    install(monkeypatch, fake_mpi(1))
+    with pytest.raises(LaunchError) as caught:
+        discover(monkeypatch, OPEN_MPI)
+    assert str(caught.value) == (
+        "MPI world size is 1, but the launcher asked for 4.\n"
+        "  mpirun: Open MPI 5.0.11; mpi4py loaded: Open MPI 5.0.11\n"
+        "  Fix: run `mpirun -n 4 python train.py` with the mpirun of the MPI that mpi4py loads."
+    )
+    for name in OPEN_MPI:
+        monkeypatch.delenv(name)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", fake_mpi(1, initialised=True))
+    with pytest.raises(LaunchError, match="given to init\\(\\) has size 1"):
+        discover(monkeypatch, LAUNCHED, FakeComm(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("environ", "vendor", "version"), [(OPEN_MPI, "MPICH", (5, 0, 2)), (OPEN_MPI, "Open MPI", (4, 1, 4))]
+)
+def test_another_mpi_is_refused_before_it_is_started(monkeypatch, environ, vendor, version):
+    module = fake_mpi(4, vendor, version)
+    install(monkeypatch, module)
+    with pytest.raises(LaunchError, match="started by the mpirun of another MPI") as caught:
+        discover(monkeypatch, environ)
+    assert f"mpi4py loaded: {vendor} {'.'.join(map(str, version))}" in str(caught.value)
+    assert module.calls == []
+
+
+def test_an_mpirun_that_survives_deaths_is_refused(monkeypatch):
+    """MPI would wait for the dead for ever."""
+    variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_mpi_ft_enable": "1"}
+    with pytest.raises(LaunchError, match=r"`--with-ft ulfm`.*\n  Fix: leave it out; `kvhvdrun --min-np"):
+        discover(monkeypatch, variables)

@@ -1,0 +1,184 @@
+"""TCP connections between hosts: who is let in, who is not, and what is said of those that are missing.
+
+Hosts are threads, each with a listening socket of its own.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstore_hvd import config
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.world import links
+from kvstore_hvd.world.links import connect_hosts, own_addresses
+from kvstore_hvd.world.topology import Host, Topology, World
+from support.patience import patient
+
+LONG_S = patient(60.0)
+JOBS = iter(range(1_000_000))
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    def change(name, value):
+        monkeypatch.setenv(name, value)
+        config.reload()
+
+    yield change
+    monkeypatch.undo()
+    config.reload()
+
+
+@pytest.fixture
+def listeners():
+    with contextlib.ExitStack() as stack:
+
+        def make():
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listener.setblocking(False)
+            return listener
+
+        yield [make() for _ in range(3)]
+
+
+def worlds(listeners, ranks_by_host=((0, 2), (1, 4), (3,)), secrets=(b"s", b"s", b"s"), **fields):
+    """The world as the leader of each host sees it."""
+    size = sum(map(len, ranks_by_host))
+    of = {rank: host for host, ranks in enumerate(ranks_by_host) for rank in ranks}
+    addresses = tuple((f"127.0.0.1:{listeners[of[rank]].getsockname()[1]}",) for rank in range(size))
+    hosts, job = [Host(f"node{of[rank]}", str(of[rank])) for rank in range(size)], f"job{next(JOBS)}"
+    return [
+        World(Topology.of(ranks[0], hosts, source="launcher"), job, secret * 32, addresses=addresses, **fields)
+        for ranks, secret in zip(ranks_by_host, secrets)
+    ]
+
+
+def connect(listeners, worlds):
+    """What each host gets: its connections by host, or the error."""
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        futures = [pool.submit(connect_hosts, world, listener) for world, listener in zip(worlds, listeners)]
+        return [future.exception(LONG_S) or future.result() for future in futures]
+
+
+def check_connected(results):
+    """Bytes of each host arrive at each other one; closes everything."""
+    sockets = [[socket.socket(fileno=fd) if fd >= 0 else None for fd in row] for row in results]
+    with contextlib.ExitStack() as stack:
+        for a, row in enumerate(sockets):
+            for b, one in enumerate(row):
+                assert (one is None) == (a == b)
+                if one is not None:
+                    stack.enter_context(one).sendall(bytes([a, b]))
+        for a, row in enumerate(sockets):
+            for b, one in enumerate(row):
+                if one is not None:
+                    one.settimeout(LONG_S)
+                    assert one.recv(2) == bytes([b, a])
+
+
+def test_every_two_hosts(listeners):
+    check_connected(connect(listeners, worlds(listeners)))
+
+
+def test_attempts_of_another_meeting_do_not_meet(listeners):
+    """One host is still at the meeting before, which the others have given up."""
+    late, now = worlds(listeners, meeting=1), worlds(listeners, meeting=2)
+    lost = threading.Event()
+    object.__setattr__(late[0], "lost", lambda: "it was given up" if lost.is_set() else "")
+    with ThreadPoolExecutor(3) as pool:
+        former = pool.submit(connect_hosts, late[0], listeners[0])
+        others = [pool.submit(connect_hosts, now[host], listeners[host]) for host in (1, 2)]
+        assert all(not each.done() for each in (former, *others))
+        lost.set()
+        with pytest.raises(LaunchError, match="given up"):
+            former.result(LONG_S)
+        assert late[0].unreached == []  # it has not tried for long
+        check_connected([connect_hosts(now[0], listeners[0]), *(each.result(LONG_S) for each in others)])
+
+
+def test_strangers(listeners):
+    with contextlib.ExitStack() as stack:
+        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000)):
+            for listener in listeners:
+                stranger = stack.enter_context(socket.create_connection(listener.getsockname()))
+                stranger.sendall(text)
+        check_connected(connect(listeners, worlds(listeners)))
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+def test_crowds_of_strangers_hold_nobody_up(listeners, setting, trickles):
+    """More than are let in at a time; they say nothing, or a byte now and then."""
+    setting("KVHVD_START_TIMEOUT", "4")  # one of them alone is given longer
+    is_over = threading.Event()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        where = [listener.getsockname() for listener in listeners]
+        crowd = [stack.enter_context(socket.create_connection(each)) for each in where for _ in range(100)]
+
+        def trickle():
+            while trickles and not is_over.wait(0.2):
+                for each in crowd:
+                    with contextlib.suppress(OSError):
+                        each.send(b"x")
+
+        pool.submit(trickle)
+        try:
+            check_connected(connect(listeners, worlds(listeners)))
+        finally:
+            is_over.set()
+
+
+def test_a_host_with_another_secret(listeners, setting):
+    setting("KVHVD_START_TIMEOUT", "1")
+    results = connect(listeners, worlds(listeners, secrets=(b"s", b"s", b"x")))
+    assert all(isinstance(each, LaunchError) for each in results)
+    assert "rank 3 did not arrive within 1 s" in str(results[0]), results[0]
+    assert "ranks 0-2, 4 did not arrive" in str(results[2]), results[2]
+
+
+def test_a_host_that_does_not_come(listeners, setting):
+    setting("KVHVD_START_TIMEOUT", "1")
+    of_all = worlds(listeners)
+    listeners[1].close()
+    results = connect([listeners[0], listeners[2]], [of_all[0], of_all[2]])
+    for text in map(str, results):
+        assert "ranks 1, 4 did not arrive within 1 s" in text
+        assert "firewall" in text and "KVHVD_NETWORK_INTERFACES" in text
+    assert "node1: it has not called node0 at " in str(results[0])
+    assert f"node1: node2 has not reached it at {of_all[0].addresses[1][0]}: Connection refused" in str(results[1])
+    assert [of_all[host].unreached for host in (0, 2)] == [[1], [1]]
+
+
+def test_addresses_that_do_not_answer(listeners, setting, monkeypatch):
+    """As of an interface that other hosts cannot reach: they cost little the first time, and nothing later."""
+    monkeypatch.setattr(links, "_reached", set())
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
+        for _ in range(4):  # what its backlog does not hold is dropped
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(silent.getsockname())
+        address = f"127.0.0.2:{silent.getsockname()[1]}"
+        setting("KVHVD_START_TIMEOUT", "10")
+        for dead in (3, 60):
+            of_all = worlds(listeners)
+            more = [tuple((*[address] * dead, *each) for each in world.addresses) for world in of_all]
+            of_all = [dataclasses.replace(world, addresses=each) for world, each in zip(of_all, more)]
+            check_connected(connect(listeners, of_all))
+
+
+def test_addresses(listeners, setting):
+    port = listeners[0].getsockname()[1]
+    assert all(each.endswith(f":{port}") for each in own_addresses(listeners[0]))
+    for chosen in ("lo", "127.0.0.0/8", "nothing0,lo"):
+        setting("KVHVD_NETWORK_INTERFACES", chosen)
+        assert own_addresses(listeners[0]) == [f"127.0.0.1:{port}"]
+    setting("KVHVD_NETWORK_INTERFACES", "nothing0")
+    with pytest.raises(LaunchError, match="may use: nothing0"):
+        own_addresses(listeners[0])

@@ -1,0 +1,216 @@
+"""The meeting that hands out the segment: who comes, stays away, and has no business there. Ranks are threads."""
+
+import dataclasses
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.world import meeting
+from kvstore_hvd.world.meeting import mac, share_segment, socket_name
+from kvstore_hvd.world.topology import Host, Topology, World
+from support.patience import patient
+
+LONG_S = patient(60.0)
+JOBS = iter(range(1_000_000))
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def worlds(size, secret=b"s" * 32):
+    """The world of `size` ranks on this host, as each rank sees it."""
+    job = f"test-{os.getpid()}-{next(JOBS)}"
+    hosts = [Host.here()] * size
+    return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in range(size)]
+
+
+def memory(told=()):
+    return os.memfd_create("test", os.MFD_CLOEXEC)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(64) as executor:
+        yield executor
+
+
+def start(pool, world, create=memory, timeout_s=LONG_S, version="", tell=""):
+    return pool.submit(share_segment, world, create, version=version, tell=tell, timeout_s=timeout_s)
+
+
+def connect(name, kind=socket.SOCK_SEQPACKET):
+    """Connect to the server as soon as there is one."""
+    while True:
+        stranger = socket.socket(socket.AF_UNIX, kind)
+        stranger.settimeout(LONG_S)
+        try:
+            stranger.connect(name)
+            return stranger
+        except ConnectionRefusedError:
+            stranger.close()
+            threading.Event().wait(0.002)
+
+
+def same_file(*futures):
+    descriptors = [future.result(LONG_S) for future in futures]
+    inodes = {(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in descriptors}
+    for fd in descriptors:
+        os.close(fd)
+    return len(inodes) == 1
+
+
+@pytest.mark.parametrize("size", [2, 33])
+def test_all_ranks_get_the_same_memory(pool, size):
+    calls = []
+
+    def create(told):
+        calls.append(told)
+        return memory()
+
+    futures = [start(pool, world, create, tell=f"of {rank} é") for rank, world in enumerate(worlds(size))]
+    descriptors = [future.result(LONG_S) for future in futures]
+    assert len(set(descriptors)) == size
+    assert not any(os.get_inheritable(fd) for fd in descriptors)
+    assert same_file(*futures)
+    (told,) = calls
+    assert sorted(told) == sorted(f"of {rank} é" for rank in range(size)), "one is made, of what all tell"
+
+
+@pytest.mark.parametrize("present", [(0,), (1, 2)])
+def test_a_world_that_is_lost_is_waited_for_no_longer(pool, present):
+    """Whoever waits, for the server or in it, goes at once, with the reason."""
+    lost = [""]
+    group = [dataclasses.replace(world, lost=lambda: lost[0]) for world in worlds(3)]
+    early = [start(pool, group[rank]) for rank in present]
+    threading.Event().wait(0.1)
+    assert not any(future.done() for future in early)
+    lost[0] = "worker 2 was killed."
+    for future in early:
+        with pytest.raises(LaunchError, match=r"need not meet any more: worker 2 was killed\."):
+            future.result(5.0)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"KVHVD\x01" + bytes(200), bytes(65536)], ids=["silence", "magic", "long"])
+def test_a_stranger_changes_nothing(pool, garbage):
+    first, second = worlds(2)
+    leader = start(pool, first)
+    strangers = [connect(socket_name(first)) for _ in range(5)]
+    for stranger in strangers[:-1]:
+        if garbage:
+            stranger.send(garbage)
+    # The strangers are still connected: nobody waits for them.
+    assert same_file(leader, start(pool, second))
+    for stranger in strangers:
+        received, descriptors, _, _ = socket.recv_fds(stranger, 65536, 4)
+        assert (len(received), descriptors) == (38, [])  # the challenge, and nothing else
+        stranger.close()
+
+
+def test_a_peer_with_another_secret_is_no_peer(pool, monkeypatch):
+    first, second = worlds(2)
+    name = socket_name(first)
+    monkeypatch.setattr(meeting, "socket_name", lambda world: name)  # it found the name out
+    wrong = dataclasses.replace(second, secret=b"x" * 32)
+    leader = start(pool, first)
+    intruder = start(pool, wrong, timeout_s=0.3)
+    with pytest.raises(LaunchError, match="rank 0 did not arrive"):
+        intruder.result(LONG_S)
+    assert not leader.done()
+    assert same_file(leader, start(pool, second))
+
+
+@pytest.mark.parametrize("is_mute", [False, True])
+def test_a_server_with_another_secret_is_not_believed(pool, is_mute):
+    """One that never speaks does not hang its peer."""
+    second = worlds(2)[1]
+    before = set(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
+        impostor.bind(socket_name(second))
+        impostor.listen(16)
+        follower = start(pool, second, timeout_s=0.5)
+        accepted, _ = impostor.accept()
+        if not is_mute:
+            accepted.send(b"KVHVD\x01" + bytes(32))
+            accepted.recv(4096)
+            trap = memory()
+            socket.send_fds(accepted, [b"\x01" + bytes(32)], [trap])
+            os.close(trap)
+        answer = "rank 0 did not arrive within" if is_mute else "another process answers in its place"
+        with pytest.raises(LaunchError, match=answer):
+            follower.result(LONG_S)
+        accepted.close()
+    assert set(os.listdir("/proc/self/fd")) == before  # what it was sent is not kept
+
+
+def hello(peer, world, rank, pid, nonce):
+    """Say what a rank says to the server that has sent this nonce."""
+    body = meeting._MAGIC + bytes(32) + meeting._HELLO.pack(rank, pid)
+    peer.send(body + mac(world.secret, b"client", nonce, body))
+
+
+def test_replayed_hello_is_refused(pool):
+    first, second = worlds(2)
+    leader = start(pool, first)
+    with connect(socket_name(first)) as one, connect(socket_name(first)) as other:
+        nonce = one.recv(100)[6:]
+        other.recv(100)
+        hello(other, second, 1, 1, nonce)  # right for the first connection, sent on the second
+        assert other.recv(100) == b""
+    assert same_file(leader, start(pool, second))
+
+
+def test_missing_ranks_are_named_on_every_rank_that_came(pool):
+    four = worlds(4)
+    leader = start(pool, four[0], timeout_s=0.5)
+    second = start(pool, four[1])
+    with pytest.raises(LaunchError, match=r"\[rank 0/4\] ranks 2-3 did not arrive within 0.5 s") as caught:
+        leader.result(LONG_S)
+    assert "arrived: ranks 0-1" in str(caught.value)
+    assert "KVHVD_START_TIMEOUT" in str(caught.value)
+    with pytest.raises(LaunchError, match="ranks 2-3 did not arrive") as caught:
+        second.result(LONG_S)
+    assert str(caught.value).startswith("[rank 1/4] the start failed")
+
+
+def test_a_peer_that_ends_meanwhile_is_named_at_once(pool):
+    three = worlds(3)
+    leader = start(pool, three[0])
+    with connect(socket_name(three[0])) as peer:
+        hello(peer, three[0], 2, 4711, peer.recv(100)[6:])
+    with pytest.raises(LaunchError, match=r"rank 2 \(pid 4711\) ended while"):
+        leader.result(LONG_S)
+
+
+def test_two_processes_of_one_rank(pool):
+    three = worlds(3)
+    leader = start(pool, three[0])
+    twins = [start(pool, three[1]), start(pool, three[1])]
+    while not any(twin.done() for twin in twins):
+        threading.Event().wait(0.005)
+    failed = next(twin for twin in twins if twin.done())
+    with pytest.raises(LaunchError, match="rank 1 has already joined from another process"):
+        failed.result()
+    rest = [twin for twin in twins if twin is not failed]
+    assert same_file(leader, *rest, start(pool, three[2]))
+
+
+def test_versions_that_differ_are_named_on_every_rank(pool):
+    three = worlds(3)
+    futures = [start(pool, world, version=version) for world, version in zip(three, ["1.0", "1.1", "1.0"])]
+    for future in futures:
+        with pytest.raises(LaunchError, match="different versions") as caught:
+            future.result(LONG_S)
+        assert "1.0: ranks 0, 2" in str(caught.value)
+        assert "1.1: rank 1" in str(caught.value)
+
+
+def test_the_name_does_not_show_job_or_secret():
+    world = worlds(2)[0]
+    name = socket_name(world)
+    assert name.startswith(b"\0")  # abstract: no file
+    assert world.job.encode() not in name
+    assert world.secret not in name
+    assert b"s" * 32 not in repr(world).encode()

@@ -1,0 +1,163 @@
+"""What a worker does with errors that nobody has read, and with a world that is declared lost."""
+
+import logging
+
+import pytest
+
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError, PeerLostError
+from kvstore_hvd.world import member as member_module
+from kvstore_hvd.world import process
+from kvstore_hvd.world.member import InnerMember, Member
+from kvstore_hvd.world.stall import StallInspector
+from kvstore_hvd.world.topology import Host, Topology, World
+from support.fake_native import FakeAdapter, FakeConnection, fake_world
+
+pytest.importorskip("mxnet")
+
+
+@pytest.fixture
+def fake():
+    with fake_world() as connection:
+        process.current().member.mxnet_adapter()
+        yield connection
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_errors_that_nobody_has_read_are_told_once(fake, held):
+    """Two, of which one was put off and one comes from MXNet; one that comes twice; after a call that fails."""
+    mine = process.current().member
+    mine.defer(MismatchError("'first': ranks disagree on shape.\n  details"))
+    fake.adapter.unread.append(InputFailedError("'second': its input failed.\n  details"))
+    mine.hold_unread(held)
+    with pytest.raises(ValueError, match="wrong"), mine.submitting():
+        raise ValueError("wrong")
+    mine.hold_unread(-held)
+    with pytest.raises(MismatchError, match=r"(?s)'first'.*'second'"):
+        mine.check()
+    mine.check()
+    text = "'first': ranks disagree on shape.\n  details"
+    mine.defer(RuntimeError(f"Traceback\n{text}"))  # as MXNet raises it
+    fake.adapter.unread.append(MismatchError(text))
+    with pytest.raises(MismatchError) as caught:
+        mine.check()
+    assert str(caught.value) == text
+    mine.check()
+
+
+def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch):
+    """The others are told, and nothing is kept of the world."""
+    connection = FakeConnection(FakeAdapter())
+    monkeypatch.setattr(member_module, "Connection", lambda world: connection)
+
+    def refuse(inspector):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(StallInspector, "start", refuse)
+    mine = Member()
+    with pytest.raises(LaunchError, match="a thread"):
+        mine.join(World(Topology.of(0, [Host.here()] * 2, source="launcher"), "fake", b""))
+    assert connection.left == ["it could not join the world: LaunchError"]
+    assert (mine.is_connected, mine.has_given_up) == (False, False)
+
+
+def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one():
+    first, second = (Topology.of(0, [Host.here()], generation=each, source="launcher") for each in range(2))
+    mine = Member()
+    mine.join(World(first, "fake", b""))
+    mine.defer(KVHvdError("of the world before"))
+    mine.leave()
+    mine.join(World(second, "fake", b""))
+    mine.check()
+
+
+def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake):
+    """Longer than that there are only those that may wait for others for any time."""
+    fake.is_pending = True
+    assert process.current().leave() is None
+    assert fake.left == ["it left while its operations were pending"]
+
+
+@pytest.mark.parametrize("where", ["operations", "mxnet", "afterwards"])
+def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
+    """The others are told at once: nothing is left to the garbage collector, which would wait for them."""
+    interruption = KeyboardInterrupt()
+
+    def waitall():
+        if where == "mxnet" or fake.left:
+            raise interruption
+
+    monkeypatch.setattr(mxnet_compat, "waitall", waitall)
+    if where == "operations":
+        fake.interrupted = interruption
+    mine = process.current()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mine.leave()
+    assert caught.value is interruption
+    reason = "it was interrupted while it left: KeyboardInterrupt"
+    assert fake.left == (["", reason] if where == "afterwards" else [reason])
+    assert not mine.is_initialized
+    assert mine.leave() is None
+
+
+@pytest.mark.parametrize(("voided", "is_aborted"), [(4, False), (5, True), (6, True)])
+def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(fake, voided, is_aborted):
+    """A word about an earlier one, which came late, changes nothing."""
+    mine = process.current()
+    mine.member._world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
+    mine._on_void(voided, "worker 1 died")
+    assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_who_is_interrupted_as_it_leaves_a_world_inside_leaves_all(fake, interrupted):
+    """Nobody waits for this worker, neither in the worlds inside nor in that of all workers."""
+    members = [_Inner(), _Inner()]
+    members[interrupted]._lost = KeyboardInterrupt()
+    mine = process.current()
+    mine._inner = members
+    with pytest.raises(KeyboardInterrupt):
+        mine.leave()
+    reason = "it was interrupted while it left: KeyboardInterrupt"
+    assert [member.reasons[-1] for member in members] == [reason] * 2
+    assert fake.left == [reason]
+    assert not mine.is_initialized
+
+
+class _Inner(InnerMember):
+    """A world inside that is left with an error to tell, or cannot be left in good order."""
+
+    def __init__(self, unread=None, lost=None):
+        super().__init__([0, 1], 1)
+        self._unread = unread
+        self._lost = lost
+        self.reasons = []
+
+    def leave(self, reason=""):
+        """Remember that it was."""
+        self.reasons.append(reason)
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        return self._unread
+
+
+FIRST, SECOND, LOST = MismatchError("the first"), MismatchError("the second"), PeerLostError("rank 1 died")
+
+
+@pytest.mark.parametrize(
+    ("members", "raised", "logged"),
+    [
+        ([_Inner(FIRST), _Inner(SECOND)], FIRST, ["the second"]),
+        ([_Inner(lost=LOST), _Inner(SECOND), _Inner()], LOST, ["the second"]),
+        ([_Inner(FIRST), _Inner(FIRST)], FIRST, []),  # a fork lets all of them know of one error
+        ([_Inner(), _Inner()], None, []),
+    ],
+)
+def test_the_first_error_is_raised_and_the_others_are_logged(members, raised, logged, caplog):
+    mine = process.Process()
+    with caplog.at_level(logging.ERROR, "kvstore_hvd"):
+        mine._inner = members
+        assert mine._leave_all_inner("") is raised
+    assert [member.reasons for member in members] == [[""]] * len(members)
+    assert [record.getMessage().rpartition("\n")[2] for record in caplog.records] == logged

@@ -1,0 +1,238 @@
+"""Timelines without other workers: the parts, the trace that is made of them, and the life of a recording."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.native.records import TimelineEvent
+from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path, read_header
+from kvstore_hvd.recording.trace import _OPEN_ROUNDS, _Rounds, write_trace
+from kvstore_hvd.timeline.__main__ import main
+from kvstore_hvd.world.recorder import Recorder
+from kvstore_hvd.world.topology import Host, Topology
+from support.timeline import Trace
+
+ALONE = Topology.of(0, [Host.here()], source="single")
+
+
+def header(rank=0, size=2, session="s", begin=1000, mark=False):
+    return Header(session, rank, size, "host", 1, mark, begin, 10**18)
+
+
+def event(name="s0/1", begin=2000, **changes):
+    """An operation that waits for 1 us and takes 2."""
+    made = TimelineEvent(
+        name=name,
+        label=f"'{name[3:]}' (key 1)",
+        collective="allreduce",
+        algorithm="direct",
+        dtype="float32",
+        op="sum",
+        failed=False,
+        round=1,
+        bytes=12,
+        submitted=begin,
+        since=begin,
+        scheduled=begin + 1000,
+        completed=begin + 3000,
+        on_link=0,
+    )
+    return made._replace(**changes)
+
+
+def write_part(target, header, *events, lost=0, end=True):
+    part = PartWriter(str(target), header)
+    part.world(0)
+    part.add(events, lost)
+    if end:
+        part.end()
+    return part.path
+
+
+def test_a_part_says_who_wrote_it_and_when_it_is_complete(tmp_path):
+    part = PartWriter(str(tmp_path / "t"), header(rank=1))
+    assert part.path == part_path(str(tmp_path / "t"), 1)
+    assert read_header(part.path) == header(rank=1)
+    part.add([event()])
+    assert not has_ended(part.path, "s")
+    part.end()
+    assert has_ended(part.path, "s")
+    assert not has_ended(part.path, "another")
+    assert not has_ended(part.path + "x", "s")
+
+
+def test_two_cannot_write_one_part(tmp_path):
+    first = PartWriter(str(tmp_path / "t"), header())
+    with pytest.raises(OSError, match="another process is writing it"):
+        PartWriter(str(tmp_path / "t"), header(session="another"))
+    assert read_header(first.path) == header()
+    child = os.fork()  # it has the file open until it ends
+    if child == 0:
+        signal.pause()
+    first.end()
+    PartWriter(str(tmp_path / "t"), header(session="another")).end()
+    assert read_header(first.path) == header(session="another")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_what_is_no_part_is_known(tmp_path):
+    for text in ("", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"):
+        (tmp_path / "x").write_text(text)
+        assert read_header(str(tmp_path / "x")) is None
+
+
+def test_an_operation_is_a_wait_and_a_reduction(tmp_path):
+    """Ranks share a clock that begins with the first."""
+    target = tmp_path / "t"
+    early = event("s0/v", 1000)
+    first = write_part(target, header(0, begin=5000), event("s0/w", 6000), early)
+    write_trace(str(target), [first, write_part(target, header(1, begin=4000), event("s0/w", 6000))])
+    trace = Trace(target)
+    assert trace.ranks() == [0, 1]
+    for rank in range(2):
+        waiting, working = trace.row(rank, "w (key 1)")
+        assert (waiting["name"], waiting["ts"], waiting["dur"]) == ("NEGOTIATE_ALLREDUCE", 2.0, 1.0)
+        assert (working["name"], working["ts"], working["dur"]) == ("ALLREDUCE", 3.0, 2.0)
+        expected = {"bytes": 12, "dtype": "float32", "algorithm": "direct", "op": "sum", "name": "s0/w"}
+        assert working["args"] == expected
+    assert [(each["ts"], each["dur"]) for each in trace.row(0, "v (key 1)")] == [(0, 0)] * 2
+    assert (trace.about["ts_0_unix_ns"], trace.about["ts_0_monotonic_ns"]) == (10**18, 4000)
+
+
+def test_rounds_begin_with_their_first_submission(tmp_path):
+    target = tmp_path / "t"
+    part = PartWriter(str(target), header(0, 1, mark=True))
+    part.world(0)
+    part.add([event("s0/a", 4000), event("s0/b", 3000), event("s0/a", 9000, round=2)])
+    part.world(1)
+    part.add([event("s0/a", 20000)])
+    part.end()
+    write_trace(str(target), [part.path])
+    assert Trace(target).cycles(0) == [2.0, 8.0, 19.0]
+
+
+def test_calls_without_a_name_have_a_row_together(tmp_path):
+    target = tmp_path / "t"
+    names = [f"hvd/allreduce.noname.{i}" for i in range(1, 100)]
+    names += [f"hvd/allgather.noname.{i}.{k}" for i in range(1, 4) for k in range(2)]
+    names += [f"join/{i}/presence" for i in range(1, 4)]
+    events = [event(name, 5000 * i, label=f"'{name.removeprefix('hvd/')}'") for i, name in enumerate(names)]
+    write_trace(str(target), [write_part(target, header(0, 1), *events)])
+    trace = Trace(target)
+    assert trace.names(0) == ["allreduce.noname", "allgather.noname.0", "allgather.noname.1", "join/presence"]
+    spans = trace.row(0, "allreduce.noname")
+    assert len(spans) == 2 * 99
+    assert spans[-1]["args"]["name"] == "hvd/allreduce.noname.99"
+
+
+def test_process_sets_have_rows_of_their_own(tmp_path):
+    part = PartWriter(str(tmp_path / "t"), header(0, 1, mark=True))
+    for world, operations in enumerate([[(2000, None), (3000, 3), (10_000, 3)], [(20_000, None), (30_000, 3)]]):
+        part.world(world)
+        for begin, process_set in operations:
+            part.add([event("s0/x", begin)], **({} if process_set is None else {"process_set": process_set}))
+    part.end()
+    assert Path(part.path).read_text().count('{"set":') == 2
+    write_trace(str(tmp_path / "t"), [part.path])
+    trace = Trace(tmp_path / "t")
+    assert trace.names(0) == ["x (key 1)", "process set 3: x (key 1)", "cycles", "process set 3: cycles"]
+    for name, begins, process_set in (("x (key 1)", [1, 19], None), ("process set 3: x (key 1)", [2, 9, 29], 3)):
+        waits, works = trace.row(0, name)[::2], trace.row(0, name)[1::2]
+        assert [wait["ts"] for wait in waits] == begins
+        assert {work["args"].get("process_set") for work in works} == {process_set}
+
+
+def test_many_rounds_take_no_more_memory():
+    # Of each round one operation completes after the next round has begun.
+    events = [event(round=i, submitted=10_000 * i - 500 * k) for i in range(1, 2000) for k in range(2)]
+    rounds = _Rounds()
+    told = [begin for one in events for begin in rounds.add(one)]
+    assert len(rounds._open) == _OPEN_ROUNDS
+    assert told + rounds.rest() == [10_000 * i - 500 for i in range(1, 2000)]
+    assert rounds.add(event(round=1999 - _OPEN_ROUNDS)) == []  # its beginning has been told
+
+
+def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path):
+    target = tmp_path / "t"
+    path = write_part(target, header(0), event(), lost=2, end=False)
+    with open(path, "a") as file:
+        file.write('["s0/1","\'1')
+    summary = write_trace(str(target), [path, write_part(target, header(1), event())])
+    assert (summary.operations, summary.lost, summary.ranks, summary.unfinished) == (2, 2, [0, 1], [0])
+    assert Trace(target).about["lost_operations"] == 2
+
+
+def test_a_file_that_is_no_part_raises_and_changes_nothing(tmp_path):
+    target = tmp_path / "t"
+    target.write_text("before")
+    (tmp_path / "other").write_text("{}")
+    for paths in ([], [str(tmp_path / "other")]):
+        with pytest.raises(ValueError, match="not a part"):
+            write_trace(str(target), paths)
+    assert target.read_text() == "before"
+
+
+def test_only_the_latest_session_counts(tmp_path, capsys):
+    target = tmp_path / "t"
+    write_part(target, Header("old", 2, 3, "host", 1, False, 0, 10**17), event())
+    write_part(target, header(0), event())
+    assert main(["merge", str(target)]) == 0
+    told = capsys.readouterr().out
+    assert "missing: rank 1 of 2" in told
+    assert f"left out, of another timeline: {part_path(str(target), 2)}" in told
+
+
+def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
+    target = tmp_path / "t"
+    recorder = Recorder()
+    for _ in range(2):
+        recorder.start(target, False, None, ALONE)
+        with pytest.raises(InvalidRequestError, match=r"(?s)recorded already, to '.*t'.*Fix: call stop_timeline"):
+            recorder.start(tmp_path / "second", False, None, ALONE)
+        assert recorder.is_recording
+        recorder.stop(None, ALONE)
+        assert not recorder.is_recording
+        assert Trace(target).ranks() == [0]
+        assert os.listdir(tmp_path) == ["t"]
+
+
+@pytest.mark.parametrize("bad", [".", "a\0b", None, "x" * 300])
+def test_a_path_that_cannot_be_written_raises(tmp_path, bad, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder()
+    with pytest.raises(InvalidRequestError, match=r"(?s)\[rank 0/1\] start_timeline: .*\n  Fix: "):
+        recorder.start(bad, False, None, ALONE)
+    assert (recorder.is_recording, os.listdir(tmp_path)) == (False, [])
+
+
+def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, caplog):
+    busy = Busy()
+    recorder = Recorder()
+    recorder.start(tmp_path / "t", False, None, ALONE)
+    recorder.joined(busy, ALONE)
+    recorder._recording._part._file.close()
+    recorder._recording._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
+    recorder.finish()
+    assert not recorder.is_recording
+    assert busy.recording is False
+    assert "No space left" in caplog.text
+    assert "python -m kvstore_hvd.timeline merge" in caplog.text
+
+
+class Busy:
+    """Has always completed an operation."""
+
+    recording = None
+
+    def start_timeline(self, capacity):
+        self.recording = True
+
+    def stop_timeline(self):
+        self.recording = False
+
+    def take_timeline(self):
+        return [event()], 0

@@ -1,0 +1,237 @@
+"""What the stall report says, and when; with a world that is told what to answer, and a clock that is set by hand."""
+
+import dataclasses
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvstore_hvd.errors import PeerLostError
+from kvstore_hvd.native.records import Missed, Waiting
+from kvstore_hvd.world.stall import StallInspector, python_stacks
+from kvstore_hvd.world.topology import Host, Inside, Topology
+from support.fake_native import FakeAdapter, FakeConnection
+from support.patience import patient
+
+
+class World(FakeConnection):
+    """Answers what the test has set; every rank is this process unless `pids` says otherwise."""
+
+    def __init__(self, size):
+        super().__init__(FakeAdapter())
+        self.answer = []
+        self.late_for = []
+        self.pids = {}
+
+    def waiting(self, age_s):
+        """As set."""
+        return self.answer if self.answer is None else [one for one in self.answer if one.age_s >= age_s]
+
+    def missed(self, most):
+        """As set."""
+        return self.late_for if self.late_for is None else self.late_for[:most]
+
+    def process(self, rank):
+        """A process that lives."""
+        pid = self.pids.get(rank, os.getpid())
+        return pid, f"rank {rank} (node, pid {pid})"
+
+
+class Stage:
+    """One rank's inspector and what it logs."""
+
+    def __init__(self, records, rank=0, size=4, check_s=60.0, shutdown_s=0.0, inside=None):
+        self.world, self.records = World(size), records
+        topology = Topology.of(rank, [Host.here()] * size, source="launcher", inside=inside)
+        self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
+
+    def look(self, now):
+        """Look once; returns what was logged."""
+        del self.records[:]
+        assert self.inspector.look(now)
+        return list(self.records)
+
+
+@pytest.fixture
+def stage():
+    """Make stages; what the package logs is caught."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("kvstore_hvd")
+    logger.addHandler(handler)
+    yield functools.partial(Stage, records)
+    logger.removeHandler(handler)
+
+
+def waiting(key, age_s, late=(1,), by_all=False):
+    return Waiting(f"s0/{key}", f"allreduce 'w{key}' (key {key})", age_s, 1000.0 + key, late, by_all)
+
+
+def test_a_stall_is_reported_once_then_after_double_the_time_and_when_it_is_over(stage):
+    here = stage()
+    reported = []
+    for now in range(300):
+        here.world.answer = [waiting(0, now), waiting(1, now - 0.5)]
+        if here.look(now):
+            reported.append(now)
+    assert reported == [60, 120, 240]
+    here.world.answer = []
+    assert here.look(301) == ["the stall is over: rank 0 waited 299 s."]
+    assert here.look(302) == []
+
+
+def test_a_process_set_is_named_with_its_ranks_among_all(stage):
+    here = stage(size=3, inside=Inside(7, (0, 4, 5), 9))
+    here.world.answer = [waiting(0, 61)]
+    (text,) = here.look(0)
+    assert text.startswith("rank 0 has waited 61 s for other workers of process set 7.\n")
+    assert "submitted by ranks 0, 5, not by rank 4" in text
+    here.world.answer = []
+    assert here.look(1) == ["the stall of process set 7 is over: rank 0 waited 61 s."]
+    late = stage(rank=1, size=3, inside=Inside(7, (0, 4, 5), 9))
+    late.world.late_for = [Missed("s0/3", 1)]
+    late.look(0)
+    (text,) = late.look(60)
+    assert text.startswith("the other workers of process set 7 have waited 60 s for rank 4.\n")
+
+
+def test_the_report_names_operations_ranks_and_processes(stage):
+    here = stage()
+    here.world.answer = [waiting(0, 61), waiting(1, 62.4, (1, 3)), waiting(2, 59)]
+    (text,) = here.look(0)
+    assert text.splitlines() == [
+        "rank 0 has waited 62 s for other workers.",
+        "  allreduce 'w1' (key 1): 62 s, submitted by ranks 0, 2, not by ranks 1, 3",
+        "  allreduce 'w0' (key 0): 61 s, submitted by ranks 0, 2-3, not by rank 1",
+        f"  rank 1 (node, pid {os.getpid()}): see its own report",
+        f"  rank 3 (node, pid {os.getpid()}): see its own report",
+    ]
+
+
+def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog):
+    """It is told once, for those who look, and never ends the world."""
+    rank = stage(shutdown_s=70.0)
+    left = Waiting("~left", "allreduce 'left'", 61.0, 1000.0, (2,), False)
+    rank.world.answer = [left]
+    with caplog.at_level(logging.INFO, "kvstore_hvd"):
+        (text,) = rank.look(1061.0)
+        assert text.startswith("rank 0 has no input left, and has waited 61 s for rank 2: this is no stall.")
+        assert f"pid {os.getpid()}" in text
+        assert caplog.records[-1].levelno == logging.INFO
+        rank.world.answer = [dataclasses.replace(left, age_s=600.0)]
+        assert rank.look(1600.0) == []
+        rank.world.answer = [dataclasses.replace(left, since=2000.0, late=())]  # all have come
+        assert rank.look(2061.0) == []
+    assert rank.world.left == []
+
+
+def test_the_lowest_rank_that_waits_speaks(stage):
+    for rank, late, speaks in [(0, (1,), True), (2, (1,), False), (2, (0, 1), True), (3, (0, 1), False)]:
+        here = stage(rank)
+        here.world.answer = [waiting(0, 61, late)]
+        assert bool(here.look(0)) == speaks, (rank, late)
+
+
+def test_a_stall_inside_the_collective(stage):
+    here = stage()
+    here.world.answer = [waiting(0, 61, (2,), True), waiting(1, 61, (), True)]
+    text = here.look(0)[0]
+    assert "allreduce 'w0' (key 0): 61 s, submitted by all; rank 2 stopped inside it" in text
+    assert "allreduce 'w1' (key 1): 61 s, submitted by all; none of them moves" in text
+
+
+def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage):
+    # The system has cut the name of that process inside of a character.
+    program = "open('/proc/self/comm', 'w').write(8 * 'é'); print(flush=True); import time; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as stopped:
+        stopped.stdout.readline()
+        stopped.send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
+        here = stage()
+        here.world.answer = None
+        assert not any(here.look(now) for now in range(100)), "nobody is stopped: it is only busy"
+        here.world.pids = {2: stopped.pid}
+        (text,) = here.look(100)
+        stopped.kill()
+    assert text.startswith("rank 0 has been blocked in the engine for 100 s")
+    assert f"kill -CONT {stopped.pid}" in text
+
+
+def test_the_shutdown_time_fails_the_world_with_the_same_text(stage):
+    here = stage(check_s=60.0, shutdown_s=90.0)
+    here.world.answer = [waiting(0, 61)]
+    assert len(here.look(0)) == 1
+    assert not here.world.left
+    assert not here.inspector.has_given_up
+    here.world.answer = [waiting(0, 90)]
+    here.look(30)
+    (text,) = here.world.left
+    assert text.startswith("abort: rank 0 waited 90 s, longer than the stall shutdown time, for rank 1\n")
+    assert "allreduce 'w0' (key 0): 90 s, submitted by ranks 0, 2-3, not by rank 1" in text
+    assert here.inspector.has_given_up
+    here.world.failure = PeerLostError("lost")
+    assert not here.inspector.look(31), "a lost world needs no more reports"
+
+
+def test_a_late_rank_names_what_it_missed_and_where_it_is(stage):
+    here = stage(1)
+    reported = []
+    for now in range(250):
+        here.world.late_for = [Missed(f"s0/{key}", 7) for key in range(8)]
+        for text in here.look(now):
+            reported.append(now)
+            lines = text.splitlines()
+            assert lines[0] == f"the other workers have waited {now} s for rank 1."
+            assert lines[1] == ("  It has not submitted <s0/0>, <s0/1>, <s0/2>, <s0/3>, <s0/4>, <s0/5>, ... and 2 more")
+            assert lines[2].startswith("  main thread, innermost call last")
+            assert "in test_a_late_rank_names_what_it_missed_and_where_it_is" in text
+    assert reported == [60, 120, 240]
+
+
+def until(condition):
+    end = time.monotonic() + patient(30)
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_report_that_fails_ends_the_reports_only(stage):
+    def threads():
+        return sum(thread.name == "kvstore_hvd-stall" for thread in threading.enumerate())
+
+    before = threads()
+    here = stage(check_s=0.02)
+    here.world.answer = 5
+    here.inspector.start()
+    until(lambda: threads() == before and here.records)
+    assert here.records == ["there will be no more stall reports: TypeError: 'int' object is not iterable"]
+
+
+def test_stacks_are_bounded_and_leave_out_our_own_threads():
+    go, seen = threading.Event(), []
+
+    def deep(depth):
+        deep(depth - 1) if depth else go.wait()
+
+    others = [threading.Thread(target=deep, args=(40,), name=f"reader-{i}") for i in range(5)]
+    others.append(threading.Thread(target=deep, args=(1,), name="kvstore_hvd-exit"))
+    for thread in others:
+        thread.start()
+    until(lambda: python_stacks().count("in wait") >= 3)
+    # As the inspector does: from a thread of its own.
+    looker = threading.Thread(target=lambda: (seen.append(python_stacks()), go.set()), name="kvstore_hvd-stall")
+    looker.start()
+    for thread in (looker, *others):
+        thread.join()
+    text = seen[0]
+    assert text.startswith("main thread, innermost call last")
+    assert "in test_stacks_are_bounded_and_leave_out_our_own_threads" in text
+    assert ("kvstore_hvd-" in text, "outer calls left out" in text, "more threads" in text) == (False, True, True)
+    assert len(text.splitlines()) < 100

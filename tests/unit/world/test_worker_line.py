@@ -1,0 +1,206 @@
+"""A worker's line to its launcher: places in worlds, updates, and what becomes of a worker without it."""
+
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvstore_hvd.base.channel import Channel
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.world.worker_line import WorkerLine
+from support.patience import patient
+
+SECRET = b"s" * 32
+HOSTS = [["node", "this one"]] * 3
+PLACES = [0, 2, 1]
+WORLD = {"size": 3, "hosts": HOSTS, "places": PLACES, "pids": [1, 2, 3], "addresses": [["a:1"], ["b:1"], ["c:1"]]}
+LONG_S = patient(30.0)
+
+
+class Daemon:
+    """What stands behind the line."""
+
+    def __init__(self):
+        self.name = f"kvstore_hvd-test-{secrets.token_hex(8)}"
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(f"\0{self.name}")
+        self.listener.listen()
+        self.listener.settimeout(LONG_S)
+        self.worker = None
+        self.received = []
+        self._lock = threading.Lock()  # of who sends: tests do it from timers, too
+
+    def accept(self):
+        """Wait for the worker."""
+        self.worker = Channel(self.listener.accept()[0])
+
+    def take(self):
+        """The next message of the worker."""
+        while not self.received:
+            assert select.select([self.worker], [], [], LONG_S)[0]
+            self.received += self.worker.receive()
+        return self.received.pop(0)
+
+    def send(self, kind, **fields):
+        """Send a message to the worker."""
+        with self._lock:
+            self.worker.send({"t": kind, **fields})
+
+    def world(self, generation, rank=1):
+        """Give out a world."""
+        self.send("world", generation=generation, rank=rank, job="job", **WORLD)
+
+
+@pytest.fixture
+def daemon():
+    one = Daemon()
+    yield one
+    one.listener.close()
+
+
+@pytest.fixture
+def line(daemon, monkeypatch):
+    """The line; its loss is noted instead of ending the tests."""
+    ended = threading.Event()
+    monkeypatch.setattr(WorkerLine, "_end", lambda self, error: ended.set())
+    made = WorkerLine(daemon.name, SECRET, 7)
+    daemon.accept()
+    yield made
+    daemon.worker.close()
+    assert ended.wait(LONG_S)
+
+
+def until(condition):
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_first_world_of_a_new_job(daemon, line):
+    daemon.world(0)
+    world, is_real = line.enter()
+    assert is_real
+    assert (world.topology.rank, world.topology.size, world.topology.generation) == (1, 3, 0)
+    assert (world.topology.local_rank, world.topology.source) == (2, "launcher")
+    assert world.topology.local_ranks == (0, 2, 1)
+    assert (world.job, world.secret, world.lost()) == ("job", SECRET, "")
+    assert daemon.take()["t"] == "enter"
+    line.joined(world)
+    assert daemon.take() == {"t": "joined", "generation": 0}
+    line.synced()
+    assert daemon.take() == {"t": "synced", "generation": 0}
+
+
+def test_a_running_job_gives_a_guess(daemon, line):
+    daemon.send("place", rank=2, **WORLD)
+    world, is_real = line.enter()
+    assert not is_real
+    assert (world.topology.rank, world.topology.generation) == (2, -1)
+    assert daemon.take()["t"] == "enter"
+    threading.Timer(0.05, daemon.world, [4]).start()
+    assert line.next_world("start", "").topology.generation == 4
+    assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": "", "unreached": []}
+
+
+def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
+    """The launcher waits for a word from every worker that it gave the world to."""
+    daemon.world(0)
+    first, _ = line.enter()
+    daemon.world(1)
+    daemon.send("void", generation=1, text="worker 3 was killed")
+    until(lambda: line.void(1))
+    assert line.void(0) == first.lost() == "worker 3 was killed"  # and so are those before it
+    assert line.void(2) == ""
+    threading.Timer(0.05, daemon.world, [2]).start()
+    assert line.next_world("lost", "").topology.generation == 2
+    ready = {"t": "ready", "generation": 1, "cause": "meeting", "text": "worker 3 was killed", "unreached": []}
+    assert [daemon.take() for _ in range(3)][2] == ready
+
+
+def test_updates(daemon, line):
+    """One that came before a world was given out is part of it."""
+    told = []
+    line.on_update = lambda number, result: told.append((number, result))
+    daemon.world(0)
+    line.enter()
+    assert line.update is None
+    daemon.send("updated", number=1, result=2)
+    until(lambda: told == [(1, 2)])
+    assert line.update == (1, 2)
+    daemon.world(1)
+    line.next_world("updated", "")
+    assert line.update is None
+    daemon.send("updated", number=2, result=1)
+    until(lambda: line.update == (2, 1))
+
+
+@pytest.mark.parametrize("kind", ["fail", "leave"])
+def test_the_end_of_the_job_and_of_a_worker_that_is_not_needed(daemon, line, kind):
+    daemon.world(0)
+    line.enter()
+    daemon.send(kind, text="too many resets.", fix="see it.")
+    with pytest.raises(LaunchError if kind == "fail" else SystemExit) as end:
+        line.next_world("updated", "")
+    if kind == "fail":
+        assert "the job ends: too many resets" in str(end.value)
+    else:
+        assert end.value.code == 0
+
+
+def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon, line):
+    """Not for who was sending as it was forked, either."""
+    with line._lock:
+        child = os.fork()
+        if child == 0:
+            line.finished()
+            os._exit(0)
+    try:
+        until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
+    line.finished()
+    assert daemon.take() == {"t": "finished"}
+
+
+PROGRAM = """
+import os, sys, time
+from kvstore_hvd.world.worker_line import WorkerLine
+line = WorkerLine(sys.argv[1], b"s" * 32, 0)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "refused", "nobody reads"])
+def test_a_worker_ends_without_its_line(daemon, full_pipe, how):
+    """Nobody watches over it; what it forked does not keep the line open, and is not ended by it."""
+    command = [sys.executable, "-c", PROGRAM, daemon.name]
+    stderr = full_pipe if how == "nobody reads" else subprocess.PIPE
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
+    try:
+        daemon.accept()
+        assert worker.stdout.readline() == b"here\n"
+        if how == "refused":
+            daemon.send("refused", text="another process has called init().")
+        daemon.worker.close()
+        assert worker.wait(LONG_S) == 1
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        _, said = worker.communicate()
+    if how == "refused":
+        assert b"lost: another process has called init(). This process ends." in said
+    elif how == "closed":
+        assert b"the line to the daemon of this job is lost: the other side closed the connection." in said
