@@ -15,14 +15,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kvstore_hvd.base.import_hook import ImportHook as _ImportHook
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
-
     from kvstore_hvd.errors import (
         ConfigError,
         DivergedError,
@@ -129,42 +126,29 @@ def __dir__() -> list[str]:
 # -- MXNet --------------------------------------------------------------------------------------------------------
 
 
-class _BeforeMXNet:
-    """A finder for ``sys.meta_path`` that prepares the first import of MXNet."""
+def _before_mxnet() -> None:
+    if _config().numpy_shim:
+        from kvstore_hvd.mxnet_compat import numpy_shim
 
-    @classmethod
-    def find_spec(
-        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Install the finders that answer for MXNet."""
-        if name != "mxnet" or cls not in sys.meta_path:
-            return None
-        import importlib.util  # the launcher starts without it
-
-        sys.meta_path.remove(cls)  # type: ignore[arg-type]  # a finder needs no base class
-        try:
-            _hook_mxnet()
-        except BaseException:  # the next import has to do it
-            sys.meta_path.insert(0, cls)  # type: ignore[arg-type]
-            raise
-        return importlib.util.find_spec(name)
+        numpy_shim.prepare()
 
 
-def _hook_mxnet() -> None:
-    """Register the store and make all other changes: now if MXNet is imported already, else as soon as it is."""
+def _after_mxnet() -> None:
+    """Register the store and make all other changes."""
     from kvstore_hvd import mxnet_compat
     from kvstore_hvd.store.kvstore import make_store_class
     from kvstore_hvd.world.process import current
 
     if _config().numpy_shim:
-        mxnet_compat.numpy_shim.install()
-    mxnet_compat.install_hooks_on_import(make_store_class, current().expected_size, current().adapter_for_gradients)
+        mxnet_compat.numpy_shim.finish()
+    mxnet_compat.install_hooks(make_store_class, current().expected_size, current().adapter_for_gradients)
 
 
 _prepare_mxnet()
 if _config().as_horovod:
     importlib.import_module("kvstore_hvd.horovod.alias").install()
 if sys.modules.get("mxnet") is not None:
-    _hook_mxnet()
+    importlib.import_module("mxnet")  # waits for a thread that is still importing it
+    _after_mxnet()
 else:
-    sys.meta_path.insert(0, _BeforeMXNet)
+    _ImportHook("mxnet", _before_mxnet, _after_mxnet).install()

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+# Before its modules: a thread that imports one of them alone, and another that imports the package, deadlock.
+from kvstore_hvd import mxnet as _mxnet  # noqa: F401  # isort: skip
 from kvstore_hvd.elastic import sampler as _sampler
 from kvstore_hvd.elastic.gluon_state import GluonState
 from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler

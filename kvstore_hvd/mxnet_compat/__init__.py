@@ -23,7 +23,7 @@ from kvstore_hvd.mxnet_compat.arrays import (
 from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.exchanging import broadcasts_parameters
-from kvstore_hvd.mxnet_compat.hooks import install_hooks, install_hooks_on_import
+from kvstore_hvd.mxnet_compat.hooks import install_hooks
 from kvstore_hvd.mxnet_compat.parameters import (
     after_initialization,
     arrays_of,
@@ -70,7 +70,6 @@ __all__ = [
     "initialize",
     "initialize_awaiting",
     "install_hooks",
-    "install_hooks_on_import",
     "is_block",
     "is_deferred",
     "is_imported",

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
@@ -36,7 +35,6 @@ from kvstore_hvd.mxnet_compat import (
     exchanging,
     gradients,
     graphs,
-    numpy_shim,
     sparse_trainers,
     trainer_steps,
     unsynchronised,
@@ -44,7 +42,7 @@ from kvstore_hvd.mxnet_compat import (
 from kvstore_hvd.mxnet_compat.trainers import joinable_of, key_of, labels_of
 from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, wrap
 
-__all__ = ["ALIAS", "NAME", "install_hooks", "install_hooks_on_import", "register_store"]
+__all__ = ["ALIAS", "NAME", "install_hooks", "register_store"]
 
 NAME = "horovod"
 # With 'dist' in the name even an MXNet without our wrappers creates the store; the store's .type stays NAME.
@@ -54,7 +52,6 @@ StoreFactory = Callable[[], type]
 WorldSize = Callable[[], Optional[int]]
 Arena = Callable[[], Any]
 
-_TAG = "kvstore_hvd.hooks"
 # Of a Trainer: why which of its gradients are staged, as its store and the log were told.
 _TOLD = "_kvstore_hvd_told"
 # Of a Trainer: what it exchanges in each step.
@@ -80,22 +77,6 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
     batch_division.patch(mxnet, _is_ours_or_named_so)
     _patch_gradients(mxnet)
     graphs.patch(mxnet)
-
-
-def install_hooks_on_import(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:
-    """`install_hooks` now when MXNet is imported, otherwise as soon as it is. Does not import it."""
-    if sys.modules.get("mxnet") is not None:
-        importlib.import_module("mxnet")  # waits when another thread is still importing it
-        install_hooks(store_factory, world_size, arena)
-        return
-    earlier = numpy_shim.ImportHook.find(_TAG)
-    if earlier is not None:
-        earlier.uninstall()
-
-    def after() -> None:
-        install_hooks(store_factory, world_size, arena)
-
-    numpy_shim.ImportHook("mxnet", lambda: None, after, _TAG).install()
 
 
 def register_store(mxnet: Any, store: type) -> None:

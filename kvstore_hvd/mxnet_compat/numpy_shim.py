@@ -6,88 +6,14 @@ Only names that are missing get added; nothing that exists is replaced. docs/num
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Optional
 
-__all__ = ["ImportHook", "finish", "hook", "install", "prepare", "uninstall"]
-
-_Action = Callable[[], None]
-
-
-# -- Before and after the import of a module ----------------------------------------------------------------------
-
-
-class ImportHook:
-    """A finder for ``sys.meta_path`` that runs `before` and `after` around the first import of one module."""
-
-    # It steps aside once the import has succeeded, and stays when it failed or when the module was only looked for
-    # (``importlib.util.find_spec``). Several hooks for one module nest: the one that was installed last is outermost.
-
-    def __init__(self, module: str, before: _Action, after: _Action, tag: str) -> None:
-        self.module = module
-        self.before = before
-        self.after = after
-        self.tag = tag
-
-    def install(self) -> None:
-        """Put the hook before all other finders."""
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # a finder needs no base class
-
-    def uninstall(self) -> None:
-        """Remove the hook; does nothing when it is gone."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
-
-    @staticmethod
-    def find(tag: str) -> Optional[Any]:
-        """The installed hook with this tag, or None. Also finds hooks that another copy of this file installed."""
-        return next((finder for finder in sys.meta_path if getattr(finder, "tag", None) == tag), None)
-
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]] = None, target: Optional[types.ModuleType] = None
-    ) -> Optional[importlib.machinery.ModuleSpec]:
-        """As the import system defines it: the spec that the later finders give, with a loader around its loader."""
-        if name != self.module or self not in sys.meta_path:
-            return None
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # type: ignore[arg-type]
-        for finder in later:
-            find = getattr(finder, "find_spec", None)
-            spec: Optional[importlib.machinery.ModuleSpec] = find(name, path, target) if find else None
-            if spec is not None:
-                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
-                return spec
-        return None
-
-
-class _Loader:
-    """Runs a hook's two actions around the real loader's work; anything else is the real loader's."""
-
-    def __init__(self, loader: Any, hook: ImportHook) -> None:
-        self._loader = loader
-        self._hook = hook
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[types.ModuleType]:
-        made: Optional[types.ModuleType] = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        # The module must look as if nobody had been here: pickle, pkgutil and reload look at these.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._hook.before()
-        self._loader.exec_module(module)
-        self._hook.after()
-        self._hook.uninstall()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+__all__ = ["finish", "prepare"]
 
 
 # -- What MXNet misses in NumPy -----------------------------------------------------------------------------------
@@ -275,28 +201,3 @@ def finish() -> None:
     if ndarray is not None and not hasattr(ndarray.NDArray, "__array__"):
         # Without it NumPy >= 1.24 makes arrays of objects, or fails, and NumPy < 1.24 reads element by element.
         ndarray.NDArray.__array__ = _array
-
-
-_TAG = "kvstore_hvd.numpy_shim"
-
-
-def hook() -> ImportHook:
-    """A hook, not yet installed, that runs `prepare` and `finish` around ``import mxnet``."""
-    return ImportHook("mxnet", prepare, finish, _TAG)
-
-
-def install() -> None:
-    """Make ``import mxnet`` work from now on; costs nothing until then. Installing again changes nothing."""
-    mxnet = sys.modules.get("mxnet")
-    if mxnet is not None:
-        if not getattr(mxnet.__spec__, "_initializing", False):  # else another thread is importing it
-            finish()
-    elif ImportHook.find(_TAG) is None:
-        hook().install()
-
-
-def uninstall() -> None:
-    """Let the next ``import mxnet`` be a plain one; does not undo what an earlier one added."""
-    installed = ImportHook.find(_TAG)
-    if installed is not None:
-        sys.meta_path.remove(installed)

@@ -14,7 +14,6 @@ from kvstore_hvd import mxnet_compat, native
 from support.arrays import Array
 from support.patience import patient
 
-mxnet_compat.numpy_shim.install()
 mx = pytest.importorskip("mxnet")
 
 from kvstore_hvd.mxnet_compat.engine_errors import register_errors  # noqa: E402
