@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,9 +91,17 @@ class ParametersHandler(ArraysHandler):
 
     def _await(self, name: str, parameter: Any) -> None:
         """Keep the first values of a parameter when it gets its shape."""
-        if id(parameter) not in self._awaited:
-            self._awaited.add(id(parameter))
-            mxnet_compat.after_initialization(parameter, "", functools.partial(self._keep_first, name, parameter))
+        if id(parameter) in self._awaited:
+            return
+        self._awaited.add(id(parameter))
+        handler = weakref.ref(self)  # which holds the parameter
+
+        def keep_first(made: Any) -> None:
+            alive = handler()
+            if alive is not None:
+                alive._keep_first(name, made)
+
+        mxnet_compat.after_initialization(parameter, "", keep_first)
 
     def _keep_first(self, name: str, parameter: Any) -> None:
         if id(parameter) not in self._awaited:

@@ -102,7 +102,7 @@ def broadcast_parameters(
     """Overwrite parameters with the root's, on all devices. Asynchronous.
 
     A parameter whose shape is not known yet is broadcast as soon as it is initialised, which must happen on all
-    workers, in any order.
+    workers, in any order. A copy of it that was made before (``copy.deepcopy(net)``) is not broadcast.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def _broadcast_group(call: Call, world: Member, namespace: str, groups: list[Gro
 def _follow(call: Call, process_set: ProcessSet, namespace: str, shown: str, parameter: Any, root: int) -> None:
     """Broadcast a parameter once it is initialised. Nothing waits, and names match: the order may be any."""
 
-    def broadcast() -> None:
+    def broadcast(parameter: Any) -> None:
         world = process_set.world(call.operation)
         with world.submitting():
             arrays = mxnet_compat.arrays_of(parameter) or []

@@ -13,6 +13,7 @@
 - Graphs with our operators are compiled so that these work, and inferred and exported without them (see graphs.py).
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
 - The states that a Trainer saves to a file and loads contain the residuals of 2bit gradient compression.
+- Parameters tell when they have got their arrays (see parameters.py).
 - Every KVHVD_VERIFY_EVERY updates of a Trainer its parameters are compared with the other workers' (0: never).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
 
@@ -35,6 +36,7 @@ from kvstore_hvd.mxnet_compat import (
     exchanging,
     gradients,
     graphs,
+    parameters,
     sparse_trainers,
     trainer_steps,
     unsynchronised,
@@ -77,6 +79,7 @@ def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Are
     batch_division.patch(mxnet, _is_ours_or_named_so)
     _patch_gradients(mxnet)
     graphs.patch(mxnet)
+    parameters.patch(mxnet)
 
 
 def register_store(mxnet: Any, store: type) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from kvstore_hvd.mxnet_compat.arrays import is_parameter
+from kvstore_hvd.mxnet_compat.wrapping import wrap
 
 __all__ = [
     "after_initialization",
@@ -24,12 +25,9 @@ __all__ = [
     "zero_added_gradients",
 ]
 
-# The method with which a parameter makes its arrays, whatever led to it.
-_MAKES = "_init_impl"
-# Under what names it is going to be broadcast then.
-_AWAITED = "_kvstore_hvd_awaited"
-# Those parameters by such a name: two networks in two process sets may use the same one.
-_awaiting: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
+# Of parameters without arrays: the name on the wire, '' if none, and what follows once there are arrays. No attribute:
+# a copy of a network does not take part in what the network waits for.
+_awaiting: weakref.WeakKeyDictionary[Any, list[tuple[str, Callable[[Any], None]]]] = weakref.WeakKeyDictionary()
 
 
 def is_block(thing: object) -> bool:
@@ -100,7 +98,7 @@ def initialize(parameter: Any, shape: Sequence[int]) -> None:
 def initialize_awaiting(name: str, shape: Sequence[int]) -> bool:
     """Finish the initialisation of parameters that are going to be broadcast under this name then, see `initialize`."""
     # Returns whether there were any that can have the shape.
-    awaiting = [each for (awaited, _), each in list(_awaiting.items()) if awaited == name]
+    awaiting = [parameter for parameter in list(_awaiting) if name in awaited_names(parameter)]
     fitting = [each for each in awaiting if is_deferred(each) and not _misfit_of_shape(each, shape)]
     for parameter in fitting:
         initialize(parameter, shape)
@@ -137,21 +135,23 @@ def zero_added_gradients(parameter: Any) -> None:
 
 def awaited_names(parameter: Any) -> Sequence[str]:
     """The names on the wire that `after_initialization` was told."""
-    names: Sequence[str] = vars(parameter).get(_AWAITED, ())
-    return names
+    return [name for name, _ in _awaiting.get(parameter, ()) if name]
 
 
-def after_initialization(parameter: Any, name: str, then: Callable[[], None]) -> None:
-    """Call `then` once, as soon as a parameter has got its arrays. It uses that name on the wire, '' if none."""
-    make = getattr(parameter, _MAKES)  # of the class, or what an earlier call put there
+def after_initialization(parameter: Any, name: str, then: Callable[[Any], None]) -> None:
+    """Call `then` with the parameter once, as soon as it has its arrays. It uses that name on the wire, '' if none."""
+    _awaiting.setdefault(parameter, []).append((name, then))
 
-    def make_and_tell(*args: Any, **kwargs: Any) -> None:
-        make(*args, **kwargs)
-        vars(parameter).pop(_MAKES, None)
-        vars(parameter).pop(_AWAITED, None)
-        then()
 
-    if name:
-        setattr(parameter, _AWAITED, (*awaited_names(parameter), name))
-        _awaiting[name, id(parameter)] = parameter
-    setattr(parameter, _MAKES, make_and_tell)
+def patch(mxnet: Any) -> None:
+    """Have parameters tell when they have got their arrays, see `after_initialization`."""
+
+    def initializing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _init_impl(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            for _, then in _awaiting.pop(self, ()):
+                then(self)
+
+        return _init_impl
+
+    wrap(mxnet.gluon.Parameter, "_init_impl", initializing)

@@ -1,5 +1,10 @@
 """Objects, parameters and Trainers' states, sent to other workers."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import numpy as np
 import pytest
 
@@ -92,6 +97,22 @@ def test_deferred_parameters(rank, size, twice):
     data.wait_to_read()
     for i, layer in enumerate(layers):
         assert_equal_on_all_ranks(weights(layer)[0], f"deferred/{twice}/{i}")
+
+
+def test_copy_of_a_network_that_waits_for_its_shapes(rank, size):
+    """It is initialised by itself, before or after the original, and is not broadcast."""
+    net = mx.gluon.nn.Dense(4)
+    net.initialize(mx.init.Constant(rank))
+    state = hvd.elastic.GluonState(net=net)
+    hvd.broadcast_parameters(net.collect_params(), root_rank=size - 1)
+    before, after = copy.deepcopy(net), pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    data = array(np.ones((2, 3), "float32"))
+    for each, value in ((before, rank), (net, size - 1), (after, rank)):
+        assert (each(data).asnumpy() == 3 * value).all()
+    reference = weakref.ref(net)
+    del net, each, state
+    gc.collect()
+    assert reference() is None
 
 
 def test_broadcast_parameters_refuses(rank, size):
