@@ -347,6 +347,9 @@ class MXNetAdapter:
         Small arrays may share an operation of MXNet: they are ready together, and the error of one is raised by all.
         """
 
+    def await_turn(self, name: str) -> None:
+        """Wait until the operations of this name that were called before take part: until MXNet has their arrays."""
+
     def broadcast(self, name: str, label: str, array: int, root: int = 0, priority: int = 0) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""
 

@@ -219,7 +219,20 @@ def _patch_trainer(mxnet: Any) -> None:
     def with_residuals(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def keeping(original: Callable[..., Any]) -> Callable[..., Any]:
             def states(self: Any, fname: str) -> None:
-                original(self, fname)
+                # The first step broadcasts the parameters, and makes a store that is only named: both are matched
+                # across workers by their order, and not every worker may save or load.
+                store = self._kvstore_params["kvstore"]
+                postponed: dict[str, Any] = {}
+                if _is_ours_or_named_so(store):
+                    postponed["_params_to_init"] = []
+                    if isinstance(store, str) and not self._compression_params:
+                        postponed["_kv_initialized"] = True
+                before = {name: getattr(self, name) for name in postponed}
+                vars(self).update(postponed)
+                try:
+                    original(self, fname)
+                finally:
+                    vars(self).update(before)
                 if _is_ours(self._kvstore) and hasattr(self._kvstore, method):
                     getattr(self._kvstore, method)(fname)
 

@@ -409,8 +409,11 @@ class Member:
     def all_rows(self, operation: str, name: str, label: str, row: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """Every worker's row of int64 numbers, as a table with one row for each rank; waits for them."""
         # Rows have the same length on all workers. To be called inside `submitting`, with all that follows from it.
-        # `operation` is how messages name the call.
+        # `operation` is how messages name the call. Earlier operations of the name go through MXNet's engine, perhaps,
+        # and wait there for their arrays.
         topology = self.topology
+        if self._adapter is not None:
+            self._adapter.await_turn(name)
         table = np.zeros((topology.size, row.size + 1), np.int64)
         table[topology.rank] = [*row, 1]
         if not self.is_alone:

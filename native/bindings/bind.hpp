@@ -3,7 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
+
 namespace kvstore_hvd {
+
+// A wait that is longer is cut, to let Python handle its signals.
+inline constexpr std::chrono::milliseconds kSignalCheck{100};
 
 void bind_errors(pybind11::module_& module);
 void bind_segment(pybind11::module_& module);

@@ -20,8 +20,6 @@ namespace py = pybind11;
 namespace kvstore_hvd {
 namespace {
 
-// A wait that is longer is cut, to let Python handle its signals.
-constexpr std::chrono::milliseconds kSignalCheck{100};
 // Of all ranks together. So little is over before the GIL could be given up and taken back.
 constexpr std::size_t kQuickBytes = 256 << 10;
 

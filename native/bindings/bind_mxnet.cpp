@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
@@ -106,6 +107,19 @@ void bind_mxnet(py::module_& module) {
              int priority) { check(adapter.broadcast(name, label, handle(array), root, priority)); },
           py::arg("name"), py::arg("label"), py::arg("array"), py::arg("root") = 0, py::arg("priority") = 0,
           WithoutGil())
+      .def(
+          "await_turn",
+          [](MXNetAdapter& adapter, const std::string& name) {
+            const std::future<void> turn = adapter.await_turn(name);
+            for (;;) {
+              {
+                const py::gil_scoped_release release;
+                if (turn.wait_for(kSignalCheck) == std::future_status::ready) return;
+              }
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+            }
+          },
+          py::arg("name"))
       .def(
           "new_array",
           [](const MXNetAdapter& adapter, const std::vector<std::int64_t>& shape, const std::string& dtype) {

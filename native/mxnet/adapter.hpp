@@ -66,6 +66,10 @@ class MXNetAdapter {
   // Overwrites `array` with the root's, in place. Otherwise like pushpull.
   Status broadcast(const std::string& name, const std::string& label, Handle array, int root, int priority);
 
+  // Ready once the operations of `name` that were called before take part: for an operation of this name that does not
+  // go through MXNet's engine.
+  std::future<void> await_turn(const std::string& name) { return links_.turns->await(name); }
+
   // A new array in the arena that the adapter was given, of unspecified content: an NDArrayHandle, which the caller
   // frees. `dtype` is a floating-point type. Null when there is no room, or no such array. Throws Error.
   Handle new_array(const std::vector<std::int64_t>& shape, DType dtype) const;

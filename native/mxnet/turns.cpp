@@ -1,5 +1,6 @@
 #include "mxnet/turns.hpp"
 
+#include <memory>
 #include <utility>
 
 namespace kvstore_hvd::mxnet {
@@ -33,6 +34,14 @@ void Turns::use(const std::string& name, std::uint64_t turn, std::function<void(
   // Bounds the memory of programs that never use a name twice. No turn of the row is left that a row that starts anew
   // could mistake for one of its own.
   if (row.used == row.taken && rows_.size() > kKeptNames) rows_.erase(rows_.find(key));
+}
+
+std::future<void> Turns::await(const std::string& name) {
+  // Shared: the thread that uses the turn is still inside set_value() when the future is ready.
+  auto turn_came = std::make_shared<std::promise<void>>();
+  std::future<void> ready = turn_came->get_future();
+  use(name, take(name), [turn_came] { turn_came->set_value(); });
+  return ready;
 }
 
 bool Turns::all_used() const {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <map>
 #include <mutex>
 #include <string>
@@ -21,6 +22,9 @@ class Turns {
   // Calls `step` once all turns taken before this one have been used: here and now, or on the thread that uses the last
   // of them. `step` must not block.
   void use(const std::string& name, std::uint64_t turn, std::function<void()> step);
+
+  // Ready once all turns of `name` that were taken before this call have been used.
+  std::future<void> await(const std::string& name);
 
   // Whether every turn taken has been used: no operation waits for its arrays.
   bool all_used() const;

@@ -48,6 +48,17 @@ def test_layouts_of_onednn(rank, size):
     assert_same_bits(got[2 * rank : 2 * rank + 2].asnumpy(), out.asnumpy())
 
 
+def test_operations_of_a_name_keep_the_order_of_the_calls(rank, size):
+    """Also if the first one waits in MXNet's engine, on some workers, for its array, and the second one does not."""
+    later = mx.nd.dot(mx.nd.ones((400, 4000)), mx.nd.ones((4000, 400 + 1600 * (rank > 0)))).sum() * 0 + rank
+    sums = hvd.allreduce(later, op=hvd.Sum, name="same")
+    assert hvd.allgather(mx.nd.array([rank]), name="same").asnumpy().tolist() == list(range(size))
+    later = mx.nd.dot(mx.nd.ones((400, 4000)), mx.nd.ones((4000, 400 + 1600 * (rank > 0)))).sum() * 0 + rank
+    copies = hvd.broadcast(later, size - 1, name="same")
+    assert hvd.broadcast_object({"root": rank}, size - 1, name="same") == {"root": size - 1}
+    assert (sums.asscalar(), copies.asscalar()) == (sum(range(size)), size - 1)
+
+
 def test_grouped(kind, rank, size):
     """Several at once; an empty list returns itself."""
     arrays = [make(kind, rows_of(rank, rank + 1)), make(kind, rows_of(rank, 2, "int64", (2, 2)))]

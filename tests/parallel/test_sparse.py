@@ -227,6 +227,22 @@ def test_training(rank, size, kind, as_dense):
 
 
 @in_gluon
+def test_first_step_while_a_weight_is_read(rank, size):
+    """The broadcast of the initial weights waits until they are free, on some workers only; the gradients do not."""
+    layer = mx.gluon.nn.Embedding(50, 4, sparse_grad=True)
+    layer.initialize(mx.init.Constant(0.5 + rank))
+    trainer = mx.gluon.Trainer(layer.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore="horovod")
+    with mx.autograd.record():
+        loss = layer(mx.nd.array([1, 2])).sum()
+    loss.backward()
+    layer.weight.list_grad()[0].wait_to_read()
+    if rank > 0:
+        mx.nd.dot(layer.weight.data(), mx.nd.ones((4, 1_000_000))).sum()
+    trainer.step(size)
+    assert layer.weight.data().asnumpy()[:3, 0].tolist() == [0.5, -0.5, -0.5]
+
+
+@in_gluon
 def test_uneven_inputs(rank, size):
     """Within a `Join`, workers without input have no rows; the parameters are those of dense training."""
     weights = []

@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
@@ -112,3 +113,23 @@ def test_loss_scaler_sees_the_same_overflow(rank, size):
     backward(net, [(array(data), array(label))])
     trainer.allreduce_grads()
     assert scaler.has_overflow(parameters(net))
+
+
+def test_only_some_workers_load_states(rank, size, tmp_path):
+    """They make no store and broadcast nothing before the first step, in which all workers do."""
+    path = str(tmp_path / "states")
+    nets = [mlp(seed=rank + number) for number in range(2)]
+    momentum = {"learning_rate": 0.1, "momentum": 0.9}
+    trainers = [mx.gluon.Trainer(net.collect_params(), "sgd", momentum, kvstore="horovod") for net in nets]
+    if rank == 0:
+        for trainer in trainers[::-1]:
+            trainer.save_states(path)
+            trainer.load_states(path)
+    for net in nets:
+        hvd.broadcast_parameters(net.collect_params())
+        assert_equal_on_all_ranks(weights(net)[0], "weight")
+    for number, (net, trainer) in enumerate(zip(nets, trainers)):
+        backward(net, list(shards(number, rank, size)))
+        trainer.step(BATCH)
+        for place, value in enumerate(weights(net)):
+            assert_equal_on_all_ranks(value, f"weight {place} of {number}")
