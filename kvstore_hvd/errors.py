@@ -16,6 +16,7 @@ Texts have one form (see `message`)::
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Iterable
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "UnsynchronisedTrainerError",
     "fault_of_text",
     "message",
+    "printable",
     "rank_list",
 ]
 
@@ -154,6 +156,15 @@ def fault_of_text(text: str) -> str:
     except UnicodeEncodeError as error:
         return f"cannot be written down: {error}."
     return ""
+
+
+# Bytes that are no UTF-8 (U+DC80 to U+DCFF) are left as they are; other lone surrogates cannot be written.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text of other hosts or programs for a terminal: control characters, which could command it, as escapes."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def rank_list(ranks: Iterable[int]) -> str:

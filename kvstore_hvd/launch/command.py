@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from kvstore_hvd import __version__
 from kvstore_hvd.config import KNOBS, Config, config, environment
-from kvstore_hvd.errors import ConfigError, LaunchError, message
+from kvstore_hvd.errors import ConfigError, LaunchError, message, printable
 from kvstore_hvd.launch.discovery import HostDiscoveryScript
 from kvstore_hvd.launch.driver import Driver, Plan
 from kvstore_hvd.launch.hosts import (
@@ -391,4 +391,4 @@ def _check_streams() -> None:
 def _say(text: str) -> None:
     """Write a line of the launcher's own to stderr; what fails is left unsaid."""
     with contextlib.suppress(OSError):
-        os.write(2, f"kvhvdrun: {text}\n".encode(errors="surrogateescape"))
+        os.write(2, f"kvhvdrun: {printable(text)}\n".encode(errors="surrogateescape"))

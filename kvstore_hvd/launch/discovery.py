@@ -128,7 +128,7 @@ class HostDiscoveryScript:
             code = self._code if self._code in _FIXES else EXIT_FAILED
             raise StartError(message(f"{self._name} {how}{self._said()}.", fix=fix), code)
         try:
-            return hosts_of_script(self._output.decode("utf-8", "backslashreplace"), self._default)
+            return hosts_of_script(self._output.decode("utf-8-sig", "backslashreplace"), self._default)
         except LaunchError as error:
             fact = str(error).splitlines()[0].rstrip(".")
         raise StartError(message(f"what {self._name} printed are no hosts: {fact}.", fix=_FIX), EXIT_FAILED)

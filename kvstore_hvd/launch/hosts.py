@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import resource
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from kvstore_hvd.base.limits import limit_of, open_below
 from kvstore_hvd.errors import LaunchError, message
 
+# The words of a remote shell hold the name of a host: ssh takes a leading hyphen for an option.
+_NAME = r"[\w.][\w.-]*"
+_HOST = rf"(?:{_NAME}@)?{_NAME}|::1|\[[0-9a-f:.]*:[0-9a-f:.]*(?:%[\w.-]+)?\]"
 _ENTRY = re.compile(
-    r"(?P<host>[^\s:,=\[\]\\]+|\[?::1\]?)(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?"
+    rf"(?P<host>{_HOST})(?:\s*:\s*(?P<n>-?\d{{1,9}})|\s+slots\s*=\s*(?P<slots>-?\d{{1,9}}))?(?:\s+max_slots\s*=\s*\d+)?",
+    re.ASCII | re.IGNORECASE,
 )
+# Slurm: ``a1,rack[1-2]node[01-16,20]``, and ``2(x3),1`` for the tasks of four hosts.
+_RANGE = r"\d{1,18}(?:-\d{1,18})?"
+_PART = rf"(?!-)(?:[\w.-]|\[{_RANGE}(?:,{_RANGE})*\])+"
+_NODES = re.compile(rf"{_PART}(?:,{_PART})*", re.ASCII)
+_TASKS = re.compile(r"\d{1,9}(?:\(x\d{1,9}\))?(?:,\d{1,9}(?:\(x\d{1,9}\))?)*", re.ASCII)
+_MOST_HOSTS = 1 << 16
 
 # For ssh, behind the user's own words: of two options alike, ssh takes the first. It asks for no password, and ends 45
 # seconds after a host has said its last.
@@ -66,7 +77,8 @@ def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
         if match is None:
-            raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix="for example -H localhost:4"))
+            fix = "for example -H localhost:4; letters, digits, '.', '_' and '-' make a name, which begins with no '-'."
+            raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix=fix))
         host, count = match["host"].strip("[]").lower(), int(match["n"] or match["slots"] or default)
         if count < 1:
             fact = f"'{entry}': a host takes at least 1 worker."
@@ -82,26 +94,34 @@ def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
     nodes, tasks = variables.get("SLURM_JOB_NODELIST", ""), variables.get("SLURM_TASKS_PER_NODE", "")
     if not nodes or variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # srun has started several launchers
         return None
-    hosts = [host for part in re.findall(r"(?:[^,\[]|\[[^]]*])+", nodes) for host in _each(part)]
+    fix = "name the hosts: kvhvdrun -H node1:2,node2:2 ..."
+    parts = re.findall(_PART, nodes, re.ASCII) if _NODES.fullmatch(nodes) else []
+    hosts = list(itertools.islice((host for part in parts for host in _each(part)), _MOST_HOSTS + 1))
+    if len(hosts) > _MOST_HOSTS:
+        raise LaunchError(message(f"SLURM_JOB_NODELIST={nodes} has more than {_MOST_HOSTS} hosts.", fix=fix))
+    if not hosts or len(set(hosts)) < len(hosts):
+        raise LaunchError(message(f"SLURM_JOB_NODELIST={nodes} is not a list of hosts such as node[1-4].", fix=fix))
     if len(hosts) == 1:
         return None
-    counts = [count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) if _TASKS.fullmatch(tasks) else []
+    every = (int(count) for count, times in found for _ in range(int(times or 1)))
+    counts = list(itertools.islice(every, len(hosts) + 1))
     if len(hosts) != len(counts):
         fact = f"SLURM_TASKS_PER_NODE={tasks} does not tell the tasks of each host in SLURM_JOB_NODELIST={nodes}."
-        raise LaunchError(message(fact, fix="name the hosts: kvhvdrun -H node1:2,node2:2 ..."))
-    return dict(zip(hosts, map(int, counts)))
+        raise LaunchError(message(fact, fix=fix))
+    return dict(zip(hosts, counts))
 
 
-def _each(part: str) -> list[str]:
+def _each(part: str) -> Iterator[str]:
     """The hosts of one part of a list, such as ``node[1,08-10]``."""
-    before, _, rest = part.partition("[")
-    inside, bracket, after = rest.partition("]")
+    before, bracket, rest = part.partition("[")
+    inside, _, after = rest.partition("]")
     if not bracket:
-        return [part]
-    found = []
+        yield part
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", inside):
-        found += [before + str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return [host + end for host in found for end in _each(after)]
+        for number in range(int(first), int(last or first) + 1):
+            for end in _each(after):
+                yield before + str(number).zfill(len(first)) + end
 
 
 @functools.cache
@@ -144,13 +164,15 @@ def remote_shell(text: str | None) -> list[str]:
 
 def shell_command(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     """The words that run a command on another host: ``{host}`` in the shell's is replaced, else the host follows."""
-    there = [word.replace("{host}", host) for word in shell]
-    if os.path.basename(there[0]) != "srun":  # it has no shell at its other end
+    there, name = [word.replace("{host}", host) for word in shell], os.path.basename(shell[0])
+    if there == list(shell):
+        there += ["--", host] if name == "ssh" else [host]  # other shells may know no end of options
+    if name != "srun":  # it has no shell at its other end
         import shlex
 
         # Quoted only where the remote shell, if there is one, would take a word for something else.
         command = list(map(shlex.quote, command))
-    return [*there, *([] if there != list(shell) else [host]), *command]
+    return [*there, *command]
 
 
 def travelling(variables: Mapping[str, str], sent: Collection[str]) -> dict[str, str]:

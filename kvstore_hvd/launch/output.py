@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvstore_hvd.errors import LaunchError, message
+from kvstore_hvd.errors import LaunchError, message, printable
 from kvstore_hvd.launch.connections import Poller
 
 # No more is asked of the workers while so many bytes wait to be written.
@@ -241,7 +241,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """Put a line of the launcher's own on stderr, in order with what the workers write there."""
-        line = f"kvhvdrun: {text}\n".encode("utf-8", "surrogateescape")
+        line = f"kvhvdrun: {printable(text)}\n".encode("utf-8", "surrogateescape")
         LineStream(self._ours[2], timestamps=self._timestamps).feed(line)
 
     def log(self, event: str, fields: Mapping[str, Any]) -> None:

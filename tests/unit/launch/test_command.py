@@ -15,8 +15,9 @@ import pytest
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.horovod.variables import Seat
 from kvstore_hvd.launch import command, hosts
+from kvstore_hvd.launch.discovery import hosts_of_script
 from kvstore_hvd.launch.driver import environment_of
-from kvstore_hvd.launch.hosts import hosts_of_allocation, shell_command, travelling
+from kvstore_hvd.launch.hosts import hosts_of_allocation, shell_command, slots_of, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
 from kvstore_hvd.launch.state import Slot
@@ -294,6 +295,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     where = ["true", "/path with space/x"]
     ssh = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
     assert shell_command(["env", *ssh], "node1", where) == ["env", *ssh, "node1", "true", "'/path with space/x'"]
+    assert shell_command(["/bin/ssh", "-v"], "node1", ["true"]) == ["/bin/ssh", "-v", "--", "node1", "true"]
     assert shell_command(["srun", "-w", "{host}"], "node1", ["true"]) == ["srun", "-w", "node1", "true"]
     given = dict.fromkeys(("PATH", "KVHVD_RANK", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
     assert list(travelling(given, ["TMPDIR"])) == ["PATH", "KVHVD_RANK", "USERS", "TMPDIR"]
@@ -334,6 +336,65 @@ def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
     assert "hosts have 4 slots.\n  Fix: give more slots, as in sbatch --ntasks-per-node=N." in capfd.readouterr().err
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # each of them starts a job of its own
     assert plan("-np", "5", "/bin/true").settings.max_np == 5
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "fact"),
+    [
+        ("n[1-99999999]", "1(x99999999)", "has more than 65536 hosts"),
+        ("n[2-1],", "", "is not a list of hosts"),
+        ("n[2-1]", "", "is not a list of hosts"),
+        ("n1,n1", "1(x2)", "is not a list of hosts"),
+        ("-oproxycommand,n1", "1(x2)", "is not a list of hosts"),
+        ("n1\x1b[2J,n2", "1(x2)", "n1\\x1b[2J,n2 is not a list of hosts"),
+        ("n[1-2]", "1(x99999999999)", "does not tell the tasks of each host"),
+        ("n[1-2]", "1(x999999999)", "does not tell the tasks of each host"),
+    ],
+)
+def test_lists_of_slurm_that_are_none(capfd, monkeypatch, nodes, tasks, fact):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
+    assert command.main(["/bin/true"]) == 2
+    err = capfd.readouterr().err
+    assert (fact in err, "\n  Fix: name the hosts: " in err) == (True, True)
+
+
+# A name, as a user or a script writes it, and the host that it is; None: it is refused.
+NAMES = {
+    "Node-1.x_y": "node-1.x_y",
+    "user@node1": "user@node1",
+    "[fe80::1%eth0]": "fe80::1%eth0",
+    "::1": "::1",
+    '-o"proxycommand"id>/tmp/x': None,
+    "-f": None,
+    "user@-f": None,
+    "-l@node1": None,
+    "[-o::]": None,
+    "[::1": None,
+    "node1\x1b[2J": None,
+    "a;b": None,
+    "$(id)": None,
+    "a'b": None,
+    "é": None,
+}
+
+
+@pytest.mark.parametrize("given", NAMES)
+@pytest.mark.parametrize("form", ["{}", "{}:2", "{} slots=2"])
+def test_names_of_hosts(capfd, tmp_path, form, given):
+    """A name that ssh could take for an option is refused in each place that names hosts."""
+    entry, host = form.format(given), NAMES[given]
+    (tmp_path / "hosts").write_text(f"# hosts\n{entry}\n")
+    if host is not None:
+        assert list(hosts_of_script(entry)) == list(slots_of([entry])) == [host]
+        assert list(plan("--hostfile", str(tmp_path / "hosts"), "--rsh-command", "env", "true").hosts) == [host]
+        return
+    with pytest.raises(LaunchError, match="is not HOST:N"):
+        hosts_of_script(f"localhost\n{entry}\n")
+    for option in ([f"-H={entry}"], ["--hostfile", str(tmp_path / "hosts")]):
+        assert command.main(["-np", "1", *option, "true"]) == 2
+        err = capfd.readouterr().err
+        assert ("is not HOST:N or 'HOST slots=N'.\n  Fix: " in err, "\x1b" in err) == (True, False)
 
 
 def test_shares_of_cores():

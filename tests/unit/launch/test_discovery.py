@@ -88,6 +88,8 @@ def test_a_script_is_run_again_and_again(script, tmp_path):
     assert f"'cat {path}' names no host; it says: # none.\n  Fix: " in poller.script.fault(poller.now)
     path.write_text("localhost\nother:3\n")
     assert poller.next() == {"localhost": 1, "other": 3}
+    path.write_text("\ufeffother:3\n")
+    assert poller.next() == {"other": 3}
     assert poller.script.fault(poller.now) == ""
 
 
