@@ -13,12 +13,16 @@ import socket
 import struct
 from typing import Any, Protocol
 
+from kvstore_hvd.base.messages import Kinds, take
+
 __all__ = ["Channel", "ChannelError", "peer_process"]
 
 _LENGTHS = struct.Struct("!II")  # of the object, and of the bytes before it
 _CHUNK = 1 << 18
 _MOST_SKIPPED = 1 << 16
 _MOST_SHOWN = 1 << 11
+_MOST_QUOTED = 80
+_MOST_DIGITS = 20
 
 
 class ChannelError(Exception):
@@ -36,14 +40,21 @@ class _End(Protocol):
 class Channel:
     """One side. Never waits: what cannot be sent at once is kept for `flush`."""
 
-    # A message of more than `longest` bytes is not received. `writer` is the file to write to where that is another
-    # one than `reader`. Bytes that come before the `greeting` are no messages; `skipped` is the end of them. One thread
-    # may receive while another sends or flushes; more than one of a kind need a lock.
+    # A message of more than `longest` bytes is not received, nor one of no kind of `kinds` (None: all are). `writer` is
+    # the file to write to where that is another one than `reader`. Bytes that come before the `greeting` are no
+    # messages; `skipped` is the end of them. One thread may receive while another sends or flushes; more than one of a
+    # kind need a lock.
 
     def __init__(
-        self, reader: _End, longest: int = 1 << 26, *, writer: _End | None = None, greeting: bytes = b""
+        self,
+        reader: _End,
+        kinds: Kinds | None = None,
+        longest: int = 1 << 26,
+        *,
+        writer: _End | None = None,
+        greeting: bytes = b"",
     ) -> None:
-        self._ends, self._longest = (reader, writer or reader), longest
+        self._ends, self._kinds, self._longest = (reader, writer or reader), kinds, longest
         self._fd, self.write_fd = (end.fileno() for end in self._ends)
         for fd in (self._fd, self.write_fd):
             os.set_blocking(fd, False)
@@ -90,7 +101,7 @@ class Channel:
             begin, end = at + _LENGTHS.size, at + _LENGTHS.size + more + length
             if len(self._received) < end:
                 break
-            messages.append(_message(bytes(self._received[begin + more : end])))
+            messages.append(_message(bytes(self._received[begin + more : end]), self._kinds))
             if more:
                 messages[-1]["raw"] = bytes(self._received[begin : begin + more])
             at = end
@@ -125,13 +136,22 @@ class Channel:
             self._unsent.clear()
 
 
-def _message(body: bytes) -> dict[str, Any]:
+def _message(body: bytes, kinds: Kinds | None) -> dict[str, Any]:
     message: Any = None
     with contextlib.suppress(ValueError, RecursionError):
-        message = json.loads(body)
+        message = json.loads(body, parse_int=_whole)
     if not isinstance(message, dict) or not isinstance(message.get("t"), str):
-        raise ChannelError(f"{body[:80]!r} is no message.")
-    return message
+        raise ChannelError(f"{body[:_MOST_QUOTED]!r} is no message.")
+    try:
+        return message if kinds is None else take(message, kinds)
+    except ValueError as error:
+        raise ChannelError(f"{body[:_MOST_QUOTED]!r} is no message: {error}.") from None
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError  # a million digits would take long
+    return int(digits)
 
 
 def peer_process(connection: socket.socket) -> tuple[int, int]:

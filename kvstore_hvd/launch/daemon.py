@@ -26,6 +26,7 @@ from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import Channel, ChannelError, peer_process
 from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.base.cores import usable_cores
+from kvstore_hvd.base.messages import OF_WORKER, TO_DAEMON
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
@@ -118,7 +119,7 @@ class Daemon:
                 name = signal.Signals(number).name
                 self._leaving = f"the daemon on {self._host} (pid {os.getpid()}) was ended by {name}"
                 self._leave_until = self._clock.now() + self._grace_s
-                self._tell("ending", host=self._host, text=self._leaving, code=128 + number)
+                self._tell("ending", text=self._leaving, code=128 + number)
         by_pid = {worker.pid: worker for worker in self._workers.values()}
         for pid, code in self._reaper.reap():
             if pid in by_pid:
@@ -282,7 +283,7 @@ class Daemon:
             self._tell("say", text=f"daemon: a connection could not be accepted, and has to wait: {error.strerror}")
             time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
             return
-        line, pid = Channel(accepted, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
+        line, pid = Channel(accepted, OF_WORKER, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
         worker = next((each for each in self._workers.values() if processes.descends_from(pid, each.pid)), None)
         # The end of an earlier line of this worker may not have been read yet.
         for _ in range(_READS):
@@ -364,5 +365,5 @@ def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
         sys.exit(f"{host} cannot use {folder} ({error.strerror}): start kvhvdrun in a folder that all hosts have")
     writer.write(GREETING)
     grace_s, variables = float(kill_grace_s), environment()
-    run = lambda: Daemon(Channel(reader, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731
+    run = lambda: Daemon(Channel(reader, TO_DAEMON, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731
     processes.run_guarded(f"for {host}", {writer.fileno()}, reader.fileno(), run, grace_s, fork=False)

@@ -16,6 +16,7 @@ from typing import IO, Any
 from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.base.messages import OF_DAEMON, TO_DAEMON
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
@@ -34,7 +35,7 @@ _NEWS_S = 4.0
 _CLOSED = "the other side closed the connection"
 _SHOWN_LINES, _SHOWN_BYTES = 3, 1 << 12  # the last ones of a remote shell
 _REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
-_Hear = Callable[[dict[str, Any]], None]
+_Hear = Callable[[str, dict[str, Any]], None]
 
 
 class _Daemon:
@@ -57,7 +58,7 @@ class _Daemon:
 
 
 class Daemons:
-    """All daemons of a job. `hear` is called with what they say."""
+    """All daemons of a job. `hear` gets a host and a message of its daemon; raises ChannelError if that cannot be."""
 
     def __init__(
         self, poller: Poller, clock: RunningClock, settings: Settings, shell: Sequence[str], hear: _Hear
@@ -84,10 +85,10 @@ class Daemons:
         settings = self._settings
         # The end of a launcher ends its line; the lease is for one that stands still, which a static job waits for.
         lease_s = float("inf") if settings.is_static else settings.lease_s
-        run = lambda: Daemon(Channel(theirs), host, settings.kill_grace_s, lease_s, {}).run()  # noqa: E731
+        run = lambda: Daemon(Channel(theirs, TO_DAEMON), host, settings.kill_grace_s, lease_s, {}).run()  # noqa: E731
         name = f"of {os.getpid()} for {host}"
         guard = processes.run_guarded(name, (), theirs.fileno(), run, settings.kill_grace_s)
-        return _Daemon(host, guard, Channel(ours), self._clock.now(), lease_s, max(_START_S, lease_s))
+        return _Daemon(host, guard, Channel(ours, OF_DAEMON), self._clock.now(), lease_s, max(_START_S, lease_s))
 
     def _start_elsewhere(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
         settings = self._settings
@@ -99,7 +100,7 @@ class Daemons:
         errors = os.fdopen(os.memfd_create("errors"), "rb")
         pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), errors.fileno()])
         times = self._clock.now(), settings.lease_s, settings.start_timeout_s
-        daemon = _Daemon(host, pid, Channel(ours, greeting=GREETING), *times)
+        daemon = _Daemon(host, pid, Channel(ours, OF_DAEMON, greeting=GREETING), *times)
         daemon.shell, daemon.errors = os.path.basename(command[0]), errors
         return daemon
 
@@ -141,21 +142,21 @@ class Daemons:
         if daemon.has_come:
             daemon.heard_at = now
         try:
-            messages = daemon.line.receive()
+            for message in daemon.line.receive():
+                self._take(daemon, message)
         except ChannelError as error:
             daemon.fault, daemon.heard_at = str(error).rstrip("."), now
             self._poller.close_channel(daemon.line)
-            return
-        for message in messages:
-            if message["t"] == "up":
-                daemon.heard_at = now
-                if message["version"] != __version__:
-                    self._poller.close_channel(daemon.line)
-                    daemon.fault = f"kvstore_hvd has version {message['version']} there, and {__version__} here"
-                    return
-                daemon.pid, daemon.has_come = message["pid"], True
-            daemon.unacknowledged += len(message.get("raw", b""))
-            self._hear(message)
+
+    def _take(self, daemon: _Daemon, message: dict[str, Any]) -> None:
+        if (message["t"] == "up") is daemon.has_come:
+            raise ChannelError(f"'{message['t']}' came {'again' if daemon.has_come else 'before its daemon was up'}.")
+        if message["t"] == "up":
+            if message["version"] != __version__:
+                raise ChannelError(f"kvstore_hvd has version {message['version']} there, and {__version__} here")
+            daemon.pid, daemon.has_come, daemon.heard_at = message["pid"], True, self._clock.now()
+        daemon.unacknowledged += len(message.get("raw", b""))
+        self._hear(daemon.host, message)
 
     def _remove(self, daemon: _Daemon) -> None:
         self._poller.close_channel(daemon.line)

@@ -13,10 +13,11 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstore_hvd.base.channel import ChannelError
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.base.cores import usable_cores
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import message
+from kvstore_hvd.errors import message, printable
 from kvstore_hvd.horovod.variables import Seat, of_worker
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
@@ -286,7 +287,7 @@ class Driver:
             self._daemons.start(slot.host)
         except OSError as error:
             if settings.is_static:
-                self._refuse(error.errno, str(error))
+                self._refuse(slot.host, error.errno, str(error))
             else:
                 self._job.host_lost(slot.host, f"its daemon could not be started: {error}", self._job_now)
             return
@@ -323,9 +324,10 @@ class Driver:
             capture=plan.capture,
         )
 
-    def _refuse(self, number: int | None, text: str) -> None:
+    def _refuse(self, host: str, number: int | None, text: str) -> None:
         fix = _FIXES.get(number or 0, "see the reason; a sandbox may forbid it.")
-        self._not_started = StartError(message(f"a worker could not be started: {text}.", fix=fix))
+        where = "" if is_here(host) else f" on {host}"
+        self._not_started = StartError(message(f"a worker could not be started{where}: {text}.", fix=fix))
         self._job.give_up("")
 
     def _send(self, worker: int, kind: str, **fields: Any) -> None:
@@ -333,8 +335,10 @@ class Driver:
 
     # -- What happens ---------------------------------------------------------------------------------------------
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, host: str, message: dict[str, Any]) -> None:
         kind, now, number = message["t"], self._job_now, message.get("worker", 0)
+        if "worker" in message and not self._is_of(host, number):
+            raise ChannelError(f"it speaks for worker {number}, which is none of its own.")
         if number < 0:
             assert self._plan.script is not None
             self._plan.script.heard(message)
@@ -346,21 +350,27 @@ class Driver:
             text = f"{message['text']}.\n  Fix: to end a job, send the signal to kvhvdrun."
             self._job.give_up(text, message["code"])
         elif kind == "ending":
-            self._job.host_leaves(message["host"], message["text"], now)
+            self._job.host_leaves(host, message["text"], now)
         elif kind == "started":
             self._job.started(number, message["pid"], now)
         elif kind == "not_started" and self._settings.is_static:
-            self._refuse(message["errno"], message["text"])
+            self._refuse(host, message["errno"], message["text"])
         elif kind == "not_started":
-            self._output.feed(number, 2, message["text"].encode() + b"\n")
+            self._output.feed(number, 2, printable(message["text"]).encode() + b"\n")
             self._job.exited(number, EXIT_NOT_STARTED, now)
         elif kind == "exited":
             self._job.exited(number, message["code"], now)
         elif kind == "from":
             try:
                 self._job.heard(number, message["message"], now)
-            except (ValueError, TypeError, LookupError) as error:
-                self._output.say(f"worker {number} says what makes no sense: {error!r}")
+            except ValueError as error:
+                self._output.say(f"worker {number} says what makes no sense: {error}")
+
+    def _is_of(self, host: str, number: int) -> bool:
+        """Whether this host's daemon has been told to start a worker, or a task of ours with a number below 0."""
+        if number < 0:
+            return host == HERE and self._plan.script is not None
+        return number in self._job.workers and self._job.workers[number].slot.host == host
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:

@@ -190,7 +190,7 @@ class Job:
         self._decide(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
-        """A worker says something. Raises ValueError, TypeError or LookupError if that makes no sense."""
+        """A worker says something. Raises ValueError, and changes nothing, if that makes no sense."""
         worker = self.workers[number]
         if not worker.alive or self._over:
             return  # its last words
@@ -218,11 +218,15 @@ class Job:
     # -- What workers say -----------------------------------------------------------------------------------------
 
     def _on_enter(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
-        name, identity = map(str, message["host"])
-        worker.place = Place(name, identity, int(message["pid"]), tuple(map(str, message["addresses"])))
+        ranks, is_static = message["ranks"], self._settings.is_static
+        are_ranks = {worker.id} <= set(ranks) <= set(range(self._settings.max_np)) and len(set(ranks)) == len(ranks)
+        if is_static and not are_ranks:
+            raise ValueError(f"worker {worker.id} is to meet {rank_list(ranks)}")
+        name, identity = message["host"]
+        worker.place = Place(name, identity, message["pid"], tuple(message["addresses"]))
         self._note("worker_entered", worker=worker.id)
-        if self._settings.is_static:
-            self._meeting[worker.id] = [int(rank) for rank in message["ranks"]], now + self._settings.start_timeout_s
+        if is_static:
+            self._meeting[worker.id] = ranks, now + self._settings.start_timeout_s
         elif worker.leaving:
             self._tell(worker.id, "leave", text=_NOT_NEEDED)
         elif not self.generation.begun:
@@ -237,11 +241,12 @@ class Job:
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
             return  # said before it knew of the world that it has been given since
-        cause, text = str(message["cause"]), str(message["text"])
+        cause, text, members = message["cause"], message["text"], self.generation.members
+        if worker in members and not set(message["unreached"]) <= set(range(len(members))):
+            raise ValueError(f"worker {worker.id} has not reached {rank_list(message['unreached'])}")
         worker.ready, worker.finished = True, False
-        if worker in self.generation.members:
-            unreached = [self.generation.members[int(rank)] for rank in message["unreached"]]
-            pairs = {frozenset((worker.slot.host, other.slot.host)) for other in unreached}
+        if worker in members:
+            pairs = {frozenset((worker.slot.host, members[rank].slot.host)) for rank in message["unreached"]}
             # A meeting counts once for each two hosts.
             self._apart.update(pair for pair in pairs - self.generation.apart if len(pair) == 2)
             self.generation.apart |= pairs

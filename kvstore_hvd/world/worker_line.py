@@ -18,6 +18,7 @@ from typing import Any
 
 from kvstore_hvd import log
 from kvstore_hvd.base.channel import Channel, ChannelError, peer_process
+from kvstore_hvd.base.messages import TO_WORKER
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.world.exit import end_by_force
@@ -37,7 +38,7 @@ class WorkerLine:
         self.on_update: Callable[[int, int], None] = lambda number, result: None
         self._secret, self._worker = secret, worker
         self._pid = os.getpid()
-        self._channel = Channel(_connected(daemon))
+        self._channel = Channel(_connected(daemon), TO_WORKER)
         self._lock = threading.Lock()  # of who sends; one thread may receive meanwhile
         self._writable = select.poll()
         self._writable.register(self._channel, select.POLLOUT)

@@ -157,6 +157,21 @@ def test_a_shell_is_killed(start):
     assert "was killed by SIGKILL" in err
 
 
+def test_a_daemon_that_lies_ends_a_static_job(start):
+    job = start(f"{SHELL} -H localhost:1,lying:1", "forever()", KVHVD_SURVIVOR_TIME="0.1")
+    err = job.end(137).err
+    assert "was lost with its host lying: the line to its daemon was lost: " in err
+    assert "it speaks for worker 0, which is none of its own" in err
+
+
+def test_an_elastic_job_goes_on_without_a_daemon_that_lies(start, tmp_path):
+    job = start(f"--min-np 1 {SHELL} -H localhost:1,lying:1", acts=f"until={tmp_path}/finish")
+    assert "it speaks for worker 0, which is none" in job.until_event("host_lost")["text"]
+    job.until_joined(count=1)
+    (tmp_path / "finish").touch()
+    job.end()
+
+
 def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
     """The script prints bare names, as that of the MPI Operator."""
     script = tmp_path / "discover_hosts.sh"

@@ -7,25 +7,16 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore_hvd.base.messages import OF_WORKER, TO_WORKER, Kinds, take
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, Tell
 
-# Fields of messages, by their type.
-OF_WORKERS = {
-    "enter": {"host", "pid", "addresses", "ranks"},
-    "ready": {"generation", "cause", "text", "unreached"},
-    "joined": {"generation"},
-    "synced": {"generation"},
-    "finished": set(),
-}
-TO_WORKERS = {
-    "place": {"rank", "size", "hosts", "pids", "addresses", "places"},
-    "world": {"generation", "rank", "size", "hosts", "pids", "addresses", "places", "job"},
-    "void": {"generation", "text"},
-    "updated": {"number", "result"},
-    "leave": {"text"},
-    "fail": {"text", "fix"},
-}
+
+def sent(message: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
+    """A message as it arrives."""
+    text = json.loads(json.dumps(message))
+    assert take(text, kinds) == text
+    return take(text, kinds)
 
 
 class Play:
@@ -56,13 +47,13 @@ class Play:
         self.now = end
 
     def say(self, worker: int, kind: str, **fields: Any) -> None:
-        message = {"t": kind, **fields}
-        assert fields.keys() == OF_WORKERS[kind]
-        self.job.heard(worker, message, self.now)
+        self.job.heard(worker, sent({"t": kind, **fields}, OF_WORKER), self.now)
         self._take()
 
     def enter(self, worker: int, identity: str = "machine", ranks: Sequence[int] = ()) -> None:
-        self.say(worker, "enter", host=["name", identity], pid=100 + worker, addresses=[f"node:{worker}"], ranks=ranks)
+        self.say(
+            worker, "enter", host=["name", identity], pid=100 + worker, addresses=[f"10.0.0.{worker}:1"], ranks=ranks
+        )
 
     def start_static(self) -> None:
         """All workers of a static job start."""
@@ -154,6 +145,5 @@ class Play:
     def _take(self) -> None:
         for action in self.job.take():
             if isinstance(action, Tell):
-                json.dumps(action.message)
-                assert action.message.keys() == {"t", *TO_WORKERS[action.message["t"]]}
+                sent(action.message, TO_WORKER)
             self.seen.append(action)

@@ -20,7 +20,13 @@ from support.patience import patient
 SECRET = b"s" * 32
 HOSTS = [["node", "this one"]] * 3
 PLACES = [0, 2, 1]
-WORLD = {"size": 3, "hosts": HOSTS, "places": PLACES, "pids": [1, 2, 3], "addresses": [["a:1"], ["b:1"], ["c:1"]]}
+WORLD = {
+    "size": 3,
+    "hosts": HOSTS,
+    "places": PLACES,
+    "pids": [1, 2, 3],
+    "addresses": [["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.3:1"]],
+}
 LONG_S = patient(30.0)
 
 
