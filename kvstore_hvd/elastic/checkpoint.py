@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import hashlib
-import logging
+import io
 import os
 import pickle
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import log
+from kvstore_hvd.base.files import open_alone
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 
@@ -48,18 +48,13 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
     if os.path.isdir(path):
         raise InvalidRequestError(message(f"{path} is a folder.", operation="save", fix="name a file."))
     unfinished = f"{path}.part"
-    with open(unfinished, "ab") as file:
+    try:
+        new = open_alone(unfinished)
+    except BlockingIOError:
+        fact, fix = f"another process is writing {path}.", "end the other job, or give each a file of its own."
+        raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
+    with io.BufferedWriter(new) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _busy(path) from None
-        except OSError as error:
-            text = "%s cannot be locked (%s): nothing keeps another job from writing it, too"
-            log.once("checkpoint-lock", logging.WARNING, text, path, error.strerror)
-        try:
-            if os.stat(unfinished).st_ino != os.fstat(file.fileno()).st_ino:
-                raise _busy(path)
-            file.truncate(0)
             file.write(b"%s %s %d\n" % (_FORMAT, digest.hexdigest().encode(), len(parts) - 1))
             for part in parts:
                 file.write(part)
@@ -75,11 +70,6 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _busy(path: str) -> InvalidRequestError:
-    fact, fix = f"another process is writing {path}.", "end the other job, or give each a file of its own."
-    return InvalidRequestError(message(fact, operation="save", fix=fix))
 
 
 def read(path: str | os.PathLike[str]) -> Any:

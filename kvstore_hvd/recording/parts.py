@@ -8,16 +8,15 @@ worker has written everything.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from io import FileIO
 from typing import Any
 
+from kvstore_hvd.base.files import open_alone
 from kvstore_hvd.native.records import TimelineEvent
 
 __all__ = ["Header", "PartWriter", "has_ended", "part_path", "read_header", "read_lines"]
@@ -49,13 +48,13 @@ def part_path(target: str, rank: int) -> str:
 
 
 class PartWriter:
-    """A fresh part; one that is there is overwritten. One thread at a time."""
+    """A new part; one that is there is removed. One thread at a time."""
 
     def __init__(self, target: str, header: Header) -> None:
         self.path = part_path(target, header.rank)
         self._session = header.session
         self._set = 0
-        self._file = _open_alone(self.path)
+        self._file = open_alone(self.path)
         try:
             self._write(_JSON.encode(asdict(header)) + "\n")
         except BaseException:
@@ -98,25 +97,6 @@ class PartWriter:
         rest = memoryview(text.encode())
         while rest:
             rest = rest[self._file.write(rest) :]
-
-
-def _open_alone(path: str) -> FileIO:
-    """A fresh file that no other process writes to: two jobs, or two worlds of one job, may have the same path."""
-    while True:
-        # Without a buffer: a forked child would write what the parent has not yet.
-        file = FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_nlink > 0:
-                file.truncate()
-                return file
-        except BlockingIOError:
-            file.close()
-            raise BlockingIOError(errno.EAGAIN, "another process is writing it", path) from None
-        except BaseException:
-            file.close()
-            raise
-        file.close()  # the job before has just deleted it
 
 
 def has_ended(path: str, session: str) -> bool:

@@ -3,6 +3,7 @@
 import fcntl
 import importlib
 import os
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -114,11 +115,34 @@ def test_what_cannot_be_a_checkpoint_is_refused_at_once(job_checkpoint, tmp_path
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(InvalidRequestError, match="another process is writing"):
             state(step=0).save(tmp_path / "kept")
-    state(step=5).save(tmp_path / "kept")
+    state(step=5).save(tmp_path / "kept")  # what the other process has left is removed
     (tmp_path / "link").symlink_to("kept")
     state(step=6).save(tmp_path / "link")
     assert kept(tmp_path) == 6
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "link"]
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "hardlink", "fifo", "socket", "leftover"])
+def test_a_checkpoint_is_a_new_file(tmp_path, kind):
+    """Whatever lies where it is written first is removed, not followed, not written to and not waited for."""
+    victim, part, where = tmp_path / "victim", tmp_path / "kept.part", tmp_path / "kept"
+    victim.write_text("mine")
+    with socket.socket(socket.AF_UNIX) as other:
+        {
+            "symlink": lambda: part.symlink_to(victim),
+            "dangling": lambda: part.symlink_to(tmp_path / "missing"),
+            "hardlink": lambda: os.link(victim, part),
+            "fifo": lambda: os.mkfifo(part),
+            "socket": lambda: other.bind(str(part)),
+            "leftover": lambda: part.write_text("half a state"),
+        }[kind]()
+    state(step=6).save(where)
+    assert (victim.read_text(), kept(tmp_path), where.is_symlink()) == ("mine", 6, False)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "victim"]
+    part.mkdir()
+    with pytest.raises(IsADirectoryError):
+        state(step=7).save(where)
+    assert kept(tmp_path) == 6
 
 
 def test_a_save_that_fails_keeps_the_last_one():

@@ -1,0 +1,67 @@
+"""Files that take the place of others once they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+from io import FileIO
+
+from kvstore_hvd import log
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_ATTEMPTS = 10
+
+
+def open_alone(path: str) -> FileIO:
+    """A new file, which no other process writes to; raises BlockingIOError if one does."""
+    # A file that is there is removed, not written to: it may be a link to another file, or a pipe.
+    for _ in range(_ATTEMPTS):
+        try:
+            # Without a buffer: a forked child would write what the parent has not yet.
+            file = FileIO(os.open(path, _NEW, 0o666), "w")
+        except FileExistsError:
+            _remove(path)
+            continue
+        try:
+            _lock(file.fileno(), path)
+            if os.fstat(file.fileno()).st_nlink > 0:
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # another process has taken it for that of a killed one
+    raise _busy(path)
+
+
+def _remove(path: str) -> None:
+    """Remove what a killed process has left; raises BlockingIOError if its process runs."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        file = os.open(path, _OLD)
+        try:
+            _lock(file, path)
+            if os.path.samestat(os.fstat(file), os.lstat(path)):
+                os.unlink(path)
+        finally:
+            os.close(file)
+
+
+def _lock(file: int, path: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _busy(path) from None
+    except OSError as error:
+        text = "%s cannot be locked (%s): nothing keeps another job from writing it, too"
+        log.once("file-lock", logging.WARNING, text, path, error.strerror)
+
+
+def _busy(path: str) -> BlockingIOError:
+    return BlockingIOError(errno.EAGAIN, "another process is writing it", path)
