@@ -173,6 +173,11 @@ class Work:
     def error(self) -> KVHvdError | None:
         """Why the request failed; None while it runs and when it succeeded."""
 
+class Activity:
+    """What a process is doing, as its engines tell the other workers."""
+
+    def __init__(self) -> None: ...
+
 class Engine:
     """One worker's engine in a segment: matches requests with the other workers' and carries them out.
 
@@ -180,7 +185,14 @@ class Engine:
     """
 
     def __init__(
-        self, segment: Segment, rank: int, timeout_s: float, watch_peers: bool = True, host: str = ""
+        self,
+        segment: Segment,
+        rank: int,
+        timeout_s: float,
+        watch_peers: bool = True,
+        host: str = "",
+        waits_for_busy: bool = False,
+        activity: Activity | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -216,6 +228,9 @@ class Engine:
 
     def abort(self, text: str) -> None:
         """Fail all pending and later requests of all workers with this text."""
+
+    def tell_line(self, line: str) -> None:
+        """Where the program of this process is, for the errors of all workers."""
 
     def health(self) -> KVHvdError | None:
         """The latched failure of the world, or None."""

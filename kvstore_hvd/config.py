@@ -237,7 +237,10 @@ class Config:
     """Every knob, with its unit, default and variable. Does not change."""
 
     timeout_s: float = _knob(
-        _seconds, 600.0, "KVHVD_TIMEOUT", doc="Seconds that an operation may wait for the other workers."
+        _seconds,
+        600.0,
+        "KVHVD_TIMEOUT",
+        doc="Seconds that an operation may wait for workers that are stopped or wait for it; if set, for any worker.",
     )
     start_timeout_s: float = _knob(
         _seconds,
@@ -277,7 +280,7 @@ class Config:
         0.0,
         "KVHVD_STALL_SHUTDOWN_TIME_S",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        doc="Seconds after which such a report also fails the world; 0: never (KVHVD_TIMEOUT does).",
+        doc="Seconds after which such a report also fails the world; 0: never.",
     )
     verify_every: int = _knob(
         _count,
@@ -431,6 +434,13 @@ class Config:
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
+
+    @property
+    def waits_for_busy(self) -> bool:
+        """Whether a worker that computes is waited for beyond `timeout_s`: unless it was set, or would be replaced."""
+        is_replaced = bool(self.daemon) and self.worker is not None
+        never_shuts_down = "stall_shutdown_s" in vars(self) and not self.stall_shutdown_s
+        return "timeout_s" not in vars(self) and (never_shuts_down or not is_replaced)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name} of a configuration does not change.")

@@ -14,6 +14,7 @@ from kvstore_hvd import errors
 
 if TYPE_CHECKING:
     from kvstore_hvd._native import (
+        Activity,
         Arena,
         Engine,
         Link,
@@ -44,6 +45,7 @@ __all__ = [
     "MAX_NAMES",
     "OPS",
     "PATIENT",
+    "Activity",
     "Arena",
     "Engine",
     "Link",

@@ -104,9 +104,9 @@ class Member:
             return None
         try:
             early = reason
-            # What may wait for any time is not waited for.
-            if not early and not self._leaving.engine.wait_for_all(config().timeout_s + _PATIENCE_S):
-                early = "it left while its operations were pending"
+            while not early and not self._leaving.engine.wait_for_all(config().timeout_s + _PATIENCE_S):
+                if not config().waits_for_busy or self._waits_patiently(self._leaving.engine):
+                    early = "it left while its operations were pending"
             if not early:
                 self.drain()
             self._leaving.close(early)
@@ -127,6 +127,12 @@ class Member:
         if reason:
             return None
         return self._take_deferred()
+
+    @staticmethod
+    def _waits_patiently(engine: native.Engine) -> bool:
+        """Whether all that is pending may wait for any time; a worker that leaves does not wait for that."""
+        waiting = engine.waiting(0.0)
+        return waiting is not None and all(one.name.startswith(native.PATIENT) for one in waiting)
 
     def shutdown(self, reason: str = "") -> None:
         """As `leave`, but raises what that returns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import resource
@@ -64,7 +65,9 @@ class Connection:
             # Not kept: the engine holds the segment until this worker leaves, the arena as long as arrays lie in it.
             try:
                 with cores.threads_on(core):
-                    engine = self.engine = native.Engine(segment, place, config().timeout_s, True, topology.host)
+                    engine = self.engine = native.Engine(
+                        segment, place, config().timeout_s, True, topology.host, config().waits_for_busy, _activity()
+                    )
                 try:
                     self._arena = native.Arena(segment, place)
                     engine.protect(self._arena)
@@ -106,6 +109,12 @@ class Connection:
         finally:
             self._device.stop()
             self._arena.retire()
+
+
+@functools.lru_cache(1)
+def _activity() -> native.Activity:
+    """What this process is doing, as it tells the other workers in all of its worlds."""
+    return native.Activity()
 
 
 def _shared_segment(world: World, changes: str) -> native.Segment:

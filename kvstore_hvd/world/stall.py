@@ -27,6 +27,10 @@ OWN_THREADS = "kvstore_hvd-"
 # Of a report: the innermost calls of each thread, and a few threads.
 _MAIN_CALLS, _OTHER_CALLS, _OTHER_THREADS = 15, 5, 3
 
+# Packages whose code is not the program's, by their first names.
+_LIBRARIES = ("kvstore_hvd", "horovod", "mxnet")
+_MAX_PATH = 80
+
 _STOP_S = 1.0
 _LOOKS = 4  # at least so many before the first report
 _SHOWN = 6  # operations
@@ -44,7 +48,7 @@ _STOPPED = ("T", "t")
 
 
 class StallInspector:
-    """Reports the stalls of one world, each once, then after double the time, and when it is over."""
+    """Reports the stalls of one world, again and again, and when they are over."""
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class StallInspector:
         """Look once, and log what there is to report."""
         if self._engine.health() is not None:
             return False
+        self._engine.tell_line(program_line())
         self._look_at_waiting(now)
         self._look_at_missed(now)
         return True
@@ -236,8 +241,21 @@ class _Reports:
         report = longest_s >= self._next_s or not self._culprits.issuperset(culprits)
         self._culprits.update(culprits)
         while self._next_s <= longest_s:
-            self._next_s *= 2
+            self._next_s += self._limit_s
         return report, over
+
+
+def program_line() -> str:
+    """Where the main thread is in the program, outside of this package and MXNet: ``'train.py:12 in main'``."""
+    inner = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    frame = frame or inner
+    if frame is None:
+        return ""
+    code = frame.f_code
+    path = code.co_filename if len(code.co_filename) <= _MAX_PATH else f"...{code.co_filename[-_MAX_PATH:]}"
+    return f"{path}:{frame.f_lineno} in {code.co_name}"
 
 
 def python_stacks() -> str:

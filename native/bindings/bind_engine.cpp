@@ -384,20 +384,24 @@ void bind_engine(py::module_& module) {
       module, "Request", "A collective operation on raw addresses; may be submitted any number of times.")
       .def(py::init(&make_request));
 
+  py::class_<Activity, std::shared_ptr<Activity>>(module, "Activity", "What a process is doing, of all its engines.")
+      .def(py::init<>());
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
-      .def(py::init(
-               [](std::shared_ptr<Segment> segment, int rank, double timeout_s, bool watch_peers, std::string host) {
-                 EngineOptions options;
-                 options.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
-                 options.watch_peers = watch_peers;
-                 options.host = std::move(host);
-                 if (rank < 0 || rank >= segment->size()) throw py::value_error("no such rank in the segment");
-                 const py::gil_scoped_release release;  // it waits for the other ranks
-                 return std::shared_ptr<Engine>(new Engine(std::move(segment), rank, std::move(options)),
-                                                &delete_without_gil);
-               }),
+      .def(py::init([](std::shared_ptr<Segment> segment, int rank, double timeout_s, bool watch_peers, std::string host,
+                       bool waits_for_busy, std::shared_ptr<Activity> activity) {
+             EngineOptions options;
+             options.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
+             options.watch_peers = watch_peers;
+             options.host = std::move(host);
+             options.waits_for_busy = waits_for_busy;
+             if (activity) options.activity = std::move(activity);
+             if (rank < 0 || rank >= segment->size()) throw py::value_error("no such rank in the segment");
+             const py::gil_scoped_release release;  // it waits for the other ranks
+             return std::shared_ptr<Engine>(new Engine(std::move(segment), rank, std::move(options)),
+                                            &delete_without_gil);
+           }),
            py::arg("segment"), py::arg("rank"), py::arg("timeout_s"), py::arg("watch_peers") = true,
-           py::arg("host") = "")
+           py::arg("host") = "", py::arg("waits_for_busy") = false, py::arg("activity") = nullptr)
       .def("protect", &Engine::protect, py::arg("arena"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
@@ -429,6 +433,8 @@ void bind_engine(py::module_& module) {
       .def("take_batch", &take_batch, py::arg("limit_s"))
       .def("end_batch", &end_batch, py::arg("number"), py::arg("error") = py::none())
       .def("process", &process, py::arg("rank"))
+      .def(
+          "tell_line", [](Engine& engine, const py::str& line) { engine.tell_line(text_of(line)); }, py::arg("line"))
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
 }
 

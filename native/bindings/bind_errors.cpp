@@ -4,6 +4,7 @@
 
 #include "bindings/bind.hpp"
 #include "bindings/errors.hpp"
+#include "bindings/names.hpp"
 
 namespace py = pybind11;
 
@@ -17,8 +18,22 @@ py::handle class_of(ErrorCode code) { return classes[static_cast<std::size_t>(co
 
 }  // namespace
 
+std::string text_of(const py::str& text) {
+  const auto bytes =
+      py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes) throw py::error_already_set();
+  return bytes;
+}
+
+py::str text_of(const std::string& text) {
+  const auto decoded = py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  if (!decoded) throw py::error_already_set();
+  return decoded;
+}
+
 py::object exception_of(const Status& status) {
-  return status.ok() ? py::object(py::none()) : class_of(status.code())(status.text());
+  return status.ok() ? py::object(py::none()) : class_of(status.code())(text_of(status.text()));
 }
 
 void set_python_error(const Status& status) {
@@ -34,7 +49,7 @@ Status loss_by(const py::handle& error) {
   for (const ErrorCode code : {ErrorCode::kPeerLost, ErrorCode::kTimeout}) {
     if (py::isinstance(error, class_of(code))) found = code;
   }
-  return Status(found, py::str(error));
+  return Status(found, text_of(py::str(error)));
 }
 
 void bind_errors(py::module_&) {

@@ -10,6 +10,11 @@
 
 namespace kvstore_hvd {
 
+// In UTF-8, which has no lone surrogates: those become \udc80 and the like.
+std::string text_of(const pybind11::str& text);
+// And back; what is no UTF-8 is replaced.
+pybind11::str text_of(const std::string& text);
+
 template <class Enum>
 std::optional<Enum> find_value(const std::string& name, int values) {
   for (int value = 0; value < values; ++value) {

@@ -299,6 +299,10 @@ Engine::Process Engine::process(int rank) const {
   return {joined ? state.pid : 0, describe_rank(in->world, home.rank)};
 }
 
+void Engine::tell_line(std::string line) {
+  if (const Visit in(*this); in) in->options.activity->set_line(std::move(line));
+}
+
 // ---- Leaving ----
 
 bool Engine::shutdown(const std::string& reason) {

@@ -126,6 +126,9 @@ class Engine {
   };
   Process process(int rank) const;
 
+  // Where the program of this process is, for the errors of all ranks.
+  void tell_line(std::string line);
+
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and
   // the others read the reason. Idempotent. Returns false when the devices of other ranks may still use this one's

@@ -1,13 +1,61 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 namespace kvstore_hvd {
+
+// What a process is doing, for the others in each of its worlds. Any thread.
+class Activity {
+ public:
+  struct Wait {
+    std::uint32_t ranks = 0;  // see Doing::waits
+    std::string operation;
+  };
+
+  // Where the program is.
+  void set_line(std::string line) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    line_ = std::move(line);
+  }
+  std::string line() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return line_;
+  }
+  // How it waits in one of its worlds. Returns what it does in all of them: the longest wait, and a text.
+  std::pair<std::uint32_t, std::string> set_wait(const void* world, Wait wait) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waits_[world] = std::move(wait);
+    const auto less = [](const auto& a, const auto& b) { return a.second.ranks < b.second.ranks; };
+    const Wait& longest = std::max_element(waits_.begin(), waits_.end(), less)->second;
+    std::string text = line_.empty() ? "" : "at " + line_;
+    if (!longest.operation.empty()) text += (text.empty() ? "in " : ", in ") + longest.operation;
+    return {longest.ranks, std::move(text)};
+  }
+  void leave(const void* world) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waits_.erase(world);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string line_;
+  std::map<const void*, Wait> waits_;
+};
 
 struct EngineOptions {
   // How long a request may wait for the other ranks, and a rank for another inside a collective.
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+  // Wait longer for ranks that neither are stopped nor wait for others themselves.
+  bool waits_for_busy = false;
+  // Of the process, shared by its engines.
+  std::shared_ptr<Activity> activity = std::make_shared<Activity>();
   // Watch the other ranks' processes; off when the ranks are threads of one process.
   bool watch_peers = true;
   // How messages name this machine.

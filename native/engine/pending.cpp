@@ -6,6 +6,7 @@
 
 #include "engine/schedule.hpp"
 #include "shm/describe.hpp"
+#include "shm/liveness.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -235,18 +236,49 @@ std::chrono::nanoseconds Pending::waited(const Work& work, Clock::time_point now
   return now - work.since - standstills_.between(work.since, now);
 }
 
-std::string Pending::describe_overdue(std::chrono::nanoseconds timeout,
-                                      const std::function<bool(std::uint32_t)>& held) {
+Pending::Overdue Pending::overdue(const EngineOptions& options, const std::function<bool(std::uint32_t)>& held) {
   const auto now = Clock::now();
+  const auto most = std::min(static_cast<std::uint32_t>(world_.size_of_all), kMostWaits);
+  Overdue found;
+  const Name* without_slot = nullptr;
   for (auto& [text, name] : names_) {
-    if (name.queue.empty() || is_patient(text)) continue;
-    const auto waited_for = waited(*name.queue.front(), now);
-    if (waited_for < timeout) continue;
+    if (name.queue.empty()) continue;
+    const Work& work = *name.queue.front();
+    const auto waited_for = waited(work, now);
+    if (waited_for < options.timeout) continue;
+    if (!is_announced(name)) {
+      without_slot = &name;
+      continue;
+    }
     // A device has the same time from when it began, and then says whose device it waits for.
-    const auto limit = is_announced(name) && held(name.slot.slot) ? 2 * timeout : timeout;
-    if (waited_for >= limit) return describe_timeout(name, limit);
+    const auto limit = held(name.slot.slot) ? 2 * options.timeout : options.timeout;
+    if (waited_for < limit) continue;
+    const Blamed blamed = blamed_for(name.slot.slot);
+    const std::uint32_t chain = 1 + chain_of(blamed.ranks);
+    if (chain > found.wait.ranks) found.wait = {std::min(chain, most), describe_operation(work.request())};
+    if (is_patient(text)) continue;
+    // A rank inside a collective computes nothing of the program.
+    if (options.waits_for_busy && chain < most && !blamed.announced_by_all && !blamed.ranks.empty()) continue;
+    found.fact = describe_timeout(name, limit, blamed, options.activity->line());
+    return found;
   }
-  return "";
+  // Slots come free when the operations of this rank end that have one.
+  if (without_slot != nullptr && found.wait.ranks == 0) {
+    found.fact = describe_timeout(*without_slot, options.timeout, {}, {});
+  }
+  return found;
+}
+
+// The longest chain that begins with one of the ranks.
+std::uint32_t Pending::chain_of(const std::vector<int>& ranks) const {
+  std::uint32_t longest = 0;
+  for (const int rank : ranks) {
+    const World::Home home = world_.home(rank);
+    if (home.host == world_.host && Liveness::is_stopped(world_, home.rank)) return kStopped;
+    // Relaxed: looked at again and again.
+    longest = std::max(longest, world_.doing(rank).waits.load(std::memory_order_relaxed));
+  }
+  return longest;
 }
 
 EngineStatistics Pending::report() {
@@ -264,17 +296,37 @@ void Pending::start_timeline(std::size_t capacity) {
   timeline_.start(capacity);
 }
 
-std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout) {
-  const Request& request = name.queue.front()->request();
-  std::string text =
-      rank_name(world_, rank_) + " waited " + seconds(timeout) + " in " + describe_operation(request) + " for ";
+std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout, const Blamed& blamed,
+                                      const std::string& line) {
+  const std::string operation = describe_operation(name.queue.front()->request());
+  std::string text = rank_name(world_, rank_) + " waited " + seconds(timeout) + " in " + operation + " for ";
   if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors in flight to complete";
-  const Blamed blamed = blamed_for(name.slot.slot);
   if (blamed.ranks.empty()) {
     return text + (blamed.announced_by_all ? "the other ranks, none of which makes progress" : "ranks of other hosts");
   }
-  return text + describe_members(world_, blamed.ranks) + ", which " +
-         (blamed.announced_by_all ? "stopped inside the collective" : "did not submit it");
+  text += describe_members(world_, blamed.ranks) + ", which ";
+  if (blamed.announced_by_all) return text + "stopped inside the collective";
+  text += "did not submit it";
+  std::string fix;
+  const auto tell = [this, &text](int rank, const std::string& what) {
+    text += ".\n  rank " + std::to_string(world_.rank_of_all(rank)) + " " + what;
+  };
+  tell(world_.rank(rank_).rank_of_world, "waits in " + operation + (line.empty() ? "" : ", at " + line));
+  constexpr std::size_t kShown = 3;
+  for (std::size_t i = 0; i < std::min(blamed.ranks.size(), kShown); ++i) {
+    const int rank = blamed.ranks[i];
+    const std::uint32_t chain = chain_of({rank});
+    const std::string what = world_.doing(rank).text.read(), where = what.empty() ? "" : ", " + what;
+    if (chain == kStopped) {
+      tell(rank, "is stopped" + where);
+    } else if (chain > 0) {
+      tell(rank, "waits for others itself" + where);
+      fix = "\n  Fix: have all ranks submit the same operations, and those that they wait for in the same order";
+    } else if (!what.empty()) {
+      tell(rank, "is " + what);
+    }
+  }
+  return text + fix;
 }
 
 Blamed Pending::blamed_for(std::uint32_t slot) {

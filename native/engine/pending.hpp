@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/running_time.hpp"
+#include "engine/engine_options.hpp"
 #include "engine/tensor_table.hpp"
 #include "report/stall.hpp"
 #include "report/statistics.hpp"
@@ -90,9 +91,13 @@ class Pending {
   // Raises the alarm when a rank that has left will never announce what this rank waits for.
   void check_left();
 
-  // What to blame when a request that is not patient has waited for `timeout`, in which this process has run: empty
-  // when none has. Twice as long where a device has it: `held` tells that of the operation in flight on a slot.
-  std::string describe_overdue(std::chrono::nanoseconds timeout, const std::function<bool(std::uint32_t)>& held);
+  // What has waited for longer than the timeout, in which this process has run; twice as long where a device has it:
+  // `held` tells that of the operation in flight on a slot. `fact`: what to fail the world with, empty: nothing.
+  struct Overdue {
+    Activity::Wait wait;
+    std::string fact;
+  };
+  Overdue overdue(const EngineOptions& options, const std::function<bool(std::uint32_t)>& held);
 
   // The announced requests that have waited for at least `age`, counted alike; patient ones too.
   std::vector<Waiting> waiting(std::chrono::nanoseconds age);
@@ -127,7 +132,9 @@ class Pending {
   void check_left(std::uint32_t slot, const Request& request);
   Blamed blamed_for(std::uint32_t slot);
   void add_late_elsewhere(std::uint32_t slot, std::vector<int>& late) const;
-  std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout);
+  std::uint32_t chain_of(const std::vector<int>& ranks) const;
+  std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout, const Blamed& blamed,
+                               const std::string& line);
 
   World& world_;
   Alarm& alarm_;

@@ -1,6 +1,8 @@
 #include "engine/watcher.hpp"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "shm/describe.hpp"
 
@@ -19,6 +21,7 @@ void Watcher::stop() {
   stopping_.store(true, std::memory_order_relaxed);  // Relaxed: interrupt() ends the sleep soon enough.
   liveness_.interrupt();
   thread_.join();
+  state_.options.activity->leave(&state_.world);
 }
 
 void Watcher::watch() {
@@ -30,7 +33,9 @@ void Watcher::watch() {
     }
     if (state_.world.has_link()) look_after_link();
     state_.standstills.look();
-    if (busy && !state_.world.failure.is_set()) look_after_pending();
+    const bool looks = busy && !state_.world.failure.is_set();
+    if (looks) look_after_pending();
+    if (!looks) tell({});
     if (state_.world.failure.is_set()) {
       progress_.progress_until([this] { return progress_.is_idle(); }, kBusyTick, state_.policy);
     }
@@ -56,7 +61,7 @@ void Watcher::look_after_link() {
 }
 
 void Watcher::look_after_pending() {
-  std::string fact;
+  Pending::Overdue overdue;
   {
     // Whoever has the lock may wait in a critical section for a rank that has just died there, and this thread is the
     // one that would notice: it tries again at the next tick.
@@ -65,17 +70,33 @@ void Watcher::look_after_pending() {
     Pending& pending = state_.pending;
     pending.check_left();
     const auto held = [this](std::uint32_t slot) { return state_.devices.holds(slot); };
-    fact = pending.describe_overdue(state_.options.timeout, held);
+    overdue = pending.overdue(state_.options, held);
     pending.retry_slots();
   }
+  tell(std::move(overdue.wait));
+  std::string& fact = overdue.fact;
   if (fact.empty()) return;
+  const std::size_t end = std::min(fact.find("\n  Fix: "), fact.size());
+  std::string stopped;
   // Whom this rank waits for may itself wait for one that is stopped.
   for (const int r : liveness_.stopped()) {
+    if (fact.find(rank_name(state_.world, r) + " is stopped") != std::string::npos) continue;
     const std::string whole = describe_rank(state_.world, r);  // host and process are told once
     const bool is_told = fact.find(whole) != std::string::npos;
-    fact += ".\n  " + (is_told ? rank_name(state_.world, r) : whole) + " is stopped";
+    stopped += ".\n  " + (is_told ? rank_name(state_.world, r) : whole) + " is stopped";
   }
+  if (!stopped.empty()) fact.replace(end, std::string::npos, stopped);
   state_.alarm.raise(ErrorCode::kTimeout, fact);
+}
+
+// What this rank does, to the others of this world.
+void Watcher::tell(Activity::Wait wait) {
+  auto [ranks, text] = state_.options.activity->set_wait(&state_.world, std::move(wait));
+  Doing& doing = state_.own().doing;
+  doing.waits.store(ranks, std::memory_order_relaxed);  // looked at again and again
+  if (text == told_) return;
+  doing.text.write(text);
+  told_ = std::move(text);
 }
 
 }  // namespace kvstore_hvd

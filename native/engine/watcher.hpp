@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -30,6 +31,7 @@ class Watcher {
   void watch();
   void look_after_link();
   void look_after_pending();
+  void tell(Activity::Wait wait);
 
   EngineState& state_;
   Progress& progress_;
@@ -37,6 +39,7 @@ class Watcher {
   std::vector<std::atomic<bool>> dead_;  // by rank; written by the thread
   std::uint32_t link_steps_ = 0;
   std::optional<Patience> link_patience_;
+  std::string told_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

@@ -7,6 +7,7 @@
 #include "reduce/reduce.hpp"
 #include "request/request.hpp"
 #include "shm/describe.hpp"
+#include "shm/liveness.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -342,15 +343,44 @@ void Link::beat() {
     for (const int r : table_.late(one.slot)) late.push_back({id_of(one.name), world_.rank(r).rank_of_world});
   }
   tell_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
-           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late);
+           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, behind(late));
   told_left_ = static_cast<std::uint32_t>(left.size());
   has_told_end_ = has_failed || left.size() == ranks_[world_.host].size();
+}
+
+std::vector<Link::Behind> Link::behind(const std::vector<Late>& late) {
+  std::vector<Behind> all;
+  for (int r = 0; r < world_.ranks; ++r) {
+    const RankState& rank = world_.rank(r);
+    Behind one{rank.rank_of_world, rank.doing.waits.load(std::memory_order_relaxed), {}};  // Relaxed: told again
+    const auto is_it = [&one](const Late& each) { return each.rank == one.rank; };
+    const bool is_late = std::any_of(late.begin(), late.end(), is_it);
+    if (!is_late && one.waits == 0) continue;
+    if (is_late && Liveness::is_stopped(world_, r)) one.waits = kStopped;
+    const std::string text = rank.doing.text.read();
+    text.copy(one.text.data(), one.text.size());
+    all.push_back(one);
+  }
+  return all;
+}
+
+void Link::note_behind(int host, const std::vector<Behind>& behind) {
+  // Relaxed, all: for messages and deadlines, which are looked at again and again.
+  for (const int rank : ranks_[host]) {
+    const auto is_it = [rank](const Behind& one) { return one.rank == rank; };
+    const auto told = std::find_if(behind.begin(), behind.end(), is_it);
+    Doing& doing = world_.remote(rank).doing;
+    doing.waits.store(told == behind.end() ? 0 : told->waits, std::memory_order_relaxed);
+    if (told != behind.end()) doing.text.write({told->text.data(), strnlen(told->text.data(), told->text.size())});
+  }
 }
 
 void Link::beaten(int host, RecordReader& record) {
   Other& other = others_.at(host);
   Abort told{ErrorCode::kOk, {}, 0, {}, Patience(kAbort)};
-  record.get(told.error, told.text, told.arrived, told.n_ready, other.left, other.late);
+  std::vector<Behind> behind;
+  record.get(told.error, told.text, told.arrived, told.n_ready, other.left, other.late, behind);
+  note_behind(host, behind);
   other.has_left = other.left.size() == ranks_[host].size();
   if (told.error == ErrorCode::kOk || other.has_failed) return;
   other.has_failed = true;

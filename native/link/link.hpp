@@ -5,6 +5,7 @@
 // what small sums amount to; only the order of what is scheduled is the conductor's, the link of rank 0's host.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -92,6 +93,12 @@ class Link {
     TensorId id;
     int rank;
   };
+  // A rank that is late or waits for others itself, see shm/world.hpp.
+  struct Behind {
+    int rank;
+    std::uint32_t waits;
+    std::array<char, SharedText::kBytes> text;
+  };
   // What is known of another host.
   struct Other {
     Other(Transport& transport, int host, const LinkOptions& options)
@@ -132,7 +139,9 @@ class Link {
   void mark_late(const TensorId& id, const Tensor& tensor);
   void tell_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since);
   void beat();
+  std::vector<Behind> behind(const std::vector<Late>& late);
   void beaten(int host, RecordReader& record);
+  void note_behind(int host, const std::vector<Behind>& behind);
   void raise_abort();
   bool may_end();
   template <class... T>

@@ -1,6 +1,7 @@
 #include "shm/describe.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 namespace kvstore_hvd {
 namespace {
@@ -18,6 +19,32 @@ std::string_view utf8_prefix(std::string_view text, std::size_t bytes) {
   const auto continues = [&](std::size_t i) { return (static_cast<unsigned char>(text[i]) & 0xc0) == 0x80; };
   while (bytes > 0 && continues(bytes)) --bytes;
   return text.substr(0, bytes);
+}
+
+void SharedText::write(std::string_view text) {
+  char bytes[kBytes]{};
+  const std::string_view shown = utf8_prefix(text, sizeof(bytes));
+  std::memcpy(bytes, shown.data(), shown.size());
+  const std::uint32_t version = version_.load(std::memory_order_relaxed);
+  // A reader that sees one of the new words sees the odd version in its second look.
+  version_.store(version + 1, std::memory_order_relaxed);
+  for (std::size_t i = 0; i < kWords; ++i) {
+    std::uint64_t word;
+    std::memcpy(&word, bytes + i * sizeof(word), sizeof(word));
+    words_[i].store(word, std::memory_order_release);
+  }
+  version_.store(version + 2, std::memory_order_release);  // publishes the words
+}
+
+std::string SharedText::read() const {
+  char bytes[kBytes];
+  const std::uint32_t version = version_.load(std::memory_order_acquire);
+  for (std::size_t i = 0; i < kWords; ++i) {
+    const std::uint64_t word = words_[i].load(std::memory_order_acquire);
+    std::memcpy(bytes + i * sizeof(word), &word, sizeof(word));
+  }
+  if (version % 2 != 0 || version_.load(std::memory_order_relaxed) != version) return "";
+  return std::string(bytes, strnlen(bytes, sizeof(bytes)));
 }
 
 std::string describe_shape(const Signature& signature) {

@@ -157,15 +157,18 @@ std::optional<Liveness::Death> Liveness::find_death() {
   return std::nullopt;
 }
 
+bool Liveness::is_stopped(World& world, int rank) {
+  const RankState& state = world.rank(rank);
+  // Acquire: pid and start time are complete.
+  if (state.presence.load(std::memory_order_acquire) != Presence::kJoined) return false;
+  const auto stat = read_stat(state.pid);
+  return stat && is_of(*stat, state) && (stat->state == 'T' || stat->state == 't');
+}
+
 std::vector<int> Liveness::stopped() const {
   std::vector<int> ranks;
   for (int r = 0; watch_ && r < world_.ranks; ++r) {
-    const RankState& state = world_.rank(r);
-    // Acquire: pid and start time are complete.
-    if (state.presence.load(std::memory_order_acquire) != Presence::kJoined) continue;
-    const auto stat = read_stat(state.pid);
-    const bool is_stopped = stat && is_of(*stat, state) && (stat->state == 'T' || stat->state == 't');
-    if (is_stopped) ranks.push_back(r);
+    if (is_stopped(world_, r)) ranks.push_back(r);
   }
   return ranks;
 }

@@ -29,7 +29,9 @@ class Liveness {
   // reported once.
   std::optional<Death> poll(std::chrono::milliseconds limit);
 
-  // Ranks whose processes are stopped, by a signal or a debugger.
+  // Whether the process of a rank of this host is stopped, by a signal or a debugger.
+  static bool is_stopped(World& world, int rank);
+  // The ranks of which that is so.
   std::vector<int> stopped() const;
 
   // Ends a poll() under way, or the next one.

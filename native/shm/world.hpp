@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 #include "base/types.hpp"
 #include "shm/failure.hpp"
@@ -25,6 +27,32 @@ inline constexpr std::uint32_t kNoSlot = 0xffffffff;
 
 enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
 
+// A short text that one thread writes and any thread of any rank reads.
+class SharedText {
+ public:
+  static constexpr std::size_t kWords = 30;
+  static constexpr std::size_t kBytes = kWords * sizeof(std::uint64_t);
+
+  void write(std::string_view text);
+  // Empty while it is being written.
+  std::string read() const;
+
+ private:
+  std::atomic<std::uint32_t> version_;  // odd while it is being written
+  std::atomic<std::uint64_t> words_[kWords];
+};
+
+// What a rank is doing, as its watcher or its host's link tells.
+struct Doing {
+  // Ranks in the longest chain that begins with this one, each of which has waited for the next past its deadline; 0:
+  // this rank has not waited for so long.
+  std::atomic<std::uint32_t> waits;
+  SharedText text;  // the operation in which it has, and the line of its program
+};
+// In a chain of so many ranks, or of all, some rank waits for one before it.
+inline constexpr std::uint32_t kMostWaits = 64;
+inline constexpr std::uint32_t kStopped = 1 << 30;  // instead, of a process that is stopped
+
 // One rank, or the link, as the others see it. Each flag is written by its rank (the bell by anyone); those of the link
 // are `filled` (entries for which all has come that the ranks read) and the bell, and its inbox has the slots that all
 // ranks of this host have announced.
@@ -43,13 +71,15 @@ struct RankState {
   // See Inside and Hosts; written by Segment::create.
   std::int32_t rank_of_all, rank_of_world;
   char host[64];
+  Doing doing;
 };
 
 // A rank of another host, as the link knows it.
 struct RemoteRank {
-  std::atomic<std::uint32_t> is_known;  // Release: publishes the fields below.
+  std::atomic<std::uint32_t> is_known;  // Release: publishes pid and host.
   std::int32_t pid;
   char host[64];
+  Doing doing;
 };
 
 // What one rank wants to do with a tensor; compared byte by byte across ranks, so padding is spelled out and zero.
@@ -309,6 +339,10 @@ struct World {
   }
   std::atomic<std::uint64_t>* late(std::uint32_t slot) {
     return reinterpret_cast<std::atomic<std::uint64_t>*>(base() + late_offset) + slot * late_words;
+  }
+  Doing& doing(int rank_of_world) {
+    const Home at = home(rank_of_world);
+    return at.host == host ? rank(at.rank).doing : remote(rank_of_world).doing;
   }
   // The number of a rank of the world in the world of all.
   int rank_of_all(int rank_of_world) { return home(rank_of_world).of_all; }

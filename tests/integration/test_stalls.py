@@ -127,3 +127,79 @@ until_inspectors(0)
 kvstore_hvd.init()  # the exit finds it looking
 """
     run("-np 2", program)
+
+
+# The deadline that nobody has set, made short, and what the last rank does instead of waiting for the others in `x`.
+DEADLINE = """
+import numpy as np
+import mxnet as mx
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import config
+config.KNOBS['timeout_s'].default = 2.0
+hvd.init(process_sets='dynamic')
+last = hvd.size() - 1
+pair = hvd.add_process_set([1, last])
+def pair_up():
+    hvd.allreduce(mx.nd.ones(3), name='z', process_set=pair).asnumpy()
+def compute():
+    wait_for('go')
+    pair_up()
+def stop():
+    say(f'stopping {os.getpid()}\\n'); os.kill(os.getpid(), signal.SIGSTOP)
+def wait_in_y():
+    kvstore_hvd.allreduce(np.ones(3), 'y')
+try:
+    if rank == last: HOW()
+    if rank == 1 and HOW is compute: pair_up()
+    kvstore_hvd.allreduce(np.ones(3), 'x')
+except kvstore_hvd.HorovodInternalError as error:
+    say(f'caught: {type(error).__name__}: {error}\\n', sys.stderr)
+    sys.exit(7)
+"""
+PLACES = [("-np 3", {}), ("-np 4", {"KVHVD_TEST_HOSTS": "2"})]
+OFTEN = {"KVHVD_STALL_CHECK_TIME_S": "1"}
+
+
+@pytest.mark.parametrize(("workers", "hosts"), PLACES)
+def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, hosts):
+    """By those that wait for it in a process set, and by those that wait for these; a report shows its line."""
+    job = start(workers, DEADLINE.replace("HOW", "compute"), **OFTEN, **hosts)
+    job.until(lambda: re.search(r"rank 0 has waited ([6-9]|\d\d) s", job.of(0)), "three times the deadline")
+    assert "in compute\n" in job.err
+    (job.folder / "go").touch()
+    job.end()
+
+
+def test_a_deadline_that_was_set_counts_for_ranks_that_compute_too(start):
+    """The error shows the lines of both."""
+    job = start("-np 3", DEADLINE.replace("HOW", "compute"), KVHVD_TIMEOUT="2", **OFTEN).until_printed("caught: ", 2)
+    (job.folder / "go").touch()
+    job.end(7)
+    assert re.search(r"rank [12] is at \S*program0\.py:\d+ in (compute|wait_for)\.?\n", job.of(0)), job.describe()
+
+
+@pytest.mark.parametrize(("workers", "hosts"), PLACES)
+def test_a_stopped_rank_is_named_at_the_deadline(start, workers, hosts):
+    """On whatever host it is."""
+    job = start(workers, DEADLINE.replace("HOW", "stop"), **OFTEN, **hosts).until_printed("stopping ")
+    (pid,) = re.findall(r"stopping (\d+)", job.out)
+    last = int(workers[-1]) - 1
+    job.until_printed("caught: ", last)
+    os.kill(int(pid), signal.SIGCONT)
+    job.end(7)
+    assert re.search(rf"caught: TimeoutError: .*\n(.*\n)* +rank {last} is stopped", job.of(0)), job.describe()
+
+
+@pytest.mark.parametrize(("workers", "hosts"), PLACES)
+def test_ranks_that_wait_for_each_other_end_at_the_deadline(start, workers, hosts):
+    """In operations of one world, which the error names with the lines of both, or in those of two."""
+    last = int(workers[-1]) - 1
+    job = start(workers, DEADLINE.replace("HOW", "wait_in_y"), **OFTEN, **hosts).end(7)
+    assert all("caught: TimeoutError: " in job.of(rank) for rank in range(last + 1))
+    by_last = f"rank {last} waits in allreduce 'y', at \\S*program0\\.py:\\d+ in wait_in_y"
+    by_others = f"rank {last} waits for others itself, at \\S*program0\\.py:\\d+ in wait_in_y, in allreduce 'y'"
+    assert re.search(f"{by_last}|{by_others}", job.of(0)), job.describe()
+    assert "Fix: have all ranks submit the same operations" in job.of(0)
+    job = start(workers, DEADLINE.replace("HOW", "pair_up"), **OFTEN, **hosts).end(7)
+    assert "waits for others itself" in job.err

@@ -74,6 +74,9 @@ class FakeConnection:
             raise self.interrupted
         return not self.is_pending
 
+    def waiting(self, age_s: float) -> list[Any]:
+        return []
+
     def health(self) -> KVHvdError | None:
         return self.failure
 
