@@ -229,6 +229,9 @@ class Engine:
     def abort(self, text: str) -> None:
         """Fail all pending and later requests of all workers with this text."""
 
+    def counts(self) -> tuple[int, int]:
+        """How many requests of this worker are over, and how many are pending."""
+
     def tell_line(self, line: str) -> None:
         """Where the program of this process is, for the errors of all workers."""
 

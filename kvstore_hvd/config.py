@@ -265,7 +265,10 @@ class Config:
         doc="What sums of float32 are rounded to on their way between hosts: none, fp16, bf16. Alike on all hosts.",
     )
     exit_timeout_s: float = _knob(
-        _seconds, 30.0, "KVHVD_EXIT_TIMEOUT", doc="Seconds that a worker waits at exit for its own pending operations."
+        _seconds,
+        30.0,
+        "KVHVD_EXIT_TIMEOUT",
+        doc="Seconds at exit in which one of a worker's pending operations has to complete.",
     )
     stall_check_s: float = _knob(
         _seconds_or_off,

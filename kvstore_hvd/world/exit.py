@@ -56,21 +56,26 @@ def end_by_force(text: str) -> NoReturn:
     os._exit(1)
 
 
+# Between two looks at how far a process that leaves has come.
+_LOOK_S = 0.1
+
+
 class ExitWatchdog:
-    """Calls `on_expiry` when leaving takes longer than the limit, and ends the process 5 s later."""
+    """Calls `on_expiry` when leaving makes no progress within the limit, and ends the process 5 s later."""
 
     # The thread is started beforehand and sleeps until then, because Python starts no threads once it ends.
 
     def __init__(self) -> None:
         self._limit_s = 0.0
         self._on_expiry: Callable[[], None] = lambda: None
+        self._progress: Callable[[], object] = lambda: None
         self._leaving = threading.Event()
         self._left = threading.Event()
         threading.Thread(target=self._watch, name="kvstore_hvd-exit", daemon=True).start()
 
-    def leaving(self, limit_s: float, on_expiry: Callable[[], None]) -> None:
-        """The process begins to leave: the time runs."""
-        self._limit_s, self._on_expiry = limit_s, on_expiry
+    def leaving(self, limit_s: float, on_expiry: Callable[[], None], progress: Callable[[], object]) -> None:
+        """The process begins to leave: the time runs, and begins anew when `progress` returns something else."""
+        self._limit_s, self._on_expiry, self._progress = limit_s, on_expiry, progress
         self._leaving.set()
 
     def left(self) -> None:
@@ -79,15 +84,18 @@ class ExitWatchdog:
 
     def _watch(self) -> None:
         self._leaving.wait()
-        if self._has_left_within(self._limit_s):
+        if self._has_left_within(self._limit_s, self._progress):
             return
         self._on_expiry()
-        if not self._has_left_within(_LAST_RESORT_S):
+        if not self._has_left_within(_LAST_RESORT_S, lambda: None):
             end_by_force("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
 
-    def _has_left_within(self, limit_s: float) -> bool:
-        deadline = Deadline(limit_s)
-        while not self._left.wait(deadline.wait_s()):
-            if deadline.left() <= 0:
+    def _has_left_within(self, limit_s: float, progress: Callable[[], object]) -> bool:
+        deadline, before = Deadline(limit_s), progress()
+        while not self._left.wait(min(deadline.wait_s(), _LOOK_S)):
+            now = progress()
+            if now != before:
+                deadline, before = Deadline(limit_s), now
+            elif deadline.left() <= 0:
                 return False
         return True

@@ -145,6 +145,12 @@ class Member:
         if connection is not None:
             connection.engine.abort(text)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many operations of this worker are over in the present world, and how many are pending."""
+        connection = self._connection or self._leaving
+        return (0, 0) if connection is None else connection.engine.counts()
+
     def after_fork_in_child(self) -> None:
         """Let go of the world; the child may not talk to the other workers."""
         self._adapter_lock, self._deferred_lock, self._numbers_lock = (threading.Lock() for _ in range(3))

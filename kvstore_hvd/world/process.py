@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,10 @@ __all__ = [
     "shutdown",
     "topology",
 ]
+
+
+# The part of a core that a process uses at least whose MXNet computes.
+_BUSY = 0.1
 
 
 class Process:
@@ -432,6 +437,12 @@ class Process:
             for member in self._members:
                 stack.callback(member.after_fork_in_child)
 
+    def _progress(self, limit_s: float) -> tuple[int, int]:
+        """Changes when an operation of this worker completes, or while none is pending and MXNet computes."""
+        counts = [member.counts for member in self._members]
+        is_idle = not any(pending for _, pending in counts)
+        return sum(over for over, _ in counts), int(time.process_time() / limit_s / _BUSY) if is_idle else 0
+
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
         if not self._member.is_connected:  # a world of one, or one that could not be met again
@@ -441,11 +452,13 @@ class Process:
                 log_unread(self._member.deferred)
             self._recorder.finish()
             return
+        reason = early_end(f"rank {self._member.topology.rank}")
         if self._watchdog is not None:
             rank, limit_s = self._member.topology.rank, config().exit_timeout_s
-            text = f"rank {rank} left: its operations did not complete within {limit_s:g} s of its exit"
-            self._watchdog.leaving(limit_s, lambda: self.abort(text))
-        reason = early_end(f"rank {self._member.topology.rank}")
+            text = f"rank {rank} left: none of its operations completed within {limit_s:g} s at its exit"
+            # After an exception something may be wrong with MXNet itself.
+            progress = (lambda: None) if reason else (lambda: self._progress(limit_s))
+            self._watchdog.leaving(limit_s, lambda: self.abort(text), progress)
         try:
             unread = self.leave(reason)
             if reason:

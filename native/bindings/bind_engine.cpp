@@ -433,6 +433,7 @@ void bind_engine(py::module_& module) {
       .def("take_batch", &take_batch, py::arg("limit_s"))
       .def("end_batch", &end_batch, py::arg("number"), py::arg("error") = py::none())
       .def("process", &process, py::arg("rank"))
+      .def("counts", &Engine::counts)
       .def(
           "tell_line", [](Engine& engine, const py::str& line) { engine.tell_line(text_of(line)); }, py::arg("line"))
       .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());

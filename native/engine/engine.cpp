@@ -299,6 +299,12 @@ Engine::Process Engine::process(int rank) const {
   return {joined ? state.pid : 0, describe_rank(in->world, home.rank)};
 }
 
+std::pair<std::uint64_t, std::size_t> Engine::counts() const {
+  const Visit in(*this);
+  if (!in) return {};
+  return {in->pending.settled(), in->pending.count()};
+}
+
 void Engine::tell_line(std::string line) {
   if (const Visit in(*this); in) in->options.activity->set_line(std::move(line));
 }

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/gate.hpp"
@@ -125,6 +126,9 @@ class Engine {
     std::string text;
   };
   Process process(int rank) const;
+
+  // How many requests of this rank are over, and how many are not. Without a lock.
+  std::pair<std::uint64_t, std::size_t> counts() const;
 
   // Where the program of this process is, for the errors of all ranks.
   void tell_line(std::string line);

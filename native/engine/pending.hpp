@@ -82,7 +82,12 @@ class Pending {
   // How many requests were added and not yet given to settle(). Any thread; acquire: what the settled ones have written
   // is visible.
   std::size_t count() const { return count_.load(std::memory_order_acquire); }
-  void settle() { count_.fetch_sub(1, std::memory_order_release); }  // Release: see count().
+  void settle() {
+    settled_.store(settled_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);  // publishes nothing
+    count_.fetch_sub(1, std::memory_order_release);                                           // Release: see count().
+  }
+  // How many were. Any thread.
+  std::uint64_t settled() const { return settled_.load(std::memory_order_relaxed); }
 
   // Announces what found no free slot. Slots also become free by the completions of other ranks, which nobody tells us
   // about.
@@ -154,6 +159,7 @@ class Pending {
   };
   std::vector<InFlight> in_flight_;
   std::atomic<std::size_t> count_{0};
+  std::atomic<std::uint64_t> settled_{0};  // written by one thread at a time
 };
 
 }  // namespace kvstore_hvd

@@ -104,6 +104,59 @@ if rank != 1:
     assert "left before it submitted" in job.err
 
 
+# Both workers end long before MXNet has computed what they submit: twelve operators sleep, one keeps a core busy.
+QUEUED = """
+import mxnet as mx
+class Slow(mx.operator.CustomOp):
+    calls = 0
+    def forward(self, is_train, req, in_data, out_data, aux):
+        Slow.calls += 1
+        if Slow.calls <= 12: time.sleep(0.5)
+        begun = time.process_time()
+        while Slow.calls > 12 and time.process_time() < begun + 4: pass
+        self.assign(out_data[0], req[0], in_data[0])
+@mx.operator.register('slow')
+class Property(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Slow()
+store = mx.kv.create('horovod')
+x = mx.nd.ones((3,))
+for step in range(13):
+    x = mx.nd.Custom(x, op_type='slow')
+    store.pushpull(f'w{step}', x, out=x)
+say('queued\\n')
+"""
+
+
+@pytest.mark.slow
+def test_the_limit_at_exit_begins_anew_with_each_operation(run):
+    """A program that reads no results has minutes of work left; the world is lost only when nothing moves any more."""
+    job = run("-np 2", QUEUED, KVHVD_EXIT_TIMEOUT="3")
+    assert job.out.count("queued") == 2
+
+
+@pytest.mark.slow
+def test_a_worker_whose_operations_never_complete_speaks_for_its_present_rank(run):
+    """Within the limit that counts when it ends, in a world that is not its first."""
+    program = """
+import mxnet as mx
+import kvstore_hvd.mxnet as hvd
+hvd.init()
+hvd.shutdown()
+os.environ['KVHVD_EXIT_TIMEOUT'] = '2'
+hvd.init(comm=[1, 2])
+store = mx.kv.create('horovod')
+if hvd.size() == 2:
+    store.barrier()
+    if hvd.rank() == 0: store.pushpull('alone', mx.nd.ones((3,)))
+    else:
+        try: store.pushpull('other', mx.nd.ones((3,))); mx.nd.waitall()
+        except Exception as error: say(f'heard: {error}\\n')
+"""
+    job = run("-np 3", program, code=None)
+    assert "rank 0 left: none of its operations completed within 2 s" in job.of(2), job.describe()
+
+
 @pytest.mark.slow
 def test_what_mxnet_has_not_come_to_is_waited_for(run):
     """A layer that needs the other workers submits what it exchanges as MXNet computes it: there is a world then."""
