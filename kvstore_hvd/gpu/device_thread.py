@@ -143,7 +143,5 @@ def _loss(error: BaseException) -> KVHvdError:
     """What the other workers are told: the text becomes the fact of an error with a fix of its own."""
     text = str(error) if isinstance(error, KVHvdError) else f"{type(error).__name__}: {error}"
     fact = "; ".join(part.rstrip(".") for part in text.split("\n  Fix: "))
-    # The engine takes UTF-8, and the name of a file may be anything else.
-    sendable = fact.encode(errors="backslashreplace").decode()
     kind = type(error) if isinstance(error, HorovodInternalError) else TransportError
-    return kind(sendable)
+    return kind(fact)

@@ -19,14 +19,14 @@ def exchange(engine: native.Engine | None, topology: Topology, name: str, text: 
     """Every worker's text, in the order of ranks; collective. Without an engine: that of a worker alone."""
     if engine is None:
         return [text]
-    encoded = text.encode(errors="surrogateescape")
+    encoded = text.encode(errors="surrogatepass")
     lengths = np.zeros(topology.size, np.int64)
     lengths[topology.rank] = len(encoded)
     _sum(engine, f"{name}/lengths", lengths)
     rows = np.zeros((topology.size, max(1, int(lengths.max()))), np.uint8)
     rows[topology.rank, : len(encoded)] = np.frombuffer(encoded, np.uint8)
     _sum(engine, name, rows)
-    return [row[:length].tobytes().decode(errors="surrogateescape") for row, length in zip(rows, lengths.tolist())]
+    return [row[:length].tobytes().decode(errors="surrogatepass") for row, length in zip(rows, lengths.tolist())]
 
 
 def clock_ahead(engine: native.Engine | None, topology: Topology, name: str) -> tuple[int, int]:

@@ -300,7 +300,7 @@ class _Server:
             self._send(connection, status, text, fd)
 
     def _send(self, connection: _Connection, status: bytes, text: str, fd: int | None) -> None:
-        body = status + text.encode()[: _MAX_MESSAGE // 2]
+        body = status + text.encode(errors="backslashreplace")[: _MAX_MESSAGE // 2]
         data = body + mac(self._world.secret, b"server", connection.nonce, connection.peer_nonce, body)
         try:
             if fd is None:

@@ -43,11 +43,16 @@ void set_field(Request& request, const py::handle& value) {
   request.*member = value.cast<std::decay_t<decltype(request.*member)>>();
 }
 
+template <auto member>
+void set_text(Request& request, const py::handle& value) {
+  request.*member = text_of(value.cast<py::str>());
+}
+
 constexpr Field kFields[] = {
     {"collective",
      [](Request& r, const py::handle& value) { r.collective = collective_of(value.cast<std::string>()); }},
     {"name", set_field<&Request::name>},
-    {"label", set_field<&Request::label>},
+    {"label", set_text<&Request::label>},
     {"inputs",
      [](Request& r, const py::handle& value) { r.inputs = pointers<const void*>(value.cast<std::vector<Address>>()); }},
     {"outputs",
@@ -76,7 +81,7 @@ constexpr Field kFields[] = {
     {"as_half", set_field<&Request::as_half>},
     {"group", set_field<&Request::group>},
     {"on_device", set_field<&Request::on_device>},
-    {"failure", set_field<&Request::input_failure>},
+    {"failure", set_text<&Request::input_failure>},
 };
 
 // Takes fields in the order of the table, or by name, like a Python function.
@@ -368,7 +373,7 @@ bool end_batch(Engine& engine, std::uint64_t number, const py::object& error) {
 py::tuple process(const Engine& engine, int rank) {
   if (rank < 0 || rank >= engine.size()) throw py::value_error("no such rank in the segment");
   const Engine::Process process = engine.process(rank);
-  return py::make_tuple(process.pid, process.text);
+  return py::make_tuple(process.pid, text_of(process.text));
 }
 
 }  // namespace
@@ -387,12 +392,12 @@ void bind_engine(py::module_& module) {
   py::class_<Activity, std::shared_ptr<Activity>>(module, "Activity", "What a process is doing, of all its engines.")
       .def(py::init<>());
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
-      .def(py::init([](std::shared_ptr<Segment> segment, int rank, double timeout_s, bool watch_peers, std::string host,
-                       bool waits_for_busy, std::shared_ptr<Activity> activity) {
+      .def(py::init([](std::shared_ptr<Segment> segment, int rank, double timeout_s, bool watch_peers,
+                       const py::str& host, bool waits_for_busy, std::shared_ptr<Activity> activity) {
              EngineOptions options;
              options.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
              options.watch_peers = watch_peers;
-             options.host = std::move(host);
+             options.host = text_of(host);
              options.waits_for_busy = waits_for_busy;
              if (activity) options.activity = std::move(activity);
              if (rank < 0 || rank >= segment->size()) throw py::value_error("no such rank in the segment");
@@ -421,7 +426,14 @@ void bind_engine(py::module_& module) {
       .def(
           "wait", [](Engine& engine, Work& work) { wait(engine, work); }, py::arg("work"))
       .def("wait_for_all", &wait_for_all, py::arg("limit_s"))
-      .def("abort", &Engine::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "abort",
+          [](Engine& engine, const py::str& text) {
+            const std::string fact = text_of(text);
+            const py::gil_scoped_release release;
+            engine.abort(fact);
+          },
+          py::arg("text"))
       .def("is_met", &Engine::is_met, py::arg("work"), py::call_guard<py::gil_scoped_release>())
       .def("health", [](const Engine& engine) { return exception_of(engine.health()); })
       .def("report", &report)
@@ -436,7 +448,14 @@ void bind_engine(py::module_& module) {
       .def("counts", &Engine::counts)
       .def(
           "tell_line", [](Engine& engine, const py::str& line) { engine.tell_line(text_of(line)); }, py::arg("line"))
-      .def("shutdown", &Engine::shutdown, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>());
+      .def(
+          "shutdown",
+          [](Engine& engine, const py::str& reason) {
+            const std::string why = text_of(reason);
+            const py::gil_scoped_release release;
+            return engine.shutdown(why);
+          },
+          py::arg("reason") = "");
 }
 
 }  // namespace kvstore_hvd

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/bind.hpp"
+#include "bindings/names.hpp"
 #include "bindings/records.hpp"
 #include "shm/arena.hpp"
 #include "shm/segment.hpp"
@@ -30,7 +31,10 @@ void bind_segment(py::module_& module) {
           py::arg("has_core_for_each").none(true) = py::none(), py::arg("host") = 0,
           py::arg("hosts") = std::vector<std::vector<int>>{})
       .def_static("attach", &Segment::attach, py::arg("fd"))
-      .def("introduce", &Segment::introduce, py::arg("rank"), py::arg("pid"), py::arg("host"))
+      .def(
+          "introduce",
+          [](Segment& segment, int rank, int pid, const py::str& host) { segment.introduce(rank, pid, text_of(host)); },
+          py::arg("rank"), py::arg("pid"), py::arg("host"))
       .def_property_readonly("fd", &Segment::fd)
       .def_property_readonly("size", &Segment::size)
       .def_property_readonly("has_core_for_each",

@@ -24,7 +24,7 @@ void set_python_error(const Status& status);
 // The exception, not raised; None when the status is ok.
 pybind11::object exception_of(const Status& status);
 
-// What loses a world by `error`, an exception whose text is UTF-8: of the code of its class, else a kTransport.
+// What loses a world by `error`, an exception: of the code of its class, else a kTransport.
 Status loss_by(const pybind11::handle& error);
 
 }  // namespace kvstore_hvd

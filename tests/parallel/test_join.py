@@ -61,22 +61,24 @@ def test_two_joinables_again_and_nested(rank, size):
 
 
 def test_an_exception_frees_the_others(rank, size):
-    """They do not wait for a worker that left, and are told which one and why."""
+    """They do not wait for a worker that left, and are told which one and why, be its text UTF-8 or not."""
     counter = Counter()
     if size == 1:
-        with pytest.raises(ValueError, match="no such file"), Join([counter]):
-            raise ValueError("no such file")
+        with pytest.raises(ValueError, match="no such caf\udce9"), Join([counter]):
+            raise ValueError("no such caf\udce9")
         return
     last = size - 1
     expected = (
-        pytest.raises(ValueError, match="no such file")
+        pytest.raises(ValueError, match="no such caf\udce9")
         if rank == last
-        else pytest.raises(HorovodInternalError, match=f"rank {last} left a Join context with ValueError: no such file")
+        else pytest.raises(
+            HorovodInternalError, match=rf"rank {last} left a Join context with ValueError: no such caf\\udce9"
+        )
     )
     with expected, Join([counter]):
         for number in range(5):
             if rank == last and number == 2:
-                raise ValueError("no such file")
+                raise ValueError("no such caf\udce9")
             counter.count(1)
     assert not counter._join_config.enable
     kvstore_hvd.reset()

@@ -69,7 +69,9 @@ def test_threads_started_inside_run_there_and_the_caller_where_it_did():
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize("text", ["", "/tmp/\udcff", "x" * 16385], ids=["nothing", "bytes", "long"])
+@pytest.mark.parametrize(
+    "text", ["", "/tmp/\udcff", "\ud800", "x" * 16385], ids=["nothing", "bytes", "surrogate", "long"]
+)
 def test_workers_tell_each_other_texts(text):
     """Each in its place, of any length; a file name that is no UTF-8 as Python shows it."""
     with fake_world(rank=2, size=3) as connection:

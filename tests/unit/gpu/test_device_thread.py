@@ -39,7 +39,7 @@ class Engine:
     ("error", "told"),
     [
         (errors.TimeoutError("it is late.\n  Fix: wait."), errors.TimeoutError("it is late; wait")),
-        (BaseException("of \udcff somebody"), TransportError("BaseException: of \\udcff somebody")),
+        (BaseException("of \udcff somebody"), TransportError("BaseException: of \udcff somebody")),
     ],
 )
 def test_whatever_fails_nobody_waits_for_it(error, told):

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_hvd import native
 from kvstore_hvd.config import config, reload
-from kvstore_hvd.errors import ConfigError, TransportError
+from kvstore_hvd.errors import ConfigError, InputFailedError, PeerLostError, TransportError
 from kvstore_hvd.world import segment
 from support.patience import patient
 
@@ -56,6 +56,36 @@ def test_wrong_changes_are_refused(monkeypatch, changes, says):
     with pytest.raises(ConfigError) as error:
         segment._thresholds()
     assert f"KVHVD_THRESHOLDS: {refused.value}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda engine: engine.abort("caf\udce9"),
+        lambda engine: engine.shutdown("caf\udce9"),
+        lambda engine: engine.end_batch(0, PeerLostError("caf\udce9")),
+    ],
+    ids=["abort", "shutdown", "device"],
+)
+def test_errors_reach_the_others_whatever_their_texts(fail):
+    """A lone surrogate is no UTF-8: the others read its escape."""
+    segment = native.Segment.create(2)
+    ours, theirs = (native.Engine(segment, rank, patient(30.0), False, "h\udcff") for rank in range(2))
+    fail(ours)
+    assert "caf\\udce9" in str(theirs.health())
+    theirs.shutdown("it ends")
+    ours.shutdown("it ends")
+
+
+def test_an_input_that_failed_is_told_whatever_its_text():
+    segment = native.Segment.create(2)
+    engines = [native.Engine(segment, rank, patient(30.0), False) for rank in range(2)]
+    told = native.Request("allreduce", "x", "'l\udce9'", (), (), (3,), "float32", failure="caf\udce9")
+    works = [engine.submit(told) for engine in engines]
+    for engine, work in zip(engines, works):
+        with pytest.raises(InputFailedError, match=r"allreduce 'l\\udce9': (.|\n)*caf\\udce9"):
+            engine.wait(work)
+        engine.shutdown()
 
 
 def test_nothing_is_under_way_after_ctrl_c():
