@@ -190,7 +190,8 @@ class Member:
         """Leave errors that nobody has read alone, while this was called with 1 more often than with -1."""
         # To ask MXNet for such an error makes MXNet forget it: operations on what it should have computed, and that are
         # still to run, then take what is there. So nobody asks as long as an error may be one to forget, see `Join`.
-        self._holds_unread += change
+        with self._deferred_lock:
+            self._holds_unread += change
 
     def raise_unread(self) -> None:
         """Raise an error that nobody has read, held or not."""
