@@ -38,7 +38,7 @@ from kvstore_hvd.world.topology import World
 
 __all__ = ["connect_hosts", "end_links_at_exit", "own_addresses", "start_link"]
 
-_FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe")
+_FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe", "MPI_Get_count")
 # Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
 # after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).
 _TAGS, _WORLDS = 4, 512
@@ -131,9 +131,7 @@ def _await_links(world: World, link: native.Link) -> None:
 def _functions(mpi: Any) -> dict[str, int]:
     library = ctypes.CDLL(mpi.__file__)
     found = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS}
-    # MPI_STATUS_IGNORE is 1 in MPICH, whose handles are ints, and 0 in Open MPI and in the ABI of MPI 5.
-    is_mpich = mpi._sizeof(mpi.Comm) == ctypes.sizeof(ctypes.c_int)
-    return {**found, "byte": _handle(mpi, mpi.BYTE), "ignored_status": 1 if is_mpich else 0}
+    return {**found, "byte": _handle(mpi, mpi.BYTE)}
 
 
 def _handle(mpi: Any, value: Any) -> int:

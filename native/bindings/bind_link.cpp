@@ -23,8 +23,8 @@ std::chrono::nanoseconds nanoseconds(double seconds) {
 
 MpiFunctions functions_of(const py::dict& values) {
   const auto get = [&](const char* name) { return values[name].cast<std::uintptr_t>(); };
-  return {get("MPI_Isend"),  get("MPI_Irecv"), get("MPI_Test"),      get("MPI_Cancel"),
-          get("MPI_Iprobe"), get("byte"),      get("ignored_status")};
+  return {get("MPI_Isend"),  get("MPI_Irecv"),     get("MPI_Test"), get("MPI_Cancel"),
+          get("MPI_Iprobe"), get("MPI_Get_count"), get("byte")};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "base/running_time.hpp"
 #include "request/request.hpp"
@@ -85,12 +86,20 @@ void LinkChunks::receive(Chunk& chunk) {
     if (!moves(chunk, host)) return;
     const std::uint64_t count = is_sum(chunk) ? own.count : place_of(chunk, host).count;
     char* const to = is_sum(chunk) ? partial_of(chunk, host) : memory(chunk) + place_of(chunk, host).begin;
-    if (count > 0) chunk.partials.push_back(transport_.receive(host, kPartials, to, count));
+    receive_from(host, kPartials, to, count, chunk.partials);
     const Bytes theirs = slice_of(chunk, host);
-    if (is_sum(chunk) && !chunk.is_whole && theirs.count > 0) {
-      chunk.results.push_back(transport_.receive(host, kResults, result_of(chunk) + theirs.begin, theirs.count));
+    if (is_sum(chunk) && !chunk.is_whole) {
+      receive_from(host, kResults, result_of(chunk) + theirs.begin, theirs.count, chunk.results);
     }
   });
+}
+
+void LinkChunks::receive_from(int host, int tag, char* to, std::uint64_t bytes, std::vector<Message>& messages) {
+  if (bytes > 0) messages.push_back({transport_.receive(host, tag, to, bytes), host, bytes});
+}
+
+void LinkChunks::send_to(int host, int tag, const char* data, std::uint64_t bytes, Chunk& chunk) {
+  if (bytes > 0) chunk.sends.push_back({transport_.send(host, tag, data, bytes), host, bytes});
 }
 
 void LinkChunks::send(Chunk& chunk) {
@@ -99,7 +108,7 @@ void LinkChunks::send(Chunk& chunk) {
   to_others([&](int host) {
     const Bytes what = is_sum(chunk) ? slice_of(chunk, host) : place_of(chunk, world_.host);
     char* const begin = is_sum(chunk) ? sum_of(chunk) : memory(chunk);
-    if (what.count > 0) chunk.sends.push_back(transport_.send(host, kPartials, begin + what.begin, what.count));
+    send_to(host, kPartials, begin + what.begin, what.count, chunk);
   });
 }
 
@@ -122,14 +131,31 @@ void LinkChunks::sum(Chunk& chunk) {
     void* output = result + begin;
     reduce(reduction, inputs.data(), world_.hosts, &output, 1, (end - begin) / size_of(reduction.dtype));
   }
-  if (chunk.is_whole || own.count == 0) return;
-  to_others([&](int host) { chunk.sends.push_back(transport_.send(host, kResults, result + own.begin, own.count)); });
+  if (chunk.is_whole) return;
+  to_others([&](int host) { send_to(host, kResults, result + own.begin, own.count, chunk); });
 }
 
-bool LinkChunks::test(std::vector<Transport::Transfer>& transfers) {
-  const auto is_over = [this](Transport::Transfer& one) { return transport_.test(one); };
-  transfers.erase(std::remove_if(transfers.begin(), transfers.end(), is_over), transfers.end());
-  return transfers.empty();
+bool LinkChunks::test_sends(Chunk& chunk) {
+  const auto is_over = [this](Message& one) { return transport_.test(one.transfer); };
+  chunk.sends.erase(std::remove_if(chunk.sends.begin(), chunk.sends.end(), is_over), chunk.sends.end());
+  return chunk.sends.empty();
+}
+
+bool LinkChunks::test_receives(std::vector<Message>& messages) {
+  for (std::size_t i = 0; i < messages.size();) {
+    Message& one = messages[i];
+    std::size_t received = 0;
+    if (!transport_.test(one.transfer, &received)) {
+      ++i;
+      continue;
+    }
+    const auto [transfer, host, bytes] = one;
+    messages.erase(messages.begin() + static_cast<std::ptrdiff_t>(i));
+    if (received == bytes || is_closed_) continue;
+    throw TransportError("a message of " + std::to_string(received) + " bytes instead of " + std::to_string(bytes),
+                         host, TransportError::Kind::kForeign);
+  }
+  return messages.empty();
 }
 
 bool LinkChunks::progress(bool tells) {
@@ -143,8 +169,9 @@ bool LinkChunks::progress(bool tells) {
         moved = true;
       }
     }
-    for (auto* transfers : {&chunk.sends, &chunk.partials, &chunk.results}) {
-      if (!transfers->empty() && test(*transfers)) moved = true;
+    if (!chunk.sends.empty() && test_sends(chunk)) moved = true;
+    for (auto* messages : {&chunk.partials, &chunk.results}) {
+      if (!messages->empty() && test_receives(*messages)) moved = true;
     }
     if (summed_ == chunk.index && sent_ > chunk.index && chunk.partials.empty()) {
       if (is_sum(chunk)) sum(chunk);
@@ -171,17 +198,17 @@ bool LinkChunks::progress(bool tells) {
 }
 
 bool LinkChunks::close() {
+  const bool is_first = !std::exchange(is_closed_, true);
   bool is_idle = true;
   for (Chunk& chunk : chunks_) {
-    for (auto* transfers : {&chunk.partials, &chunk.results}) {
-      if (!is_closed_) {
-        for (const Transport::Transfer one : *transfers) transport_.cancel(one);
+    for (auto* messages : {&chunk.partials, &chunk.results}) {
+      if (is_first) {
+        for (const Message& one : *messages) transport_.cancel(one.transfer);
       }
-      is_idle = test(*transfers) && is_idle;
+      is_idle = test_receives(*messages) && is_idle;
     }
-    is_idle = test(chunk.sends) && is_idle;
+    is_idle = test_sends(chunk) && is_idle;
   }
-  is_closed_ = true;
   return is_idle;
 }
 

@@ -45,12 +45,18 @@ class LinkChunks {
   struct Bytes {
     std::uint64_t begin, count;
   };
+  // A message under way.
+  struct Message {
+    Transport::Transfer transfer;
+    int host;  // the other one
+    std::uint64_t bytes;
+  };
   struct Chunk {
     std::uint64_t index;  // of the log
     Entry entry;
-    bool is_whole;                                              // a sum that is not sliced
-    bool is_narrow;                                             // see link_sum.cpp
-    std::vector<Transport::Transfer> sends, partials, results;  // the latter two are received
+    bool is_whole;                                  // a sum that is not sliced
+    bool is_narrow;                                 // see link_sum.cpp
+    std::vector<Message> sends, partials, results;  // the latter two are received
   };
 
   bool all_ranks(Flag RankState::* flag, std::uint64_t index);
@@ -69,7 +75,11 @@ class LinkChunks {
   void receive(Chunk& chunk);
   void send(Chunk& chunk);
   void sum(Chunk& chunk);
-  bool test(std::vector<Transport::Transfer>& transfers);
+  void receive_from(int host, int tag, char* to, std::uint64_t bytes, std::vector<Message>& messages);
+  void send_to(int host, int tag, const char* data, std::uint64_t bytes, Chunk& chunk);
+  // Forgets what is over; returns whether all is.
+  bool test_sends(Chunk& chunk);
+  bool test_receives(std::vector<Message>& messages);
   template <class Call>
   void to_others(const Call& call) {
     // In rotation, so that not all hosts send to the same one first.

@@ -96,8 +96,12 @@ bool Link::step(Clock::time_point now) {
     if (abort_) raise_abort();
     look(now);
   } catch (const TransportError& error) {
-    if (error.is_lost) {
+    if (error.kind == TransportError::Kind::kLost) {
       lose(error.host, error.what());
+      return true;
+    }
+    if (error.kind == TransportError::Kind::kForeign) {
+      distrust(error.host, error.what());
       return true;
     }
     const std::string who = error.host < 0 ? "another host" : describe_host(world_, error.host);
@@ -117,6 +121,17 @@ void Link::lose(int host, const std::string& why) {
   other.has_failed = true;
   alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " is lost: the connection to it has ended (" + why +
                                          ")\n  Fix: see whether that host is up, and what its workers have printed");
+}
+
+// Nothing that it sends is believed any more, and it is not waited for.
+void Link::distrust(int host, const std::string& what) {
+  Other& other = others_.at(host);
+  other.mail.ignore();
+  other.has_failed = true;
+  alarm_.raise(ErrorCode::kTransport,
+               describe_host(world_, host) + " sent what is no record of this version of kvstore_hvd (" + what +
+                   ")\n  Fix: install the same version on every host; if it is, something else writes into the "
+                   "traffic between hosts, see Security in docs/elastic.md");
 }
 
 bool Link::close() {

@@ -121,6 +121,7 @@ class Link {
 
   void handle(int host, RecordKind kind, RecordReader& record);
   void lose(int host, const std::string& why);
+  void distrust(int host, const std::string& what);
   void announced_here(std::uint32_t slot, Clock::time_point now);
   Tensor& tensor(const TensorId& id, std::string_view name, Clock::time_point now);
   void add(const TensorId& id, Tensor& tensor, int host, Ready ready);

@@ -44,6 +44,7 @@ bool Mail::receive(const Handle& handle) {
   if (!transport_.test(receiving_)) return false;
   received_.swap(read_);
   receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
+  if (is_ignored_) return true;
   Head head;
   std::memcpy(&head, read_.data(), sizeof(head));
   if (!is_for_us(head)) return true;

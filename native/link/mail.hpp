@@ -38,6 +38,9 @@ class Mail {
   // Sends this end's number again, unless both ends have met.
   void greet() { greets_ = greets_ || peer() == Peer::kUnknown; }
 
+  // What comes is dropped from now on.
+  void ignore() { is_ignored_ = true; }
+
   // Receives and sends nothing more. Returns whether nothing is under way: else to be called again.
   bool close();
 
@@ -63,7 +66,7 @@ class Mail {
   std::vector<char> begun_;                                       // a record whose end has not come
   std::vector<char> sent_, received_ = std::vector<char>(kMessage), read_ = received_;  // a message each
   Transport::Transfer sending_ = 0, receiving_ = 0;
-  bool is_closed_ = false;
+  bool is_ignored_ = false, is_closed_ = false;
 };
 
 }  // namespace kvstore_hvd

@@ -19,6 +19,12 @@ using Irecv = int (*)(void*, int, Handle type, int from, int tag, Handle communi
 using Test = int (*)(Handle* request, int* is_over, void* status);
 using Cancel = int (*)(Handle* request);
 using Iprobe = int (*)(int from, int tag, Handle communicator, int* found, void* status);
+using GetCount = int (*)(const void* status, Handle type, int* count);
+
+// Room for an MPI_Status, of 20 to 32 bytes in today's libraries.
+struct alignas(16) MpiStatus {
+  char bytes[256];
+};
 
 void check(int code, const char* function, int host = -1) {
   if (code != 0) throw TransportError(std::string(function) + ", code " + std::to_string(code), host);
@@ -45,12 +51,17 @@ class MpiTransport final : public Transport {
     return request;
   }
 
-  bool test(Transfer& transfer) override {
-    int is_over = 0;
-    void* const ignored = reinterpret_cast<void*>(functions_.ignored_status);
-    check(reinterpret_cast<Test>(functions_.test)(&transfer, &is_over, ignored), "MPI_Test");
-    if (is_over != 0) transfer = 0;
-    return is_over != 0;
+  bool test(Transfer& transfer, std::size_t* received) override {
+    int is_over = 0, count = 0;
+    MpiStatus status;
+    check(reinterpret_cast<Test>(functions_.test)(&transfer, &is_over, &status), "MPI_Test");
+    if (is_over == 0) return false;
+    transfer = 0;
+    if (received != nullptr) {
+      check(reinterpret_cast<GetCount>(functions_.get_count)(&status, functions_.byte, &count), "MPI_Get_count");
+      *received = static_cast<std::size_t>(count);
+    }
+    return true;
   }
 
   void cancel(const Transfer& transfer) override {
@@ -60,9 +71,9 @@ class MpiTransport final : public Transport {
 
   void progress() override {
     int found = 0;
-    void* const ignored = reinterpret_cast<void*>(functions_.ignored_status);
+    MpiStatus status;
     check(
-        reinterpret_cast<Iprobe>(functions_.iprobe)(ranks_[0], first_tag_ + kTags - 1, communicator_, &found, ignored),
+        reinterpret_cast<Iprobe>(functions_.iprobe)(ranks_[0], first_tag_ + kTags - 1, communicator_, &found, &status),
         "MPI_Iprobe");
   }
 

@@ -40,6 +40,8 @@ constexpr int kRtoMax = 44, kRtoMaxMs = 1000;
 
 constexpr const char* kTooLong = "a message is longer than what was expected";
 
+using Kind = TransportError::Kind;
+
 std::string text_of(int error) { return std::generic_category().message(error); }
 
 // A socket that is closed while bytes can be read resets its connection, and the other end loses what it has not read.
@@ -109,17 +111,18 @@ class TcpTransport final : public Transport {
     return reinterpret_cast<Transfer>(message);
   }
 
-  bool test(Transfer& transfer) override {
+  bool test(Transfer& transfer, std::size_t* received) override {
     auto* const message = reinterpret_cast<Message*>(transfer);
     Peer& peer = this->peer(message->host);
     if (!message->is_over && message->is_send) write(peer);
     if (!message->is_over && !message->is_send && message->header.tag == kRecords) {
       read(peer);
       if (!message->is_over && !peer.fault.empty() && !std::exchange(peer.is_told, true)) {
-        throw TransportError(peer.fault, message->host, true);
+        throw TransportError(peer.fault, message->host, peer.kind);
       }
     }
     if (!message->is_over) return false;
+    if (received != nullptr) *received = message->header.bytes;
     delete message;
     transfer = 0;
     return true;
@@ -154,7 +157,7 @@ class TcpTransport final : public Transport {
   };
   // A send or a receive.
   struct Message {
-    Header header;  // of a receive: how much there is room for
+    Header header;  // of a receive: how much there is room for, then how much has come
     char* data;
     int host;
     bool is_send;
@@ -166,6 +169,7 @@ class TcpTransport final : public Transport {
   struct Peer {
     int socket = -1;
     std::string fault;  // why the connection has ended
+    Kind kind = Kind::kLost;
     bool is_told = false;
     std::deque<Message*> outgoing;  // what has begun, then records, then bulk
     // A tag has receives that wait, or messages that came before their receives.
@@ -247,6 +251,7 @@ class TcpTransport final : public Transport {
     if (peer.rest > 0 || !peer.fault.empty()) return;
     auto& receives = peer.receives[peer.header.tag];
     if (!receives.empty()) {
+      receives.front()->header.bytes = peer.header.bytes;
       receives.front()->is_over = true;
       receives.pop_front();
     }
@@ -258,9 +263,9 @@ class TcpTransport final : public Transport {
   // A header is complete.
   static void begin(Peer& peer) {
     const auto [tag, bytes] = peer.header;
-    if (tag >= kTags || bytes > kLongest) return end(peer, "what came is none of our messages");
+    if (tag >= kTags || bytes > kLongest) return end(peer, "what came is none of our messages", Kind::kForeign);
     const auto& receives = peer.receives[tag];
-    if (!receives.empty() && bytes > receives.front()->header.bytes) return end(peer, kTooLong);
+    if (!receives.empty() && bytes > receives.front()->header.bytes) return end(peer, kTooLong, Kind::kForeign);
     peer.is_in_message = true;
     peer.at = receives.empty() ? peer.early[tag].emplace_back(bytes).data() : receives.front()->data;
     peer.rest = bytes;
@@ -271,11 +276,12 @@ class TcpTransport final : public Transport {
     auto& early = peer.early[receive.header.tag];
     const std::vector<char> bytes = std::move(early.front());
     early.pop_front();
-    if (bytes.size() > receive.header.bytes) return end(peer, kTooLong);
+    if (bytes.size() > receive.header.bytes) return end(peer, kTooLong, Kind::kForeign);
     const bool is_whole = !early.empty() || !peer.is_in_message || peer.header.tag != receive.header.tag;
     const std::size_t here = bytes.size() - (is_whole ? 0 : peer.rest);
     std::copy_n(bytes.begin(), here, receive.data);
     if (is_whole) {
+      receive.header.bytes = bytes.size();
       receive.is_over = true;
       peer.receives[receive.header.tag].pop_front();
     } else {
@@ -284,8 +290,11 @@ class TcpTransport final : public Transport {
   }
 
   // Nothing more is received or sent: sends are over, receives when they are cancelled.
-  static void end(Peer& peer, const std::string& fault) {
-    if (peer.fault.empty()) peer.fault = fault;
+  static void end(Peer& peer, const std::string& fault, Kind kind = Kind::kLost) {
+    if (peer.fault.empty()) {
+      peer.fault = fault;
+      peer.kind = kind;
+    }
     for (Message* one : peer.outgoing) one->is_over = true;
     peer.outgoing.clear();
   }

@@ -12,10 +12,15 @@
 namespace kvstore_hvd {
 
 struct TransportError : std::runtime_error {
-  explicit TransportError(const std::string& what, int its_host = -1, bool lost = false)
-      : std::runtime_error(what), host(its_host), is_lost(lost) {}
-  int host;      // the other one, if it is known
-  bool is_lost;  // whether the connection to it has ended: nothing more will come
+  enum class Kind {
+    kFailed,
+    kLost,     // the connection has ended: nothing more will come
+    kForeign,  // what came is nothing that a host of this version sends
+  };
+  explicit TransportError(const std::string& what, int its_host = -1, Kind its_kind = Kind::kFailed)
+      : std::runtime_error(what), host(its_host), kind(its_kind) {}
+  int host;  // the other one, if it is known
+  Kind kind;
 };
 
 // What a message is: one tag each.
@@ -32,8 +37,8 @@ class Transport {
   virtual Transfer send(int host, int tag, const void* data, std::size_t bytes) = 0;
   // Of up to `bytes`.
   virtual Transfer receive(int host, int tag, void* data, std::size_t bytes) = 0;
-  // Whether it is over; the handle is void then.
-  virtual bool test(Transfer& transfer) = 0;
+  // Whether it is over; the handle is void then. `received`: the bytes of the message, of a receive that is over.
+  virtual bool test(Transfer& transfer, std::size_t* received = nullptr) = 0;
   // Gives a receive up; it is over when test() says so.
   virtual void cancel(const Transfer& transfer) = 0;
   // Moves what can be moved. MPI: a message that is sent, as far as test() says, may need more of its sender's calls.
@@ -42,11 +47,10 @@ class Transport {
   virtual bool has_received() { return false; }
 };
 
-// Addresses of MPI's functions, and two of its values.
+// Addresses of MPI's functions, and its datatype of bytes.
 struct MpiFunctions {
-  std::uintptr_t isend = 0, irecv = 0, test = 0, cancel = 0, iprobe = 0;
-  std::uintptr_t byte = 0;            // the datatype
-  std::uintptr_t ignored_status = 0;  // MPI_STATUS_IGNORE
+  std::uintptr_t isend, irecv, test, cancel, iprobe, get_count;
+  std::uintptr_t byte;
 };
 // `ranks`: by host, that of its link in the communicator. Messages have kTags tags, from `first_tag` on.
 std::shared_ptr<Transport> mpi_transport(const MpiFunctions& functions, std::uintptr_t communicator,

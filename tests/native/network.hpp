@@ -26,6 +26,7 @@ class MemoryNetwork {
 
     Transfer send(int host, int tag, const void* data, std::size_t bytes) override {
       const std::lock_guard<std::mutex> lock(network_.mutex_);
+      if (tag == network_.shortened_ && host_ > host) bytes /= 2;
       const Transfer transfer = network_.start();
       network_.queues_[{host_, host, tag}].messages.push_back(
           {transfer, static_cast<const char*>(data), bytes, network_.delay()});
@@ -39,12 +40,13 @@ class MemoryNetwork {
       return transfer;
     }
 
-    bool test(Transfer& transfer) override {
+    bool test(Transfer& transfer, std::size_t* received) override {
       const std::lock_guard<std::mutex> lock(network_.mutex_);
       network_.move(host_);
-      bool& is_over = network_.is_over_[transfer];
-      if (!is_over) return false;
-      network_.is_over_.erase(transfer);
+      const auto over = network_.over_.find(transfer);
+      if (over == network_.over_.end()) return false;
+      if (received != nullptr) *received = over->second;
+      network_.over_.erase(over);
       transfer = 0;
       return true;
     }
@@ -56,7 +58,7 @@ class MemoryNetwork {
         const auto end = std::remove_if(queue.receives.begin(), queue.receives.end(), is_it);
         if (end == queue.receives.end()) continue;
         queue.receives.erase(end, queue.receives.end());
-        network_.is_over_[transfer] = true;
+        network_.over_[transfer] = 0;
       }
     }
 
@@ -74,6 +76,11 @@ class MemoryNetwork {
   void cut() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_cut_ = true;
+  }
+  // From now on half of each message with this tag is lost, on its way to a host of a lower number.
+  void shorten(int tag) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    shortened_ = tag;
   }
 
  private:
@@ -93,10 +100,7 @@ class MemoryNetwork {
     std::deque<Receive> receives;
   };
 
-  Transport::Transfer start() {
-    is_over_[++last_] = false;
-    return last_;
-  }
+  Transport::Transfer start() { return ++last_; }
   int delay() { return random_() % 4 == 0 ? static_cast<int>(random_() % 20) : 0; }
 
   void move(int host) {
@@ -108,7 +112,7 @@ class MemoryNetwork {
         const Receive& receive = queue.receives.front();
         if (message.bytes > receive.bytes) std::abort();
         if (message.bytes > 0) std::memcpy(receive.data, message.data, message.bytes);
-        is_over_[message.transfer] = is_over_[receive.transfer] = true;
+        over_[message.transfer] = over_[receive.transfer] = message.bytes;
         queue.messages.pop_front();
         queue.receives.pop_front();
       }
@@ -118,9 +122,10 @@ class MemoryNetwork {
   std::mutex mutex_;
   std::mt19937 random_;
   std::map<std::tuple<int, int, int>, Queue> queues_;  // from, to, tag
-  std::map<Transport::Transfer, bool> is_over_;
+  std::map<Transport::Transfer, std::size_t> over_;    // and not tested since: their bytes
   Transport::Transfer last_ = 0;
   bool is_cut_ = false;
+  int shortened_ = -1;
 };
 
 }  // namespace kvstore_hvd

@@ -231,6 +231,28 @@ const bool cut = testing::add("hosts that are cut off from each other hear of it
   }
 });
 
+const bool shortened = testing::add("a part of a sum that is shorter than it should be fails all hosts", [] {
+  for (const int tag : {kPartials, kResults}) {
+    std::atomic<int> ready{0};
+    const auto body = [&](Engine& engine, int rank) {
+      check(barrier(engine).ok(), "the barrier");
+      ++ready;
+      while (ready < 5) std::this_thread::yield();
+      auto data = values_of(rank, 300000);
+      const Status status = engine.run(allreduce("x", data));
+      if (rank == 3 && tag == kResults && status.ok()) return;  // it may have all before it hears of the failure
+      check(status.code() == ErrorCode::kTransport, status.text());
+      check(status.text().find("host testhost (rank 3) sent what is no record") != std::string::npos, status.text());
+    };
+    const auto watch = [&](MemoryNetwork& network) {
+      while (ready < 4) std::this_thread::yield();
+      network.shorten(tag);
+      ++ready;
+    };
+    with_hosts({{0, 1, 2}, {3}}, body, std::chrono::seconds(60), 0, {}, {}, watch);
+  }
+});
+
 const bool first_failure = testing::add("a failure on one host is that of all, with its text", [] {
   with_hosts({{0, 1}, {2}, {3}}, [&](Engine& engine, int rank) {
     check(barrier(engine).ok(), "the barrier");

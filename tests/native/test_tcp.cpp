@@ -120,7 +120,7 @@ const bool ended = testing::add("the end of a connection is told once, after all
     try {
       check(!ends[1]->test(receiving), "nothing came");
     } catch (const TransportError& error) {
-      check(error.is_lost && error.host == 0, error.what());
+      check(error.kind == TransportError::Kind::kLost && error.host == 0, error.what());
       ++told;
     }
   }
