@@ -206,21 +206,31 @@ const bool weighted = testing::add("an average is divided by the ranks' weights,
 // Of two ranks that announce at the same time, either may be counted first. ThreadSanitizer sees a description that is
 // read while it is written.
 const bool described = testing::add("what a rank has missed is described as the others have announced it", [] {
-  with_world(3, [](Engine& engine, int rank) {
-    for (int step = 0; step < 1500; ++step) {
-      auto data = values_of(rank, 1 + static_cast<std::size_t>(step % 5));
-      if (rank == 2) {
-        std::optional<std::vector<Missed>> missed;
-        Patience patience(std::chrono::seconds(60));
-        while (!missed || missed->empty()) {
-          if (!check(!patience.is_over(), "nothing is missed")) return;
-          missed = engine.missed(4, true);
-        }
-        check(missed->front().announced && missed->front().announced->count == data.size(), "another description");
-      }
-      check(engine.run(allreduce("t", data)).ok(), "run");
+  constexpr int kSize = 3, kSteps = 5000;
+  const auto segment = Segment::create(kSize);
+  std::atomic<int> announced{0}, completed{0};
+  const auto run_rank = [&](int rank) {
+    Alarm alarm(segment->world(), rank, std::chrono::seconds(60));
+    TensorTable table(segment->world(), alarm);
+    const SlotHandle handle = *table.find("t");
+    const auto wait_for_all = [](std::atomic<int>& count, int step) {
+      ++count;
+      while (count < kSize * (step + 1)) std::this_thread::yield();
+    };
+    for (int step = 0; step < kSteps; ++step) {
+      auto data = values_of(rank, 2000 + static_cast<std::size_t>(step % 5));
+      std::optional<std::vector<Missed>> missed;
+      while (rank == 2 && (!missed || missed->empty())) missed = table.missed(1, true);
+      if (rank == 2) check(missed->front().announced->count == data.size(), "another description");
+      static_cast<void>(table.announce(handle, allreduce("t", data)));
+      wait_for_all(announced, step);
+      table.complete(handle.slot);
+      wait_for_all(completed, step);
     }
-  });
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kSize; ++rank) threads.emplace_back(run_rank, rank);
+  for (auto& thread : threads) thread.join();
 });
 
 }  // namespace
