@@ -53,11 +53,11 @@ COMPILE := KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --i
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help venv dev demo test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan bench clean distclean
+.PHONY: help venv dev demo test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan-quick asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo dev test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan bench clean distclean"
+	@echo "Targets: demo dev test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan-quick asan bench clean distclean"
 
 # The package is installed as editable: changes of Python need no command, and `make dev` compiles what has changed.
 # The first time, the compiler runs while pip downloads.
@@ -154,6 +154,11 @@ tsan: $(VENV)/.native
 # Of the engine, the exchange and the order of the kernels for GPUs.
 tsan-quick: $(VENV)/.native
 	$(call native,native-tsan,thread,,--target test_engine test_exchange test_gpu_order,-R '^test_(engine|exchange|gpu_order)$$')
+
+# Of records that other hosts send: random ones for KVHVD_TEST_RECORDS_S seconds.
+asan-quick: export KVHVD_TEST_RECORDS_S ?= 20
+asan-quick: $(VENV)/.native
+	$(call native,native-asan,address$(comma)undefined,,--target test_records,-R '^test_records$$')
 
 asan: $(VENV)/.native
 	$(call native,native-asan,address$(comma)undefined,$(NATIVE))

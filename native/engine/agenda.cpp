@@ -106,6 +106,32 @@ std::optional<Agenda::Decision> Agenda::decide(Entry& entry, bool devices_have_r
   return Decision{heap, count};
 }
 
+bool Agenda::follow(const Entry& entry) {
+  const Signature& first = world_.slots[entry.pieces[0].slot].agreed;
+  const bool is_batch = first.on_device != 0;
+  const Algorithm algorithm = is_batch ? Algorithm::kDevice : plan_link_chunk(first.collective, 0, 0).algorithm;
+  if (entry.algorithm != algorithm || entry.root != first.root) return false;
+  std::uint64_t staged = 0;
+  for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
+    const Piece& piece = entry.pieces[i];
+    Slot& slot = world_.slots[piece.slot];
+    const Signature& agreed = slot.agreed;
+    if (agreed.collective != first.collective || agreed.root != first.root || agreed.on_device != first.on_device ||
+        world_.is_narrow_on_link(agreed) != world_.is_narrow_on_link(first)) {
+      return false;
+    }
+    if (piece.staged != staged || piece.offset != slot.scheduled || piece.bytes > slot.bytes - slot.scheduled) {
+      return false;
+    }
+    const auto is_it = [&](const Piece& other) { return other.slot == piece.slot; };
+    if (piece.bytes == 0 && (slot.bytes != 0 || std::any_of(entry.pieces, entry.pieces + i, is_it))) return false;
+    slot.scheduled += piece.bytes;
+    if (!is_batch) staged += round_up(piece.bytes, kAlignment);
+    if (slot.scheduled < slot.bytes && slot.scheduled % kAlignment != 0) return false;
+  }
+  return entry.staged_bytes == staged && (is_batch || staged <= largest_chunk(first.collective));
+}
+
 void Agenda::take_chunk(Entry& entry, ReadyHeap& heap, std::uint32_t& count) {
   const auto add = [&](std::uint32_t index, std::uint64_t bytes) {
     Slot& slot = world_.slots[index];

@@ -45,6 +45,10 @@ class Agenda {
   std::optional<Decision> decide(Entry& entry, bool devices_have_room);
   static void remove(const Decision& decision) { decision.heap->count.store(decision.left, std::memory_order_seq_cst); }
 
+  // Whether the entry, which another host has decided, goes on with its tensors as they are agreed on, and fits into
+  // the memory of a chunk; takes note of it then.
+  bool follow(const Entry& entry);
+
  private:
   std::uint64_t largest_chunk(Collective collective) const;
   ReadyHeap* next_heap(bool devices_have_room);

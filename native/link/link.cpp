@@ -23,6 +23,8 @@ constexpr std::chrono::milliseconds kPatience{500};
 // For the others to hear that the world has failed, and for what is complete on one host to become so here.
 constexpr std::chrono::seconds kAbort{1};
 
+constexpr std::uint64_t kMostBytes = std::numeric_limits<std::ptrdiff_t>::max();  // of an array
+
 // Where a rank's array lies: in its arena, or with its announcement.
 char* array_of(World& world, std::uint32_t slot, int rank, std::size_t bytes) {
   const std::uint64_t place = world.mark(slot, rank).place;
@@ -80,12 +82,15 @@ bool Link::step(Clock::time_point now) {
   world_.link_steps.fetch_add(1, std::memory_order_relaxed);  // for Watcher, which looks again
   if (is_over_) return false;
   bool moved = false;
+  int from = 0;
   try {
     for (auto& each : others_) {
       const int host = each.first;
       const auto handle_one = [this, host](RecordKind kind, RecordReader record) { handle(host, kind, record); };
+      from = host;
       if (each.second.mail.progress(handle_one)) moved = true;
     }
+    from = kConductor;  // of orders
     while (const auto slot = world_.link().inbox.get(taken_)) {
       ++taken_;
       announced_here(*slot, now);
@@ -105,13 +110,22 @@ bool Link::step(Clock::time_point now) {
       return true;
     }
     const std::string who = error.host < 0 ? "another host" : describe_host(world_, error.host);
-    alarm_.raise(ErrorCode::kTransport, "a message to or from " + who + " failed (" + error.what() +
-                                            ")\n  Fix: see whether its workers live, and what they have printed");
-    if (after_failure_) is_over_ = true;  // another one: there is no way to tell anybody
-    if (!after_failure_) after_failure_.emplace(2 * kAbort);
+    fail("a message to or from " + who + " failed (" + error.what() +
+         ")\n  Fix: see whether its workers live, and what they have printed");
+  } catch (const ForeignRecord& error) {
+    distrust(from, error.what());
+    return true;
+  } catch (const std::exception& error) {
+    fail("the link of " + describe_host(world_, world_.host) + " failed (" + error.what() + ")");
   }
   if (may_end()) is_over_ = true;
   return moved;
+}
+
+void Link::fail(const std::string& fact) {
+  alarm_.raise(ErrorCode::kTransport, fact);
+  if (after_failure_) is_over_ = true;  // another one: there is no way to tell anybody
+  if (!after_failure_) after_failure_.emplace(2 * kAbort);
 }
 
 // A connection has ended. One of a host whose ranks have all left was to end.
@@ -124,12 +138,13 @@ void Link::lose(int host, const std::string& why) {
 }
 
 // Nothing that it sends is believed any more, and it is not waited for.
-void Link::distrust(int host, const std::string& what) {
+void Link::distrust(int host, const char* what) {
   Other& other = others_.at(host);
   other.mail.ignore();
   other.has_failed = true;
   alarm_.raise(ErrorCode::kTransport,
-               describe_host(world_, host) + " sent what is no record of this version of kvstore_hvd (" + what +
+               describe_host(world_, host) + " sent what is no record of this version of kvstore_hvd (" +
+                   std::string(what) +
                    ")\n  Fix: install the same version on every host; if it is, something else writes into the "
                    "traffic between hosts, see Security in docs/elastic.md");
 }
@@ -178,7 +193,7 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
     void* sum = own.sum.data();
     reduce(reduction_within_host(signature), inputs.data(), world_.ranks, &sum, 1, signature.count);
   }
-  tell_all(RecordKind::kReady, id, tensor.name, own.announcement, own.weights, own.is_inline, own.told, own.sum);
+  tell_all(RecordKind::kReady, tensor.name, own.announcement, own.weights, own.is_inline, own.told, own.sum);
   add(id, tensor, world_.host, std::move(own));
 }
 
@@ -194,7 +209,7 @@ void Link::add(const TensorId& id, Tensor& tensor, int host, Ready ready) {
 void Link::all_announced(const TensorId& id, Tensor& tensor) {
   const auto is_inline = [](const auto& one) { return one.front().is_inline; };
   if (!is_the_same(tensor)) {
-    fail(tensor);
+    disagree(tensor);
     end(id);
   } else if (std::all_of(tensor.by_host.begin(), tensor.by_host.end(), is_inline)) {
     const std::uint32_t slot = tensor.slot;
@@ -239,7 +254,7 @@ void Link::carry_out(Tensor& tensor) {
 }
 
 // The text is the same on all hosts: all of them know what all have announced.
-void Link::fail(Tensor& tensor) {
+void Link::disagree(Tensor& tensor) {
   std::vector<AnnouncedBy> all;
   for (int host = 0; host < world_.hosts; ++host) {
     const Ready& ready = tensor.by_host[host].front();
@@ -296,6 +311,7 @@ bool Link::publish_next() {
       entry.pieces[i].slot = found->second.slot;
     }
     orders_.pop_front();
+    expect(agenda_.follow(entry));
   }
   publish(entry);
   return true;
@@ -326,23 +342,59 @@ void Link::handle(int host, RecordKind kind, RecordReader& record) {
   others_.at(host).silence = Patience(options_.silence);
   switch (kind) {
     case RecordKind::kReady: {
-      TensorId id;
       std::string name;
       Ready ready;
-      record.get(id, name, ready.announcement, ready.weights, ready.is_inline, ready.told, ready.sum);
+      record.get(name, ready.announcement, ready.weights, ready.is_inline, ready.told, ready.sum);
+      check_ready(host, name, ready);
+      const TensorId id = id_of(name);
       return add(id, tensor(id, name, Clock::now()), host, std::move(ready));
     }
-    case RecordKind::kOrder: {
-      std::vector<Piece> pieces;
-      Order& order = orders_.emplace_back();
-      record.get(order.entry.algorithm, order.entry.root, order.entry.staged_bytes, pieces, order.ids);
-      order.entry.n_pieces = static_cast<std::uint32_t>(pieces.size());
-      std::copy(pieces.begin(), pieces.end(), order.entry.pieces);
-      return;
-    }
+    case RecordKind::kOrder:
+      return ordered(host, record);
     case RecordKind::kBeat:
       return beaten(host, record);
   }
+  throw ForeignRecord();
+}
+
+void Link::check_ready(int host, std::string_view name, const Ready& ready) {
+  const std::vector<int>& ranks = ranks_[host];
+  const auto check_one = [this](const Announcement& one) {
+    const Signature& signature = one.signature;
+    expect(static_cast<int>(signature.collective) < kCollectives && static_cast<int>(signature.op) < kReduceOps);
+    expect(static_cast<int>(signature.dtype) < kDTypes && signature.root >= 0 && signature.root < world_.size);
+    expect(signature.failed <= 1 && signature.as_half <= 1 && signature.on_device <= 1 && one.of_parameter <= 1);
+    expect(signature.count <= kMostBytes / size_of(signature.dtype));
+    expect(std::memchr(one.note, '\0', sizeof(one.note)) != nullptr);
+  };
+  const Signature& signature = ready.announcement.signature;
+  expect(name.size() <= kMaxName);
+  check_one(ready.announcement);
+  expect(ready.weights.sum >= 0.0 && ready.weights.present <= ranks.size());
+  expect(ready.weights.absent <= ranks.size() - ready.weights.present);
+  expect(ready.told.empty() || ready.told.size() == ranks.size());
+  for (const AnnouncedBy& one : ready.told) {
+    expect(std::any_of(ranks.begin(), ranks.end(), [&](int r) { return world_.rank_of_all(r) == one.rank; }));
+    check_one(one.announcement);
+  }
+  const bool can_be_inline =
+      ready.told.empty() && signature.collective == Collective::kAllreduce && signature.on_device == 0;
+  expect(can_be_inline || !ready.is_inline);
+  expect(ready.sum.size() == (ready.is_inline ? bytes_of(signature) : 0));
+}
+
+void Link::ordered(int host, RecordReader& record) {
+  Order order{};
+  std::vector<Piece> pieces;
+  record.get(order.entry.algorithm, order.entry.root, order.entry.staged_bytes, pieces, order.ids);
+  expect(host == kConductor && !pieces.empty() && pieces.size() <= kPieces && pieces.size() == order.ids.size());
+  order.entry.n_pieces = static_cast<std::uint32_t>(pieces.size());
+  std::copy(pieces.begin(), pieces.end(), order.entry.pieces);
+  for (const TensorId& id : order.ids) {
+    const auto found = tensors_.find(id);
+    expect(found != tensors_.end() && !found->second.by_host[host].empty());  // it was announced there first
+  }
+  orders_.push_back(std::move(order));
 }
 
 void Link::beat() {
@@ -393,9 +445,21 @@ void Link::note_behind(int host, const std::vector<Behind>& behind) {
 void Link::beaten(int host, RecordReader& record) {
   Other& other = others_.at(host);
   Abort told{ErrorCode::kOk, {}, 0, {}, Patience(kAbort)};
+  std::vector<int> left;
+  std::vector<Late> late;
   std::vector<Behind> behind;
-  record.get(told.error, told.text, told.arrived, told.n_ready, other.left, other.late, behind);
+  record.get(told.error, told.text, told.arrived, told.n_ready, left, late, behind);
+  const auto is_there = [&](int rank) { return rank >= 0 && rank < world_.size && world_.home(rank).host == host; };
+  expect(static_cast<int>(told.error) < kErrorCodes && told.n_ready.size() == n_ready_.size());
+  expect(told.error == ErrorCode::kOk || Status(told.error, "").latches());
+  expect(std::all_of(left.begin(), left.end(), is_there));
+  expect(std::all_of(late.begin(), late.end(), [&](const Late& one) { return is_there(one.rank); }));
+  expect(std::all_of(behind.begin(), behind.end(), [&](const Behind& one) {
+    return is_there(one.rank) && (one.waits <= kMostWaits || one.waits == kStopped);
+  }));
   note_behind(host, behind);
+  other.left = std::move(left);
+  other.late = std::move(late);
   other.has_left = other.left.size() == ranks_[host].size();
   if (told.error == ErrorCode::kOk || other.has_failed) return;
   other.has_failed = true;

@@ -69,7 +69,7 @@ class Link {
   struct Ready {
     Announcement announcement;  // of local rank 0
     WeightSums weights;
-    bool is_inline;
+    bool is_inline = false;
     std::vector<AnnouncedBy> told;  // by each rank, if not all announced the same, or not all can take part
     std::vector<char> sum;          // of the host, if it is inline
     std::uint64_t number = 0;       // among all that the host has announced
@@ -119,9 +119,13 @@ class Link {
     Patience patience;
   };
 
+  // These, and publish_next(), throw ForeignRecord.
   void handle(int host, RecordKind kind, RecordReader& record);
+  void check_ready(int host, std::string_view name, const Ready& ready);
+  void ordered(int host, RecordReader& record);
   void lose(int host, const std::string& why);
-  void distrust(int host, const std::string& what);
+  void distrust(int host, const char* what);
+  void fail(const std::string& fact);
   void announced_here(std::uint32_t slot, Clock::time_point now);
   Tensor& tensor(const TensorId& id, std::string_view name, Clock::time_point now);
   void add(const TensorId& id, Tensor& tensor, int host, Ready ready);
@@ -129,7 +133,7 @@ class Link {
   bool is_the_same(const Tensor& tensor) const;
   double weights(const Tensor& tensor) const;
   void carry_out(Tensor& tensor);
-  void fail(Tensor& tensor);
+  void disagree(Tensor& tensor);
   void end(const TensorId& id);
   bool publish_next();
   void publish(const Entry& entry);

@@ -41,13 +41,20 @@ bool Mail::send() {
 }
 
 bool Mail::receive(const Handle& handle) {
-  if (!transport_.test(receiving_)) return false;
+  std::size_t bytes = 0;
+  if (!transport_.test(receiving_, &bytes)) return false;
   received_.swap(read_);
   receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
-  if (is_ignored_) return true;
+  if (!is_ignored_) read(bytes, handle);
+  return true;
+}
+
+void Mail::read(std::size_t bytes, const Handle& handle) {
   Head head;
+  expect(bytes >= sizeof(head));
   std::memcpy(&head, read_.data(), sizeof(head));
-  if (!is_for_us(head)) return true;
+  if (!is_for_us(head)) return;
+  expect(head.bytes == bytes - sizeof(head));
   const char *at = read_.data() + sizeof(head), *end = at + head.bytes;
   if (!begun_.empty()) {
     begun_.insert(begun_.end(), at, end);
@@ -57,12 +64,12 @@ bool Mail::receive(const Handle& handle) {
   RecordHeader header;
   while (end - at >= static_cast<std::ptrdiff_t>(sizeof(header))) {
     std::memcpy(&header, at, sizeof(header));
+    expect(header.bytes >= sizeof(header) && header.bytes <= kLongest);
     if (end - at < static_cast<std::ptrdiff_t>(header.bytes)) break;
-    handle(header.kind, RecordReader(at + sizeof(header)));
+    handle(header.kind, RecordReader(at + sizeof(header), at + header.bytes));
     at += header.bytes;
   }
   begun_ = std::vector<char>(at, end);
-  return true;
 }
 
 // The other end's messages come in the order in which they were sent: those of an earlier attempt before those of the

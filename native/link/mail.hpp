@@ -29,7 +29,7 @@ class Mail {
   Peer peer() const { return peer_.load(std::memory_order_relaxed); }
 
   // Sends what has been appended to outgoing(), once both ends have met, and receives, without waiting; calls `handle`
-  // with each record that is complete. Returns whether anything has moved.
+  // with each record that is complete. Returns whether anything has moved. Throws ForeignRecord.
   using Handle = std::function<void(RecordKind, RecordReader)>;
   bool progress(const Handle& handle);
   std::vector<char>& outgoing() { return outgoing_; }
@@ -54,6 +54,7 @@ class Mail {
   bool has_outgoing() const { return outgoing_.size() > sizeof(Head); }
   bool send();
   bool receive(const Handle& handle);
+  void read(std::size_t bytes, const Handle& handle);
   bool is_for_us(const Head& head);
 
   Transport& transport_;

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -36,6 +37,14 @@ enum class RecordKind : std::uint32_t {
   kBeat,   // to all: the host is alive; who has left, who is late, and whether the world has failed there
 };
 
+// What came is no record that a host of this version sends.
+struct ForeignRecord : std::exception {
+  const char* what() const noexcept override { return "a record that none of its version sends"; }
+};
+inline void expect(bool fact) {
+  if (!fact) throw ForeignRecord();
+}
+
 // Begins every record. `bytes`: of all of it.
 struct RecordHeader {
   RecordKind kind;
@@ -66,34 +75,44 @@ void append_record(std::vector<char>& stream, RecordKind kind, const T&... value
   std::memcpy(stream.data() + begin + offsetof(RecordHeader, bytes), &bytes, sizeof(bytes));
 }
 
-// Reads the values of a record, in the same order.
+// Reads the values of a record. Throws ForeignRecord.
 class RecordReader {
  public:
-  explicit RecordReader(const char* record) : at_(record) {}
+  RecordReader(const char* begin, const char* end) : at_(begin), end_(end) {}
 
+  // All of them, in the same order.
   template <class... T>
   void get(T&... values) {
     (get_one(values), ...);
+    expect(at_ == end_);
   }
 
  private:
   template <class T>
   void get_one(T& value) {
-    if constexpr (std::is_trivially_copyable_v<T>) {
+    if constexpr (std::is_same_v<T, bool>) {
+      std::uint8_t byte = 0;
+      get_one(byte);
+      expect(byte <= 1);
+      value = byte == 1;
+    } else if constexpr (std::is_trivially_copyable_v<T>) {
       get_bytes(&value, sizeof(value));
     } else {
       std::size_t count = 0;
       get_one(count);
+      expect(count <= rest() / sizeof(value[0]));
       value.resize(count);
       get_bytes(value.data(), count * sizeof(value[0]));
     }
   }
   void get_bytes(void* data, std::size_t bytes) {
+    expect(bytes <= rest());
     if (bytes > 0) std::memcpy(data, at_, bytes);
     at_ += bytes;
   }
+  std::size_t rest() const { return static_cast<std::size_t>(end_ - at_); }
 
-  const char* at_;
+  const char *at_, *end_;
 };
 
 }  // namespace kvstore_hvd

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "link/transport.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -32,7 +33,10 @@ namespace {
 constexpr int kUnsent = 256 << 10;
 constexpr std::size_t kAhead = 4096;  // bytes that are read beyond a message: headers, and small messages whole
 constexpr std::size_t kTogether = 8;  // messages in one call
-constexpr std::uint64_t kLongest = std::uint64_t{1} << 32;
+// Messages of a tag that nobody waits for: of records more may follow, which are not read yet; the others are of
+// chunks, of which fewer are under way.
+constexpr std::size_t kMostEarly = 64;
+static_assert(kMostEarly > kLinkSlots);
 
 // While packets are lost the kernel repeats them at intervals that double, up to this; 44: TCP_RTO_MAX_MS of
 // Linux 6.15, which older headers lack and older kernels refuse.
@@ -220,7 +224,7 @@ class TcpTransport final : public Transport {
 
   void read(Peer& peer) {
     char ahead[kAhead];
-    while (peer.fault.empty()) {
+    while (peer.fault.empty() && peer.early[kRecords].size() < kMostEarly) {
       const std::size_t wanted = peer.rest + sizeof(ahead);
       const iovec parts[2] = {{peer.at, peer.rest}, {ahead, sizeof(ahead)}};
       const ssize_t found = readv(peer.socket, parts, 2);
@@ -263,9 +267,12 @@ class TcpTransport final : public Transport {
   // A header is complete.
   static void begin(Peer& peer) {
     const auto [tag, bytes] = peer.header;
-    if (tag >= kTags || bytes > kLongest) return end(peer, "what came is none of our messages", Kind::kForeign);
+    if (tag > kResults || bytes > kLongest) return end(peer, "what came is none of our messages", Kind::kForeign);
     const auto& receives = peer.receives[tag];
     if (!receives.empty() && bytes > receives.front()->header.bytes) return end(peer, kTooLong, Kind::kForeign);
+    if (tag != kRecords && peer.early[tag].size() >= kMostEarly) {
+      return end(peer, "messages of chunks that were not ordered", Kind::kForeign);
+    }
     peer.is_in_message = true;
     peer.at = receives.empty() ? peer.early[tag].emplace_back(bytes).data() : receives.front()->data;
     peer.rest = bytes;

@@ -26,6 +26,8 @@ struct TransportError : std::runtime_error {
 // What a message is: one tag each.
 enum Tag : int { kRecords, kPartials, kResults };
 inline constexpr int kTags = 4;  // of one world
+// Bytes of a message, and of a record: the link's memory of a chunk, see World::link_bytes.
+inline constexpr std::size_t kLongest = std::size_t{4} << 20;
 
 // One thread. Members throw TransportError.
 class Transport {

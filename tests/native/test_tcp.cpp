@@ -150,6 +150,32 @@ const bool strangers = testing::add("bytes of another program end the connection
   close(sockets[1][0]);
 });
 
+const bool floods = testing::add("messages that are too long, or that nobody can wait for, end the connection", [] {
+  struct Header {
+    std::uint64_t tag, bytes;
+  };
+  const std::vector<std::vector<Header>> all{
+      {{kPartials, kLongest + 1}}, {{kResults + 1, 0}}, {{kRecords, 65}}, std::vector<Header>(100, {kPartials, 0})};
+  for (const auto& headers : all) {
+    const auto sockets = tcp_connections(2);
+    const auto end = tcp_transport(sockets[0]);
+    char memory[64];
+    auto receiving = end->receive(1, kRecords, memory, sizeof(memory));
+    const std::size_t bytes = headers.size() * sizeof(Header);
+    check(write(sockets[1][0], headers.data(), bytes) == static_cast<ssize_t>(bytes), "sent");
+    bool is_foreign = false;
+    for (int i = 0; i < 1000000 && !is_foreign; ++i) {
+      try {
+        check(!end->test(receiving), "taken for a message");
+      } catch (const TransportError& error) {
+        is_foreign = error.kind == TransportError::Kind::kForeign && error.host == 1;
+      }
+    }
+    check(is_foreign, "not refused");
+    close(sockets[1][0]);
+  }
+});
+
 }  // namespace
 }  // namespace kvstore_hvd
 
