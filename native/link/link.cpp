@@ -123,15 +123,16 @@ bool Link::step(Clock::time_point now) {
 }
 
 void Link::fail(const std::string& fact) {
+  if (abort_) alarm_.raise(abort_->error, abort_->text);  // it was first
   alarm_.raise(ErrorCode::kTransport, fact);
   if (after_failure_) is_over_ = true;  // another one: there is no way to tell anybody
   if (!after_failure_) after_failure_.emplace(2 * kAbort);
 }
 
-// A connection has ended. One of a host whose ranks have all left was to end.
+// A connection has ended. One of a host whose ranks have all left, or that has told why it fails, was to end.
 void Link::lose(int host, const std::string& why) {
   Other& other = others_.at(host);
-  if (other.has_left) return;
+  if (other.has_left || other.has_failed) return;
   other.has_failed = true;
   alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " is lost: the connection to it has ended (" + why +
                                          ")\n  Fix: see whether that host is up, and what its workers have printed");
@@ -515,7 +516,7 @@ void Link::look(Clock::time_point now) {
 
 void Link::check_peers() {
   for (auto& [host, other] : others_) {
-    if (other.has_left) continue;
+    if (other.has_left || other.has_failed) continue;
     other.mail.greet();  // what was sent before may have been for an earlier attempt of that host
     const Mail::Peer peer = other.mail.peer();
     if (peer == Mail::Peer::kOtherBuild) {
@@ -538,10 +539,10 @@ void Link::check_peers() {
 }
 
 // A rank that has left has completed all that it had announced. So if its host has not told of an operation by then, it
-// will never take part in it.
+// will never take part in it. One that has failed tells why, see raise_abort().
 void Link::check_left(const Tensor& tensor) {
   for (const auto& [host, other] : others_) {
-    if (!tensor.by_host[host].empty() || other.left.empty()) continue;
+    if (!tensor.by_host[host].empty() || other.left.empty() || other.has_failed) continue;
     const Announcement& own = world_.announcement(tensor.slot, 0);
     const std::string operation = std::string(name_of(own.signature.collective)) + " " + own.note;
     return alarm_.raise(ErrorCode::kPeerLost,

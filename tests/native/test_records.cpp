@@ -507,6 +507,19 @@ const bool refused = testing::add("each record that no host of this version send
         "an order of another host than the first");
 });
 
+const bool first_failure = testing::add("who fails and leaves has failed, though more is complete there than here", [] {
+  const Operation x{"x", Collective::kAllreduce, 1000, 0, true, {}, {}};
+  const auto script = std::make_shared<Script>(0);
+  Beat beat;
+  beat.error = ErrorCode::kPeerLost;
+  beat.text = "rank 3 gave up";
+  beat.arrived = 1;
+  beat.left = {3};
+  beat.append_to(script->peers[2].stream);
+  const Outcome outcome = run(script, 1, {x}, true);
+  check(outcome.failure == ErrorCode::kPeerLost && outcome.text == beat.text, outcome.text);
+});
+
 }  // namespace
 }  // namespace kvstore_hvd
 
