@@ -18,7 +18,7 @@ constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin 
 }  // namespace
 
 LinkChunks::LinkChunks(World& world, Transport& transport)
-    : world_(world), transport_(transport), places_(world.hosts + 1) {
+    : world_(world), transport_(transport), places_(world.hosts + 1), received_(world.hosts) {
   for (int r = 0; r < world.size; ++r) ++places_[world.home(r).host + 1];
   std::partial_sum(places_.begin(), places_.end(), places_.begin());
 }
@@ -151,6 +151,7 @@ bool LinkChunks::test_receives(std::vector<Message>& messages) {
     }
     const auto [transfer, host, bytes] = one;
     messages.erase(messages.begin() + static_cast<std::ptrdiff_t>(i));
+    received_[host] = 1;
     if (received == bytes || is_closed_) continue;
     throw TransportError("a message of " + std::to_string(received) + " bytes instead of " + std::to_string(bytes),
                          host, TransportError::Kind::kForeign);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "engine/schedule.hpp"
@@ -37,6 +38,9 @@ class LinkChunks {
   // not sent, since arrays may be in use again; what was sent before is summed and returned, for the other hosts.
   // `tells`: whether the ranks of this host hear of what arrives.
   bool progress(bool tells);
+
+  // Whether a message of that host has come since the last call.
+  bool has_received(int host) { return std::exchange(received_[static_cast<std::size_t>(host)], 0) != 0; }
 
   // Sends and receives nothing more. Returns whether nothing is under way: else to be called again.
   bool close();
@@ -93,6 +97,7 @@ class LinkChunks {
   std::uint64_t bytes_under_way_ = 0;
   std::vector<std::uint64_t> places_;  // by host: of its first rank, see World::Home; and the number of all ranks
   std::deque<Chunk> chunks_;           // in order, of consecutive numbers
+  std::vector<char> received_;         // by host
   bool is_closed_ = false;
 };
 

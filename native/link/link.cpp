@@ -98,6 +98,7 @@ bool Link::step(Clock::time_point now) {
     }
     while (publish_next()) moved = true;
     if (chunks_.progress(!has_told_end_)) moved = true;
+    hear();
     if (abort_) raise_abort();
     look(now);
   } catch (const TransportError& error) {
@@ -340,7 +341,6 @@ void Link::tell_order(const Entry& entry) {
 // -- What other links tell ------------------------------------------------------------------------------------------
 
 void Link::handle(int host, RecordKind kind, RecordReader& record) {
-  others_.at(host).silence = Patience(options_.silence);
   switch (kind) {
     case RecordKind::kReady: {
       std::string name;
@@ -514,6 +514,14 @@ void Link::look(Clock::time_point now) {
   check_peers();
 }
 
+void Link::hear() {
+  for (auto& [host, other] : others_) {
+    const bool has_bytes = transport_->has_received(host), has_message = chunks_.has_received(host);
+    has_received_ = has_received_ || has_bytes;
+    if (has_bytes || has_message || other.mail.has_received()) other.silence = Patience(options_.silence);
+  }
+}
+
 void Link::check_peers() {
   for (auto& [host, other] : others_) {
     if (other.has_left || other.has_failed) continue;
@@ -532,7 +540,8 @@ void Link::check_peers() {
       const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(options_.silence).count();
       return alarm_.raise(ErrorCode::kPeerLost,
                           describe_host(world_, host) + " has not been heard of for " + std::to_string(seconds) +
-                              " s\n  Fix: see whether that host, its first rank and the network are up; "
+                              " s by " + describe_host(world_, world_.host) +
+                              "\n  Fix: see whether that host, its first rank and the network are up; "
                               "KVHVD_LINK_TIMEOUT (seconds) allows longer silences");
     }
   }

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/running_time.hpp"
@@ -58,6 +59,8 @@ class Link {
   // Whether something is under way that the next step may move.
   bool is_busy() const { return !chunks_.is_empty() || !tensors_.empty() || !missing().empty(); }
   bool has_chunks() const { return !chunks_.is_empty(); }
+  // Whether bytes have come since the last call, though nothing may have moved for that.
+  bool has_received() { return std::exchange(has_received_, false); }
   Flag& bell() { return world_.link().bell; }
   // Before other ranks have the segment: its thread sleeps there.
   void sleeps_at(const Doorbell& doorbell) { world_.link_number = doorbell.number(); }
@@ -104,7 +107,7 @@ class Link {
     Other(Transport& transport, int host, const LinkOptions& options)
         : mail(transport, host, options.build), silence(options.silence) {}
     Mail mail;
-    Patience silence;
+    Patience silence;  // since bytes of it have come
     bool has_left = false, has_failed = false;
     std::vector<int> left;   // ranks
     std::vector<Late> late;  // when it last told
@@ -138,6 +141,7 @@ class Link {
   bool publish_next();
   void publish(const Entry& entry);
   void tell_order(const Entry& entry);
+  void hear();
   void look(Clock::time_point now);
   void check_peers();
   void check_left(const Tensor& tensor);
@@ -172,7 +176,8 @@ class Link {
   std::vector<std::uint64_t> n_ready_;  // records that came, by host
   std::uint32_t taken_ = 0;             // from the inbox, modulo 2^32
   std::uint32_t told_left_ = 0;         // ranks
-  bool has_told_end_ = false;           // that all ranks here have left, or that the world has failed
+  bool has_received_ = false;
+  bool has_told_end_ = false;  // that all ranks here have left, or that the world has failed
   std::atomic<bool> is_over_{false};
   Clock::time_point looked_{}, beat_{};
   std::optional<Patience> after_failure_;

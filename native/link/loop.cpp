@@ -93,7 +93,7 @@ void LinkLoop::run() {
       moved = link->step(now) || moved;
       is_busy = is_busy || link->is_busy();
       has_chunks = has_chunks || link->has_chunks();
-      has_moved = link->transport()->has_received() || has_moved;
+      has_moved = link->has_received() || has_moved;
     }
     const auto is_closed = [](const auto& link) { return link->close(); };
     closing_.erase(std::remove_if(closing_.begin(), closing_.end(), is_closed), closing_.end());

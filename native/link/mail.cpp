@@ -45,6 +45,7 @@ bool Mail::receive(const Handle& handle) {
   if (!transport_.test(receiving_, &bytes)) return false;
   received_.swap(read_);
   receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
+  has_received_ = true;
   if (!is_ignored_) read(bytes, handle);
   return true;
 }

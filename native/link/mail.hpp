@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "link/records.hpp"
@@ -38,6 +39,8 @@ class Mail {
   // Sends this end's number again, unless both ends have met.
   void greet() { greets_ = greets_ || peer() == Peer::kUnknown; }
 
+  // Whether a message has come since the last call.
+  bool has_received() { return std::exchange(has_received_, false); }
   // What comes is dropped from now on.
   void ignore() { is_ignored_ = true; }
 
@@ -67,7 +70,7 @@ class Mail {
   std::vector<char> begun_;                                       // a record whose end has not come
   std::vector<char> sent_, received_ = std::vector<char>(kMessage), read_ = received_;  // a message each
   Transport::Transfer sending_ = 0, receiving_ = 0;
-  bool is_ignored_ = false, is_closed_ = false;
+  bool has_received_ = false, is_ignored_ = false, is_closed_ = false;
 };
 
 }  // namespace kvstore_hvd

@@ -153,7 +153,7 @@ class TcpTransport final : public Transport {
     }
   }
 
-  bool has_received() override { return std::exchange(has_received_, false); }
+  bool has_received(int host) override { return std::exchange(peer(host).has_received, false); }
 
  private:
   struct Header {
@@ -175,6 +175,7 @@ class TcpTransport final : public Transport {
     std::string fault;  // why the connection has ended
     Kind kind = Kind::kLost;
     bool is_told = false;
+    bool has_received = false;
     std::deque<Message*> outgoing;  // what has begun, then records, then bulk
     // A tag has receives that wait, or messages that came before their receives.
     std::array<std::deque<Message*>, kTags> receives;
@@ -222,7 +223,7 @@ class TcpTransport final : public Transport {
     }
   }
 
-  void read(Peer& peer) {
+  static void read(Peer& peer) {
     char ahead[kAhead];
     while (peer.fault.empty() && peer.early[kRecords].size() < kMostEarly) {
       const std::size_t wanted = peer.rest + sizeof(ahead);
@@ -231,7 +232,7 @@ class TcpTransport final : public Transport {
       if (found < 0 && errno == EINTR) continue;
       if (found < 0 && errno == EAGAIN) return;
       if (found <= 0) return end(peer, found == 0 ? "the other end has closed it" : text_of(errno));
-      has_received_ = true;
+      peer.has_received = true;
       const auto count = static_cast<std::size_t>(found);
       std::size_t done = std::min(count, peer.rest);
       advance(peer, done);
@@ -307,7 +308,6 @@ class TcpTransport final : public Transport {
   }
 
   std::vector<Peer> peers_;  // they stay where they are
-  bool has_received_ = false;
 };
 
 }  // namespace

@@ -45,8 +45,9 @@ class Transport {
   virtual void cancel(const Transfer& transfer) = 0;
   // Moves what can be moved. MPI: a message that is sent, as far as test() says, may need more of its sender's calls.
   virtual void progress() = 0;
-  // Whether a part of a message has come since the last call, as far as it is known: nothing tests true for that.
-  virtual bool has_received() { return false; }
+  // Whether a part of a message of that host has come since the last call, as far as it is known: nothing tests true
+  // for that.
+  virtual bool has_received(int /*host*/) { return false; }
 };
 
 // Addresses of MPI's functions, and its datatype of bytes.

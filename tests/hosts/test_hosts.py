@@ -69,7 +69,7 @@ def test_training_equals_one_process(network, ranks):
     assert [tuple(map(int, each)) for each in told] == places
 
 
-NODE1 = r"host node1 \(ranks 2-3\) has not been heard of for 3 s"
+NODE1 = r"host node1 \(ranks 2-3\) has not been heard of for 3 s by host node0 \(ranks 0-1\)"
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,9 @@ inline std::vector<std::vector<int>> tcp_connections(std::size_t hosts) {
 
 // Serves the link as LinkLoop does, until all links are over: what a host has sent moves only while it calls.
 inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_ptr<Transport>& transport,
-                     std::chrono::nanoseconds timeout, std::atomic<std::size_t>& n_over, std::size_t hosts) {
-  Link link(segment, transport, LinkOptions{timeout, std::chrono::seconds(thread_sanitizer() ? 60 : 10)});
+                     std::chrono::nanoseconds timeout, std::atomic<std::size_t>& n_over, std::size_t hosts,
+                     std::chrono::nanoseconds silence) {
+  Link link(segment, transport, LinkOptions{timeout, silence});
   while (!link.is_over()) {
     const std::uint32_t seen = link.bell().value();
     if (link.step(std::chrono::steady_clock::now())) continue;
@@ -116,16 +117,18 @@ inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_
   }
 }
 
-// Runs `body(engine, rank)` on every rank of a fresh world, on these hosts, and `watch` beside them.
+// Runs `body(engine, rank)` on every rank of a fresh world, on these hosts, and `watch` beside them. `ends`: the hosts'
+// transports, in place of those of these tests.
 inline void with_hosts(const Placement& placement, const std::function<void(Engine&, int)>& body,
                        std::chrono::nanoseconds timeout = std::chrono::seconds(60), std::size_t arena_bytes = 0,
                        const Thresholds& thresholds = {}, const Inside& inside = {},
-                       const std::function<void(MemoryNetwork&)>& watch = nullptr) {
+                       const std::function<void(MemoryNetwork&)>& watch = nullptr,
+                       std::vector<std::shared_ptr<Transport>> ends = {},
+                       std::chrono::nanoseconds silence = std::chrono::seconds(thread_sanitizer() ? 60 : 10)) {
   MemoryNetwork network(static_cast<std::uint32_t>(placement.size()));
-  const bool over_tcp = std::getenv("KVHVD_TEST_TCP") != nullptr && watch == nullptr;
+  const bool over_tcp = std::getenv("KVHVD_TEST_TCP") != nullptr && watch == nullptr && ends.empty();
   std::atomic<std::size_t> n_over{0};
   std::vector<std::shared_ptr<Segment>> segments;
-  std::vector<std::shared_ptr<Transport>> ends;
   std::vector<std::thread> threads;
   if (over_tcp) {
     for (const auto& sockets : tcp_connections(placement.size())) ends.push_back(tcp_transport(sockets));
@@ -133,14 +136,15 @@ inline void with_hosts(const Placement& placement, const std::function<void(Engi
   for (std::size_t host = 0; host < placement.size(); ++host) {
     segments.push_back(Segment::create(static_cast<int>(placement[host].size()), arena_bytes, thresholds, inside,
                                        std::nullopt, Hosts{static_cast<int>(host), placement}));
-    if (!over_tcp) ends.push_back(std::make_shared<MemoryNetwork::End>(network, static_cast<int>(host)));
+    if (ends.size() <= host) ends.push_back(std::make_shared<MemoryNetwork::End>(network, static_cast<int>(host)));
     for (const auto& ranks : placement) {
       for (const int rank : ranks) segments.back()->introduce(rank, static_cast<int>(getpid()), "testhost");
     }
   }
   for (std::size_t host = 0; host < placement.size(); ++host) {
     if (placement.size() > 1) {
-      threads.emplace_back([&, host] { run_link(segments[host], ends[host], timeout, n_over, placement.size()); });
+      threads.emplace_back(
+          [&, host] { run_link(segments[host], ends[host], timeout, n_over, placement.size(), silence); });
     }
     for (std::size_t local = 0; local < placement[host].size(); ++local) {
       threads.emplace_back([&, host, local] {

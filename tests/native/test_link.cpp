@@ -253,6 +253,43 @@ const bool shortened = testing::add("a part of a sum that is shorter than it sho
   }
 });
 
+// The first host's sockets end at a thread that passes bytes on, from some time on slowly: what the kernel holds takes
+// longer than a host may be silent, and its beats come behind that.
+const bool slow = testing::add("a host whose bytes come slowly is not silent", [] {
+  if (thread_sanitizer()) return;
+  constexpr std::chrono::seconds kSilence{2};
+  constexpr std::size_t kAtOnce = 4 << 10, kCount = 100000;  // for five seconds
+  const auto there = tcp_connections(2), here = tcp_connections(2);
+  const int near[2] = {there[1][0], here[0][1]};
+  std::atomic<bool> is_slow{false}, is_over{false};
+  std::thread network([&] {
+    std::vector<char> bytes(kAtOnce);
+    while (!is_over) {
+      for (int from = 0; from < 2; ++from) {
+        const ssize_t n = recv(near[from], bytes.data(), bytes.size(), MSG_DONTWAIT);
+        if (n > 0)
+          check(send(near[1 - from], bytes.data(), static_cast<std::size_t>(n), MSG_NOSIGNAL) == n, "passed on");
+      }
+      std::this_thread::sleep_for(is_slow ? std::chrono::milliseconds(50) : std::chrono::milliseconds(1));
+    }
+  });
+  const auto body = [&](Engine& engine, int rank) {
+    check(barrier(engine).ok(), "the barrier");
+    is_slow = true;
+    auto data = values_of(rank, kCount);
+    Request request = allreduce("x", data);
+    request.collective = Collective::kBroadcast;
+    const Status status = engine.run(std::move(request));
+    if (rank == 1) is_slow = false;  // the other one is done when all is sent
+    check(status.ok(), status.text());
+  };
+  with_hosts({{0}, {1}}, body, std::chrono::seconds(60), 0, {}, {}, nullptr,
+             {tcp_transport({-1, there[0][1]}), tcp_transport({here[1][0], -1})}, kSilence);
+  is_over = true;
+  network.join();
+  for (const int socket : near) close(socket);
+});
+
 const bool first_failure = testing::add("a failure on one host is that of all, with its text", [] {
   with_hosts({{0, 1}, {2}, {3}}, [&](Engine& engine, int rank) {
     check(barrier(engine).ok(), "the barrier");
