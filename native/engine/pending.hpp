@@ -92,6 +92,7 @@ class Pending {
   // Announces what found no free slot. Slots also become free by the completions of other ranks, which nobody tells us
   // about.
   void retry_slots();
+  bool waits_for_slots() const { return !waiting_for_slot_.empty(); }
 
   // Raises the alarm when a rank that has left will never announce what this rank waits for.
   void check_left();

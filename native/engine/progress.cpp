@@ -109,6 +109,11 @@ bool Progress::progress(const WaitPolicy& policy) noexcept {
     if (!state_.world.failure.is_set()) {
       if (pipeline_.advance(policy)) return true;
       check_left();
+      if (retries_slots_.load(std::memory_order_relaxed)) {
+        retries_slots_.store(false, std::memory_order_relaxed);
+        const Lock lock = state_.locked();
+        state_.pending.retry_slots();
+      }
       if (!state_.world.failure.is_set()) return false;
     }
   } catch (const WorldLost&) {

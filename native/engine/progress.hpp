@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -44,6 +45,12 @@ class Progress {
   // Takes no lock, so that the watcher never waits for one before it has looked at the other ranks.
   bool is_idle() const { return state_.pending.count() == 0; }
 
+  // Whoever makes progress is to look for slots of the table that have become free. From any thread; waits for nothing.
+  void retry_slots() {
+    retries_slots_.store(true, std::memory_order_relaxed);  // Relaxed: the bell publishes it.
+    state_.own().bell.ring();
+  }
+
   std::uint64_t bytes_in_place() const { return pipeline_.bytes_in_place(); }
 
   // Ends the communication thread.
@@ -70,6 +77,8 @@ class Progress {
   std::condition_variable parked_changed_;  // unpark_, stopping_
   int waiters_ = 0;
   bool progressing_ = false, callers_progress_ = false, parked_ = false, unpark_ = false, stopping_ = false;
+
+  std::atomic<bool> retries_slots_{false};
 
   Pipeline pipeline_;      // of the thread that makes progress
   bool finished_ = false;  // likewise: what comes once when the world is lost is over

@@ -71,7 +71,8 @@ void Watcher::look_after_pending() {
     pending.check_left();
     const auto held = [this](std::uint32_t slot) { return state_.devices.holds(slot); };
     overdue = pending.overdue(state_.options, held);
-    pending.retry_slots();
+    // Not here: the lock of the table may be that of a rank that has just died.
+    if (pending.waits_for_slots()) progress_.retry_slots();
   }
   tell(std::move(overdue.wait));
   std::string& fact = overdue.fact;

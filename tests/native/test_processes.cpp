@@ -1,10 +1,13 @@
 // The engine with ranks as processes: those that die.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -158,6 +161,34 @@ const bool dead_holder = testing::add("a rank that dies while it holds a lock is
   wait_for(victim);
   const int status = wait_for(survivor);
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+});
+
+const bool full_table = testing::add("so is one that dies with the table's lock while others wait for a slot", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  void* const shared =
+      mmap(nullptr, sizeof(std::atomic<bool>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  auto& is_full = *new (shared) std::atomic<bool>(false);
+  const auto survivor = [&](Engine& engine) {
+    std::vector<float> data(1);
+    std::vector<std::shared_ptr<Work>> works;
+    for (int i = 0; i < kSlots + 2; ++i) works.push_back(engine.submit(allreduce("n" + std::to_string(i), data)));
+    is_full = true;
+    return engine.wait(*works[0]).code() == ErrorCode::kPeerLost ? 0 : 1;
+  };
+  const pid_t surviving = spawn(*segment, 0, survivor, std::chrono::seconds(15));
+  const pid_t victim = spawn(*segment, 1, [&](Engine&) {
+    while (!is_full) usleep(1000);
+    Alarm alarm(segment->world(), 1, std::chrono::seconds(1));
+    segment->world().table_lock.lock(alarm);
+    usleep(400000);  // some looks of the survivor's watcher
+    kill(getpid(), SIGKILL);
+    return 1;
+  });
+  const int status = wait_for(surviving);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+  wait_for(victim);
+  munmap(shared, sizeof(std::atomic<bool>));
 });
 
 const bool late_rank = testing::add("a rank watches the others before it takes part in anything", [] {
