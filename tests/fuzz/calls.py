@@ -61,6 +61,8 @@ class Calls:
         if "barrier" in operation.kind or "_object" in operation.kind:
             return arrays
         mx = self._mx
+        # Most arrays of an operation lie in the arena, or none.
+        adapter = draw.choice((None, self._set_of(operation.members).world("prepare").adapter_for_gradients()))
         given = model.inputs(operation.index, self._rank)
         results = [None] * len(given) if operation.fails else model.outputs(operation.index, self._rank)
         healthy = self._healthy_tensors(operation, len(given))
@@ -75,7 +77,9 @@ class Calls:
                 arrays.inputs.append(inputs)
                 continue
             inputs = [
-                source if source is not None else make_array(arrays, values, dtype, draw, mx.cpu(d) if d else context)
+                source
+                if source is not None
+                else make_array(arrays, values, dtype, draw, mx.cpu(d) if d else context, adapter)
                 for d, (values, dtype) in enumerate(changed)
             ]
             if fault is not None and fault.kind == "input" and tensor == 0:

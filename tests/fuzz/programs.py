@@ -30,7 +30,7 @@ _MISMATCHES = ("shape", "dtype", "op", "scale", "kind", "input", "arguments", "l
 _ROWS = ("dtype", "width", "dimensions", "refused", "kind", "arguments", "late")
 KINDS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "allreduce": (30, False, _MISMATCHES),
-    "grouped_allreduce": (8, False, ("shape", "dtype", "op", "scale", "arguments", "late")),
+    "grouped_allreduce": (10, False, ("shape", "dtype", "op", "scale", "arguments", "late")),
     "numpy_allreduce": (6, True, ("shape", "dtype", "op", "scale", "late")),
     "sparse_allreduce": (5, True, ("shape", "dtype", "late")),
     "broadcast": (10, False, ("shape", "dtype", "root", "kind", "input", "arguments", "late")),
@@ -203,6 +203,10 @@ class _Generator:
         if kind in ("allgather", "grouped_allgather", "alltoall"):
             self._rows(operation)
         operation.in_place = draw.random() < 0.5 and kind != "sparse_allreduce"
+        if kind == "grouped_allreduce" and operation.in_place and draw.random() < 0.7:
+            # Gradients of layers: they travel together, from the arena on some ranks and from elsewhere on others.
+            operation.dtype, operation.special = "float32", False
+            operation.shapes = [(draw.randint(1100, 25000),) for _ in range(draw.randint(8, 24))]
         operation.outsiders = len(members) < self._size and draw.random() < 0.3 and kind not in _OF_STORES
         if (
             operation.name
