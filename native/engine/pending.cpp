@@ -11,6 +11,9 @@
 namespace kvstore_hvd {
 namespace {
 
+// For the other hosts to tell which of their ranks are late.
+constexpr std::chrono::seconds kUntilTold{10};
+
 using Clock = std::chrono::steady_clock;
 
 std::string seconds(std::chrono::nanoseconds duration) {
@@ -258,7 +261,9 @@ Pending::Overdue Pending::overdue(const EngineOptions& options, const std::funct
     if (chain > found.wait.ranks) found.wait = {std::min(chain, most), describe_operation(work.request())};
     if (is_patient(text)) continue;
     // A rank inside a collective computes nothing of the program.
-    if (options.waits_for_busy && chain < most && !blamed.announced_by_all && !blamed.ranks.empty()) continue;
+    const bool may_compute = chain < most && !blamed.announced_by_all;
+    const bool may_be_told = !blamed.ranks.empty() || waited_for < limit + kUntilTold;
+    if (options.waits_for_busy && may_compute && may_be_told) continue;
     found.fact = describe_timeout(name, limit, blamed, options.activity->line());
     return found;
   }
