@@ -7,6 +7,7 @@ exist is an error, so that a misspelt knob cannot be overlooked; two prefixes ar
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -215,6 +216,31 @@ class MPILaunch(NamedTuple):
         if slurm_step:
             return cls("Slurm", number("SLURM_PROCID"), tasks, "SLURM_STEP_NUM_TASKS")
         return None
+
+
+# Launchers of workers that are neither ours nor of an MPI: variables that all of them set for each worker, and the one
+# with the number of workers, of all hosts or (the second) of each.
+_FOREIGN = {
+    "Horovod's launcher": ((), "HOROVOD_SIZE", ""),
+    "a launcher for MXNet's parameter servers (launch.py, bpslaunch)": (
+        ("DMLC_ROLE", "DMLC_PS_ROOT_URI"),
+        "DMLC_NUM_WORKER",
+        "BYTEPS_LOCAL_SIZE",
+    ),
+    "torchrun, or a launcher like it,": (("RANK", "LOCAL_RANK", "MASTER_ADDR"), "WORLD_SIZE", ""),
+}
+
+
+def _foreign_launch(environ: Mapping[str, str], horovods_are_ours: bool) -> tuple[str, int] | None:
+    """The launcher among `_FOREIGN` that started this worker beside others, and how many; None if none did."""
+    for launcher, (variables, size, local_size) in _FOREIGN.items():
+        if not all(map(environ.get, variables)) or (horovods_are_ours and size == "HOROVOD_SIZE"):
+            continue
+        counts = [environ.get(name, "") for name in (size, local_size)]
+        workers = math.prod(int(count) for count in counts if count.isdigit())
+        if workers > 1 and environ.get("DMLC_ROLE", "worker") == "worker":
+            return launcher, workers
+    return None
 
 
 # The variables that `kvhvdrun --help` shows.
@@ -432,7 +458,7 @@ class Config:
     )
     # Read from the variables of others.
     mpi_launch: MPILaunch | None = None
-    horovod_size: int | None = None  # HOROVOD_SIZE, where Horovod's own launcher has set it
+    foreign_launch: tuple[str, int] | None = None  # a launcher that is neither ours nor of an MPI, and its workers
     unused: tuple[str, ...] = ()  # HOROVOD_* variables that are set and have no effect here
 
     def __init__(self, **values: Any) -> None:
@@ -480,11 +506,10 @@ class Config:
                 )
             )
         ours = horovod_variables.OF_WORKERS if horovod_variables.are_ours(environ, values.get("job", "")) else ()
-        horovod_size = "" if ours else environ.get("HOROVOD_SIZE", "")
         return cls(
             **values,
             mpi_launch=MPILaunch.from_environ(environ),
-            horovod_size=int(horovod_size) if horovod_size.isdigit() else None,
+            foreign_launch=_foreign_launch(environ, bool(ours)),
             unused=tuple(sorted(n for n in environ if n.startswith("HOROVOD_") and n not in (*known, *ours))),
         )
 

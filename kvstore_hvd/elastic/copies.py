@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
+from kvstore_hvd.elastic.sampler import SamplerMethods
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.store.arrays import buffer_like
 from kvstore_hvd.store.arrays import copy as copy_array
@@ -39,6 +40,8 @@ def named_copies(values: Mapping[str, Any], of: str) -> dict[str, Any]:
 def _check_copy(of: str, name: str, value: Any) -> None:
     try:
         deep_copy(value)
+    except InvalidRequestError:
+        raise
     except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
         fact = f"a value of {type(value).__name__} cannot be copied: {error}."
         text = message(fact, operation=of, name=name, fix="keep it outside of the state.")
@@ -61,6 +64,10 @@ def _arrays_in(value: Any) -> list[Any]:
             waiting += [*one.keys(), *one.values()]
         elif isinstance(one, (list, tuple, set, frozenset)):
             waiting += one
+        elif isinstance(one, SamplerMethods):
+            fact = "an ElasticSampler among the values would give every worker rank 0's share of the samples."
+            fix = "pass it to GluonState(sampler=...) under a name of its own, or keep it outside of the state."
+            raise InvalidRequestError(message(fact, operation="state", fix=fix))
         elif not isinstance(one, type) and not hasattr(one, "__deepcopy__"):
             waiting.append(getattr(one, "__dict__", None))
     return found

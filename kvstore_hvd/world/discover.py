@@ -42,7 +42,7 @@ def discover(comm: Any = None) -> World:
     elif initialised_mpi() is not None or (cfg.mpi_launch is not None and cfg.mpi_launch.size != 1):
         world = mpi_world(cfg.mpi_launch, ranks)
     else:
-        _refuse_horovodrun(cfg)
+        _refuse_foreign_launch(cfg)
         if ranks is not None:
             check_ranks(ranks, 1)
         world = None
@@ -130,11 +130,13 @@ def _launcher_world(cfg: Config, ranks: Sequence[int] | None) -> World | None:
     return World(topology, job, cfg.secret)
 
 
-def _refuse_horovodrun(cfg: Config) -> None:
-    if cfg.horovod_size is not None and cfg.horovod_size > 1:
-        raise LaunchError(
-            message(
-                f"Horovod's launcher started {cfg.horovod_size} workers; kvstore_hvd cannot find them.",
-                fix="start with `mpirun -np N python train.py` or `kvhvdrun -np N python train.py`.",
-            )
+def _refuse_foreign_launch(cfg: Config) -> None:
+    if cfg.foreign_launch is None:
+        return
+    launcher, workers = cfg.foreign_launch
+    raise LaunchError(
+        message(
+            f"{launcher} started {workers} workers; kvstore_hvd cannot find them, and each would train alone.",
+            fix=f"start with `kvhvdrun -np {workers} python train.py` or `mpirun -np {workers} python train.py`.",
         )
+    )

@@ -240,6 +240,19 @@ def test_arrays_of_mxnet_are_copied(kind):
     assert copied["tuple"][0].shape == (0, 3)
 
 
+def test_samplers_are_no_objects():
+    """A sync would give every worker rank 0's share of the samples."""
+    pytest.importorskip("mxnet")
+    sampler = elastic.ElasticSampler(range(8))
+    for values in ({"sampler": sampler}, {"step": 1, "both": [{"first": sampler}]}):
+        with pytest.raises(InvalidRequestError, match=r"ElasticSampler(.|\n)*Fix: pass it to GluonState\(sampler="):
+            state(**values)
+    later = state(sampler=None)
+    later.sampler = sampler
+    with pytest.raises(InvalidRequestError, match="ElasticSampler"):
+        later.commit()
+
+
 def test_a_state_that_cannot_hear_of_updates_is_refused():
     """At once, and not when the first worker comes."""
 

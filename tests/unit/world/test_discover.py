@@ -70,9 +70,30 @@ def test_one_rank_needs_no_mpi(monkeypatch, environ):
     assert (topology.rank, topology.size, topology.source) == (0, 1, "single")
 
 
-def test_horovodrun_is_refused(monkeypatch):
-    with pytest.raises(LaunchError, match=r"Horovod's launcher started 4 workers(.|\n)*Fix: .*kvhvdrun"):
-        discover(monkeypatch, {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"})
+PS = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_NUM_WORKER": "2"}
+TORCH = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "who", "workers"),
+    [
+        ({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"}, "Horovod's launcher", 4),
+        (PS, "launch.py", 2),
+        ({**PS, "DMLC_NUM_WORKER": "1", "BYTEPS_LOCAL_SIZE": "8"}, "bpslaunch", 8),
+        (TORCH, "torchrun", 3),
+    ],
+)
+def test_launchers_whose_workers_cannot_be_found_are_refused(monkeypatch, environ, who, workers):
+    with pytest.raises(LaunchError, match=rf"{who}.* started {workers} workers(.|\n)*Fix: .*kvhvdrun -np {workers} "):
+        discover(monkeypatch, environ)
+    assert discover(monkeypatch, {**LAUNCHED, **environ}).topology.source == "launcher"
+
+
+@pytest.mark.parametrize(
+    "environ", [{**PS, "DMLC_NUM_WORKER": "1"}, {**PS, "DMLC_ROLE": "server"}, {"WORLD_SIZE": "3", "RANK": "0"}]
+)
+def test_variables_of_others_that_ask_for_no_workers(monkeypatch, environ):
+    assert discover(monkeypatch, environ).topology.source == "single"
 
 
 def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
