@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet_compat import bfloat16
+from kvstore_hvd.world import process
 from support.gluon import mlp
 
 mx = pytest.importorskip("mxnet")
@@ -30,6 +32,21 @@ def test_the_last_one(rank, size):
                 sum_of(mx.nd.ones(1)).wait_to_read()
         assert hvd.join() == last
     assert 0 <= hvd.join() < size
+
+
+@pytest.mark.parametrize("ahead_s", [1_000_000, -1_000_000])
+def test_the_last_one_where_uptimes_differ(rank, size, monkeypatch, ahead_s):
+    """Hosts count their monotonic clocks from their own starts."""
+    topology, clock = process.current().topology, time.monotonic_ns
+    if topology.host_count == 1:
+        pytest.skip("needs several hosts")
+    if topology.host != topology.hosts[0]:
+        monkeypatch.setattr(time, "monotonic_ns", lambda: clock() + ahead_s * 10**9)
+    for last in range(size):
+        if rank == last:
+            for _ in range(3):
+                sum_of(mx.nd.ones(1)).wait_to_read()
+        assert hvd.join() == last
 
 
 def test_again_and_again(rank, size):
