@@ -99,6 +99,7 @@ class TrainerHandler(ArraysHandler):
         """See `ArraysHandler.conform`."""
         trainer = self.value
         _set(_innermost(trainer), details["optimizer"])
+        mxnet_compat.count_on_own_devices(trainer)
         vars(trainer).update(details["trainer"])
         scaler = getattr(trainer, "_amp_loss_scaler", None)
         if scaler is not None and details["scaler"] is not None:

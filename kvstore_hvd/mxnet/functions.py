@@ -181,6 +181,7 @@ def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: Proc
             with open(path, "wb") as file:
                 file.write(states)
             trainer.load_states(path)
+        mxnet_compat.count_on_own_devices(trainer)
 
 
 def _written(obj: Any) -> tuple[bytes, Optional[Exception]]:

@@ -38,7 +38,15 @@ from kvstore_hvd.mxnet_compat.parameters import (
     parameters_in,
     zero_added_gradients,
 )
-from kvstore_hvd.mxnet_compat.trainers import devices_of, is_trainer, joinable_of, key_of, labels_of, note_joinable
+from kvstore_hvd.mxnet_compat.trainers import (
+    count_on_own_devices,
+    devices_of,
+    is_trainer,
+    joinable_of,
+    key_of,
+    labels_of,
+    note_joinable,
+)
 from kvstore_hvd.mxnet_compat.unsynchronised import note_collective
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
@@ -61,6 +69,7 @@ __all__ = [
     "broadcasts_parameters",
     "bytes_in",
     "context_of",
+    "count_on_own_devices",
     "devices_of",
     "differentiable",
     "dtype_name",

@@ -12,7 +12,8 @@
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Graphs with our operators are compiled so that these work, and inferred and exported without them (see graphs.py).
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
-- The states that a Trainer saves to a file and loads contain the residuals of 2bit gradient compression.
+- The states that a Trainer saves to a file and loads contain the residuals of 2bit gradient compression. An optimizer
+  that is loaded goes on counting its updates on the Trainer's own devices.
 - Parameters tell when they have got their arrays (see parameters.py).
 - Every KVHVD_VERIFY_EVERY updates of a Trainer its parameters are compared with the other workers' (0: never).
 - Our errors keep their classes on their way through MXNet's engine (see engine_errors.py).
@@ -41,7 +42,7 @@ from kvstore_hvd.mxnet_compat import (
     trainer_steps,
     unsynchronised,
 )
-from kvstore_hvd.mxnet_compat.trainers import joinable_of, key_of, labels_of
+from kvstore_hvd.mxnet_compat.trainers import count_on_own_devices, joinable_of, key_of, labels_of
 from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, wrap
 
 __all__ = ["ALIAS", "NAME", "install_hooks", "register_store"]
@@ -240,8 +241,17 @@ def _patch_trainer(mxnet: Any) -> None:
 
         return keeping
 
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_states(self: Any, fname: str) -> None:
+            original(self, fname)
+            if _is_ours(self._kvstore) or exchanging.optimizer_in(self._optimizer) is not None:
+                count_on_own_devices(self)
+
+        return load_states
+
     wrap(mxnet.gluon.Trainer, "save_states", with_residuals("_save_residuals"))
     wrap(mxnet.gluon.Trainer, "load_states", with_residuals("_load_residuals"))
+    wrap(mxnet.gluon.Trainer, "load_states", counting)
     wrap(mxnet.gluon.Trainer, "step", stepping)
     wrap(mxnet.gluon.Trainer, "update", updating)
     wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)

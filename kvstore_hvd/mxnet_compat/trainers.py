@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["devices_of", "is_trainer", "joinable_of", "key_of", "labels_of", "note_joinable"]
+__all__ = ["count_on_own_devices", "devices_of", "is_trainer", "joinable_of", "key_of", "labels_of", "note_joinable"]
 
 _JOINABLE = "_kvstore_hvd_joinable"
 
@@ -20,6 +20,19 @@ def devices_of(trainer: Any) -> list[Any]:
     """The contexts of MXNet that its parameters live on."""
     devices: list[Any] = trainer._devices if hasattr(trainer, "_devices") else trainer._contexts  # MXNet 2, MXNet 1
     return devices
+
+
+def count_on_own_devices(trainer: Any) -> None:
+    """Have the optimizer go on counting updates on the Trainer's devices, whatever devices it has counted on."""
+    # MXNet counts for each device: on another one a correction of bias, or a schedule, would begin anew.
+    counts: dict[int, dict[Any, int]] = trainer._optimizer._all_index_update_counts
+    present: dict[Any, int] = {}
+    for table in counts.values():
+        present.update((index, max(count, present.get(index, 0))) for index, count in table.items())
+    for device in devices_of(trainer):
+        counts.setdefault(device.device_id, {})
+    for table in counts.values():
+        table.update(present)
 
 
 def key_of(trainer: Any, param: Any) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.elastic import GluonState
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import array, backward, mlp, parameters, samples, weights
@@ -155,6 +156,51 @@ def test_broadcast_trainer_states(rank, size):
         trainer.step(4)
     for i, value in enumerate(weights(net)):
         assert_equal_on_all_ranks(value, f"states/{i}")
+
+
+@pytest.mark.parametrize("how", ["broadcast", "file", "state"])
+def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
+    """Workers on devices of their own take over all counts of updates: a correction of bias and a schedule go on."""
+    device = mx.cpu(rank)
+    nets = [mlp(seed=3, contexts=[device]) for _ in range(2)]
+    schedule = {
+        "learning_rate": 0.05,
+        "lr_scheduler": mx.lr_scheduler.FactorScheduler(step=2, factor=0.7, base_lr=0.05),
+    }
+    whole, resumed = (hvd.DistributedTrainer(parameters(each), "adam", copy.deepcopy(schedule)) for each in nets)
+    batches = [tuple(array(each, device) for each in samples(4, seed=10 * step + rank)) for step in range(6)]
+
+    def train(net, trainer, some):
+        for batch in some:
+            backward(net, [batch])
+            trainer.step(4)
+
+    train(nets[0], whole, batches[:3])
+    resumed._init_kvstore()
+    resumed._init_params()  # on all, as load_states of some would do
+    if how == "state":
+        state = GluonState(nets[1], resumed)
+    for one, other in zip(parameters(nets[1]), parameters(nets[0])):
+        one.set_data(other.data(device))
+    path = str(tmp_path / "states")
+    whole.save_states(path)
+    if how == "file":
+        with open(path, "rb") as file:
+            content = hvd.broadcast_object(file.read())
+        with open(path, "wb") as file:
+            file.write(content)
+    if how == "file" or rank == 0:
+        resumed.load_states(path)
+    if how == "broadcast":
+        hvd.broadcast_trainer_states(resumed)
+    elif how == "state":
+        state.sync()
+    train(nets[0], whole, batches[3:])
+    train(nets[1], resumed, batches[3:])
+    assert resumed.learning_rate == whole.learning_rate
+    for i, (value, expected) in enumerate(zip(weights(nets[1]), weights(nets[0]))):
+        assert_same_bits(value, expected)
+        assert_equal_on_all_ranks(value, f"counted/{i}")
 
 
 @pytest.mark.parametrize("failing", [0, -1], ids=["first", "last"])
