@@ -11,6 +11,7 @@
 - Our store takes a Trainer's row_sparse gradients (see sparse_trainers.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Graphs with our operators are compiled so that these work, and inferred and exported without them (see graphs.py).
+- In a Trainer's first step with our store the workers compare which states their optimizers have.
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
 - The states that a Trainer saves to a file and loads contain the residuals of 2bit gradient compression. An optimizer
   that is loaded goes on counting its updates on the Trainer's own devices.
@@ -23,6 +24,7 @@ Every change is a thin wrapper around the original, and is made once however oft
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
@@ -59,6 +61,9 @@ Arena = Callable[[], Any]
 _TOLD = "_kvstore_hvd_told"
 # Of a Trainer: what it exchanges in each step.
 _COLLECTED = "_kvstore_hvd_collected"
+# Of a Trainer: the topology of the world in which the states of its optimizer were compared.
+_COMPARED = "_kvstore_hvd_compared"
+_NOTHING = contextlib.nullcontext()
 # MXNet is one per process, and so is what was done to it.
 _store: Optional[type] = None
 _arena: Arena = lambda: None  # noqa: E731
@@ -315,8 +320,11 @@ def _patch_gradients(mxnet: Any) -> None:
         def allreduce_grads(self: Any) -> None:
             if not _is_ours(self._kvstore):
                 original(self)
-            elif not _exchange(self, is_stock):
-                with unsynchronised.uncounted():
+                return
+            loaded = _new_states(self)
+            if loaded or not _exchange(self, is_stock):
+                comparing = self._kvstore._comparing_states(loaded) if loaded else _NOTHING
+                with unsynchronised.uncounted(), comparing:
                     original(self)
 
         return allreduce_grads
@@ -340,6 +348,19 @@ def _arena_of(store: Any) -> Any:
 
 def _move_gradients(parameters: Iterable[Any], arena: Any, unused: bool = False) -> bool:
     return arena is not None and gradients.move_to_arena(parameters, arena, arena.new_array, unused)
+
+
+def _new_states(trainer: Any) -> list[int]:
+    """Of which parameters the optimizer has states in the Trainer's first exchange in a world."""
+    # Later ones need no comparison: whatever all workers have then, the same updates have changed.
+    if not hasattr(trainer._kvstore, "_comparing_states"):
+        return []
+    topology = trainer._kvstore._member.topology
+    if vars(trainer).get(_COMPARED) is topology:
+        return []
+    setattr(trainer, _COMPARED, topology)
+    states = trainer._updaters[0].states if trainer._updaters else {}
+    return sorted(index for index, state in states.items() if state is not None)
 
 
 def _exchange(trainer: Any, in_one_call: bool) -> bool:

@@ -425,6 +425,16 @@ class StoreMethods:
         finally:
             self._reduction = before
 
+    @contextlib.contextmanager
+    def _comparing_states(self, indices: Sequence[int]) -> Iterator[None]:
+        """Within, reductions fail unless all workers have states of these parameters. Called by the Trainer hook."""
+        before = self._reduction
+        self._reduction = before.tied_to_states(indices)
+        try:
+            yield
+        finally:
+            self._reduction = before
+
     def _broadcast_from(self, root: int, key: Key, arrays: Sequence[Any]) -> None:
         """Copy the first of another worker's arrays into all. For Trainers in a Join."""
         with self._member.submitting():

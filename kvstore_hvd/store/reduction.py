@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["SUM", "Reduction"]
+__all__ = ["STATES", "STATES_FIX", "SUM", "Reduction"]
 
 
-#: As kTwoBit in mismatch.cpp.
-_TWO_BIT = 0x32626974
+#: As kTwoBit and kStates in mismatch.cpp.
+_TWO_BIT, STATES = 0x32626974, 0x73746174
+STATES_FIX = "call hvd.broadcast_trainer_states(trainer) after load_states on one rank, or load_states on every rank."
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,12 @@ class Reduction:
     @property
     def is_plain(self) -> bool:
         """Whether it is a sum, of whatever precision, and nothing else."""
-        return self.op == "sum" and not self.is_scaled and not self.threshold
+        return self.op == "sum" and not (self.is_scaled or self.threshold or self.group)
+
+    def tied_to_states(self, indices: Sequence[int]) -> Reduction:
+        """How gradients are summed where the workers compare for which parameters their optimizers have states."""
+        told = zlib.crc32(repr(indices).encode()) & 0xFFFF
+        return replace(self, group=STATES << 32 | told << 16 | min(len(indices), 0xFFFF))
 
     @property
     def of_signs(self) -> Reduction:

@@ -20,7 +20,7 @@ from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, MismatchError
 from kvstore_hvd.store.arrays import unique
 from kvstore_hvd.store.keys import Call, Group
-from kvstore_hvd.store.reduction import Reduction
+from kvstore_hvd.store.reduction import STATES, STATES_FIX, Reduction
 from kvstore_hvd.world.member import Member
 
 __all__ = ["pushpull"]
@@ -32,6 +32,7 @@ _FIX = "use equal row_sparse arrays and arguments on every rank; nothing was cha
 #: What a worker tells: that it refuses, how many rows it has, and what all must have in common.
 _REFUSES, _ROWS, _COMMON = 0, 1, 2
 
+_GROUP = "what is in the group"
 #: What the workers must agree on, with how messages show its number.
 _SHOWN: dict[str, Callable[[int], Any]] = {
     "dtype": lambda number: _DTYPES[number],
@@ -39,7 +40,7 @@ _SHOWN: dict[str, Callable[[int], Any]] = {
     "prescale_factor": lambda number: float(np.int64(number).view(np.float64)),
     "postscale_factor": lambda number: float(np.int64(number).view(np.float64)),
     "compression": lambda number: "fp16" if number else "none",
-    "what is in the group": lambda number: hex(number & (2**64 - 1)),
+    _GROUP: lambda number: hex(number & (2**64 - 1)),
     "the number of dimensions": int,
 }
 
@@ -126,7 +127,10 @@ def _agree(world: Member, call: Call, one: _Rows, how: Reduction) -> None:
         fact = f"{call.topology.rank_list(refusing.tolist())} refused the call."
         raise InvalidRequestError(call.message(group.key, fact, "see the error there; nothing was changed."))
     for place, (what, shown) in enumerate(_SHOWN.items(), _COMMON):
-        call.compare(group.key, what, [shown(number) for number in table[:, place].tolist()], _FIX)
+        told = table[:, place].tolist()
+        if what == _GROUP and any(number >> 32 == STATES for number in told):
+            call.compare(group.key, "the states of the optimizer", list(map(hex, told)), STATES_FIX)
+        call.compare(group.key, what, [shown(number) for number in told], _FIX)
     dimensions, shapes = int(table[0, _COMMON + len(_SHOWN) - 1]), table[:, _COMMON + len(_SHOWN) :]
     call.compare(group.key, "shape", [tuple(each[:dimensions].tolist()) for each in shapes], _FIX)
     one.counts = table[:, _ROWS]

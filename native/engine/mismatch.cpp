@@ -32,6 +32,18 @@ std::string two_bit(std::uint64_t group) {
   return text;
 }
 
+// The upper half of a group that says of which parameters the optimizer has states: their number is in the lowest 16
+// bits, a checksum of which they are in the others. "stat".
+constexpr std::uint64_t kStates = 0x73746174;
+
+std::string states(std::uint64_t group) {
+  if (group >> 32 != kStates) return "none";
+  char text[48];
+  std::snprintf(text, sizeof(text), "of %u parameters (%04x)", static_cast<unsigned>(group & 0xFFFF),
+                static_cast<unsigned>(group >> 16 & 0xFFFF));
+  return text;
+}
+
 struct Aspect {
   const char* name;
   const char* fix;
@@ -45,6 +57,9 @@ const std::vector<Aspect>& aspects() {
        [](World&, const Signature& s) { return std::string(name_of(s.collective)); }},
       {"gradient compression", "call set_gradient_compression with the same type and threshold on every rank.",
        [](World&, const Signature& s) { return two_bit(s.group); }},
+      {"the states of the optimizer",
+       "call hvd.broadcast_trainer_states(trainer) after load_states on one rank, or load_states on every rank.",
+       [](World&, const Signature& s) { return states(s.group); }},
       {"dtype", "use the same dtype on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.dtype)); }},
       {"the kind of memory", "keep the array on the same kind of device on every rank.",

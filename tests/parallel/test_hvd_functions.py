@@ -12,6 +12,7 @@ import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.elastic import GluonState
 from kvstore_hvd.mxnet_compat import engine_is_naive
+from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import array, backward, mlp, parameters, samples, weights
 
@@ -201,6 +202,39 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
     for i, (value, expected) in enumerate(zip(weights(nets[1]), weights(nets[0]))):
         assert_same_bits(value, expected)
         assert_equal_on_all_ranks(value, f"counted/{i}")
+
+
+@pytest.mark.parametrize("loads", ["all", "one", "broadcast"])
+def test_states_on_one_worker_only(rank, size, loads, tmp_path):
+    """Momenta that one worker has loaded and the others have not: the first step says so on all, and how to mend it."""
+    batch = [tuple(array(each) for each in samples(4, seed=rank))]
+
+    def make():
+        net = mlp(seed=3)
+        return net, hvd.DistributedTrainer(parameters(net), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+
+    def step(net, trainer):
+        backward(net, batch)
+        trainer.step(4)
+        return weights(net)
+
+    net, trainer = make()
+    step(net, trainer)
+    trainer.save_states(str(tmp_path / "states"))
+    net, trainer = make()
+    if loads == "all" or rank == size - 1:
+        trainer.load_states(str(tmp_path / "states"))
+    if loads == "broadcast":
+        hvd.broadcast_trainer_states(trainer, size - 1)
+    if loads == "one" and size > 1:
+        with pytest.raises(kvstore_hvd.MismatchError, match=r"(?s)states of the optimizer.*broadcast_trainer"):
+            step(net, trainer)
+        member = process.current().member  # what the other parameters say would be raised by the next test
+        member.drain()
+        member.forget_unread(lambda error: isinstance(error, kvstore_hvd.MismatchError))
+        return
+    for i, value in enumerate(step(net, trainer)):
+        assert_equal_on_all_ranks(value, f"loaded by {loads}/{i}")
 
 
 @pytest.mark.parametrize("failing", [0, -1], ids=["first", "last"])
