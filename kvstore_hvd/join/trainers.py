@@ -21,7 +21,6 @@ from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutErr
 from kvstore_hvd.join.joinable import Joinable, JoinHook
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.native.records import Missed
-from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.keys import wire_name
 from kvstore_hvd.store.kvstore import StoreMethods
 from kvstore_hvd.world import process
@@ -112,11 +111,7 @@ class _TrainerJoinable(Joinable):
         trainer = self._trainer
         for parameter in self._trained():
             for gradient in parameter.list_grad():
-                if mxnet_compat.stype_of(gradient) == "row_sparse":
-                    copy(buffer_like(gradient, context=mxnet_compat.context_of(gradient)), gradient)
-                    continue
-                # Parameter.zero_grad of MXNet 2 refuses arrays of mx.np.
-                gradient[() if gradient.ndim == 0 else slice(None)] = 0
+                mxnet_compat.set_to_zero(gradient)
             for array in parameter.list_data():
                 array._fresh_grad = True
         self._start()

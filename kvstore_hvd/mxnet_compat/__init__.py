@@ -23,6 +23,7 @@ from kvstore_hvd.mxnet_compat.arrays import (
 from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.exchanging import broadcasts_parameters
+from kvstore_hvd.mxnet_compat.gradients import set_to_zero
 from kvstore_hvd.mxnet_compat.hooks import install_hooks
 from kvstore_hvd.mxnet_compat.parameters import (
     after_initialization,
@@ -103,6 +104,7 @@ __all__ = [
     "pip_command",
     "read_into",
     "require_mxnet",
+    "set_to_zero",
     "stype_of",
     "version_number",
     "waitall",

@@ -95,6 +95,19 @@ def move_to_arena(parameters: Iterable[Any], arena: object, new_array: NewArray,
     return any_looked_at
 
 
+def set_to_zero(gradient: Any) -> None:
+    """Overwrite a gradient with zeros, a row_sparse one with no rows."""
+    import mxnet
+
+    with mxnet.autograd.pause():
+        if stype_of(gradient) == "row_sparse":
+            where = context_of(gradient)
+            mxnet.nd.sparse.zeros("row_sparse", gradient.shape, where, gradient.dtype).copyto(gradient)
+        else:
+            # Parameter.zero_grad of MXNet 2 refuses arrays of mx.np.
+            gradient[() if gradient.ndim == 0 else slice(None)] = 0
+
+
 def why_staged(parameter: Any) -> str | None:
     """Why a parameter's gradients are exchanged through staging memory; '' if they are not, None if nobody knows."""
     why: str | None = parameter.__dict__.get(_WHY)

@@ -11,6 +11,7 @@
 - Our store takes a Trainer's row_sparse gradients (see sparse_trainers.py).
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Graphs with our operators are compiled so that these work, and inferred and exported without them (see graphs.py).
+- With ``ignore_stale_grad`` a gradient that is stale on some workers counts as zero there, and all update.
 - In a Trainer's first step with our store the workers compare which states their optimizers have.
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
 - The states that a Trainer saves to a file and loads contain the residuals of 2bit gradient compression. An optimizer
@@ -64,6 +65,9 @@ _COLLECTED = "_kvstore_hvd_collected"
 # Of a Trainer: the topology of the world in which the states of its optimizer were compared.
 _COMPARED = "_kvstore_hvd_compared"
 _NOTHING = contextlib.nullcontext()
+# Of a Trainer: whether its last step ignored stale gradients; and whether the workers have told each other, since the
+# last update, which gradients are fresh.
+_IGNORES, _SHARED = "_kvstore_hvd_ignores_stale", "_kvstore_hvd_shared_freshness"
 # MXNet is one per process, and so is what was done to it.
 _store: Optional[type] = None
 _arena: Arena = lambda: None  # noqa: E731
@@ -197,6 +201,7 @@ def _patch_trainer(mxnet: Any) -> None:
     def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, batch_size: Any, ignore_stale_grad: bool = False) -> None:
             joinable = joinable_of(self)
+            vars(self)[_IGNORES] = bool(ignore_stale_grad)
             if joinable is None:
                 original(self, batch_size, ignore_stale_grad)
             else:
@@ -218,7 +223,20 @@ def _patch_trainer(mxnet: Any) -> None:
             joinable = joinable_of(self)
             if joinable is not None:
                 joinable.check_reduction()
+            vars(self)[_IGNORES] = bool(ignore_stale_grad)
             original(self, batch_size, ignore_stale_grad)
+
+        return update
+
+    def ignoring(original: Callable[..., Any]) -> Callable[..., Any]:
+        def update(self: Any, ignore_stale_grad: bool = False) -> None:
+            # An optimizer that exchanges does so below, for fresh gradients only.
+            is_exchanged = _is_ours(self._kvstore)
+            optimizer = exchanging.optimizer_in(self._optimizer)
+            store = self._kvstore if is_exchanged else getattr(optimizer, "_kvstore_hvd_store", None)
+            if ignore_stale_grad and hasattr(store, "_anywhere") and not vars(self).pop(_SHARED, False):
+                trainer_steps.share_freshness(self, store, is_exchanged)
+            original(self, ignore_stale_grad)
 
         return update
 
@@ -259,6 +277,7 @@ def _patch_trainer(mxnet: Any) -> None:
     wrap(mxnet.gluon.Trainer, "load_states", counting)
     wrap(mxnet.gluon.Trainer, "step", stepping)
     wrap(mxnet.gluon.Trainer, "update", updating)
+    wrap(mxnet.gluon.Trainer, "_update", ignoring)
     wrap(mxnet.gluon.Trainer, "allreduce_grads", reducing)
     wrap(mxnet.gluon.Trainer, "__init__", constructing)
     wrap(mxnet.gluon.Trainer, "_init_kvstore", starting)
@@ -321,10 +340,11 @@ def _patch_gradients(mxnet: Any) -> None:
             if not _is_ours(self._kvstore):
                 original(self)
                 return
-            loaded = _new_states(self)
-            if loaded or not _exchange(self, is_stock):
+            stale, loaded = _stale(self), _new_states(self)
+            if stale or loaded or not _exchange(self, is_stock):
                 comparing = self._kvstore._comparing_states(loaded) if loaded else _NOTHING
-                with unsynchronised.uncounted(), comparing:
+                without = self._kvstore._without(stale) if stale else _NOTHING
+                with unsynchronised.uncounted(), comparing, without:
                     original(self)
 
         return allreduce_grads
@@ -348,6 +368,17 @@ def _arena_of(store: Any) -> Any:
 
 def _move_gradients(parameters: Iterable[Any], arena: Any, unused: bool = False) -> bool:
     return arena is not None and gradients.move_to_arena(parameters, arena, arena.new_array, unused)
+
+
+def _stale(trainer: Any) -> list[int]:
+    """The keys of gradients that are stale on all workers, where such are to be ignored; see share_freshness."""
+    mine, joinable = vars(trainer), joinable_of(trainer)
+    if not mine.get(_IGNORES) or not hasattr(trainer._kvstore, "_anywhere"):
+        return []
+    if joinable is not None and joinable.is_in_a_context:  # it has refused stale gradients
+        return []
+    mine[_SHARED] = True
+    return trainer_steps.share_freshness(trainer, trainer._kvstore)
 
 
 def _new_states(trainer: Any) -> list[int]:

@@ -11,13 +11,36 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Collected", "MakeStep", "collect"]
+from kvstore_hvd.mxnet_compat.gradients import set_to_zero
+from kvstore_hvd.mxnet_compat.trainers import key_of
+
+__all__ = ["Collected", "MakeStep", "collect", "share_freshness"]
 
 #: Makes a store's step of (key, array, priority) for each gradient; None when they are none that it can sum in one go.
 MakeStep = Callable[[Sequence["tuple[int, Any, int]"]], Any]
 
 _list_of = operator.attrgetter("_grad")
 _first_of = operator.itemgetter(0)
+
+
+def share_freshness(trainer: Any, store: Any, exchanged: bool = False) -> list[int]:
+    """Make gradients fresh that are fresh on any worker, stale ones of them zero unless they are `exchanged` already.
+
+    Returns the keys of those that are stale on all workers. Waits for the others.
+    """
+    fresh = [each._grad is not None and any(array._fresh_grad for array in each._data) for each in trainer._params]
+    stale = []
+    for parameter, is_fresh in zip(trainer._params, store._anywhere(fresh, "fresh gradients")):
+        if parameter._grad is None:
+            continue
+        if not is_fresh:
+            stale.append(key_of(trainer, parameter))
+            continue
+        for array, gradient in zip(parameter._data, parameter._grad):
+            if not (array._fresh_grad or exchanged):
+                set_to_zero(gradient)
+            array._fresh_grad = True
+    return stale
 
 
 class Collected:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,6 +70,7 @@ class StoreMethods:
         self._namespace = self._member.next_namespace(self._label)
         self._wire_names: dict[Key, tuple[str, str]] = {}  # of keys that take the short way: name, label
         self._reduction = reduction  # see set_gradient_compression()
+        self._left_out: Collection[Key] = ()
         self._stored: dict[str, Any] = {}  # by str(key): what pull() hands out
         self._staged_reasons: dict[str, str] = {}  # by str(key), of gradients of Trainers
         self._usage = Usage()
@@ -179,7 +180,7 @@ class StoreMethods:
         HorovodInternalError
             The world is lost.
         """
-        if out is None and self._push_in_place(key, value, priority):
+        if (self._left_out and key in self._left_out) or (out is None and self._push_in_place(key, value, priority)):
             return
         with self._member.submitting():
             call, groups = self._check("pushpull", key, value, out, allow_rows=True)
@@ -213,6 +214,8 @@ class StoreMethods:
 
         Parameters and exceptions as `pushpull`.
         """
+        if self._left_out and key in self._left_out:
+            return
         with self._member.submitting():
             call, groups = self._check("push", key, value, allow_rows=True)
             for group in groups:
@@ -240,6 +243,8 @@ class StoreMethods:
         InvalidTypeError, UnsupportedDtypeError, HorovodInternalError
             As `pushpull`.
         """
+        if self._left_out and key in self._left_out:
+            return
         call = self._call("pull")
         with self._member.submitting():
             groups = group_arguments(call, key, out, role="out")
@@ -410,6 +415,27 @@ class StoreMethods:
             row = np.array([fact], np.int64)
             name = f"{self._namespace}/overflow"
             return bool(self._member.all_rows("Trainer.step", name, "AMP's overflow", row).any())
+
+    def _anywhere(self, facts: Sequence[bool], label: str) -> list[bool]:
+        """Which of these facts hold on any worker; waits for all. A worker in ``hvd.join()`` has none of them."""
+        table = np.array(facts, np.int32)
+        if table.size and not self._member.is_alone:
+            place = [table.ctypes.data]
+            with self._member.submitting():
+                request = native.Request(
+                    "allreduce", f"{self._namespace}/{label}", f"'{label}'", place, place, table.shape, "int32"
+                )
+                self._member.engine().run(request)
+        return [bool(each) for each in table]
+
+    @contextlib.contextmanager
+    def _without(self, keys: Collection[Key]) -> Iterator[None]:
+        """Within, calls leave the arrays of these keys alone, on all workers. Called by the Trainer hook."""
+        self._left_out = keys
+        try:
+            yield
+        finally:
+            self._left_out = ()
 
     def _gradient_memory(self) -> native.MXNetAdapter | None:
         """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""

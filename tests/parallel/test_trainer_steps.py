@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.store.kvstore import StoreMethods
 from kvstore_hvd.world import process
-from support.arrays import assert_same_bits, contribution, expected_sum, sum_of_ranks
-from support.gluon import array, is_mxnet_2
+from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum, sum_of_ranks
+from support.gluon import array, is_mxnet_2, mlp, parameters, samples
 from support.steps import SHAPES, assert_summed, check_step, fill, make_parameters, make_trainer
 from support.zero_copy import meet_again, zero_copy
 
@@ -222,3 +223,52 @@ def test_an_unread_error_is_raised_by_the_next_step(rank, size):
     mx.nd.waitall()
     keys = trainer._kvstore.report()["keys"].values()
     assert [key["operations"].get("pushpull", 0) for key in keys] == [3] * len(SHAPES)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["batch", "net"])
+@pytest.mark.parametrize("who", ["store", "distributed", "optimizer", "apart"])
+def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
+    """With ignore_stale_grad: workers without a batch, or with parts of the network each, train as one worker does."""
+
+    def make():
+        nets = [mlp(seed=3), mlp(seed=4)]
+        return nets, [each for net in nets for each in parameters(net)]
+
+    def loss_of(nets, step, worker):
+        data = array(samples(4, seed=10 * step + worker)[0])
+        if how == "net":
+            return (nets[(step + worker) % 2](data) ** 2).mean()
+        return ((nets[0](data) + nets[1](data)) ** 2).mean()
+
+    def takes_part(step, worker):
+        return step != 3 and not (how == "batch" and step % 2 and worker == size - 1)
+
+    options = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
+    (nets, trained), (references, expected) = make(), make()
+    if who == "store":
+        trainer = mx.gluon.Trainer(trained, "sgd", options, kvstore=mx.kv.create("horovod"))
+    elif who == "optimizer":
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **options))
+        trainer = mx.gluon.Trainer(trained, optimizer, kvstore=None)
+    else:
+        trainer = hvd.DistributedTrainer(trained, "sgd", options)
+    alone = mx.gluon.Trainer(expected, "sgd", options, kvstore=None)
+    for step in range(6):
+        if takes_part(step, rank):
+            with mx.autograd.record():
+                loss = loss_of(nets, step, rank)
+            loss.backward()
+        if who == "apart":
+            trainer.allreduce_grads()
+            trainer.update(1, ignore_stale_grad=True)
+        else:
+            trainer.step(size if who == "store" else 1, ignore_stale_grad=True)
+        with mx.autograd.record():
+            losses = [loss_of(references, step, worker) for worker in range(size) if takes_part(step, worker)]
+        if losses:
+            mx.autograd.backward(losses)
+        alone.step(size, ignore_stale_grad=True)
+    for i, (mine, reference) in enumerate(zip(trained, expected)):
+        assert_equal_on_all_ranks(mine.data().asnumpy(), f"stale/{who}/{how}/{i}")
+        np.testing.assert_allclose(mine.data().asnumpy(), reference.data().asnumpy(), rtol=1e-3, atol=1e-5)
