@@ -32,8 +32,8 @@ __all__ = [
     "initialised_mpi",
     "library",
     "mpi_world",
+    "note_world",
     "warn_beside",
-    "world_was_lost",
 ]
 
 # How long MPI may take to end after a world was lost.
@@ -144,7 +144,7 @@ def _await_all(communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> No
             last = Deadline(_ANSWER_S)
         if last is not None and last.left() <= 0:
             end_with_mpi()
-            world_was_lost()
+            note_world(is_lost=True)
             raise LaunchError(
                 message(
                     f"{rank_list(absent())} did not arrive within {config().start_timeout_s:g} s.",
@@ -179,10 +179,10 @@ def end_with_mpi() -> None:
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: _end()), 0)
 
 
-def world_was_lost() -> None:
-    """Have this process not wait for MPI to end, which may wait for processes that are lost."""
+def note_world(is_lost: bool) -> None:
+    """Have this process wait for MPI to end, or only 5 s after a loss: MPI may wait for processes that are lost."""
     global _was_lost
-    _was_lost = True
+    _was_lost = is_lost
 
 
 def _end() -> None:

@@ -19,7 +19,7 @@ from kvstore_hvd.gpu.device_thread import DeviceThread
 from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.links import end_links_at_exit, start_link
 from kvstore_hvd.world.meeting import share_segment
-from kvstore_hvd.world.mpi import end_with_mpi, world_was_lost
+from kvstore_hvd.world.mpi import end_with_mpi, note_world
 from kvstore_hvd.world.topology import Inside, Topology, World
 
 __all__ = ["Connection", "refusals_explained"]
@@ -79,6 +79,7 @@ class Connection:
             self._device = DeviceThread(
                 engine, lambda device: create_executor(engine, topology, device), dict(topology.speaker)
             )
+        note_world(is_lost=False)  # all workers live: they have met again
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
             log.once("pidfds", logging.WARNING, text)
@@ -101,7 +102,7 @@ class Connection:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
         # Descriptors and memory are given back at once; the arena when no array lies in it any more.
         if self._is_over_hosts and self.engine.health() is not None:
-            world_was_lost()
+            note_world(is_lost=True)
         try:
             if not self.engine.shutdown(reason):
                 text = "another worker's GPU has not finished the last operations: its results may be wrong"
