@@ -229,9 +229,8 @@ void Pending::check_left(std::uint32_t slot, const Request& request) {
   for (int r = 0; r < parties_; ++r) {
     const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
     if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
-    const std::string operation = describe_operation(request);
-    alarm_.raise(ErrorCode::kPeerLost, describe_rank(world_, r) + " left before it submitted " + operation);
-    return;
+    return alarm_.raise(ErrorCode::kPeerLost, Messages::left_early(describe_rank(world_, r), alarm_.name_of(rank_),
+                                                                   describe_operation(request)));
   }
 }
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "reduce/reduce.hpp"
+#include "request/messages.hpp"
 #include "request/request.hpp"
 #include "shm/describe.hpp"
 #include "shm/liveness.hpp"
@@ -554,8 +555,8 @@ void Link::check_left(const Tensor& tensor) {
     if (!tensor.by_host[host].empty() || other.left.empty() || other.has_failed) continue;
     const Announcement& own = world_.announcement(tensor.slot, 0);
     const std::string operation = std::string(name_of(own.signature.collective)) + " " + own.note;
-    return alarm_.raise(ErrorCode::kPeerLost,
-                        describe_member(world_, other.left.front()) + " left before it submitted " + operation);
+    return alarm_.raise(ErrorCode::kPeerLost, Messages::left_early(describe_member(world_, other.left.front()),
+                                                                   describe_host(world_, world_.host), operation));
   }
 }
 

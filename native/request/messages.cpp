@@ -77,6 +77,13 @@ Status Messages::left(const std::string& prefix) {
                                           "call allreduce_init() again for what was prepared in an earlier world.");
 }
 
+std::string Messages::left_early(const std::string& leaver, const std::string& waiter, const std::string& operation) {
+  return leaver + " left in good order, at the end of its program or by shutdown(), while " + waiter +
+         " is waiting in " + operation +
+         "\n  Fix: give all workers the same number of steps; or train within kvstore_hvd.Join([trainer]), or end the "
+         "loop with hvd.join(), which lets some have fewer";
+}
+
 Status Messages::forked() {
   return Status(ErrorCode::kShutdown,
                 "this is a forked child; only the parent may communicate.\n"

@@ -32,7 +32,9 @@ class Messages {
   // From now on the errors of a lost world say that other ranks can still change this rank's arrays.
   void tell_that_arrays_stay_shared() { arrays_stay_shared_.store(true, std::memory_order_relaxed); }
 
-  // The same for what begins with `prefix`.
+  // The fact that a rank has left for good before an operation that another one waits in.
+  static std::string left_early(const std::string& leaver, const std::string& waiter, const std::string& operation);
+  // As left(), for what begins with `prefix`.
   static Status left(const std::string& prefix);
   // In a forked child, where there is no world to look at.
   static Status forked();

@@ -48,7 +48,7 @@ def caught(job):
         ("os.kill(os.getpid(), signal.SIGKILL)", r"died \(SIGKILL\)", 137),
         ("os._exit(3)", "exited with code 3", 3),
         ("raise OSError('no caf\\udce9')", r"ended early: OSError: no caf\\udce9", 1),
-        ("sys.exit(0)", "left before it submitted allreduce 'weight'", 7),
+        ("sys.exit(0)", r"left in good order.*, while rank [01] is waiting in allreduce 'weight'", 7),
     ],
 )
 def test_a_rank_that_ends_is_named_by_all_others(run, fault, how, code):

@@ -107,7 +107,8 @@ const bool leaving = testing::add("a rank that left is named by those who still 
     auto data = values_of(rank, 10);
     const Status status = engine.run(allreduce("gone", data));
     check(status.code() == ErrorCode::kPeerLost, status.text());
-    check(contains(status.text(), "left before it submitted allreduce 'gone'"), status.text());
+    check(contains(status.text(), "left in good order"), status.text());
+    check(contains(status.text(), " is waiting in allreduce 'gone'"), status.text());
   });
 });
 
