@@ -346,8 +346,6 @@ def _patch_gradients(mxnet: Any) -> None:
                 without = self._kvstore._without(stale) if stale else _NOTHING
                 with unsynchronised.uncounted(), comparing, without:
                     original(self)
-            if loaded is not None:
-                _await_gradients(self)
 
         return allreduce_grads
 
@@ -383,29 +381,17 @@ def _stale(trainer: Any) -> list[int]:
     return trainer_steps.share_freshness(trainer, trainer._kvstore)
 
 
-def _new_states(trainer: Any) -> Optional[list[int]]:
-    """Of which parameters the optimizer has states in the Trainer's first exchange in a world; None in later ones."""
+def _new_states(trainer: Any) -> list[int]:
+    """Of which parameters the optimizer has states in the Trainer's first exchange in a world."""
     # Later ones need no comparison: whatever all workers have then, the same updates have changed.
     if not hasattr(trainer._kvstore, "_comparing_states"):
-        return None
+        return []
     topology = trainer._kvstore._member.topology
     if vars(trainer).get(_COMPARED) is topology:
-        return None
+        return []
     setattr(trainer, _COMPARED, topology)
     states = trainer._updaters[0].states if trainer._updaters else {}
     return sorted(index for index, state in states.items() if state is not None)
-
-
-def _await_gradients(trainer: Any) -> None:
-    """Raise what an exchange has failed with before anything is updated, and read it from all gradients."""
-    failures = []
-    for gradient in (each for param in trainer._params for each in param._grad or ()):
-        try:
-            gradient.wait_to_read()
-        except Exception as error:  # noqa: BLE001 - whatever one of the operations failed with
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def _exchange(trainer: Any, in_one_call: bool) -> bool:
