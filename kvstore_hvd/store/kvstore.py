@@ -456,9 +456,11 @@ class StoreMethods:
         """Within, reductions fail unless all workers have states of these parameters. Called by the Trainer hook."""
         before = self._reduction
         self._reduction = before.tied_to_states(indices)
+        self._member.hold_unread(1)  # the mismatch of one gradient must not keep this worker from submitting the others
         try:
             yield
         finally:
+            self._member.hold_unread(-1)
             self._reduction = before
 
     def _broadcast_from(self, root: int, key: Key, arrays: Sequence[Any]) -> None:
