@@ -447,9 +447,6 @@ class Link:
     def give_up(self) -> None:
         """Serves it no longer."""
 
-def close_connections() -> None:
-    """Closes the TCP connections of all links in a forked child: they end with the parent then."""
-
 def stop_links(limit_s: float) -> bool:
     """Waits until all links of this process are over, or the limit; returns whether they were."""
 

@@ -58,7 +58,7 @@ def start_link(world: World, segment: native.Segment) -> None:
         return
     for rank, (host, pid) in enumerate(zip(topology.hosts, topology.pids)):
         segment.introduce(rank, pid, host)
-    transport = _mpi_transport(world) if world.communicator is not None else _tcp_transport(world)
+    transport = _mpi_transport(world) if world.communicator is not None else native.tcp_transport(connect_hosts(world))
     link = native.Link(
         segment,
         transport,
@@ -78,17 +78,6 @@ def start_link(world: World, segment: native.Segment) -> None:
 def end_links_at_exit() -> None:
     """Have this process not end before its links are over: other hosts may need them. Where there is no MPI."""
     atexit.register(lambda: native.stop_links(config().exit_timeout_s))
-
-
-def _tcp_transport(world: World) -> native.Transport:
-    _close_in_children()
-    return native.tcp_transport(connect_hosts(world))
-
-
-@functools.lru_cache(maxsize=1)
-def _close_in_children() -> None:
-    # Other hosts would take this worker for alive as long as a forked child holds its connections.
-    os.register_at_fork(after_in_child=native.close_connections)
 
 
 def _mpi_transport(world: World) -> native.Transport:

@@ -38,7 +38,6 @@ void bind_link(py::module_& module) {
       },
       py::arg("functions"), py::arg("communicator"), py::arg("ranks"), py::arg("first_tag"));
   module.def("tcp_transport", &tcp_transport, py::arg("connections"));
-  module.def("close_connections", &close_connections);
   py::class_<Link, std::shared_ptr<Link>>(module, "Link", "Moves bytes between this host and the others.")
       .def(py::init([](std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transport, double timeout_s,
                        double silence_s, const std::string& build, int dtype) {

@@ -3,6 +3,8 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <thread>
 #include <utility>
 
@@ -22,11 +24,14 @@ constexpr int kCallsAfterwards = 50;
 }  // namespace
 
 LinkLoop& LinkLoop::of_this_process() {
-  static std::mutex mutex;
-  static LinkLoop* loop = nullptr;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (loop == nullptr || loop->owner_ != process_id()) loop = new LinkLoop();  // a forked child has none
-  return *loop;
+  // No lock: another thread might hold it while the process forks.
+  static std::atomic<LinkLoop*> shared{nullptr};
+  LinkLoop* found = shared.load();
+  while (found == nullptr || found->owner_ != process_id()) {  // a forked child has none
+    std::unique_ptr<LinkLoop> made(new LinkLoop());
+    if (shared.compare_exchange_strong(found, made.get())) return *made.release();
+  }
+  return *found;
 }
 
 void LinkLoop::add(const std::shared_ptr<Link>& link) {

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -55,9 +56,20 @@ void discard_input(int socket) {
   }
 }
 
-// Never destroyed: a link's thread may outlive what is.
+// Of all transports of this process. Never destroyed: a link's thread may outlive what is.
 std::mutex& all_mutex = *new std::mutex;
 std::set<int>& all_sockets = *new std::set<int>;
+
+// Other hosts would take this process for alive as long as a forked child holds its connections.
+void close_in_children() {
+  static const int registered = pthread_atfork([] { all_mutex.lock(); }, [] { all_mutex.unlock(); },
+                                               [] {
+                                                 for (const int socket : all_sockets) close(socket);
+                                                 all_sockets.clear();
+                                                 all_mutex.unlock();
+                                               });
+  if (registered != 0) throw std::system_error(registered, std::generic_category(), "pthread_atfork");
+}
 
 class TcpTransport final : public Transport {
  public:
@@ -82,10 +94,10 @@ class TcpTransport final : public Transport {
         for (const Message* one : receives) delete one;
       }
       if (peer.socket < 0) continue;
+      const std::lock_guard<std::mutex> lock(all_mutex);
+      if (all_sockets.erase(peer.socket) == 0) continue;  // in a child
       shutdown(peer.socket, SHUT_WR);
       discard_input(peer.socket);
-      const std::lock_guard<std::mutex> lock(all_mutex);
-      all_sockets.erase(peer.socket);
       close(peer.socket);
     }
   }
@@ -313,12 +325,8 @@ class TcpTransport final : public Transport {
 }  // namespace
 
 std::shared_ptr<Transport> tcp_transport(const std::vector<int>& connections) {
+  close_in_children();
   return std::make_shared<TcpTransport>(connections);
-}
-
-void close_connections() {
-  // Without the lock: a thread that the child does not have may have held it.
-  for (const int socket : all_sockets) close(socket);
 }
 
 }  // namespace kvstore_hvd

@@ -59,9 +59,7 @@ struct MpiFunctions {
 std::shared_ptr<Transport> mpi_transport(const MpiFunctions& functions, std::uintptr_t communicator,
                                          std::vector<int> ranks, int first_tag);
 
-// `connections`: sockets by host, -1 for this one; they are owned.
+// `connections`: sockets by host, -1 for this one; they are owned, and closed in forked children.
 std::shared_ptr<Transport> tcp_transport(const std::vector<int>& connections);
-// Closes the sockets of all transports of this process: in a forked child, whose parent alone uses them.
-void close_connections();
 
 }  // namespace kvstore_hvd

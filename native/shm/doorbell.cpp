@@ -23,7 +23,7 @@ namespace {
 // connections tell of them; and else.
 constexpr std::chrono::nanoseconds kLook{50'000}, kMostLook{2'000'000}, kIdleLook{10'000'000};
 // So many times in a row may connections wake the thread for nothing; then those that can still be read are none of
-// MPI's, and are not heard any more.
+// MPI's, and are not heard any more. Or they are closed here, and open in a forked child.
 constexpr int kVain = 100;
 constexpr std::chrono::milliseconds kFirstSearch{1};
 constexpr int kEvents = 16;
@@ -100,7 +100,7 @@ void Doorbell::learn(bool found_news) {
 }
 
 // While bytes wait to be read there is something to do; that a connection can take bytes again is news once. What is
-// closed leaves by itself.
+// closed leaves by itself, unless a child has it open.
 void Doorbell::find_connections() {
   DIR* const folder = opendir("/proc/self/fd");
   if (folder == nullptr) return;
@@ -121,9 +121,13 @@ void Doorbell::ignore_readable() {
   epoll_event events[kEvents];
   const int found = epoll_wait(readable_, events, kEvents, 0);
   for (int i = 0; i < found; ++i) {
-    epoll_ctl(readable_, EPOLL_CTL_DEL, events[i].data.fd, nullptr);
-    ignored_.insert(events[i].data.fd);
+    pollfd one{events[i].data.fd, POLLIN, 0};
+    if (is_tcp(one.fd) && poll(&one, 1, 0) > 0) ignored_.insert(one.fd);
   }
+  // What a child has open stays in the set, and only a new set is without it.
+  close(readable_);
+  readable_ = epoll_create1(EPOLL_CLOEXEC);
+  find_connections();
   vain_ = 0;
 }
 

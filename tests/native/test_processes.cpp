@@ -15,6 +15,7 @@
 #include "check.hpp"
 #include "ranks.hpp"
 #include "shm/alarm.hpp"
+#include "shm/doorbell.hpp"
 #include "shm/liveness.hpp"
 #include "shm/process_end.hpp"
 #include "shm/world.hpp"
@@ -189,6 +190,26 @@ const bool full_table = testing::add("so is one that dies with the table's lock 
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
   wait_for(victim);
   munmap(shared, sizeof(std::atomic<bool>));
+});
+
+const bool closed_connection = testing::add("a closed connection that a child holds wakes nobody for ever", [] {
+  const auto sockets = tcp_connections(2);
+  Doorbell doorbell;
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  doorbell.sleep(true, true);  // finds both
+  close(sockets[1][0]);
+  close(sockets[0][1]);
+  for (int i = 0; i < 1000; ++i) doorbell.sleep(true, false);
+  const auto begun = std::chrono::steady_clock::now();
+  constexpr int kSleeps = 50;
+  for (int i = 0; i < kSleeps; ++i) doorbell.sleep(true, false);
+  check(std::chrono::steady_clock::now() - begun >= kSleeps * std::chrono::microseconds(50), "it does not sleep");
+  kill(child, SIGKILL);
+  wait_for(child);
 });
 
 const bool late_rank = testing::add("a rank watches the others before it takes part in anything", [] {

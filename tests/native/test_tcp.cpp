@@ -1,5 +1,9 @@
 // TCP between hosts: messages of any size arrive whole, in order and where they belong, whoever is early; and what
 // ends.
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <deque>
 #include <random>
@@ -174,6 +178,27 @@ const bool floods = testing::add("messages that are too long, or that nobody can
     check(is_foreign, "not refused");
     close(sockets[1][0]);
   }
+});
+
+const bool forked = testing::add("a forked child holds no connection, and its own files stay its own", [] {
+  const auto sockets = tcp_connections(2);
+  auto end = tcp_transport(sockets[0]);
+  const pid_t child = fork();
+  if (child == 0) {
+    if (fcntl(sockets[0][1], F_GETFD) >= 0) _exit(1);
+    const int own = dup2(STDERR_FILENO, sockets[0][1]);
+    const pid_t grandchild = fork();
+    if (grandchild == 0) _exit(fcntl(own, F_GETFD) >= 0 ? 0 : 1);
+    int status = 1;
+    waitpid(grandchild, &status, 0);
+    end.reset();
+    _exit(status == 0 && fcntl(own, F_GETFD) >= 0 ? 0 : 2);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child: " + std::to_string(status));
+  check(fcntl(sockets[0][1], F_GETFD) >= 0, "the parent keeps it");
+  close(sockets[1][0]);
 });
 
 }  // namespace
