@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import log, native
+from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
 from kvstore_hvd.world.agree import exchange
@@ -42,6 +43,8 @@ __all__ = [
 
 # The part of a core that a process uses at least whose MXNet computes.
 _BUSY = 0.1
+# For how many times the limit at exit MXNet may compute without an operation of this worker: other threads may be busy.
+_MOST_BUSY = 20
 
 
 class Process:
@@ -437,11 +440,11 @@ class Process:
             for member in self._members:
                 stack.callback(member.after_fork_in_child)
 
-    def _progress(self, limit_s: float) -> tuple[int, int]:
+    def _progress(self, limit_s: float, busy: Deadline) -> tuple[int, int]:
         """Changes when an operation of this worker completes, or while none is pending and MXNet computes."""
         counts = [member.counts for member in self._members]
-        is_idle = not any(pending for _, pending in counts)
-        return sum(over for over, _ in counts), int(time.process_time() / limit_s / _BUSY) if is_idle else 0
+        may_compute = busy.left() > 0 and not any(pending for _, pending in counts)
+        return sum(over for over, _ in counts), int(time.process_time() / limit_s / _BUSY) if may_compute else 0
 
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
@@ -457,7 +460,8 @@ class Process:
             rank, limit_s = self._member.topology.rank, config().exit_timeout_s
             text = f"rank {rank} left: none of its operations completed within {limit_s:g} s at its exit"
             # After an exception something may be wrong with MXNet itself.
-            progress = (lambda: None) if reason else (lambda: self._progress(limit_s))
+            busy = Deadline(_MOST_BUSY * limit_s)
+            progress = (lambda: None) if reason else (lambda: self._progress(limit_s, busy))
             self._watchdog.leaving(limit_s, lambda: self.abort(text), progress)
         try:
             unread = self.leave(reason)

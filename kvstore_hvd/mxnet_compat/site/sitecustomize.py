@@ -11,7 +11,7 @@ import sys
 
 
 class _Before:
-    """A finder and loader. A finder must import nothing, see base/import_hook.py: the loader imports kvstore_hvd."""
+    """A finder. It must import nothing, see base/import_hook.py: its loader imports kvstore_hvd."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def] # without typing: faster
@@ -22,28 +22,41 @@ class _Before:
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in later)), None)
         # As kvstore_hvd.config reads it, which may not be imported here.
         is_ours = os.environ.get("KVHVD_AS_HOROVOD", "").lower() in ("1", "true", "yes", "on")  # noqa: TID251
-        if spec is None and name == "horovod" and is_ours and importlib.util.find_spec("kvstore_hvd"):
-            spec = importlib.machinery.ModuleSpec(name, None)
-        if spec is not None:
-            spec.loader = cls  # type: ignore[assignment]
+        if name == "horovod" and is_ours and importlib.util.find_spec("kvstore_hvd") and not _has_loader(spec):
+            spec = importlib.machinery.ModuleSpec(name, _Loader(None))  # type: ignore[arg-type]
+        elif _has_loader(spec):
+            spec.loader = _Loader(spec.loader)  # type: ignore[union-attr, assignment]
         return spec
 
-    @classmethod
-    def create_module(cls, spec):  # type: ignore[no-untyped-def]
-        """Import kvstore_hvd, find the module anew by its finders, and begin to load it."""
+
+def _has_loader(spec: object) -> bool:
+    return getattr(spec, "loader", None) is not None  # a folder without __init__.py has none
+
+
+class _Loader:
+    """Imports kvstore_hvd, whose finders then find the module anew; anything else is the real loader's."""
+
+    def __init__(self, loader: object) -> None:
+        self._loader = loader
+
+    def create_module(self, spec):  # type: ignore[no-untyped-def]
         try:
             import kvstore_hvd  # noqa: F401
         except ModuleNotFoundError as error:
             if error.name != "kvstore_hvd":  # else it is another environment's interpreter
                 raise
-        if cls in sys.meta_path:
-            sys.meta_path.remove(cls)
+        if _Before in sys.meta_path:
+            sys.meta_path.remove(_Before)
         vars(spec).update(vars(importlib.util.find_spec(spec.name)))
+        self._loader = spec.loader
         return spec.loader.create_module(spec)
 
-    @classmethod
-    def exec_module(cls, module):  # type: ignore[no-untyped-def]
-        """Not called: the spec has the other loader by then."""
+    def exec_module(self, module):  # type: ignore[no-untyped-def]
+        """Called by a lazy loader around this one; others take that of the spec."""
+        self._loader.exec_module(module)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name):  # type: ignore[no-untyped-def]
+        return getattr(self._loader, name)
 
 
 def _is_complete(module: object) -> bool:

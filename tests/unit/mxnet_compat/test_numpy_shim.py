@@ -164,6 +164,19 @@ def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path):
         "import mxnet; assert mxnet.kv.KVStoreBase.kv_registry['horovod'].__module__ == 'kvstore_hvd.store.kvstore'\n"
     )
     python(check, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other, ROOT))))
+    # The loader is seen by programs: a lazy import, data of the package, and a folder that is no package.
+    (tmp_path / "horovod").mkdir()
+    seen = (
+        "import importlib.util, sys; spec = importlib.util.find_spec('mxnet')\n"
+        "assert spec.loader.get_data(spec.origin)\n"
+        "spec.loader = lazy = importlib.util.LazyLoader(spec.loader)\n"
+        "sys.modules['mxnet'] = module = importlib.util.module_from_spec(spec)\n"
+        "lazy.exec_module(module); assert module.nd\n"
+        "try: import horovod.mxnet\n"
+        "except ImportError: pass\n"
+        "else: assert 0\n"
+    )
+    python(seen, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other, ROOT))))
     # Another environment's interpreter, which has no kvstore_hvd, finds MXNet as ever.
     bare = "import sys, importlib.util; sys.modules['kvstore_hvd'] = None; assert importlib.util.find_spec('mxnet')"
     python(bare, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other))))
