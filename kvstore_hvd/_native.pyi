@@ -16,6 +16,9 @@ from kvstore_hvd.native.records import (
     Waiting,
 )
 
+def calls_of(thread: int, most: int) -> list[tuple[str, int, str, str]]:
+    """The innermost calls of a Python thread: file, line, function and module of each."""
+
 def abi() -> str:
     """What must be equal for two workers to share memory."""
 

@@ -30,6 +30,10 @@ _MAIN_CALLS, _OTHER_CALLS, _OTHER_THREADS = 15, 5, 3
 # Packages whose code is not the program's, by their first names.
 _LIBRARIES = ("kvstore_hvd", "horovod", "mxnet")
 _MAX_PATH = 80
+# Frames of the main thread among which a line of the program is looked for.
+_MOST_CALLS = 100
+# Who waits for longer may be asked where.
+_SOON_S = 1.0
 
 _STOP_S = 1.0
 _LOOKS = 4  # at least so many before the first report
@@ -89,9 +93,11 @@ class StallInspector:
         """Look once, and log what there is to report."""
         if self._engine.health() is not None:
             return False
-        self._engine.tell_line(program_line())
         self._look_at_waiting(now)
         self._look_at_missed(now)
+        # Only then may the line be asked for.
+        if self._missed_since or self._engine.waiting(_SOON_S):
+            self._engine.tell_line(program_line())
         return True
 
     def _run(self) -> None:
@@ -247,15 +253,10 @@ class _Reports:
 
 def program_line() -> str:
     """Where the main thread is in the program, outside of this package and MXNet: ``'train.py:12 in main'``."""
-    inner = frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame = frame.f_back
-    frame = frame or inner
-    if frame is None:
-        return ""
-    code = frame.f_code
-    path = code.co_filename if len(code.co_filename) <= _MAX_PATH else f"...{code.co_filename[-_MAX_PATH:]}"
-    return f"{path}:{frame.f_lineno} in {code.co_name}"
+    calls = native.calls_of(threading.main_thread().ident or 0, _MOST_CALLS)
+    of_program = (call for call in calls if str(call[3]).partition(".")[0] not in _LIBRARIES)
+    path, line, function, _ = next(of_program, calls[0] if calls else ("", 0, "", ""))
+    return f"{path if len(path) <= _MAX_PATH else f'...{path[-_MAX_PATH:]}'}:{line} in {function}" if path else ""
 
 
 def python_stacks() -> str:
