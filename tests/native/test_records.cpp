@@ -4,6 +4,7 @@
 //
 // KVHVD_TEST_RECORDS_S: for how long random streams are tried, in place of a second. KVHVD_TEST_RECORDS_SEED: the
 // first.
+#include <array>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -209,9 +210,15 @@ struct Beat {
     int rank;
   };
   std::vector<Late> late;
+  struct Behind {
+    int rank;
+    std::uint32_t waits;
+    std::array<char, SharedText::kBytes> text;
+  };
+  std::vector<Behind> behind;
 
   void append_to(std::vector<char>& stream) const {
-    append_record(stream, RecordKind::kBeat, error, text, arrived, n_ready, left, late);
+    append_record(stream, RecordKind::kBeat, error, text, arrived, n_ready, left, late, behind);
   }
 };
 
@@ -481,6 +488,7 @@ const bool refused = testing::add("each record that no host of this version send
       {"another root", order([](Order& one) { one.root = 1; })},
       {"a rank of another host that has left", beat([](Beat& one) { one.left = {1}; })},
       {"a rank of no host that has left", beat([](Beat& one) { one.left = {-1}; })},
+      {"a rank of no host that waits", beat([](Beat& one) { one.behind = {{1 << 30, 1, {}}}; })},
       {"a rank of no host that is late", beat([](Beat& one) { one.late = {{id_of("x"), 1 << 30}}; })},
       {"counts of other hosts", beat([](Beat& one) { one.n_ready.resize(2); })},
       {"no error", beat([](Beat& one) { one.error = static_cast<ErrorCode>(77); })},
