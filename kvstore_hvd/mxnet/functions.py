@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import zlib
 from collections.abc import Mapping
 from typing import Any, Optional
 
 import numpy as np
 
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for, operations, root_in, unnamed
 from kvstore_hvd.mxnet.gathers import gather_bytes
@@ -101,6 +102,9 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters with the root's, on all devices. Asynchronous.
 
+    If the root has states of the optimizer for them that another worker lacks (it has loaded them), or the other way
+    round, `broadcast_trainer_states` follows. So the workers first compare what their Trainers have; waits for them.
+
     A parameter whose shape is not known yet is broadcast as soon as it is initialised, which must happen on all
     workers, in any order. A copy of it that was made before (``copy.deepcopy(net)``) is not broadcast.
 
@@ -129,7 +133,8 @@ def broadcast_parameters(
     root = root_in(call, root_rank, process_set)
     check_name(call, prefix)
     groups, deferred = [], []
-    for key, parameter in _named(call, params):
+    named = _named(call, params)
+    for key, parameter in named:
         shown = f"{prefix or ''}{key}"
         check_name(call, shown)
         arrays = [parameter] if mxnet_compat.is_ndarray(parameter) else mxnet_compat.arrays_of(parameter)
@@ -143,6 +148,13 @@ def broadcast_parameters(
         _broadcast_group(call, world, namespace, groups, root)
         for shown, parameter in deferred:
             _follow(call, process_set, namespace, shown, parameter, root)
+        trainers = mxnet_compat.trainers_of(parameter for _, parameter in named)
+        states_differ = _states_differ(world, namespace, trainers)
+    if states_differ:
+        fact = "the workers have different states of the optimizer: those of rank %d are broadcast, too."
+        log.logger.warning("broadcast_parameters: " + fact, root_rank)
+        for trainer in trainers:
+            broadcast_trainer_states(trainer, root_rank, process_set)
 
 
 def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
@@ -249,6 +261,15 @@ def _group(call: Call, shown: str, arrays: list[Any]) -> Group:
 def _broadcast_group(call: Call, world: Member, namespace: str, groups: list[Group], root: int) -> None:
     if groups:
         operations(world, f"{NAMESPACE}/{namespace}").broadcast(call, groups, 0, root)
+
+
+def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:
+    """Whether the workers have as many Trainers, with states of different parameters; waits for them."""
+    states = {place: indices for place, each in enumerate(trainers) if (indices := mxnet_compat.states_in(each))}
+    row = np.array([len(trainers), zlib.crc32(repr(states).encode())], np.int64)
+    name = wire_name(f"{NAMESPACE}/{namespace}", "states")
+    numbers, digests = world.all_rows("broadcast_parameters", name, "the states of the optimizer", row).T
+    return len(set(numbers)) == 1 < len(set(digests))
 
 
 def _follow(call: Call, process_set: ProcessSet, namespace: str, shown: str, parameter: Any, root: int) -> None:

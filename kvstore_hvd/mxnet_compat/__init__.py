@@ -21,7 +21,7 @@ from kvstore_hvd.mxnet_compat.arrays import (
     write_from,
 )
 from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
-from kvstore_hvd.mxnet_compat.engine_errors import engine_text
+from kvstore_hvd.mxnet_compat.engine_errors import engine_text, set_told, was_told
 from kvstore_hvd.mxnet_compat.exchanging import broadcasts_parameters
 from kvstore_hvd.mxnet_compat.gradients import set_to_zero
 from kvstore_hvd.mxnet_compat.hooks import install_hooks
@@ -47,6 +47,8 @@ from kvstore_hvd.mxnet_compat.trainers import (
     key_of,
     labels_of,
     note_joinable,
+    states_in,
+    trainers_of,
 )
 from kvstore_hvd.mxnet_compat.unsynchronised import note_collective
 from kvstore_hvd.mxnet_compat.versions import (
@@ -105,9 +107,13 @@ __all__ = [
     "read_into",
     "require_mxnet",
     "set_to_zero",
+    "set_told",
+    "states_in",
     "stype_of",
+    "trainers_of",
     "version_number",
     "waitall",
+    "was_told",
     "write_from",
     "zero_added_gradients",
 ]

@@ -20,9 +20,22 @@ from typing import Any
 
 from kvstore_hvd import errors
 
-__all__ = ["engine_text", "in_one_line", "register_errors", "restore_text"]
+__all__ = ["engine_text", "in_one_line", "register_errors", "restore_text", "set_told", "was_told"]
 
 _TRACE = "Traceback (most recent call last):"
+
+_told = False
+
+
+def was_told() -> bool:
+    """Whether the program has got an error of an asynchronous operation of its own; lost worlds do not count."""
+    return _told
+
+
+def set_told(told: bool) -> None:
+    """See `was_told`. Errors that MXNet raises set it by themselves."""
+    global _told
+    _told = told
 
 
 def engine_text(error: errors.KVHvdError) -> str:
@@ -62,6 +75,7 @@ def _both(cls: type[errors.KVHvdError], mxnet_error: type) -> type:
 
     def init(self: Any, text: object = "", *rest: object) -> None:
         self.args = (restore_text(str(text), cls.__name__), *rest)
+        set_told(was_told() or not issubclass(cls, errors.HorovodInternalError))
 
     def to_text(self: Any) -> str:
         return str(self.args[0]) if self.args else ""

@@ -45,7 +45,7 @@ from kvstore_hvd.mxnet_compat import (
     trainer_steps,
     unsynchronised,
 )
-from kvstore_hvd.mxnet_compat.trainers import count_on_own_devices, joinable_of, key_of, labels_of
+from kvstore_hvd.mxnet_compat.trainers import count_on_own_devices, joinable_of, key_of, labels_of, states_in
 from kvstore_hvd.mxnet_compat.wrapping import is_wrapped, wrap
 
 __all__ = ["ALIAS", "NAME", "install_hooks", "register_store"]
@@ -390,8 +390,7 @@ def _new_states(trainer: Any) -> list[int]:
     if vars(trainer).get(_COMPARED) is topology:
         return []
     setattr(trainer, _COMPARED, topology)
-    states = trainer._updaters[0].states if trainer._updaters else {}
-    return sorted(index for index, state in states.items() if state is not None)
+    return states_in(trainer)
 
 
 def _exchange(trainer: Any, in_one_call: bool) -> bool:

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["count_on_own_devices", "devices_of", "is_trainer", "joinable_of", "key_of", "labels_of", "note_joinable"]
+__all__ = [
+    "count_on_own_devices",
+    "devices_of",
+    "is_trainer",
+    "joinable_of",
+    "key_of",
+    "labels_of",
+    "note_joinable",
+    "states_in",
+    "trainers_of",
+]
 
 _JOINABLE = "_kvstore_hvd_joinable"
 
@@ -20,6 +32,19 @@ def devices_of(trainer: Any) -> list[Any]:
     """The contexts of MXNet that its parameters live on."""
     devices: list[Any] = trainer._devices if hasattr(trainer, "_devices") else trainer._contexts  # MXNet 2, MXNet 1
     return devices
+
+
+def trainers_of(parameters: Iterable[Any]) -> list[Any]:
+    """The Trainers that update these parameters, in their order; of what is no parameter there is none."""
+    found = [getattr(each, "_trainer", None) for each in parameters]
+    trainers = [each() if isinstance(each, weakref.ref) else each for each in found]  # MXNet 2, MXNet 1
+    return list({id(each): each for each in trainers if each is not None}.values())
+
+
+def states_in(trainer: Any) -> list[int]:
+    """For which parameters its optimizer has states, as numbers in order."""
+    states = trainer._updaters[0].states if trainer._updaters else {}
+    return sorted(index for index, state in states.items() if state is not None)
 
 
 def count_on_own_devices(trainer: Any) -> None:

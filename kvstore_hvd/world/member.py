@@ -181,10 +181,12 @@ class Member:
         """Wait for MXNet's operations; what one of them failed with is raised by the next call."""
         if not mxnet_compat.is_imported():
             return
+        told = mxnet_compat.was_told()
         try:
             mxnet_compat.waitall()
         except Exception as error:  # noqa: BLE001 - whatever an operation failed with
             self.defer(error)
+            mxnet_compat.set_told(told)
 
     def hold_unread(self, change: int) -> None:
         """Leave errors that nobody has read alone, while this was called with 1 more often than with -1."""
@@ -389,6 +391,7 @@ class Member:
             self.defer(unread)
             raise
         if unread is not None:
+            mxnet_compat.set_told(True)
             raise unread
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import log, native
+from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
@@ -455,6 +455,7 @@ class Process:
                 log_unread(self._member.deferred)
             self._recorder.finish()
             return
+        told = mxnet_compat.was_told()
         reason = early_end(f"rank {self._member.topology.rank}")
         if self._watchdog is not None:
             rank, limit_s = self._member.topology.rank, config().exit_timeout_s
@@ -469,7 +470,8 @@ class Process:
                 self._member.drain()  # or MXNet's own exit handler would print the errors of what was pending
             if unread is not None:
                 log_unread(unread)
-                native.end_as_failed()
+                if not told:  # or this error may follow from the one that the program has got, and ended well with
+                    native.end_as_failed()
         except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
             if not reason:
                 log.logger.warning("could not leave the world in good order: %s", error)

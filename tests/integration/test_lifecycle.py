@@ -105,6 +105,24 @@ if rank != 1:
     assert "Fix: give all workers the same number of steps" in job.err
 
 
+def test_a_worker_that_got_an_error_ends_with_its_own_code(run):
+    """It has caught one error of two; the other one, which may follow from the first, is logged."""
+    program = """
+import mxnet as mx
+import kvstore_hvd
+store = mx.kv.create('horovod')
+x, y = mx.nd.ones((2 + rank,)), mx.nd.ones((2 + rank,))
+store.pushpull(['read', 'unread'], [x, y])
+try:
+    x.asnumpy()
+except kvstore_hvd.MismatchError:
+    print('caught')
+"""
+    job = run("-np 2", program)
+    assert job.out.count("caught") == 2
+    assert "its result was never read" in job.err
+
+
 # Both workers end long before MXNet has computed what they submit: twelve operators sleep, one keeps a core busy.
 QUEUED = """
 import mxnet as mx

@@ -204,9 +204,10 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
         assert_equal_on_all_ranks(value, f"counted/{i}")
 
 
-@pytest.mark.parametrize("loads", ["all", "one", "broadcast"])
+@pytest.mark.parametrize("loads", ["all", "one", "broadcast", "before parameters"])
 def test_states_on_one_worker_only(rank, size, loads, tmp_path):
     """Momenta that one worker has loaded and the others have not: the first step says so on all, and how to mend it."""
+    # `broadcast_parameters` takes them to the others by itself.
     batch = [tuple(array(each) for each in samples(4, seed=rank))]
 
     def make():
@@ -224,6 +225,8 @@ def test_states_on_one_worker_only(rank, size, loads, tmp_path):
     net, trainer = make()
     if loads == "all" or rank == size - 1:
         trainer.load_states(str(tmp_path / "states"))
+    if loads == "before parameters":
+        hvd.broadcast_parameters(parameters(net), size - 1)
     if loads == "broadcast":
         hvd.broadcast_trainer_states(trainer, size - 1)
     if loads == "one" and size > 1:
