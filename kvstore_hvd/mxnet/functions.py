@@ -17,6 +17,7 @@ from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for,
 from kvstore_hvd.mxnet.gathers import gather_bytes
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
+from kvstore_hvd.store.compression import arrays_from
 from kvstore_hvd.store.keys import Call, Group, wire_name
 from kvstore_hvd.world.member import Member
 
@@ -103,7 +104,7 @@ def broadcast_parameters(
     """Overwrite parameters with the root's, on all devices. Asynchronous.
 
     If the root has states of the optimizer for them that another worker lacks (it has loaded them), or the other way
-    round, `broadcast_trainer_states` follows. So the workers first compare what their Trainers have; waits for them.
+    round, `broadcast_trainer_states` follows. So where a Trainer updates the parameters this waits for the others.
 
     A parameter whose shape is not known yet is broadcast as soon as it is initialised, which must happen on all
     workers, in any order. A copy of it that was made before (``copy.deepcopy(net)``) is not broadcast.
@@ -149,7 +150,7 @@ def broadcast_parameters(
         for shown, parameter in deferred:
             _follow(call, process_set, namespace, shown, parameter, root)
         trainers = mxnet_compat.trainers_of(parameter for _, parameter in named)
-        states_differ = _states_differ(world, namespace, trainers)
+        states_differ = not world.is_alone and _states_differ(world, namespace, trainers)
     if states_differ:
         fact = "the workers have different states of the optimizer: those of rank %d are broadcast, too."
         log.logger.warning("broadcast_parameters: " + fact, root_rank)
@@ -264,11 +265,17 @@ def _broadcast_group(call: Call, world: Member, namespace: str, groups: list[Gro
 
 
 def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:
-    """Whether the workers have as many Trainers, with states of different parameters; waits for them."""
+    """Whether the workers have as many Trainers, with different states; waits for them if this one has any."""
     states = {place: indices for place, each in enumerate(trainers) if (indices := mxnet_compat.states_in(each))}
-    row = np.array([len(trainers), zlib.crc32(repr(states).encode())], np.int64)
+    rows = np.zeros((world.topology.size, 2), np.int64)
+    rows[world.topology.rank] = len(trainers), zlib.crc32(repr(states).encode())
+    table = arrays_from({"states": rows})["states"]
+    handles = [mxnet_compat.handle_of(table)]
     name = wire_name(f"{NAMESPACE}/{namespace}", "states")
-    numbers, digests = world.all_rows("broadcast_parameters", name, "the states of the optimizer", row).T
+    world.mxnet_adapter().pushpull(name, "the states of the optimizer", handles, handles)
+    if not trainers:
+        return False
+    numbers, digests = table.asnumpy().T
     return len(set(numbers)) == 1 < len(set(digests))
 
 

@@ -204,10 +204,10 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
         assert_equal_on_all_ranks(value, f"counted/{i}")
 
 
-@pytest.mark.parametrize("loads", ["all", "one", "broadcast", "before parameters"])
+@pytest.mark.parametrize("loads", ["all", "one", "broadcast", "before parameters", "before Trainers"])
 def test_states_on_one_worker_only(rank, size, loads, tmp_path):
     """Momenta that one worker has loaded and the others have not: the first step says so on all, and how to mend it."""
-    # `broadcast_parameters` takes them to the others by itself.
+    # `broadcast_parameters` takes them to the others by itself, if these have made their Trainers.
     batch = [tuple(array(each) for each in samples(4, seed=rank))]
 
     def make():
@@ -223,13 +223,16 @@ def test_states_on_one_worker_only(rank, size, loads, tmp_path):
     step(net, trainer)
     trainer.save_states(str(tmp_path / "states"))
     net, trainer = make()
+    if loads == "before Trainers" and rank != size - 1:
+        for parameter in parameters(net):
+            parameter._trainer = None
     if loads == "all" or rank == size - 1:
         trainer.load_states(str(tmp_path / "states"))
-    if loads == "before parameters":
+    if loads.startswith("before"):
         hvd.broadcast_parameters(parameters(net), size - 1)
     if loads == "broadcast":
         hvd.broadcast_trainer_states(trainer, size - 1)
-    if loads == "one" and size > 1:
+    if loads in ("one", "before Trainers") and size > 1:
         with pytest.raises(kvstore_hvd.MismatchError, match=r"(?s)states of the optimizer.*broadcast_trainer"):
             step(net, trainer)
         member = process.current().member  # what the other parameters say would be raised by the next test
