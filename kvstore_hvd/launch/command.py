@@ -23,6 +23,7 @@ from kvstore_hvd.launch.hosts import (
     hosts_of_allocation,
     hosts_of_file,
     is_here,
+    look_up,
     remote_shell,
     slots_of,
 )
@@ -282,6 +283,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     _check_order(least, first, most)
     needed = max(least, first or 0)
     hosts = hosts or {"localhost": most or needed}
+    look_up(hosts)
     others = [host for host in hosts if not is_here(host)]
     if others and tell is not None:  # functions and results travel in a folder of this host
         fact = f"'{others[0]}' is another host, and run() starts workers on this one only."

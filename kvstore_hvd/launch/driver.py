@@ -23,7 +23,7 @@ from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.discovery import HERE, HostDiscoveryScript
-from kvstore_hvd.launch.hosts import is_here, machine_of, shell_command, travelling
+from kvstore_hvd.launch.hosts import is_here, look_up, machine_of, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output
 from kvstore_hvd.launch.state import (
@@ -232,6 +232,7 @@ class Driver:
                 self._job.give_up(f"there have been no hosts for {limit:g} s: {error}", error.code)
             return
         if hosts is not None:
+            look_up(hosts)
             self._discovered, self._discovery_fails_since = True, math.inf
             self._take_hosts(hosts)
 

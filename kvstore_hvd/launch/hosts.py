@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import re
 import resource
 import socket
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from kvstore_hvd.base.limits import limit_of, open_below
@@ -26,6 +28,10 @@ _PART = rf"(?!-)(?:[\w.-]|\[{_RANGE}(?:,{_RANGE})*\])+"
 _NODES = re.compile(rf"{_PART}(?:,{_PART})*", re.ASCII)
 _TASKS = re.compile(r"\d{1,9}(?:\(x\d{1,9}\))?(?:,\d{1,9}(?:\(x\d{1,9}\))?)*", re.ASCII)
 _MOST_HOSTS = 1 << 16
+# Without an answer in this time, a name is none of this host.
+_LOOK_UP_S, _LOOK_UP_THREADS = 2.0, 32
+_DISCARD = 9  # a port
+_own: dict[str, bool] = {}  # hosts that have been looked up, and whether each is this one
 
 # For ssh, behind the user's own words: of two options alike, ssh takes the first. It asks for no password, and ends 45
 # seconds after a host has said its last.
@@ -124,9 +130,51 @@ def _each(part: str) -> Iterator[str]:
                 yield before + str(number).zfill(len(first)) + end
 
 
-@functools.cache
+def look_up(hosts: Iterable[str]) -> None:
+    """Find out which of these hosts have an address of this one, before `is_here` is asked; once for each name."""
+    unknown = [host for host in hosts if not is_here(host) and host not in _own]
+    if not unknown:
+        return
+    import threading
+
+    names = iter(unknown)
+
+    def work() -> None:
+        for name in names:
+            _own.setdefault(name, _has_own_address(name))
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in unknown[:_LOOK_UP_THREADS]]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + _LOOK_UP_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    for name in unknown:
+        _own.setdefault(name, False)  # what is learnt later changes no decision
+
+
+def _has_own_address(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host.encode(), _DISCARD, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, _, _, _, address in found:
+        # With `ip_nonlocal_bind`, bind() takes any address, but connect() only one of this host. Nothing is sent.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address[0], 0, *address[2:]))
+            probe.connect(address)
+            if probe.getsockname()[0] == address[0]:
+                return True
+    return False
+
+
 def is_here(host: str) -> bool:
-    """Whether a name is one of this host: its own, localhost, or an address of the loopback."""
+    """Whether a name is one of this host: its own, localhost, an address of the loopback, or one that was looked up."""
+    return _own.get(host, False) or _is_own_name(host)
+
+
+@functools.cache
+def _is_own_name(host: str) -> bool:
     host = host.lower()
     if host == "localhost":
         return True

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_hvd.world.links import own_addresses
 from support.jobs import processes, status_of, stopped
 
 pytestmark = pytest.mark.alike
@@ -72,6 +73,12 @@ say('a' * 10_000 + '\\n' * 3)  # srun cuts long lines
     places = [{"rank": rank, "slot": slot, "node": slot.partition(":")[0]} for rank, slot in enumerate(slots)]
     assert job.reports() == [{**place, "folder": str(tmp_path)} for place in places]
     assert job.out.count("a" * 10_000) == len(slots)
+
+
+@pytest.mark.parametrize("options", ["-H {}:2", "--min-np 2 -H {}:2", "--min-np 2 --host-discovery-script 'echo {}:2'"])
+def test_an_address_of_this_host_needs_no_shell(run, options):
+    address = own_addresses()[0].partition(":")[0]
+    assert run(f"--rsh-command false {options.format(address)}", "say(f'{rank}')").err == ""
 
 
 def test_hosts_that_are_one_share_memory(run):

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from kvstore_hvd.horovod.variables import Seat
 from kvstore_hvd.launch import command, hosts
 from kvstore_hvd.launch.discovery import hosts_of_script
 from kvstore_hvd.launch.driver import environment_of
-from kvstore_hvd.launch.hosts import hosts_of_allocation, shell_command, slots_of, travelling
+from kvstore_hvd.launch.hosts import hosts_of_allocation, is_here, machine_of, shell_command, slots_of, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
 from kvstore_hvd.launch.state import Slot
@@ -204,6 +205,30 @@ def test_hosts_that_are_this_one(tmp_path):
         path.write_text(text)
         with pytest.raises(LaunchError, match=fact):
             plan("--hostfile", str(path), "true")
+
+
+def test_names_with_an_address_of_this_host(monkeypatch):
+    """They need no remote shell. A resolver that does not answer is not waited for."""
+    answered = threading.Event()
+
+    def resolve(host, port, **_):
+        if host == b"late":
+            answered.wait()
+        if host == b"unknown":
+            raise socket.gaierror
+        address = "198.51.100.7" if host == b"elsewhere" else "127.0.0.1"
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (each, port)) for each in ("198.51.100.8", address)]
+
+    monkeypatch.setattr(hosts, "_own", {})
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        made = plan("-H", "node1.example:2,late,elsewhere,unknown,node1:3", "--rsh-command", "env", "true")
+        names = list(made.hosts)
+        assert list(map(is_here, names)) == [True, False, False, False, True]
+        assert list(map(machine_of, names)) == ["", "late", "elsewhere", "unknown", ""]
+        assert plan("-H", "node1.example:2", "true").shell == []
+    finally:
+        answered.set()
 
 
 @pytest.fixture
